@@ -36,7 +36,7 @@ from split_overhead import build
 from upriver.cache import cache_folder
 from upriver.cost import CostModel
 from upriver.finetune.calibration import time_budget
-from upriver.finetune.calibration.measurement import Measured
+from upriver.finetune.calibration.measurement import Measurement
 from upriver.finetune.prefetch.fetch_threads import LOCAL
 from upriver.finetune.prefetch.route_dealing import deal
 from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
@@ -151,7 +151,7 @@ class Trainer:
         self.finetune(policy="freeze").close()
         if self.near.measured is None:
             raise RuntimeError("the job did not measure: no server was found")
-        measured: Measured = self.near.measured
+        measured: Measurement = self.near.measured
         return {
             "profile": json.loads(profile_to_json(measured.profile)),
             "cluster": json.loads(cluster_to_json(measured.cluster)),

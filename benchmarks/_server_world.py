@@ -20,12 +20,12 @@ from upriver.engine.read import read_samples
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, Resize, index
 from upriver.program import Program, publish
 from upriver.program.capture.prefix import capture
-from upriver.program.example_inputs import Example, Source
+from upriver.program.example_inputs import Example, TensorSource
 from upriver.program.split.resized import resized
 from upriver.program.split.split import split
 from upriver.protocol import DatasetRef, Larger, RunRequest
 from upriver.server.scheduling.footprint import request_bytes
-from upriver.server.scheduling.program_footprint import Scale
+from upriver.server.scheduling.program_footprint import FootprintEstimator
 from upriver.types import MicroBatch
 
 Batches = Sequence[Sequence[int]]
@@ -60,7 +60,9 @@ class World:
         key = (spec, micro_batch)
         if key not in self._programs:
             model, last = build(spec)
-            self._keep(key, capture(model.eval(), (self._images(micro_batch),), outputs=[Source(path=last)]))
+            self._keep(
+                key, capture(model.eval(), (self._images(micro_batch),), outputs=[TensorSource(path=last)])
+            )
         return self._programs[key]
 
     def sizes(self, spec: str, micro_batches: Sequence[int]) -> list[Program]:
@@ -145,7 +147,7 @@ class World:
 
     def need_bytes(self, program: Program, question: Question) -> int:
         """What a server holds for a request, beside its program: its own estimate."""
-        weighed = Scale(program.graph_bytes, torch.device("cpu")).weigh(0, question.request.stop)
+        weighed = FootprintEstimator(program.graph_bytes, torch.device("cpu")).weigh(0, question.request.stop)
         size = question.request.micro_batch
         return request_bytes(question.request, dataset=self.dataset, weighed={size: weighed})[size]
 

@@ -52,17 +52,17 @@ def ours(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A load of ours, and with how many requests it began and ended."""
     from upriver.coldstart import link_estimator
 
-    flows: list[link_estimator.Flow] = []
-    begin = link_estimator.Flow.__init__
+    flows: list[link_estimator.FlowMeter] = []
+    begin = link_estimator.FlowMeter.__init__
 
-    def begun(self: link_estimator.Flow, link: link_estimator.Link, **limits: Any) -> None:
+    def begun(self: link_estimator.FlowMeter, link: link_estimator.StoreLink, **limits: Any) -> None:
         if spec["requests"]:
             link = link_estimator.replace(link, requests=spec["requests"])
         begin(self, link, **limits)
         self.began = self.wanted  # type: ignore[attr-defined]
         flows.append(self)
 
-    link_estimator.Flow.__init__ = begun  # type: ignore[method-assign]
+    link_estimator.FlowMeter.__init__ = begun  # type: ignore[method-assign]
     found = run(spec)
     (used,) = flows
     return {**found, "began": used.began, "ended": used.wanted}  # type: ignore[attr-defined]

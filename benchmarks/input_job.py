@@ -35,7 +35,7 @@ from torch.utils.data import RandomSampler, default_collate
 import upriver
 from input_model import EPOCHS, Consumer, train, train_apart
 from input_workloads import NAME, Samples
-from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.epoch import BatchSplit, Epoch
 
 HERE = "here"
 AGAIN = " again"
@@ -53,7 +53,7 @@ class TakesNext:
         split: Says which stages of them run there.
     """
 
-    def __init__(self, epoch: Epoch, split: Split) -> None:
+    def __init__(self, epoch: Epoch, split: BatchSplit) -> None:
         self._epoch = weakref.proxy(epoch)  # which has this one, and must end as soon as nobody iterates
         self._split = split
         self._goes: deque[bool] = deque()

@@ -28,9 +28,9 @@ from _planned import Deadline, Records, TimeIsUp
 from load_networks import NETWORKS, model_of
 from upriver.profile.latency import op_benchmark
 from upriver.profile.latency.benchmark_configs import RANGES
-from upriver.profile.latency.calibration import LONG_S, OCCASIONS, TABLE_III, Measured, fit, plan
-from upriver.profile.latency.op_benchmark import Bench
-from upriver.profile.latency.op_calls import Call
+from upriver.profile.latency.calibration import LONG_S, OCCASIONS, TABLE_III, MeasuredConfig, fit, plan
+from upriver.profile.latency.op_benchmark import OpBenchmark
+from upriver.profile.latency.op_calls import OpCall
 from upriver.profile.latency.op_kinds import works_of
 from upriver.profile.latency.predictor import (
     MODELS,
@@ -93,12 +93,12 @@ def run_network(name: str) -> dict[str, Any]:
 
 
 @functools.cache
-def configurations(kind: str, quick: bool) -> tuple[tuple[Call, bool], ...]:
+def configurations(kind: str, quick: bool) -> tuple[tuple[OpCall, bool], ...]:
     """Of a kind, each with whether it is held out."""
     return tuple(plan(kinds=[kind], quick=quick))
 
 
-def time_kind(kind: str, bench: Bench, *, quick: bool) -> dict[str, Any]:
+def time_kind(kind: str, bench: OpBenchmark, *, quick: bool) -> dict[str, Any]:
     """Seconds of each of a kind's configurations."""
     seconds = [float(f"{bench.seconds(call):.4g}") for call, _ in configurations(kind, quick)]
     return {"digest": digest_of(kind, quick=quick), "seconds": seconds}
@@ -120,7 +120,7 @@ def measure(
     Raises:
         TimeIsUp: If something is left.
     """
-    bench = Bench()
+    bench = OpBenchmark()
     for occasion in range(OCCASIONS):
         for name in networks:
             if f"{name} {occasion}" not in records:
@@ -149,7 +149,7 @@ def fitted(records: Records, kinds: Sequence[str], *, quick: bool) -> Predictor:
         if rows:
             shortest = map(min, zip(*(row["seconds"] for row in rows), strict=True))
             measured += [
-                Measured(works=works_of(call), seconds=seconds, held_out=held_out)
+                MeasuredConfig(works=works_of(call), seconds=seconds, held_out=held_out)
                 for (call, held_out), seconds in zip(configurations(kind, quick), shortest, strict=True)
             ]
     return fit(measured, place_of())

@@ -32,9 +32,9 @@ from load_networks import NAMED, model_of, paper_numbers
 from load_schedule import FULL, LOADPART, LOCAL, NEUROSURGEON, OURS, cut_of
 from testbed import PAYLOAD_SHARE
 from upriver.coldstart.load_program import publish
-from upriver.inference.capture_cache import Forms, Network
+from upriver.inference.capture_cache import CaptureCache, Network
 from upriver.inference.change_detection import Unchanged
-from upriver.inference.executor import Patience
+from upriver.inference.executor import RequestPatience
 from upriver.inference.offload import Offload
 from upriver.inference.partition import ESTIMATES, Now, Rule
 from upriver.inference.remote_server import Far, Terms
@@ -236,13 +236,13 @@ class Device:
 
         with self._link.of(way), self._slowness.away():
             self._ways[way] = Offload(
-                Forms(self._captured.example, make),
+                CaptureCache(self._captured.example, make),
                 fars,
                 list,  # this process has no children
                 unchanged,
                 autocast=None,
                 rule=rule,
-                patience=Patience(deadline_s=DEADLINE_S),
+                patience=RequestPatience(deadline_s=DEADLINE_S),
                 cached_cuts=0,
             )
             for far in fars:

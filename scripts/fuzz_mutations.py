@@ -24,7 +24,7 @@ from torch.nn import functional
 from upriver.program.capture.prefix import capture
 from upriver.program.graph.call_validator import check_arguments
 from upriver.program.graph.operators import ALLOWED, fingerprints, resolve
-from upriver.program.graph.schedule import Step
+from upriver.program.graph.schedule import ScheduledNode
 from upriver.program.graph.schema import DTYPES, Graph, Node, TensorSpec, references
 
 Json = Any
@@ -515,7 +515,7 @@ def repair(graph: Json, original: bytes) -> None:
 
 
 def _results(index: int, node: Json, values: Declared, device: torch.device) -> Sequence[torch.Tensor]:
-    step = Step(index, msgspec.convert(node, Node), {}, device)
+    step = ScheduledNode(index, msgspec.convert(node, Node), {}, device)
     args, kwargs = step.arguments(values)
     check_arguments(node["op"], args, kwargs, num_results=len(node["outputs"]))
     return step.call(values)

@@ -32,16 +32,16 @@ from upriver.cache import Cache, cache_folder
 from upriver.coldstart import link_cache, publish_model
 from upriver.coldstart.format.checkpoint import find
 from upriver.coldstart.grouping import grouping_cache as groupings
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.roofline import CORE, Pace, keep_pace, pace_of
 from upriver.errors import StoreError
 from upriver.profile.latency import serialization
 from upriver.profile.latency.predictor import Predictor, place_of
 from upriver.profile.latency.regression import OwnModel, PaperModel
 from upriver.profile.profile_cache import load_profile, save_profile
-from upriver.profile.throughput_cache import Known, MetricsStore
+from upriver.profile.throughput_cache import KnownThroughput, MetricsStore
 from upriver.program.capture.prefix import capture
-from upriver.program.example_inputs import Source
+from upriver.program.example_inputs import TensorSource
 from upriver.program.graph.executor import Program
 from upriver.program.split.freeze_point import FreezePoint, Ship
 from upriver.program.split.module_trace import Shape
@@ -104,11 +104,11 @@ class Kept:
 
 
 CPU = torch.device("cpu")
-LINK = Link(latency_s=0.0, bandwidth_bytes_per_s=3e6, requests=4)
+LINK = StoreLink(latency_s=0.0, bandwidth_bytes_per_s=3e6, requests=4)
 PACE = Pace(flops_per_s=3e10, moved_bytes_per_s=4e9)
 POINT = FreezePoint(
     name="all",
-    ships=(Ship(source=Source(path=""), shape=Shape(dtype=torch.float32, base=(0, 4), slope=(1, 0))),),
+    ships=(Ship(source=TensorSource(path=""), shape=Shape(dtype=torch.float32, base=(0, 4), slope=(1, 0))),),
 )
 ASKING = {True: (True,), False: (False,)}
 
@@ -170,7 +170,7 @@ KEPT = {
     "metrics": Kept(
         save=lambda: MetricsStore().save(FIGURES_KEY, FIGURES),
         load=lambda: MetricsStore().load(FIGURES_KEY),
-        nothing=lambda: Known(),
+        nothing=lambda: KnownThroughput(),
     ),
 }
 """All that upriver keeps in the cache folder but the demo's images, by the folder."""

@@ -14,7 +14,7 @@ from _common import Spread
 from _planned import Deadline, Records, TimeIsUp
 from latency_models import Network, apart, fitted, judged, kinds_within, measure, predicted, report
 from upriver.profile.latency.calibration import OCCASIONS, TABLE_III
-from upriver.profile.latency.op_calls import Call
+from upriver.profile.latency.op_calls import OpCall
 from upriver.profile.latency.op_kinds import works_of
 from upriver.profile.latency.predictor import KindError, ModelName
 from upriver.program.capture.prefix import capture
@@ -52,7 +52,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     occasions: dict[str, int] = {}
 
     class Scripted:
-        def seconds(self, call: Call) -> float:
+        def seconds(self, call: OpCall) -> float:
             timed.append(works_of(call)[0].kind)
             occasions[call.signature] = occasions.get(call.signature, 0) + 1
             return 1e-9 * call.made[0].numel * (2 if occasions[call.signature] == 1 else 1)

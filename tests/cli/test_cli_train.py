@@ -194,13 +194,13 @@ def test_interrupted_at_every_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An interruption after each single step, and the same bits as without."""
-    from upriver.cli.train.loop import Stop
+    from upriver.cli.train.loop import StopSignal
 
     whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
     path = config(folder, output="steps.st", more="epochs = 2")
     with monkeypatch.context() as patch:
-        patch.setattr(Stop, "requested", True, raising=False)
-        patch.setattr(Stop, "__init__", lambda self: setattr(self, "_before", {}))
+        patch.setattr(StopSignal, "requested", True, raising=False)
+        patch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_before", {}))
         codes = []
         while not codes or codes[-1] == 130:
             codes.append(main(["train", path]))
@@ -214,7 +214,7 @@ def test_interrupted_at_every_step(
 def test_a_run_that_goes_on_keeps_the_micro_batch_it_chose(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from upriver.cli.train.loop import Stop
+    from upriver.cli.train.loop import StopSignal
     from upriver.finetune.planner import Planner
 
     def auto(output: str) -> str:
@@ -228,8 +228,8 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_it_chose(
     path = auto("parts.st")
     with monkeypatch.context() as patch:
         patch.setattr(Planner, "best_size", lambda self: 4)
-        patch.setattr(Stop, "requested", True, raising=False)
-        patch.setattr(Stop, "__init__", lambda self: setattr(self, "_before", {}))
+        patch.setattr(StopSignal, "requested", True, raising=False)
+        patch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_before", {}))
         assert main(["train", path]) == 130
     capsys.readouterr()
     monkeypatch.setattr(Planner, "best_size", lambda self, cut: 2)
@@ -379,11 +379,11 @@ def test_a_run_that_failed_at_a_sample_goes_on_as_one_that_skips(
 
 def interrupted_once(capsys: pytest.CaptureFixture[str], path: str, *options: str) -> None:
     """Leave a checkpoint after the first step."""
-    from upriver.cli.train.loop import Stop
+    from upriver.cli.train.loop import StopSignal
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Stop, "requested", True, raising=False)
-        patch.setattr(Stop, "__init__", lambda self: setattr(self, "_before", {}))
+        patch.setattr(StopSignal, "requested", True, raising=False)
+        patch.setattr(StopSignal, "__init__", lambda self: setattr(self, "_before", {}))
         assert main(["train", path, *options]) == 130
     capsys.readouterr()
 

@@ -19,7 +19,7 @@ from upriver.rpc.discovery import (
     LISTING_BYTES,
     MAX_SERVERS,
     Changes,
-    Directory,
+    DirectoryClient,
     Following,
     Listed,
     Listing,
@@ -81,14 +81,14 @@ def test_which_addresses_are_directories() -> None:
 )
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(ConfigError):
-        Directory(url)
+        DirectoryClient(url)
 
 
 @pytest.mark.parametrize("tail", ["", "/", "/upriver/servers"])
 def test_it_asks_where_the_directory_answers(tail: str) -> None:
     answers = Answers("http://a:1", "https://b:2")
     with answering(answers) as url:
-        found = Directory(url + tail).listing()
+        found = DirectoryClient(url + tail).listing()
     assert [server.url for server in found.servers] == ["http://a:1", "https://b:2"]
     assert (found.version, found.lease_s) == ("9", LEASE_S)
     assert answers.paths == ["GET /upriver/servers"]
@@ -97,7 +97,7 @@ def test_it_asks_where_the_directory_answers(tail: str) -> None:
 def test_a_path_of_a_proxy_stays_in_front() -> None:
     answers = Answers()
     with answering(answers) as url:
-        assert Directory(f"{url}/behind/").listing().servers == ()
+        assert DirectoryClient(f"{url}/behind/").listing().servers == ()
     assert answers.paths == ["GET /behind/upriver/servers"]
 
 
@@ -116,14 +116,14 @@ def test_a_path_of_a_proxy_stays_in_front() -> None:
 )
 def test_what_is_no_server_is_left_out(named: str) -> None:
     with answering(Answers(named, "http://good:1")) as url:
-        assert [server.url for server in Directory(url).listing().servers] == ["http://good:1"]
+        assert [server.url for server in DirectoryClient(url).listing().servers] == ["http://good:1"]
 
 
 def test_whoever_asks_in_private_is_not_sent_into_the_open() -> None:
-    directory = Directory("ray+https://h")
+    directory = DirectoryClient("ray+https://h")
     assert directory._may_use("https://a:1")
     assert not directory._may_use("http://a:1")
-    assert Directory("ray+http://h")._may_use("http://a:1")
+    assert DirectoryClient("ray+http://h")._may_use("http://a:1")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_an_answer_that_is_none(body: bytes, said: str) -> None:
         answering(lambda exchange: exchange.plain(200, body)) as url,
         pytest.raises(ProtocolError, match=said),
     ):
-        Directory(url).listing()
+        DirectoryClient(url).listing()
 
 
 def test_errors_are_those_of_servers() -> None:
@@ -157,23 +157,23 @@ def test_errors_are_those_of_servers() -> None:
         exchange.plain(503, body, Retry_After="3")
 
     with answering(overloaded) as url, pytest.raises(Overloaded, match="not now") as caught:
-        Directory(url).listing()
+        DirectoryClient(url).listing()
     assert caught.value.retry_after_s == 3
     with (
         answering(lambda exchange: exchange.plain(404)) as url,
         pytest.raises(ProtocolError, match="404"),
     ):
-        Directory(url).listing()
+        DirectoryClient(url).listing()
 
 
 def test_a_directory_that_hangs_up_or_says_nothing() -> None:
     with answering(Exchange.hang_up) as url, pytest.raises(ServerUnavailable):
-        Directory(url).listing()
+        DirectoryClient(url).listing()
     silent = threading.Event()
     with answering(lambda exchange: silent.wait(60) and None) as url:
         try:
             with pytest.raises(ServerUnavailable):
-                Directory(url, timeouts=Timeouts(question_s=0.2)).listing()
+                DirectoryClient(url, timeouts=Timeouts(question_s=0.2)).listing()
         finally:
             silent.set()
 
@@ -191,11 +191,11 @@ def test_waiting_for_the_first_server(monkeypatch: pytest.MonkeyPatch) -> None:
         answers(exchange)
 
     with answering(later) as url:
-        assert [server.url for server in Directory(url).wait(60).servers] == ["http://a:1"]
+        assert [server.url for server in DirectoryClient(url).wait(60).servers] == ["http://a:1"]
         assert answers.asked == 5
         answers.urls = []
         with pytest.raises(ServerUnavailable, match="named no server"):
-            Directory(url).wait(0.05)
+            DirectoryClient(url).wait(0.05)
 
 
 # ---------------------------------------------------------------------------------------------- the roll
@@ -277,7 +277,7 @@ def test_a_pool_follows_its_directory() -> None:
     members = Members("http://a:1")
     with (
         answering(answers) as url,
-        Following(Directory(url), members, ScriptedServer, urls=["http://a:1"], poll_s=0.01),
+        Following(DirectoryClient(url), members, ScriptedServer, urls=["http://a:1"], poll_s=0.01),
     ):
         answers.urls = ["http://a:1", "http://b:1"]
         until(lambda: members.urls == ["http://a:1", "http://b:1"])
@@ -294,7 +294,7 @@ def test_a_silent_directory_changes_nothing() -> None:
     members = Members("http://a:1")
     with (
         answering(answers) as url,
-        Following(Directory(url), members, ScriptedServer, urls=["http://a:1"], poll_s=0.01),
+        Following(DirectoryClient(url), members, ScriptedServer, urls=["http://a:1"], poll_s=0.01),
     ):
         until(lambda: answers.asked >= 2)
         answers.status = 500
@@ -309,7 +309,7 @@ def test_a_silent_directory_changes_nothing() -> None:
 def test_closing_ends_the_thread_and_may_be_done_twice() -> None:
     before = set(threading.enumerate())
     with answering(Answers()) as url:
-        following = Following(Directory(url), Members(), ScriptedServer, urls=[], poll_s=100)
+        following = Following(DirectoryClient(url), Members(), ScriptedServer, urls=[], poll_s=100)
         following.close()
         following.close()
         assert not following._thread.is_alive()
@@ -318,4 +318,4 @@ def test_closing_ends_the_thread_and_may_be_done_twice() -> None:
 
 def test_a_poll_without_a_pause_is_refused() -> None:
     with pytest.raises(ConfigError, match="poll_s"):
-        Following(Directory("ray+http://h"), Members(), ScriptedServer, urls=[], poll_s=0)
+        Following(DirectoryClient("ray+http://h"), Members(), ScriptedServer, urls=[], poll_s=0)

@@ -30,7 +30,7 @@ from upriver.errors import NotAuthorized, UpriverError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.rpc.client import ServerClient
-from upriver.rpc.discovery import Directory
+from upriver.rpc.discovery import DirectoryClient
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,7 +75,7 @@ class Cluster:
     def servers(self) -> list[str]:
         """As the directory names them; nobody where it does not answer."""
         with contextlib.suppress(UpriverError):
-            return [server.url for server in Directory(self.url).listing().servers]
+            return [server.url for server in DirectoryClient(self.url).listing().servers]
         return []
 
     def look(self) -> None:

@@ -19,7 +19,7 @@ from upriver.cli.serve import ray as serve_ray
 from upriver.cluster import deploy
 from upriver.cluster.asking import get
 from upriver.cluster.autoscale import TARGET_BYTES
-from upriver.cluster.deploy import Deploying, Deployment, Stop, before_import, reason
+from upriver.cluster.deploy import Deploying, Deployment, ShutdownRequest, before_import, reason
 from upriver.cluster.deployment import ReplicaSettings, Scale, stop_timeout_s
 from upriver.errors import ConfigError, ServerUnavailable
 
@@ -182,7 +182,7 @@ def test_an_operator_who_says_how_it_is_to_be_is_heeded(monkeypatch: pytest.Monk
 
 def test_signals_ask_it_to_stop_and_the_second_insists() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    stop = Stop()
+    stop = ShutdownRequest()
     stop.install()
     try:
         assert not stop.wait(0.0)
@@ -197,7 +197,7 @@ def test_signals_ask_it_to_stop_and_the_second_insists() -> None:
 
 
 def test_it_may_be_stopped_from_another_thread() -> None:
-    stop = Stop()
+    stop = ShutdownRequest()
     thread = threading.Thread(target=stop.set)
     thread.start()
     assert stop.wait(60)
@@ -238,7 +238,7 @@ def test_a_replica_that_fails_is_told_with_the_reason_that_ray_serve_keeps_for_i
     for found, said in ((status, "no replica can serve: why"), (None, "Failed to update the deployments")):
         serve = SimpleNamespace(status=Mock(return_value=found))
         with pytest.raises(ServerUnavailable, match=said):
-            deploy._wait_for_first(serve, "http://127.0.0.1:1", deployment, deploying, Stop())
+            deploy._wait_for_first(serve, "http://127.0.0.1:1", deployment, deploying, ShutdownRequest())
 
 
 @pytest.mark.parametrize(("least", "most", "cpus"), [(0, 1, 1), (2, 1, 1), (1, 1, -1), (1, True, 1)])

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from upriver.coldstart.format.checkpoint import Source, find
+from upriver.coldstart.format.checkpoint import WeightSource, find
 from upriver.coldstart.format.manifest import publish
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.errors import StoreError, UpriverError
 from upriver.store import Store
 
@@ -34,7 +34,7 @@ class Ordered:
         error: Comes in the place of the last ones, after so many.
     """
 
-    measured, bounded = Link(latency_s=0.0, bandwidth_bytes_per_s=1e9), False
+    measured, bounded = StoreLink(latency_s=0.0, bandwidth_bytes_per_s=1e9), False
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Ordered:
         self.over = False
         self.thread = threading.Thread(target=self._run, daemon=True)
 
-    def of(self, source: Source, _groups: Any, sink: Any, **_: Any) -> Ordered:
+    def of(self, source: WeightSource, _groups: Any, sink: Any, **_: Any) -> Ordered:
         """As `Stream` is made."""
         self.source, self.sink = source, sink
         self.order = self.order or range(len(source.tensors))

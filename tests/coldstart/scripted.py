@@ -10,27 +10,29 @@ from typing import Any
 
 from upriver.coldstart.format import checkpoint as source
 from upriver.coldstart.format import manifest
-from upriver.coldstart.format.checkpoint import Placed, Source
+from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource
 from upriver.errors import UpriverError
 from upriver.store import Store
-from upriver.store.places import Places
+from upriver.store.places import BufferSequence
 
 WAIT_S = 60.0
 
 
-def published(store: Store, path: str) -> Source:
+def published(store: Store, path: str) -> WeightSource:
     """What was published under that name."""
     return source.published(store, path, manifest.read(store, path))
 
 
-def lying(store: Any, places: Iterable[tuple[str, int, int]], **changed: Any) -> Source:
+def lying(store: Any, places: Iterable[tuple[str, int, int]], **changed: Any) -> WeightSource:
     """Tensors at any places, as a file of somebody else's has them: without checksums."""
     tensors = tuple(
-        Placed(name=f"t{number}", dtype="uint8", shape=(stop - start,), path=path, start=start, stop=stop)
+        TensorLocation(
+            name=f"t{number}", dtype="uint8", shape=(stop - start,), path=path, start=start, stop=stop
+        )
         for number, (path, start, stop) in enumerate(places)
     )
     known = {"ties": {}, "etags": {}, "chunk_bytes": 1 << 20, "ordered": False}
-    return Source(store=store, path="net", tensors=tensors, **known | changed)
+    return WeightSource(store=store, path="net", tensors=tensors, **known | changed)
 
 
 class Memory:
@@ -42,7 +44,7 @@ class Memory:
         error: What it was told at the end, if anything.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         self.source = source
         self.got: dict[int, bytes] = {}
         self.asked: list[int] = []
@@ -117,7 +119,7 @@ class ScriptedStore:
         piece_bytes: int,
         direct: None,
     ) -> None:
-        places = Places(into)
+        places = BufferSequence(into)
         asked = Asked(start, places.left, etag)
         with self._changed:
             self._loop = asyncio.get_running_loop()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from upriver.coldstart.format.checkpoint import Placed
+from upriver.coldstart.format.checkpoint import TensorLocation
 from upriver.coldstart.model.assignment import memories, move
 
 on_accelerator = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
@@ -38,7 +38,7 @@ def test_what_shares_memory_shares_it_there(device: str) -> None:
 @on_accelerator
 def test_what_an_accelerator_was_asked_before_does_not_end_in_weights() -> None:
     value = torch.randn(1 << 20)
-    placed = Placed(name="w", dtype="float32", shape=(1 << 20,), path="a", start=0, stop=value.nbytes)
+    placed = TensorLocation(name="w", dtype="float32", shape=(1 << 20,), path="a", start=0, stop=value.nbytes)
     old = torch.empty(1 << 20, device="cuda")
     torch.cuda.synchronize()
     torch.cuda._sleep(10**9)

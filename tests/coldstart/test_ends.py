@@ -34,7 +34,7 @@ from upriver.coldstart import load_model as under_test
 from upriver.coldstart.format.manifest import publish
 from upriver.coldstart.grouping import groups
 from upriver.coldstart.load_model import Loading, begin, load
-from upriver.coldstart.model.assignment import Memory
+from upriver.coldstart.model.assignment import WeightMemory
 from upriver.errors import Cancelled, ObjectChanged, StoreError, UpriverError
 from upriver.store import Store
 
@@ -102,16 +102,16 @@ def test_a_file_that_is_written_in_place_meanwhile_is_no_model(
     file = tmp_path / "model.safetensors"
     save_file(build().state_dict(), file)
     os.utime(file, (1, 1))
-    settle = Memory.settle
+    settle = WeightMemory.settle
 
-    def and_write(memory: Memory) -> None:
-        monkeypatch.setattr(Memory, "settle", settle)
+    def and_write(memory: WeightMemory) -> None:
+        monkeypatch.setattr(WeightMemory, "settle", settle)
         settle(memory)
         with file.open("r+b") as opened:
             opened.seek(-8, os.SEEK_END)
             opened.write(bytes(8))
 
-    monkeypatch.setattr(Memory, "settle", and_write)
+    monkeypatch.setattr(WeightMemory, "settle", and_write)
     model, handle = begin(build, f"file://{file}")
     with pytest.raises(ObjectChanged, match="was replaced"):
         handle.wait(60)

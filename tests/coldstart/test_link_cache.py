@@ -13,12 +13,12 @@ from torch import nn
 from upriver.coldstart import link_estimator
 from upriver.coldstart.format.access_order import publish_model
 from upriver.coldstart.link_cache import UNKNOWN, keep, last_known
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.load_model import begin
 from upriver.store import Store
 
 MANY = 1 << 30
-THREE = Link(latency_s=0.0, bandwidth_bytes_per_s=3e6, requests=4)
+THREE = StoreLink(latency_s=0.0, bandwidth_bytes_per_s=3e6, requests=4)
 
 
 @pytest.fixture(autouse=True)

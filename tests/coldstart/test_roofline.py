@@ -17,10 +17,10 @@ from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format import access_order
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.format.access_order import counted, publish_model
-from upriver.coldstart.format.checkpoint import Placed, Source, find
+from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource, find
 from upriver.coldstart.grouping.stage_costs import stage_executions
 from upriver.coldstart.grouping.timeline import Timeline
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.load_program import publish
 from upriver.coldstart.roofline import (
     ACCELERATOR,
@@ -247,13 +247,13 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch)
 
 MIB = 1 << 20
 
-LINK = Link(bandwidth_bytes_per_s=125e6, latency_s=0.05)
+LINK = StoreLink(bandwidth_bytes_per_s=125e6, latency_s=0.05)
 
 
-def layers_of(executions: list[Execution]) -> Source:
+def layers_of(executions: list[Execution]) -> WeightSource:
     """A layer of 1 MiB for each."""
     tensors = tuple(
-        Placed(
+        TensorLocation(
             name=f"t{number}",
             dtype="uint8",
             shape=(MIB,),
@@ -264,7 +264,7 @@ def layers_of(executions: list[Execution]) -> Source:
         )
         for number, each in enumerate(executions)
     )
-    return Source(
+    return WeightSource(
         store=new_store(),
         path="net",
         tensors=tensors,

@@ -18,10 +18,10 @@ from upriver.coldstart import load_model, publish_model
 from upriver.coldstart import load_program as cold_programs
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.fetch.weight_stream import StreamLimits
-from upriver.coldstart.format.checkpoint import Source, find
+from upriver.coldstart.format.checkpoint import WeightSource, find
 from upriver.coldstart.grouping import grouping_cache, groups
 from upriver.coldstart.grouping.groups import GROUPINGS, SMALL_BYTES, is_whole
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.load_model import begin
 from upriver.program.capture.prefix import capture
 from upriver.store import Store
@@ -114,7 +114,7 @@ def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
         return nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300), nn.Linear(300, 1500), nn.Linear(1500, 4))
 
     # 1 MB comes meanwhile, which two layers have together, the second 1.8.
-    far = Link(latency_s=0.01, bandwidth_bytes_per_s=1e8)
+    far = StoreLink(latency_s=0.01, bandwidth_bytes_per_s=1e8)
     monkeypatch.setattr(strategy.links, "link_to", lambda *_: far)
     store, limits = connected(server), StreamLimits(request_bytes=64 << 10, in_flight_bytes=128 << 10)
     publish_model(wide(), store, "net.safetensors", (X,))
@@ -123,7 +123,7 @@ def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
     assert handle.wait(60)
 
 
-def _each_alone(source: Source, *_: object) -> tuple[list[range], dict[str, list[range]]]:
+def _each_alone(source: WeightSource, *_: object) -> tuple[list[range], dict[str, list[range]]]:
     return [range(number, number + 1) for number in range(len(source.tensors))], {}
 
 

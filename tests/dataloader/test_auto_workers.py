@@ -15,7 +15,7 @@ import pytest
 from tests.dataloader.toy_datasets import same
 from tests.dataloader.world import BATCH, World, part
 from upriver.dataloader import DataLoader, Offloading, dataset
-from upriver.dataloader.autotune.offload_tuner import Measured
+from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
 from upriver.dataloader.autotune.throughput_recall import Recall
 from upriver.dataloader.autotune.worker_count import Growth
 from upriver.dataloader.epoch import Epoch
@@ -69,9 +69,9 @@ class Team:
 
 
 def train(
-    world: World, team: Team, *epochs: int, known: tuple[Measured, Growth] | None = None
-) -> tuple[Measured, Growth]:
-    measured = Measured() if known is None else known[0]
+    world: World, team: Team, *epochs: int, known: tuple[TunerMeasurements, Growth] | None = None
+) -> tuple[TunerMeasurements, Growth]:
+    measured = TunerMeasurements() if known is None else known[0]
     growth = Growth(team, measured) if known is None else known[1]  # type: ignore[arg-type]
     for batches in epochs:
         epoch = world.epoch(batches, part(measured.decision), hold=measured.measuring)
@@ -372,7 +372,7 @@ def test_what_does_not_hang_on_workers_is_kept_where_their_number_is_open(
 ) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
 
-    def job(workers: Provider) -> tuple[Measured, Recall]:
+    def job(workers: Provider) -> tuple[TunerMeasurements, Recall]:
         loader = DataLoader(named(), batch_size=2, workers=workers, model="mine")
         assert loader._recall is not None
         return loader._measured, loader._recall

@@ -22,10 +22,10 @@ from upriver.dataloader.remote.worker import (
     MOST_FAULTS,
     SLOTS,
     SLOTS_EACH,
-    Worker,
+    LoaderWorker,
 )
 from upriver.dataloader.remote.workers import Canary, Workers
-from upriver.dataloader.share import AllHere, Part
+from upriver.dataloader.share import AllHere, OffloadShare
 from upriver.dataloader.tasks import Arrival, Task
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
@@ -201,7 +201,7 @@ class Bed:
         return self.servers[-1]
 
     def workers(self) -> Workers:
-        self.known = [Worker(server.url, server) for server in self.servers]  # type: ignore[arg-type]
+        self.known = [LoaderWorker(server.url, server) for server in self.servers]  # type: ignore[arg-type]
         self.elsewhere = Told(
             self.known,
             Asked(),  # type: ignore[arg-type]
@@ -370,7 +370,7 @@ def test_as_many_batches_are_planned(bed: Bed) -> None:
         ((number,) for number in range(100)),
         maker=Maker(MapStyle(range(100)), list),
         number_of=int,
-        split=Part(1.0, Stretch(start=START, stop=DONE)),
+        split=OffloadShare(1.0, Stretch(start=START, stop=DONE)),
         arrivals=bed.arrivals,
         elsewhere=bed.workers(),
         ahead=4,

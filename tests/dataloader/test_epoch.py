@@ -27,8 +27,8 @@ from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.pinned_memory import Pinned, one_thread
 from upriver.dataloader.local.workers import Maker, Processes
 from upriver.dataloader.offload_stretch import Stretch
-from upriver.dataloader.prefetch_limit import Room
-from upriver.dataloader.share import Part
+from upriver.dataloader.prefetch_limit import PrefetchLimit
+from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
 from upriver.pipeline.seeding import apart
@@ -88,7 +88,7 @@ def run(
     maker = Maker(MapStyle(dataset, seed=3), default_collate)
     arrivals: Arrivals = SimpleQueue()
     there = There(maker, arrivals, failing=failing, slots=slots)
-    split = Part(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole))
+    split = OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole))
     epoch = Epoch(
         2,
         iter(batches),
@@ -255,7 +255,7 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
         indices(),
         maker=maker,
         number_of=int,
-        split=Part(1.0, Stretch(start=START, stop=DONE, whole=True)),
+        split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
         elsewhere=There(maker, arrivals),
         arrivals=arrivals,
         ahead=5,
@@ -307,7 +307,7 @@ def test_whoever_goes_on_after_an_interruption_between_any_two_lines_gets_each_b
         iter(batches),
         maker=maker,
         number_of=int,
-        split=Part(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
+        split=OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
         elsewhere=There(maker, arrivals, failing=failing, slots=5),
         arrivals=arrivals,
         ahead=2,
@@ -337,7 +337,7 @@ def test_who_was_interrupted_in_the_sampler_is_told_that_a_batch_may_be_lost() -
         raise KeyboardInterrupt
 
     maker = Maker(MapStyle(Noisy(9)), list)
-    split = Part(0.0, Stretch(start=START, stop=DONE))
+    split = OffloadShare(0.0, Stretch(start=START, stop=DONE))
     epoch = Epoch(4, indices(), maker=maker, number_of=int, split=split, arrivals=SimpleQueue(), ahead=0)
     with pytest.raises(KeyboardInterrupt):
         next(epoch)
@@ -392,7 +392,7 @@ def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
         iter([(0, 1), (2, 3), (4, 5)]),
         maker=Maker(MapStyle(Noisy(9)), list),
         number_of=int,
-        split=Part(0.0, Stretch(start=START, stop=DONE, whole=True)),
+        split=OffloadShare(0.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         timeout_s=5.0,
         clock=lambda: arrivals.now,
@@ -443,7 +443,7 @@ class Many:
 
 
 def many(
-    count: int, ratio: float, *, whole: bool = True, room: Room | None = None, timeout_s: float = 0.0
+    count: int, ratio: float, *, whole: bool = True, room: PrefetchLimit | None = None, timeout_s: float = 0.0
 ) -> tuple[Epoch, Later, Many, Silent]:
     arrivals = Silent()
     processes, workers = Later(arrivals), Many(arrivals)
@@ -452,7 +452,7 @@ def many(
         iter([(at, at) for at in range(count)]),
         maker=Maker(MapStyle(Noisy(count)), list),
         number_of=int,
-        split=Part(ratio, Stretch(start=START, stop=DONE, whole=whole)),
+        split=OffloadShare(ratio, Stretch(start=START, stop=DONE, whole=whole)),
         arrivals=arrivals,
         elsewhere=workers,
         ahead=4,
@@ -562,7 +562,7 @@ def test_what_is_prepared_and_comes_back_is_prepared_here(count: int) -> None:
         iter([(at,) for at in range(60)]),
         maker=Maker(MapStyle(range(60)), list),
         number_of=int,
-        split=Part(1.0, Stretch(start=START, stop=DONE, whole=True)),
+        split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         elsewhere=arrivals,
         ahead=4,
@@ -589,7 +589,7 @@ def test_what_comes_back_is_not_prepared_where_that_is_no_use() -> None:
         iter([(at,) for at in range(60)]),
         maker=Maker(MapStyle(Counting()), list),
         number_of=int,
-        split=Part(1.0, Stretch(start=START, stop=DONE, whole=True)),
+        split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         elsewhere=arrivals,
         ahead=4,
@@ -603,7 +603,7 @@ def test_what_comes_back_is_not_prepared_where_that_is_no_use() -> None:
 def test_workers_have_as_many_batches_as_memory_has_room_for() -> None:
     sample = torch.zeros(500)
     for nbytes, planned in ((10 * 4000, 11), (40 * 4000, 41), (10**9, 73)):
-        room = Room(nbytes)
+        room = PrefetchLimit(nbytes)
         epoch, _, workers, arrivals = many(300, 1.0, room=room)
         assert epoch.planned == 9, "what a batch takes is not known yet"
         for _ in range(30):
@@ -618,7 +618,7 @@ def test_workers_have_as_many_batches_as_memory_has_room_for() -> None:
 def test_room_is_a_part_of_what_is_free_and_shared_by_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "host_bytes", lambda: 80_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    room = Room()
+    room = PrefetchLimit()
     assert room.most(4, 100) == 4
     room.look(3, torch.zeros(100), [None, None])
     assert room.most(4, 100) == 80_000 // 2 // ahead.PART // 400
@@ -677,7 +677,7 @@ def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(
         iter(batches),
         maker=maker,
         number_of=int,
-        split=Part(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
+        split=OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
         elsewhere=There(maker, arrivals),
         arrivals=arrivals,
     )

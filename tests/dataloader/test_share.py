@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.dataloader.offload_stretch import Stretch
-from upriver.dataloader.share import AllHere, Backlog, Evened, Part
+from upriver.dataloader.share import AllHere, Backlog, Evened, OffloadShare
 from upriver.errors import ConfigError
 from upriver.pipeline.mapstyle import DONE, START
 
@@ -18,7 +18,7 @@ def stretch(*, whole: bool) -> Stretch:
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 60)), min_size=1, max_size=6))
 def test_a_share_holds_at_every_prefix_and_through_every_change(turns):
-    part = Part(turns[0][0], stretch(whole=False))
+    part = OffloadShare(turns[0][0], stretch(whole=False))
     there = due = 0.0
     for ratio, count in turns:
         part.turn(ratio)
@@ -32,22 +32,22 @@ def test_a_share_holds_at_every_prefix_and_through_every_change(turns):
 
 @given(st.floats(0, 1), st.lists(st.integers(1, 9), max_size=50))
 def test_batches_that_are_made_whole_count_as_one(ratio, sizes):
-    samples, batches = Part(ratio, stretch(whole=False)), Part(ratio, stretch(whole=True))
+    samples, batches = OffloadShare(ratio, stretch(whole=False)), OffloadShare(ratio, stretch(whole=True))
     assert [goes for size in sizes for goes in samples(size)] == samples_of(ratio, sum(sizes))
     for size, goes in zip(sizes, samples_of(ratio, len(sizes)), strict=True):
         assert batches(size) == [goes] * size
 
 
 def samples_of(ratio: float, count: int) -> list[bool]:
-    return Part(ratio, stretch(whole=False))(count)
+    return OffloadShare(ratio, stretch(whole=False))(count)
 
 
 def test_a_third_is_every_third():
-    assert Part(1 / 3, stretch(whole=False))(6) == [False, False, True] * 2
+    assert OffloadShare(1 / 3, stretch(whole=False))(6) == [False, False, True] * 2
 
 
 def test_a_share_that_is_small_is_not_lost_to_changes():
-    part = Part(0.02, stretch(whole=True))
+    part = OffloadShare(0.02, stretch(whole=True))
     there = 0
     for turn in range(100):
         part.turn(0.02 + 0.001 * (turn % 2))
@@ -56,24 +56,26 @@ def test_a_share_that_is_small_is_not_lost_to_changes():
 
 
 def test_nothing_elsewhere():
-    assert AllHere()(3) == [False] * 3 and Part(0.0, stretch(whole=False))(3) == [False] * 3
+    assert AllHere()(3) == [False] * 3 and OffloadShare(0.0, stretch(whole=False))(3) == [False] * 3
 
 
 def test_shares_that_cannot_be():
     for ratio in (-0.1, 1.1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="ratio"):
-            Part(ratio, stretch(whole=True))
+            OffloadShare(ratio, stretch(whole=True))
         with pytest.raises(ConfigError, match="ratio"):
-            Part(0.5, stretch(whole=True)).turn(ratio)
+            OffloadShare(0.5, stretch(whole=True)).turn(ratio)
 
 
 def evened(ratio: float, *, whole: bool, here: int = 0, elsewhere: int = 0) -> Evened:
-    return Evened(Part(ratio, stretch(whole=whole)), SimpleNamespace(backlog=Backlog(here, elsewhere)))
+    return Evened(
+        OffloadShare(ratio, stretch(whole=whole)), SimpleNamespace(backlog=Backlog(here, elsewhere))
+    )
 
 
 @given(st.floats(0, 1), st.booleans(), st.lists(st.integers(1, 9), max_size=20))
 def test_where_both_sides_are_as_busy_as_the_share_says_it_is_the_share(ratio, whole, sizes):
-    part, even = Part(ratio, stretch(whole=whole)), evened(ratio, whole=whole)
+    part, even = OffloadShare(ratio, stretch(whole=whole)), evened(ratio, whole=whole)
     assert [even(size) for size in sizes] == [part(size) for size in sizes]
 
 

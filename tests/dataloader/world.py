@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from upriver.dataloader.autotune.offload_tuner import Auto, Measured
-from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.autotune.offload_tuner import Auto, TunerMeasurements
+from upriver.dataloader.epoch import BatchSplit, Epoch
 from upriver.dataloader.local.workers import Maker
 from upriver.dataloader.offload_stretch import Stretch
-from upriver.dataloader.share import Part
+from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, START, MapStyle
-from upriver.policies import OFFLOAD_POLICIES, Offload
+from upriver.policies import OFFLOAD_POLICIES, OffloadDecision
 
 BATCH = 4
 SAMPLE = torch.zeros(1).expand(250_000)
@@ -139,7 +139,7 @@ class World:
         self.arrivals.at(self.free_at + self.latency, arrival, self.receive * count / BATCH)
         return True
 
-    def epoch(self, batches: int, split: Split, *, number: int = 0, hold: bool = False) -> Epoch:
+    def epoch(self, batches: int, split: BatchSplit, *, number: int = 0, hold: bool = False) -> Epoch:
         self.arrivals = Queue(self)
         epoch = Epoch(
             number,
@@ -160,7 +160,7 @@ class World:
     def auto(
         self,
         batches: int,
-        measured: Measured,
+        measured: TunerMeasurements,
         *,
         number: int = 0,
         policy: str = "upriver",
@@ -173,7 +173,7 @@ class World:
     def auto_of(
         self,
         epoch: Epoch,
-        measured: Measured,
+        measured: TunerMeasurements,
         *,
         policy: str = "upriver",
         candidates: Sequence[str],
@@ -183,7 +183,7 @@ class World:
             epoch,
             measured,
             candidates=candidates,
-            part=lambda name, ratio: Part(ratio, stretch(whole=name == "p3")),
+            part=lambda name, ratio: OffloadShare(ratio, stretch(whole=name == "p3")),
             policy=OFFLOAD_POLICIES[policy],
             warm=self.processes,
             why_not=why_not,
@@ -194,7 +194,7 @@ class World:
     def train(
         self,
         batches: Iterator[Any],
-        measured: Measured | None = None,
+        measured: TunerMeasurements | None = None,
         changes: Mapping[int, Change] | None = None,
     ) -> list[float]:
         """When each batch was consumed; the ratio in force at each is kept."""
@@ -215,10 +215,10 @@ def stretch(*, whole: bool) -> Stretch:
     return Stretch(start=START, stop=DONE, whole=whole)
 
 
-def part(decision: Offload | None) -> Part:
+def part(decision: OffloadDecision | None) -> OffloadShare:
     if decision is None or decision.candidate is None:
-        return Part(0.0, stretch(whole=False))
-    return Part(decision.ratio, stretch(whole=decision.candidate == "p3"))
+        return OffloadShare(0.0, stretch(whole=False))
+    return OffloadShare(decision.ratio, stretch(whole=decision.candidate == "p3"))
 
 
 def rate(times: Sequence[float], last: int) -> float:
@@ -231,5 +231,5 @@ def best(make: Callable[[], World], *, whole: bool) -> float:
     rates = []
     for tenth in range(11):
         world = make()
-        rates.append(rate(world.train(world.epoch(200, Part(tenth / 10, stretch(whole=whole)))), 150))
+        rates.append(rate(world.train(world.epoch(200, OffloadShare(tenth / 10, stretch(whole=whole)))), 150))
     return max(rates)

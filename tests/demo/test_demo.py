@@ -18,7 +18,7 @@ from upriver.cli import main
 from upriver.demo.bench import Used, same_state
 from upriver.demo.data import VERSION
 from upriver.demo.model import FREEZE_TO, build_model, calibrate, freeze
-from upriver.demo.result import DemoResult, Part, Way
+from upriver.demo.result import CutShare, DemoResult, TrainingRun
 from upriver.demo.run import datasets, images_of
 from upriver.demo.settings import DemoSettings
 from upriver.errors import ConfigError
@@ -190,14 +190,14 @@ def test_bound_is_the_busiest_resource() -> None:
         assert now.since(before).bound_s(100.0) == bound
 
 
-def _way(parts: dict[int, float], seconds: float, num_bytes: int) -> Way:
+def _way(parts: dict[int, float], seconds: float, num_bytes: int) -> TrainingRun:
     names = {-4: "as stored", 11: "layer4.0"}
-    return Way(
+    return TrainingRun(
         epoch_s=(seconds, seconds),
         epoch_bytes=(num_bytes, num_bytes),
         losses=(2.0, 1.0),
         accuracy=0.75,
-        parts=tuple(Part(cut=cut, after=names[cut], share=share) for cut, share in parts.items()),
+        parts=tuple(CutShare(cut=cut, after=names[cut], share=share) for cut, share in parts.items()),
         why="it is the least",
         plan="the table",
         bound_s=(seconds / 2, seconds / 2),

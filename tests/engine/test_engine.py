@@ -18,7 +18,7 @@ from upriver.errors import BadSample, ConfigError
 from upriver.pipeline import InputChain
 from upriver.program import Program
 from upriver.program.capture.prefix import capture
-from upriver.program.example_inputs import Source
+from upriver.program.example_inputs import TensorSource
 
 MICRO = 4
 CHAIN = InputChain(STAGES)
@@ -32,7 +32,7 @@ HOW = {"object_names": NAMES, "seed": 3, "epoch": 1}
 @cache
 def program() -> Program:
     """Return the same one each time; nobody who only collects tests waits for it."""
-    found = capture(frozen_small(), (torch.randn(MICRO, 3, 16, 16),), outputs=[Source(path="block2")])
+    found = capture(frozen_small(), (torch.randn(MICRO, 3, 16, 16),), outputs=[TensorSource(path="block2")])
     assert found.num_stages == END
     return found
 

@@ -24,7 +24,7 @@ from upriver.finetune.prefetch.sampler import epoch_order
 from upriver.pipeline import Dataset
 from upriver.rpc.client import ServerClient
 from upriver.rpc.local_server import EmbeddedServer
-from upriver.rpc.server_verification import Gate
+from upriver.rpc.server_verification import ServerVerifier
 from upriver.types import Plan, Timings
 
 
@@ -44,9 +44,9 @@ def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
     data: Dataset, plain: Reference, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What crosses there may be larger than at the freeze point, at which every server has been asked."""
-    measure, refused = Gate.measure, list[int]()
+    measure, refused = ServerVerifier.measure, list[int]()
 
-    def measured(self: Gate, server: ServerClient, *, stop: int) -> Timings:
+    def measured(self: ServerVerifier, server: ServerClient, *, stop: int) -> Timings:
         if stop == 3:
             refused.append(stop)
             raise DoesNotFit("this request takes 9 bytes of memory, and the server has 8")
@@ -57,7 +57,7 @@ def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
         return replace(plan, routes=(route_between(data.chain.start, 3, plan.cut),))
 
     choose = planner.make_plan
-    monkeypatch.setattr(Gate, "measure", measured)
+    monkeypatch.setattr(ServerVerifier, "measure", measured)
     monkeypatch.setattr(planner, "make_plan", chosen)
     losses, model, job = run(near, data, policy="freeze")
     assert same((losses, model), plain)

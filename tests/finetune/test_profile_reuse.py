@@ -21,7 +21,7 @@ from upriver.pipeline import Dataset
 from upriver.profile import profile_from_json, profile_to_json
 from upriver.profile.profile_cache import as_of_today, slowdown
 from upriver.rpc.link_probe import measure_link
-from upriver.rpc.server_verification import Gate
+from upriver.rpc.server_verification import ServerVerifier
 from upriver.types import Profile, Tier
 
 USED = "using the profile of an earlier job"
@@ -67,7 +67,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
 
         monkeypatch.setattr(where, name, call)
 
-    watched("measure", Gate, lambda _, kwargs: seen.canaries.append(kwargs["stop"]))
+    watched("measure", ServerVerifier, lambda _, kwargs: seen.canaries.append(kwargs["stop"]))
     for name in ("run", "run_in_steps"):
         watched(name, LocalCanary, lambda *_, name=name: seen.here.append(name))
     watched("make_plan", planner, lambda _, given: seen.profiles.append(given["profile"]))
@@ -185,10 +185,10 @@ def test_the_canary_still_keeps_a_server_out(
 ) -> None:
     again(near, data, seen)
 
-    def differs(self: Gate, *args: Any) -> None:
+    def differs(self: ServerVerifier, *args: Any) -> None:
         raise NotExact("other bits")
 
-    monkeypatch.setattr(Gate, "_compare", differs)
+    monkeypatch.setattr(ServerVerifier, "_compare", differs)
     losses, _, job = again(near, data, seen)
     assert "other bits" in job.plan.why
     assert set(job.report.samples) == {"local"}

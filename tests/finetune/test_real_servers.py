@@ -19,7 +19,7 @@ from tests.pipeline.making import samples, shard, write
 from tests.server.running import free_port
 from upriver.engine.engine import Engine
 from upriver.errors import BadSample, NotAuthorized, ObjectChanged
-from upriver.finetune.prefetch.delivery_table import Window
+from upriver.finetune.prefetch.delivery_table import PrefetchWindow
 from upriver.finetune.prefetch.fetch_threads import LOCAL, Remote
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.prefetcher import Loader
@@ -85,7 +85,7 @@ class Job:
             self.micro_batches,
             local=self.local(),
             remote=remote,
-            window=Window(micro_batches=window),
+            window=PrefetchWindow(micro_batches=window),
             on_timings=lambda index, source, batch, timings: sources.append(source),
         )
 

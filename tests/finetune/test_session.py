@@ -157,7 +157,7 @@ def test_a_job_uses_the_servers_that_a_directory_names_as_they_come_and_go(tmp_p
 def test_a_directory_that_names_nobody_leaves_a_job_to_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery.Directory.wait, "__defaults__", (0.0,))
+    monkeypatch.setattr(discovery.DirectoryClient.wait, "__defaults__", (0.0,))
     data = photos(tmp_path, 16)
     with (
         scripted(Names().respond) as url,

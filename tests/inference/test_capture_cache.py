@@ -15,7 +15,7 @@ import upriver
 from tests.inference.asking import Two, chain, here
 from upriver.errors import ConfigError
 from upriver.inference import capture_cache as forms_module
-from upriver.inference.capture_cache import MOST_FORMS, Forms, Network
+from upriver.inference.capture_cache import MOST_FORMS, CaptureCache, Network
 from upriver.inference.costs import device_seconds
 from upriver.program.capture.whole_model import capture_whole
 from upriver.program.example_inputs import Example
@@ -28,12 +28,12 @@ def network_of(model: nn.Module, made: list[Example], example: Example) -> Netwo
     return Network(captured=captured, device_s=seconds, total_s=sum(seconds))
 
 
-def forms_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Forms, list[Example]]:
+def forms_of(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[CaptureCache, list[Example]]:
     made: list[Example] = []
-    return Forms(Example(args=args, kwargs=kwargs), partial(network_of, model, made)), made
+    return CaptureCache(Example(args=args, kwargs=kwargs), partial(network_of, model, made)), made
 
 
-def answer(forms: Forms, *args: Any, **kwargs: Any) -> Any:
+def answer(forms: CaptureCache, *args: Any, **kwargs: Any) -> Any:
     network, tensors = forms.find(args, kwargs)
     program = network.captured.program
     return network.captured.answer(program.run(tensors, 0, program.num_stages))

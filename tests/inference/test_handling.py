@@ -15,13 +15,13 @@ import upriver
 from tests.inference.asking import SELDOM, chain, here
 from tests.server.running import Running
 from upriver.inference import executor as request_module
-from upriver.inference.costs import Costs, Handling, crossing_bytes
+from upriver.inference.costs import CutCosts, Handling, crossing_bytes
 from upriver.inference.exchange import Finished, packing
 from upriver.inference.partition import ESTIMATES
 from upriver.inference.remote_server import Far, Terms
 from upriver.inference.server_check import handling_of
 from upriver.link import LinkWindow
-from upriver.program.capture.whole_model import Captured, capture_whole
+from upriver.program.capture.whole_model import CapturedModel, capture_whole
 from upriver.program.example_inputs import Example
 from upriver.rpc.client import ServerClient
 from upriver.types import Timings
@@ -41,14 +41,14 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def captured() -> Captured:
+def captured() -> CapturedModel:
     """Its answer is larger than its input, as that of a network which says something of every pixel."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2000, 100), nn.ReLU(), nn.Linear(100, 80_000))
     return capture_whole(model, Example.of(torch.randn(2, 2000)))
 
 
-def request(captured: Captured, cut: int, *, up: float = UP, k: float = 1.0) -> Finished:
+def request(captured: CapturedModel, cut: int, *, up: float = UP, k: float = 1.0) -> Finished:
     """How long one takes, by definition."""
     program = captured.program
     crossing, answer = crossing_bytes(program, cut), crossing_bytes(program, program.num_stages)
@@ -74,7 +74,7 @@ def link_of(up: float = UP) -> LinkWindow:
 
 
 @pytest.fixture
-def far(captured: Captured) -> Iterator[Far]:
+def far(captured: CapturedModel) -> Iterator[Far]:
     """A server that was let in, and that nobody asks."""
     program = captured.program
     narrowest = 1
@@ -83,7 +83,7 @@ def far(captured: Captured) -> Iterator[Far]:
     far = Far(ServerClient("http://127.0.0.1:9"), Terms())
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far.serve(captured, (1.0,) * stages)
-    far._costs[program.digest] = Costs(
+    far._costs[program.digest] = CutCosts(
         program=program, device_s=(1.0,) * stages, server_s=(STAGE_S,) * stages, handling=handling
     )
     far._looked_up = {(program.digest, cut) for cut in range(stages)}
@@ -93,7 +93,7 @@ def far(captured: Captured) -> Iterator[Far]:
     far.close()
 
 
-def test_an_answer_is_fetched_once(captured: Captured, far: Far) -> None:
+def test_an_answer_is_fetched_once(captured: CapturedModel, far: Far) -> None:
     costs = far.costs(captured)
     assert costs is not None
     now = far.now(costs)
@@ -106,7 +106,9 @@ def test_an_answer_is_fetched_once(captured: Captured, far: Far) -> None:
 
 
 @pytest.mark.parametrize("up", [UP / 8, UP, 8 * UP])
-def test_what_is_no_transfer_is_no_part_of_the_links_rate(captured: Captured, far: Far, up: float) -> None:
+def test_what_is_no_transfer_is_no_part_of_the_links_rate(
+    captured: CapturedModel, far: Far, up: float
+) -> None:
     """Requests show the link's rate to the bit, and what else they take stays what it is on another link."""
     for _ in range(3):
         far.answered(captured, 0, request(captured, 0, up=up))
@@ -120,10 +122,10 @@ def test_what_is_no_transfer_is_no_part_of_the_links_rate(captured: Captured, fa
     )
 
 
-def test_each_network_has_what_its_own_requests_take(captured: Captured, far: Far) -> None:
+def test_each_network_has_what_its_own_requests_take(captured: CapturedModel, far: Far) -> None:
     own = far.costs(captured)
     assert own is not None
-    other = Costs(
+    other = CutCosts(
         program=own.program, device_s=own.device_s, server_s=own.server_s, handling=Handling(front_s=7.0)
     )
     first, second = far.now(own), far.now(other)
@@ -132,7 +134,7 @@ def test_each_network_has_what_its_own_requests_take(captured: Captured, far: Fa
     assert first.rtt_s == pytest.approx(RTT_S + FRONT_S + BESIDE_S + TOLD_BYTES / DOWN)
 
 
-def test_wide_cuts_are_packed_and_unpacked(captured: Captured, far: Far) -> None:
+def test_wide_cuts_are_packed_and_unpacked(captured: CapturedModel, far: Far) -> None:
     costs = far.costs(captured)
     assert costs is not None
     wanted = [(PACK_S + UNPACK_S) * crossing_bytes(captured.program, cut) for cut in range(3)]

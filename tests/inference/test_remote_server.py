@@ -28,13 +28,13 @@ from upriver.errors import (
 from upriver.inference import cooldown as rest_module
 from upriver.inference import remote_server as far_module
 from upriver.inference import uplink as uplink_module
-from upriver.inference.costs import Costs, Handling, crossing_bytes
+from upriver.inference.costs import CutCosts, Handling, crossing_bytes
 from upriver.inference.exchange import Finished
 from upriver.inference.partition import Now
 from upriver.inference.remote_server import LONGEST_PAUSE_S, PAUSE_S, Far, Terms
-from upriver.inference.server_check import PROBES, Admitted
+from upriver.inference.server_check import PROBES, AdmittedNetwork
 from upriver.link import ROUND_TRIPS, LinkWindow
-from upriver.program.capture.whole_model import Captured, capture_whole
+from upriver.program.capture.whole_model import CapturedModel, capture_whole
 from upriver.program.example_inputs import Example
 from upriver.retry import Backoff
 from upriver.types import Timings
@@ -79,15 +79,15 @@ class There:
         return SimpleNamespace(k=1.0, expected_wait_s=0.0, machine=self.machine)
 
     def admit(
-        self, _: Any, captured: Captured, device_s: Sequence[float], *, link: LinkWindow, **__: Any
-    ) -> Admitted:
+        self, _: Any, captured: CapturedModel, device_s: Sequence[float], *, link: LinkWindow, **__: Any
+    ) -> AdmittedNetwork:
         self._do("let in")
         if (error := self.refuses.get(captured.program.digest)) is not None:
             raise error
         self.probe(self, link, small=ROUND_TRIPS, large=PROBES)
         stages = captured.program.num_stages
-        return Admitted(
-            costs=Costs(program=captured.program, device_s=device_s, server_s=(0.001,) * stages),
+        return AdmittedNetwork(
+            costs=CutCosts(program=captured.program, device_s=device_s, server_s=(0.001,) * stages),
             provisional=False,
             cuts=(0,),
             load=self.load(),
@@ -134,13 +134,13 @@ def far(there: There) -> Iterator[Far]:
 
 
 @pytest.fixture(scope="module")
-def networks() -> list[Captured]:
+def networks() -> list[CapturedModel]:
     """One network for two forms of call."""
     model = chain()
     return [capture_whole(model, Example.of(torch.randn(rows, 64))) for rows in (1, 4)]
 
 
-def serve(far: Far, *networks: Captured) -> None:
+def serve(far: Far, *networks: CapturedModel) -> None:
     for captured in networks:
         far.serve(captured, (0.01,) * captured.program.num_stages)
 
@@ -172,7 +172,7 @@ OF_ONE_NETWORK = [
 
 @pytest.mark.parametrize("error", OF_ONE_NETWORK, ids=lambda error: error.code)
 def test_who_is_not_let_in_with_one_network_is_asked_for_the_others(
-    error: UpriverError, far: Far, there: There, networks: list[Captured]
+    error: UpriverError, far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     first, second = networks
     there.refuses[second.program.digest] = error
@@ -192,7 +192,7 @@ def test_who_is_not_let_in_with_one_network_is_asked_for_the_others(
 
 
 def test_a_network_that_is_refused_is_tried_more_and_more_seldom(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     first, second = networks
     there.refuses[second.program.digest] = ProgramNotFound("not here")
@@ -212,7 +212,7 @@ def test_a_network_that_is_refused_is_tried_more_and_more_seldom(
     ids=lambda error: error.code,
 )
 def test_a_request_that_is_refused_has_nothing_let_in_anew(
-    error: UpriverError, far: Far, there: There, networks: list[Captured]
+    error: UpriverError, far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     first, second = networks
     serve(far, first, second)
@@ -227,7 +227,7 @@ def test_a_request_that_is_refused_has_nothing_let_in_anew(
 
 
 def test_a_network_of_which_it_gives_other_bits_is_let_in_anew_alone(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     first, second = networks
     serve(far, first, second)
@@ -244,7 +244,7 @@ def test_a_network_of_which_it_gives_other_bits_is_let_in_anew_alone(
     "error", [ServerUnavailable("gone"), ProgramNotFound("not any more")], ids=lambda error: error.code
 )
 def test_a_server_that_may_be_another_one_is_let_in_anew(
-    error: UpriverError, far: Far, there: There, networks: list[Captured]
+    error: UpriverError, far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, *networks)
     turn(far)
@@ -258,7 +258,7 @@ def test_a_server_that_may_be_another_one_is_let_in_anew(
 
 @pytest.mark.parametrize("killer", [0, 1])
 def test_one_network_that_a_server_fails_by_keeps_no_other_out(
-    killer: int, far: Far, there: There, networks: list[Captured]
+    killer: int, far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     bad, good = networks[killer], networks[1 - killer]
     there.refuses[bad.program.digest] = ServerUnavailable("broke off")
@@ -275,7 +275,7 @@ def test_one_network_that_a_server_fails_by_keeps_no_other_out(
 
 
 def test_one_that_is_gone_when_a_network_is_to_be_let_in_is_asked_for_none(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, networks[0])
     turn(far)
@@ -293,7 +293,9 @@ def test_one_that_is_gone_when_a_network_is_to_be_let_in_is_asked_for_none(
 # ------------------------------------------------------------------------------------------ pauses
 
 
-def test_pauses_grow_until_a_request_is_answered(far: Far, there: There, networks: list[Captured]) -> None:
+def test_pauses_grow_until_a_request_is_answered(
+    far: Far, there: There, networks: list[CapturedModel]
+) -> None:
     """Also of a server that is well whenever it is let in, and fails what it is asked."""
     captured = networks[0]
     serve(far, captured)
@@ -316,7 +318,7 @@ def test_pauses_grow_until_a_request_is_answered(far: Far, there: There, network
 
 
 def test_a_server_without_room_is_left_alone_as_long_as_it_says(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     captured = networks[0]
     serve(far, captured)
@@ -332,7 +334,7 @@ def test_a_server_without_room_is_left_alone_as_long_as_it_says(
 # ----------------------------------------------------------------------------------------- probes
 
 
-def probes_beside(far: Far, there: There, captured: Captured, cut: int, took_s: float) -> int:
+def probes_beside(far: Far, there: There, captured: CapturedModel, cut: int, took_s: float) -> int:
     """Probes in a minute of a request every two seconds."""
     there.did.clear()
     for _ in range(30):
@@ -357,7 +359,7 @@ def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: T
 
 
 def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, networks[0])
     turn(far)
@@ -383,7 +385,7 @@ def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
 
 
 def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     captured = networks[0]
     serve(far, captured)
@@ -419,7 +421,7 @@ def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
 
 
 def test_a_probe_waits_for_a_request_that_is_under_way(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, networks[0])
     turn(far)
@@ -512,7 +514,7 @@ def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: Far, the
 
 
 def test_a_probe_waits_for_no_request_that_began_after_it_was_due(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     """Requests that show nothing of the link and follow each other without a gap."""
     serve(far, networks[0])
@@ -537,7 +539,7 @@ def test_a_probe_is_not_repeated_beside_a_request(
     probes: int,
     far: Far,
     there: There,
-    networks: list[Captured],
+    networks: list[CapturedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is where the link seems to be another one and is free."""
@@ -559,7 +561,7 @@ def test_a_probe_is_not_repeated_beside_a_request(
 
 
 def test_a_request_to_one_server_puts_off_the_probes_of_others(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     other = Far(There(), Terms(), far._uplink)  # type: ignore[arg-type]
     serve(far, networks[0])
@@ -597,7 +599,7 @@ def test_a_link_that_has_become_thin_locks_no_server_out(far: Far, there: There)
 
 
 def test_what_was_known_of_the_link_outlives_a_refusal(
-    far: Far, there: There, networks: list[Captured]
+    far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, networks[0])
     turn(far)

@@ -17,22 +17,24 @@ from tests.inference.between import between
 from tests.server.running import Running, wait_for
 from upriver.inference import remote_server as far_module
 from upriver.inference import uplink as uplink_module
-from upriver.inference.costs import Costs
+from upriver.inference.costs import CutCosts
 from upriver.inference.remote_server import Far, Terms
-from upriver.inference.server_check import Admitted, admit
+from upriver.inference.server_check import AdmittedNetwork, admit
 from upriver.inference.uplink import Uplink
 from upriver.link import LinkWindow
-from upriver.program.capture.whole_model import Captured, capture_whole
+from upriver.program.capture.whole_model import CapturedModel, capture_whole
 from upriver.program.example_inputs import Example
 from upriver.rpc.client import ServerClient
 
 
 @pytest.fixture(scope="module")
-def captured() -> Captured:
+def captured() -> CapturedModel:
     return capture_whole(chain(), Example.of(torch.randn(2, 64)))
 
 
-def test_probes_to_several_servers_never_overlap(captured: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probes_to_several_servers_never_overlap(
+    captured: CapturedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are due at the same moments, as their servers were let in at once."""
     lock, under_way, overlapped, sent = threading.Lock(), [0], [0], [0, 0, 0]
 
@@ -45,9 +47,9 @@ def test_probes_to_several_servers_never_overlap(captured: Captured, monkeypatch
         with lock:
             under_way[0] -= 1
 
-    def let_in(*_: Any, **__: Any) -> Admitted:
-        return Admitted(
-            costs=Costs(program=captured.program, device_s=(0.01,) * 7, server_s=(0.001,) * 7),
+    def let_in(*_: Any, **__: Any) -> AdmittedNetwork:
+        return AdmittedNetwork(
+            costs=CutCosts(program=captured.program, device_s=(0.01,) * 7, server_s=(0.001,) * 7),
             provisional=False,
             cuts=(0,),
             load=SimpleNamespace(k=1.0, expected_wait_s=0.0, machine=0.0),  # type: ignore[arg-type]
@@ -69,7 +71,7 @@ def test_probes_to_several_servers_never_overlap(captured: Captured, monkeypatch
 
 
 def test_a_let_in_probes_alone_and_is_waited_for_by_the_probes_of_others(
-    captured: Captured, server: Running
+    captured: CapturedModel, server: Running
 ) -> None:
     uplink, began = Uplink(), threading.Event()
     told: dict[str, list[bool]] = {}

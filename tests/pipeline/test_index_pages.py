@@ -20,7 +20,7 @@ from upriver.pipeline.manifest import (
     MAX_ROWS,
     SCHEMA,
     IndexFile,
-    Manifest,
+    IndexManifest,
     decode_index,
     decode_manifest,
     encode_index,
@@ -43,9 +43,9 @@ def written(content: pa.Table, **options: Any) -> bytes:
     return sink.getvalue()
 
 
-def manifest_of(data: bytes, count: int = ROWS) -> Manifest:
+def manifest_of(data: bytes, count: int = ROWS) -> IndexManifest:
     index = IndexFile(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
-    return Manifest(
+    return IndexManifest(
         schema=SCHEMA,
         layout="folders",
         format="npy",

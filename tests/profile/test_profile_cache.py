@@ -10,8 +10,8 @@ import pytest
 from upriver.profile import profile_cache
 from upriver.profile.profile_cache import (
     MAX_AGE_S,
-    Place,
     ProfileKey,
+    TierIdentity,
     as_of_today,
     load_profile,
     save_profile,
@@ -31,7 +31,7 @@ from upriver.types import (
     Timings,
 )
 
-HERE = Place(host="here", device="cpu", threads=2, versions={"torch": "2", "pillow": "11"})
+HERE = TierIdentity(host="here", device="cpu", threads=2, versions={"torch": "2", "pillow": "11"})
 THERE = replace(HERE, host="there", workers=3)
 KEY = ProfileKey(program="ab" * 32, dataset="cd" * 32, micro_batch=8, storage=THERE, compute=HERE)
 CLUSTER = Cluster(

@@ -27,7 +27,7 @@ from upriver.profile.resources import available_cpus
 from upriver.profile.throughput import MOST, Candidate
 from upriver.profile.throughput_cache import (
     STORE_SCHEMA,
-    Known,
+    KnownThroughput,
     LocalResources,
     MetricsStore,
     RemoteResources,
@@ -44,7 +44,7 @@ TWO = RemoteWorker(address="http://two:7001")
 REMOTE = RemoteResources(workers=(ONE, TWO), candidates=("p1", "p2"))
 KEY = StoreKey(model="name:m", pipeline="birds", batch_size=8, local=LOCAL, remote=REMOTE, sample="floats")
 P1, P2 = Candidate(name="p1", rthp=20, ocycle=4), Candidate(name="p2", rthp=34.5, ocycle=0)
-ALL = Known(gthp=200, lthp=40.5, pcycle=10, candidates=(P1, P2))
+ALL = KnownThroughput(gthp=200, lthp=40.5, pcycle=10, candidates=(P1, P2))
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def told():
 
 
 def test_what_was_saved_comes_back_to_another_job(folder, told):
-    assert MetricsStore(folder).load(KEY) == Known()
+    assert MetricsStore(folder).load(KEY) == KnownThroughput()
     MetricsStore(folder).save(KEY, ALL)
     assert MetricsStore(str(folder)).load(KEY) == ALL
     assert len(list(folder.iterdir())) == 5
@@ -86,7 +86,7 @@ def knowns(draw):
     names = draw(st.lists(st.sampled_from(["p1", "p2", "p3"]), unique=True))
     plain = {name: draw(st.none() | rates(exclude_min=True)) for name in ("gthp", "lthp", "pcycle")}
     candidates = [Candidate(name=name, rthp=draw(rates()), ocycle=draw(rates())) for name in sorted(names)]
-    return Known(**plain, candidates=tuple(candidates))
+    return KnownThroughput(**plain, candidates=tuple(candidates))
 
 
 @st.composite
@@ -132,25 +132,27 @@ def test_many_jobs_see_what_a_mapping_of_the_tables_says(saved, asked):
             store.save(key, known)
             tables.update({row: value for row, value in rows(key, known) if value is not None})
         for key in [asked, *(key for key, _ in saved)]:
-            wanted = {row[0]: tables.get(row) for row, _ in rows(key, Known()) if row[0] != "candidate"}
-            candidates = [tables.get(row) for row, _ in rows(key, Known()) if row[0] == "candidate"]
+            wanted = {
+                row[0]: tables.get(row) for row, _ in rows(key, KnownThroughput()) if row[0] != "candidate"
+            }
+            candidates = [tables.get(row) for row, _ in rows(key, KnownThroughput()) if row[0] == "candidate"]
             found = store.load(key)
             assert {name: getattr(found, name) for name in wanted} == wanted
             assert list(found.candidates) == [each for each in candidates if each is not None]
 
 
-OF_MODEL = Known(gthp=200)
-OF_PIPELINE = Known(lthp=40.5, pcycle=10)
+OF_MODEL = KnownThroughput(gthp=200)
+OF_PIPELINE = KnownThroughput(lthp=40.5, pcycle=10)
 
 
 @pytest.mark.parametrize(
     ("other", "seen"),
     [
-        (replace(KEY, model="name:other"), Known()),
-        (replace(KEY, batch_size=16), Known()),
-        (replace(KEY, batch_size=None), Known()),
+        (replace(KEY, model="name:other"), KnownThroughput()),
+        (replace(KEY, batch_size=16), KnownThroughput()),
+        (replace(KEY, batch_size=None), KnownThroughput()),
         *(
-            (replace(KEY, local=replace(LOCAL, **change)), Known())
+            (replace(KEY, local=replace(LOCAL, **change)), KnownThroughput())
             for change in (
                 {"cpus": 4},
                 {"num_workers": 2},
@@ -188,18 +190,18 @@ def test_another_job_sees_what_it_shares(folder, other, seen):
 def test_other_versions_measure_anew(folder, monkeypatch, version):
     MetricsStore(folder).save(KEY, ALL)
     monkeypatch.setattr(version, "99")
-    assert MetricsStore(folder).load(KEY) == Known()
+    assert MetricsStore(folder).load(KEY) == KnownThroughput()
 
 
 def test_what_is_not_known_now_stays_as_it_was(folder):
     store = MetricsStore(folder)
-    store.save(KEY, Known(lthp=1, candidates=(P1,)))
-    store.save(KEY, Known(gthp=3, pcycle=4))
-    store.save(KEY, Known())
-    assert store.load(KEY) == Known(gthp=3, lthp=1, pcycle=4, candidates=(P1,))
+    store.save(KEY, KnownThroughput(lthp=1, candidates=(P1,)))
+    store.save(KEY, KnownThroughput(gthp=3, pcycle=4))
+    store.save(KEY, KnownThroughput())
+    assert store.load(KEY) == KnownThroughput(gthp=3, lthp=1, pcycle=4, candidates=(P1,))
     slower = replace(P1, rthp=0)
-    store.save(KEY, Known(lthp=2, candidates=(P2, slower)))
-    assert store.load(KEY) == Known(gthp=3, lthp=2, pcycle=4, candidates=(slower, P2))
+    store.save(KEY, KnownThroughput(lthp=2, candidates=(P2, slower)))
+    assert store.load(KEY) == KnownThroughput(gthp=3, lthp=2, pcycle=4, candidates=(slower, P2))
 
 
 def test_what_was_only_told_is_not_new(folder, monkeypatch):
@@ -210,10 +212,10 @@ def test_what_was_only_told_is_not_new(folder, monkeypatch):
     told = store.load(KEY)
     slower = replace(P2, ocycle=1)
     found = replace(told, lthp=7, candidates=(P1, slower))
-    assert found.beyond(told) == Known(lthp=7, candidates=(slower,))
+    assert found.beyond(told) == KnownThroughput(lthp=7, candidates=(slower,))
     store.save(KEY, found.beyond(told))
     assert store.load(KEY) == found
-    assert store.load(KEY, max_age_s=500) == Known(lthp=7, candidates=(slower,))
+    assert store.load(KEY, max_age_s=500) == KnownThroughput(lthp=7, candidates=(slower,))
 
 
 @given(before=knowns(), now=knowns())
@@ -226,7 +228,7 @@ def test_what_is_new_makes_of_what_was_known_what_is_known_now(before, now):
         one.save(key, now)
         other.save(key, now.beyond(before))
         assert one.load(key) == other.load(key)
-    assert now.beyond(now) == Known()
+    assert now.beyond(now) == KnownThroughput()
 
 
 def test_figures_may_be_too_old(folder, monkeypatch):
@@ -235,13 +237,13 @@ def test_figures_may_be_too_old(folder, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: now - 1000)
     store.save(KEY, ALL)
     monkeypatch.setattr(time, "time", lambda: now - 10)
-    store.save(KEY, Known(lthp=7))
+    store.save(KEY, KnownThroughput(lthp=7))
     monkeypatch.setattr(time, "time", lambda: now)
     assert store.load(KEY) == store.load(KEY, max_age_s=1001) == replace(ALL, lthp=7)
-    assert store.load(KEY, max_age_s=999) == Known(lthp=7)
-    assert store.load(KEY, max_age_s=9) == Known()
+    assert store.load(KEY, max_age_s=999) == KnownThroughput(lthp=7)
+    assert store.load(KEY, max_age_s=9) == KnownThroughput()
     monkeypatch.setattr(time, "time", lambda: now - 2000)  # the clock was put back
-    assert store.load(KEY, max_age_s=900) == Known()
+    assert store.load(KEY, max_age_s=900) == KnownThroughput()
 
 
 # ------------------------------------------------------------------------------------------ where it is kept
@@ -253,7 +255,7 @@ def test_the_folder_is_beside_the_other_caches(tmp_path, monkeypatch):
     assert MetricsStore(tmp_path / "own" / "metrics").load(KEY) == ALL
     monkeypatch.delenv("UPRIVER_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
-    assert MetricsStore().load(KEY) == Known()
+    assert MetricsStore().load(KEY) == KnownThroughput()
     MetricsStore().save(KEY, ALL)
     assert MetricsStore(tmp_path / "user" / "upriver" / "metrics").load(KEY) == ALL
 
@@ -263,7 +265,7 @@ def test_nothing_may_be_kept_and_nothing_is_said_of_it(monkeypatch, told, off):
     monkeypatch.setenv("UPRIVER_CACHE", off)
     for store in (MetricsStore(), MetricsStore(off)):
         store.save(KEY, ALL)
-        assert store.load(KEY) == Known()
+        assert store.load(KEY) == KnownThroughput()
     assert not told
 
 
@@ -276,7 +278,7 @@ def test_metrics_store_without_a_home_keeps_nothing(monkeypatch, told):
     monkeypatch.setattr(Path, "home", nowhere)
     store = MetricsStore()
     store.save(KEY, ALL)
-    assert store.load(KEY) == Known()
+    assert store.load(KEY) == KnownThroughput()
     assert not told
 
 
@@ -296,7 +298,7 @@ def test_the_oldest_go_when_there_are_too_many(folder, monkeypatch):
     sizes = [5, 4, 3, 2, 1]
     for age, size in enumerate(sizes):
         before = set(folder.iterdir())
-        store.save(replace(KEY, batch_size=size), Known(gthp=size))
+        store.save(replace(KEY, batch_size=size), KnownThroughput(gthp=size))
         [new] = set(folder.iterdir()) - before
         os.utime(new, (0, time.time() - 1000 + age))
     found = {size: store.load(replace(KEY, batch_size=size)).gthp for size in sizes}
@@ -347,17 +349,17 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_file_is_told_of_once_and_replaced(folder, told, damage):
-    MetricsStore(folder).save(KEY, Known(gthp=200, lthp=40.5))
+    MetricsStore(folder).save(KEY, KnownThroughput(gthp=200, lthp=40.5))
     path = kept_files(folder)["gthp"]
     before, after = path.read_text(), damage(path.read_text())
     assert after != before
     path.write_text(after, errors="surrogateescape")
     store = MetricsStore(folder)
     for _ in range(3):
-        assert store.load(KEY) == Known(lthp=40.5)
+        assert store.load(KEY) == KnownThroughput(lthp=40.5)
     assert len(told) == 1 and path.name in told[0]
-    store.save(KEY, Known(gthp=300))
-    assert store.load(KEY) == Known(gthp=300, lthp=40.5)
+    store.save(KEY, KnownThroughput(gthp=300))
+    assert store.load(KEY) == KnownThroughput(gthp=300, lthp=40.5)
 
 
 @given(data=st.data())
@@ -377,18 +379,18 @@ def test_no_damage_is_an_error(data):
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_is_not_waited_for(folder, told, make):
-    MetricsStore(folder).save(KEY, Known(gthp=200, lthp=40.5))
+    MetricsStore(folder).save(KEY, KnownThroughput(gthp=200, lthp=40.5))
     path = kept_files(folder)["gthp"]
     path.unlink()
     make(path)
     store = MetricsStore(folder)
     for _ in range(2):
-        assert store.load(KEY) == Known(lthp=40.5)
+        assert store.load(KEY) == KnownThroughput(lthp=40.5)
     assert len(told) == 1 and path.name in told[0]
 
 
 def test_reading_leaves_no_file_open(folder):
-    MetricsStore(folder).save(KEY, Known(gthp=200, lthp=40.5))
+    MetricsStore(folder).save(KEY, KnownThroughput(gthp=200, lthp=40.5))
     kept_files(folder)["gthp"].write_text("{")
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(5):
@@ -416,10 +418,10 @@ def test_a_full_disk_leaves_what_was_there_and_no_half(folder, told):
     before = {path: path.read_text() for path in folder.iterdir()}
     for _ in range(2):
         with files_of_at_most(20):
-            store.save(KEY, Known(gthp=1, lthp=1, pcycle=1))
+            store.save(KEY, KnownThroughput(gthp=1, lthp=1, pcycle=1))
     assert {path: path.read_text() for path in folder.iterdir()} == before
     assert len(told) == 1 and str(folder) in told[0]
-    store.save(KEY, Known(gthp=1))
+    store.save(KEY, KnownThroughput(gthp=1))
     assert store.load(KEY) == replace(ALL, gthp=1)
 
 
@@ -444,7 +446,7 @@ def test_a_folder_that_nobody_may_write_to(told):
     store = MetricsStore("/sys")  # not even root may
     store.save(KEY, ALL)
     store.save(KEY, ALL)
-    assert store.load(KEY) == Known()
+    assert store.load(KEY) == KnownThroughput()
     assert len(told) == 1 and "/sys" in told[0]
 
 
@@ -452,7 +454,7 @@ def test_a_file_in_place_of_the_folder(folder, told):
     folder.write_text("a file")
     store = MetricsStore(folder)
     store.save(KEY, ALL)
-    assert store.load(KEY) == Known()
+    assert store.load(KEY) == KnownThroughput()
     assert folder.read_text() == "a file"
     assert len(told) == 1
 
@@ -552,10 +554,10 @@ def test_what_a_killed_job_leaves_half_written_is_cleared_up(folder, halt):
     )
     [left] = set(folder.iterdir()) - before
     assert store.load(KEY) == ALL
-    store.save(KEY, Known(lthp=5))
+    store.save(KEY, KnownThroughput(lthp=5))
     assert left.exists()  # whoever writes it may be alive
     os.utime(left, (0, time.time() - LEFT_BEHIND_S - 5))
-    store.save(KEY, Known(lthp=6))
+    store.save(KEY, KnownThroughput(lthp=6))
     assert set(folder.iterdir()) == before
     assert store.load(KEY) == replace(ALL, lthp=6)
 
@@ -731,10 +733,10 @@ def test_this_process_has_what_it_has(monkeypatch):
         (lambda: replace(KEY, model=""), "model must be"),
         (lambda: replace(KEY, pipeline=3), "pipeline must be a string of 1 character or more, got 3"),
         (lambda: replace(KEY, batch_size=0), "batch_size must be a whole number >= 1, got 0"),
-        (lambda: Known(gthp=0), "gthp must be a finite number > 0"),
-        (lambda: Known(lthp=float("nan")), "lthp must be"),
-        (lambda: Known(pcycle=1e13), "pcycle must be"),
-        (lambda: Known(candidates=(P1, P1)), "got 'p1' twice"),
+        (lambda: KnownThroughput(gthp=0), "gthp must be a finite number > 0"),
+        (lambda: KnownThroughput(lthp=float("nan")), "lthp must be"),
+        (lambda: KnownThroughput(pcycle=1e13), "pcycle must be"),
+        (lambda: KnownThroughput(candidates=(P1, P1)), "got 'p1' twice"),
         (lambda: model_key(""), "model must be a string of 1 to 200 characters, got ''"),
         (lambda: model_key(7), "model must be"),
         (lambda: model_key("x" * 201), "model must be"),
@@ -747,7 +749,7 @@ def test_this_process_has_what_it_has(monkeypatch):
         (lambda: MetricsStore("/sys").load(KEY, max_age_s=-1), "max_age_s must be"),
         (lambda: MetricsStore("/sys").load(KEY, max_age_s=float("nan")), "max_age_s must be"),
         (
-            lambda: MetricsStore(os.devnull).save(KEY, Known(candidates=(replace(P1, name="p3"),))),
+            lambda: MetricsStore(os.devnull).save(KEY, KnownThroughput(candidates=(replace(P1, name="p3"),))),
             "'p3' is no candidate of the key (p1, p2)",
         ),
         (

@@ -13,7 +13,7 @@ from upriver.engine.read import read_samples
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, RandomHorizontalFlip, Resize, index
 from upriver.program import Program
 from upriver.program.capture.prefix import capture
-from upriver.program.example_inputs import Source
+from upriver.program.example_inputs import TensorSource
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.store import Store
 
@@ -79,7 +79,9 @@ def make_world(root, count=10, *, padding=b""):
 
 def make_program(seed, micro_batch=MICRO_BATCH):
     torch.manual_seed(seed)
-    return capture(Small().eval(), (torch.zeros(micro_batch, 3, 16, 16),), outputs=[Source(path="block3")])
+    return capture(
+        Small().eval(), (torch.zeros(micro_batch, 3, 16, 16),), outputs=[TensorSource(path="block3")]
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

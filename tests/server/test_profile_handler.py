@@ -27,10 +27,10 @@ from tests.server.running import (
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import Busy, NotAuthorized, Overloaded, ProgramNotFound, ProtocolError
 from upriver.program.capture.prefix import capture
-from upriver.program.example_inputs import Source
+from upriver.program.example_inputs import TensorSource
 from upriver.protocol import Load, StageCosts
 from upriver.rpc.client import ServerClient
-from upriver.server.ipc.messages import Measured
+from upriver.server.ipc.messages import StageMeasurements
 from upriver.server.profile_handler import costs
 
 LOADED_KEYS = {field.name for field in msgspec.structs.fields(Load)}
@@ -38,7 +38,7 @@ LOADED_KEYS = {field.name for field in msgspec.structs.fields(Load)}
 
 def program_of(size, path="block3"):
     torch.manual_seed(0)
-    return capture(Small().eval(), (torch.zeros(size, 3, 16, 16),), outputs=[Source(path=path)])
+    return capture(Small().eval(), (torch.zeros(size, 3, 16, 16),), outputs=[TensorSource(path=path)])
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,10 @@ def test_one_size_tells_no_fixed_costs(client, sizes):
 
 def test_medians_and_the_line_through_them():
     def of(size, *seconds):
-        return [Measured(micro_batch=size, names=("a",), seconds=(s,), peak_bytes=(size,)) for s in seconds]
+        return [
+            StageMeasurements(micro_batch=size, names=("a",), seconds=(s,), peak_bytes=(size,))
+            for s in seconds
+        ]
 
     [stage] = costs([of(2, 1.4, 9.0, 1.3), of(4, 2.4, 2.4, 0.0)])
     assert stage.seconds == pytest.approx((0.4, 0.5))

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from upriver.errors import DeadlineExceeded, Overloaded, QuotaExceeded, UpriverError
 from upriver.protocol import PREFIX_NBYTES, End, RunRequest, encode
 from upriver.server import ServerConfig
-from upriver.server.execution.run_context import Asked, Order, groups_of
+from upriver.server.execution.run_context import AdmittedRequest, ResolvedRequest, groups_of
 from upriver.server.execution.worker_process import Result
 from upriver.server.http.errors import Wording
 from upriver.server.observability.load import LoadMeter
-from upriver.server.observability.metrics import Metrics
+from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.run_handler import JOINED_BYTES, Runner
 from upriver.server.scheduling.fair_queue import Turns
 from upriver.server.scheduling.footprint import TAIL_BYTES
 from upriver.server.scheduling.memory_budget import Budget
-from upriver.server.scheduling.memory_hold import Bodies, Coming, Use
+from upriver.server.scheduling.memory_hold import Bodies, Coming, MemoryUse
 from upriver.server.tenants import ANYONE, Tenant, hash_token
 from upriver.types import Timings
 
@@ -68,7 +68,7 @@ def runner_of(log, reading, computing, nbytes, broken=None, workers=1, **setting
         budget=Budget(1 << 30),
         line=cast(Any, None),
         turns=Turns(workers, one_each=True),
-        metrics=Metrics(),
+        metrics=ServerMetrics(),
         wording=Wording({}),
     )
 
@@ -89,12 +89,14 @@ def order_of(deadline=float("inf"), *, ahead=False):
             micro_batches=[(index,) for index in range(PARTS)], micro_batch=1, start=-1, stop=0, program=None
         ),
     )
-    asked = Asked(request=request, tenant=ANYONE, dataset=None, batches=[], known={}, deadline=deadline)
-    return Order(
+    asked = ResolvedRequest(
+        request=request, tenant=ANYONE, dataset=None, batches=[], known={}, deadline=deadline
+    )
+    return AdmittedRequest(
         asked=asked,
         admitted=cast(Any, SimpleNamespace(waited_s=0.0)),
         program=None,
-        use=Use(lambda: None),
+        use=MemoryUse(lambda: None),
         groups=tuple(range(index, index + 1) for index in range(PARTS)),
         ahead=ahead,
     )
@@ -340,7 +342,7 @@ def test_whole_micro_batches_are_joined_and_a_short_one_ends_a_group(sizes, join
 
 def test_memory_is_given_back_when_the_last_user_has_left():
     released = []
-    use = Use(lambda: released.append(True))
+    use = MemoryUse(lambda: released.append(True))
     use.enter()
     use.enter()
     use.leave()

@@ -21,9 +21,9 @@ from tests.server.configured import bearer, post_run, read_run, tenant
 from tests.server.running import Running, ask
 from upriver.server.config import ServerConfig
 from upriver.server.device_group import Units
-from upriver.server.http.auth import Access
+from upriver.server.http.auth import Authenticator
 from upriver.server.http.light_requests import MAX_STRANGERS, SHARE, Looks
-from upriver.server.http.limits import ABORT, Held, make_room
+from upriver.server.http.limits import ABORT, HeldConnection, make_room
 from upriver.server.observability.audit_log import Audit
 from upriver.server.observability.logging import AT_ONCE, JsonFormatter, Sparing, TextFormatter
 from upriver.server.sandbox import rlimits
@@ -153,7 +153,7 @@ def test_as_many_connections_as_there_are_descriptors_for(
     assert [str(wanted) in record.getMessage() for record in caplog.records] == [True] * (held < wanted)
 
 
-class Here(Held):
+class Here(HeldConnection):
     """A connection that can be ended."""
 
     def __init__(self, since, *, known=False, busy=False):
@@ -198,7 +198,7 @@ class Asked:
         self.through = []
         self._status = status
         config = ServerConfig(stores=STORE, tenants=TENANTS, max_connections=max_connections)
-        self._access = Access(self._answer, config, Audit(None), looks=looks)
+        self._access = Authenticator(self._answer, config, Audit(None), looks=looks)
 
     async def _answer(self, scope, receive, send):
         if scope["path"] == "/v1/run":

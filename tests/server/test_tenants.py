@@ -15,7 +15,7 @@ from tests.server.running import ask, in_thread
 from tests.store.s3_server import S3Server
 from upriver.errors import ConfigError, Forbidden
 from upriver.pipeline import CenterCrop, Dataset, Decode, InputChain, LoadTensor, Normalize, Resize, index
-from upriver.pipeline.manifest import SCHEMA, IndexFile, Manifest, encode_index, encode_manifest
+from upriver.pipeline.manifest import SCHEMA, IndexFile, IndexManifest, encode_index, encode_manifest
 from upriver.protocol import DatasetRef, End, RunRequest, program_head
 from upriver.server import ServerConfig, tenants
 from upriver.server.app import Front
@@ -42,7 +42,7 @@ def dataset_of(objects):
             }
         )
     )
-    manifest = Manifest(
+    manifest = IndexManifest(
         schema=SCHEMA,
         layout="folders",
         format="npy",

@@ -33,7 +33,7 @@ from upriver.store.direct import (
     _Connection,
     _Refused,
 )
-from upriver.store.places import Places
+from upriver.store.places import BufferSequence
 
 BIG = random.Random(1).randbytes(3_000_000)
 Crook = Callable[[bytes, dict[str, str]], bytes]
@@ -125,7 +125,7 @@ def test_whatever_memory_they_belong_to_they_are_there(seed: int, sizes: list[in
     async def reading() -> None:
         connection = _Connection()
         connection.connection_made(transport)
-        places = Places([memoryview(room) for room in rooms])
+        places = BufferSequence([memoryview(room) for room in rooms])
         asking = asyncio.create_task(connection.ask(b"request", 3, places, 60))
         at = 0
 
@@ -576,7 +576,7 @@ def test_the_kernel_wakes_nobody_for_less_than_is_waited_for(sizes: tuple[int, .
             for piece_bytes in (150_000, 10**7, 1):
                 room = bytearray(len(content))
                 assert low_bytes() == 1
-                await connection.ask(b"end", 0, Places(views_of(room, sizes)), 60)
+                await connection.ask(b"end", 0, BufferSequence(views_of(room, sizes)), 60)
                 while num_bytes := await connection.more(piece_bytes, 60):
                     told.append(num_bytes)
                 assert bytes(room) == content and connection.is_open
@@ -610,7 +610,7 @@ def test_what_came_before_a_silence_is_told_although_it_is_no_piece(sizes: tuple
         async with await asyncio.start_server(stalling, "127.0.0.1", 0) as server:
             address = server.sockets[0].getsockname()
             _, connection = await asyncio.get_running_loop().create_connection(_Connection, *address)
-            await connection.ask(b"end", 0, Places(views_of(room, sizes)), 60)
+            await connection.ask(b"end", 0, BufferSequence(views_of(room, sizes)), 60)
             told = [await connection.more(150_000, 60), await connection.more(150_000, 0.5)]
             with pytest.raises(TimeoutError):
                 await connection.more(150_000, 60)
@@ -643,7 +643,7 @@ def test_a_connection_does_not_read_ahead_of_who_does_not_take_it() -> None:
             connection.get_buffer(-1)[: len(said)] = said
             connection.buffer_updated(len(said))
 
-        asking = asyncio.create_task(connection.ask(b"", 0, Places(memoryview(room)), 60))
+        asking = asyncio.create_task(connection.ask(b"", 0, BufferSequence(memoryview(room)), 60))
         await asyncio.sleep(0)
         come(head)
         await asking
@@ -689,7 +689,7 @@ def test_a_connection_is_used_again_only_where_the_store_keeps_it(
     async def reading() -> None:
         connection = _Connection()
         connection.connection_made(transport)
-        asking = asyncio.create_task(connection.ask(b"", 0, Places(memoryview(room)), 60))
+        asking = asyncio.create_task(connection.ask(b"", 0, BufferSequence(memoryview(room)), 60))
         await asyncio.sleep(0)
         for piece in (head.encode(), content):
             connection.get_buffer(-1)[: len(piece)] = piece
@@ -706,7 +706,7 @@ def test_a_head_that_goes_on_and_on_is_read_no_further() -> None:
     async def reading() -> None:
         connection, num_bytes = _Connection(), 0
         connection.connection_made(_Transport())
-        asking = asyncio.create_task(connection.ask(b"", 0, Places(memoryview(bytearray(9))), 60))
+        asking = asyncio.create_task(connection.ask(b"", 0, BufferSequence(memoryview(bytearray(9))), 60))
         await asyncio.sleep(0)
         while not asking.done():
             piece = b"a" * 4096 if num_bytes else b"HTTP/1.1 206 x\r\nx: ".ljust(4096, b"a")

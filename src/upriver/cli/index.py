@@ -24,7 +24,7 @@ class OnLeftOut(StrEnum):
     REPORT = "report"
 
 
-class Layout(StrEnum):
+class DatasetLayout(StrEnum):
     """How samples lie in a store."""
 
     AUTO = "auto"
@@ -36,8 +36,8 @@ def index(
     uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix.")],
     path: Annotated[str, typer.Option(help="Folder of the dataset inside the store.")] = "",
     layout: Annotated[
-        Layout, typer.Option(help="Tar shards or class folders; found out by itself.")
-    ] = Layout.AUTO,
+        DatasetLayout, typer.Option(help="Tar shards or class folders; found out by itself.")
+    ] = DatasetLayout.AUTO,
     stages: Annotated[
         str,
         typer.Option(metavar="train|eval|FILE", help="Input stages: a preset, or a TOML file of [[stage]]."),

@@ -41,7 +41,7 @@ CALM_SINCE = "upriver_calm_since_s"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
+class ScalingDecision:
     """How many replicas there are to be.
 
     Attributes:
@@ -101,7 +101,7 @@ def _fewer_do(
 
 def decide(
     wanted: int, current: int, *, now_s: float, calm_since_s: float | None, settle_s: float = SETTLE_S
-) -> Decision:
+) -> ScalingDecision:
     """What to do about it: more at once, fewer only after ``settle_s`` in which it was so all the time.
 
     Args:
@@ -112,11 +112,11 @@ def decide(
         settle_s: How long fewer must have been enough.
     """
     if wanted >= current:
-        return Decision(replicas=wanted)
+        return ScalingDecision(replicas=wanted)
     since_s = now_s if calm_since_s is None else calm_since_s
     if now_s - since_s < settle_s:
-        return Decision(replicas=current, calm_since_s=since_s)
-    return Decision(replicas=wanted)
+        return ScalingDecision(replicas=current, calm_since_s=since_s)
+    return ScalingDecision(replicas=wanted)
 
 
 def report(*, waiting_bytes: int, utilisation: float, target_bytes: int) -> dict[str, float]:

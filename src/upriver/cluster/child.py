@@ -22,7 +22,7 @@ from pathlib import Path
 from upriver.cluster.asking import get, own_server
 from upriver.cluster.document import for_replica, tls_files, toml_text
 from upriver.errors import ServerUnavailable
-from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, Tail, announced_url, end
+from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, OutputTail, announced_url, end
 from upriver.text import said
 
 ASK_S = 5.0
@@ -52,7 +52,7 @@ class ServerProcess:
         process: subprocess.Popen[bytes],
         *,
         url: str,
-        tail: Tail,
+        tail: OutputTail,
         lifeline: Lifeline,
         token: str | None,
         tls: Mapping[str, str],
@@ -103,7 +103,7 @@ class ServerProcess:
                 raise
             finally:
                 lifeline.hand_over()
-            tail = Tail(process.stderr, echo=True)
+            tail = OutputTail(process.stderr, echo=True)
             try:
                 url = announced_url(process, deadline)
                 if url is None:
@@ -217,7 +217,7 @@ def _spawn(command: str, config: Path, *, parent_pipe: int) -> subprocess.Popen[
     )
 
 
-def _not_there(process: subprocess.Popen[bytes], tail: Tail) -> ServerUnavailable:
+def _not_there(process: subprocess.Popen[bytes], tail: OutputTail) -> ServerUnavailable:
     """Why a server that was started cannot be used: its stdout ends a moment before it does."""
     try:
         process.wait(KILL_S)
@@ -226,12 +226,12 @@ def _not_there(process: subprocess.Popen[bytes], tail: Tail) -> ServerUnavailabl
     return ServerUnavailable(_ended(process, tail))
 
 
-def _ended(process: subprocess.Popen[bytes], tail: Tail) -> str:
+def _ended(process: subprocess.Popen[bytes], tail: OutputTail) -> str:
     tail.join(KILL_S)
     code = process.returncode
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"the replica's server {how}{_words(tail)}"
 
 
-def _words(tail: Tail) -> str:
+def _words(tail: OutputTail) -> str:
     return f"; it said: {tail.text}" if tail.text else ""

@@ -89,7 +89,7 @@ class Deployment:
         return self.settings.host is not None and is_loopback(self.settings.host)
 
 
-class Stop:
+class ShutdownRequest:
     """Whether this process was asked to end, and how.
 
     Ray sets handlers of its own when it starts, which end the cluster at once; `install` puts ours back.
@@ -141,7 +141,7 @@ def serve_on_ray(
     deployment: Deployment,
     *,
     on_listening: Callable[[Mapping[str, object]], None],
-    stop: Stop | None = None,
+    stop: ShutdownRequest | None = None,
 ) -> None:
     """Deploy, say so when the first replica serves, and end in an orderly manner when asked to.
 
@@ -155,7 +155,7 @@ def serve_on_ray(
         ServerUnavailable: If no replica can serve.
         KeyboardInterrupt: After SIGINT, when all is over.
     """
-    stop = stop or Stop()
+    stop = stop or ShutdownRequest()
     stop.install()
     try:
         before_import(local=deployment.local)
@@ -392,7 +392,9 @@ def _take_away(serve: Any, deploying: Deploying, *, timeout_s: float) -> None:
 # -------------------------------------------------------------------------------------- the first replica
 
 
-def _wait_for_first(serve: Any, url: str, deployment: Deployment, deploying: Deploying, stop: Stop) -> bool:
+def _wait_for_first(
+    serve: Any, url: str, deployment: Deployment, deploying: Deploying, stop: ShutdownRequest
+) -> bool:
     """Wait until the directory names a server; whether it does (False: asked to stop before).
 
     Raises:

@@ -41,7 +41,7 @@ LISTING_PATH = "/servers"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class ReplicaEntry:
     """One replica's server.
 
     Attributes:
@@ -65,11 +65,11 @@ class AddressBook:
 
     def __init__(self, *, lease_s: float = LEASE_S, now: Callable[[], float] = time.monotonic) -> None:
         self._lease_s, self._now = lease_s, now
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, ReplicaEntry] = {}
 
     def renew(self, key: str, url: str, since: float) -> None:
         """A replica's server serves: believe that for another lease."""
-        self._entries[key] = Entry(url=url, since=since, until_s=self._now() + self._lease_s)
+        self._entries[key] = ReplicaEntry(url=url, since=since, until_s=self._now() + self._lease_s)
 
     def leave(self, key: str) -> None:
         """It does not, from now on; unknown keys are ignored."""

@@ -69,7 +69,7 @@ class Removed:
 
 
 @dataclass(kw_only=True, slots=True)
-class Place:
+class ProgramFolder:
     """List what lies under one folder of programs.
 
     Attributes:
@@ -119,7 +119,7 @@ def folders(store: Store, prefix: str, *, tenants: Collection[str] = (), shared:
     return [*own, *([prefix] if shared else [])]
 
 
-def survey(store: Store, prefix: str, *, used: bool = True) -> Place:
+def survey(store: Store, prefix: str, *, used: bool = True) -> ProgramFolder:
     """List a folder of programs.
 
     Args:
@@ -130,7 +130,7 @@ def survey(store: Store, prefix: str, *, used: bool = True) -> Place:
     Raises:
         StoreError: If the store cannot be listed.
     """
-    found = Place(uploads=list(store.list(f"{prefix}/uploads")))
+    found = ProgramFolder(uploads=list(store.list(f"{prefix}/uploads")))
     unreachable: list[Unreachable] = []
     for kind, into in (("programs", found.programs), ("weights", found.weights)):
         for info in store.list(f"{prefix}/{kind}", on_unreachable=unreachable.append):
@@ -265,7 +265,7 @@ def end_upload(store: Store, note: str) -> None:
         store.delete(note)
 
 
-def _coming(found: Place, *, but: str = "") -> int:
+def _coming(found: ProgramFolder, *, but: str = "") -> int:
     sizes = [
         info.path.rpartition("/")[2].partition("-")[0]
         for info in found.uploads
@@ -274,7 +274,7 @@ def _coming(found: Place, *, but: str = "") -> int:
     return sum(int(size) for size in sizes if size.isascii() and size.isdigit() and len(size) < 19)
 
 
-def _added(found: Place, objects: Mapping[str, int]) -> int:
+def _added(found: ProgramFolder, objects: Mapping[str, int]) -> int:
     sizes = {
         info.path: info.size
         for each in (found.programs, found.weights)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 import torch
 
 from upriver.coldstart.fetch.weight_stream import Sink, Stream
-from upriver.coldstart.format.checkpoint import Source
+from upriver.coldstart.format.checkpoint import WeightSource
 from upriver.coldstart.format.manifest import Manifest, StoredTensor
 from upriver.coldstart.load_handle import Groupings, Handle, under_way
 from upriver.coldstart.model.assignment import memories
@@ -100,7 +100,7 @@ class Arriving(Handle[Program]):
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         file: ArrivingFile,
         stream_of: Callable[[Sink], Stream],
         *,

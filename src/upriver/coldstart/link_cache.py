@@ -16,13 +16,13 @@ from typing import Annotated, Literal
 import msgspec
 
 from upriver.cache import Cache
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.store import Store
 from upriver.types import BANDWIDTH
 
 SCHEMA: Literal["upriver.store-link/2"] = "upriver.store-link/2"
 
-UNKNOWN = Link(latency_s=0.0, bandwidth_bytes_per_s=100e6)
+UNKNOWN = StoreLink(latency_s=0.0, bandwidth_bytes_per_s=100e6)
 """Before anything has come from a store: about what an object store gives one connection."""
 
 SETTLED_BYTES = 4 << 20
@@ -39,7 +39,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     requests: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_counter) -> Link:
+def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_counter) -> StoreLink:
     """The way to a store as it is now, as far as it is known.
 
     Args:
@@ -55,12 +55,12 @@ def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_c
     return replace(last_known(store), latency_s=clock() - began)
 
 
-def last_known(store: Store) -> Link:
+def last_known(store: Store) -> StoreLink:
     """The way to a store as the last load has found it, without a latency; nothing is read of it."""
     return _kept(store) or UNKNOWN
 
 
-def keep(store: Store, link: Link, *, nbytes: int) -> None:
+def keep(store: Store, link: StoreLink, *, nbytes: int) -> None:
     """What a load of so many bytes found, for the next one. A cache that cannot be written is no error."""
     if nbytes < SETTLED_BYTES or not 0 < link.bandwidth_bytes_per_s <= BANDWIDTH.most:
         return
@@ -71,7 +71,7 @@ def keep(store: Store, link: Link, *, nbytes: int) -> None:
     _LINKS.save(name, msgspec.json.encode(found).decode() + "\n")
 
 
-def _kept(store: Store) -> Link | None:
+def _kept(store: Store) -> StoreLink | None:
     name = _name_of(store)
     found = None if name is None else _LINKS.load(name, msgspec.json.Decoder(_File).decode)
     if found is None:

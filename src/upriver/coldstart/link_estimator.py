@@ -42,7 +42,7 @@ BURST_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class StoreLink:
     """The way from a store.
 
     Attributes:
@@ -61,7 +61,7 @@ class Link:
         return self.latency_s * self.bandwidth_bytes_per_s
 
 
-class Flow:
+class FlowMeter:
     """Measures a link while it is used; one thread's.
 
     Attributes:
@@ -70,7 +70,7 @@ class Flow:
         wanted: How many requests should be receiving at once.
     """
 
-    def __init__(self, link: Link, *, most: int, bound_bytes_per_s: float = math.inf) -> None:
+    def __init__(self, link: StoreLink, *, most: int, bound_bytes_per_s: float = math.inf) -> None:
         """Begin with what is said of a link.
 
         Args:
@@ -132,7 +132,9 @@ class Flow:
         busy_s, nbytes = self._busy_s - since_s, self._nbytes - before
         self.known = (busy_s >= FEWEST_BUSY_S and nbytes >= FEWEST_BYTES) or nbytes >= SURE_BYTES
         bandwidth = nbytes / busy_s if self.known else self._said.bandwidth_bytes_per_s
-        self.link = Link(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, requests=self.link.requests)
+        self.link = StoreLink(
+            latency_s=latency_s, bandwidth_bytes_per_s=bandwidth, requests=self.link.requests
+        )
 
     def _judge(self, rate: float) -> None:
         """Look at what as many requests as are wanted now bring."""

@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from upriver.coldstart import link_cache
 from upriver.coldstart.fetch.weight_stream import Sink, Stream
-from upriver.coldstart.format.checkpoint import Source
+from upriver.coldstart.format.checkpoint import WeightSource
 from upriver.coldstart.format.readahead import ENDING_S, reading
 from upriver.coldstart.grouping import grouping_cache
-from upriver.coldstart.load_history import FILLED, Moment, moments
+from upriver.coldstart.load_history import FILLED, LoadEvent, moments
 from upriver.coldstart.model.arrivals import Arrivals
-from upriver.coldstart.model.assignment import Memory
+from upriver.coldstart.model.assignment import WeightMemory
 from upriver.errors import Cancelled, StoreError, UpriverError
 from upriver.text import error_text
 from upriver.types import MOST_SECONDS, require_finite
@@ -45,8 +45,8 @@ class Handle(ABC, Generic[Owner]):
 
     def __init__(
         self,
-        source: Source,
-        memories: Sequence[Memory],
+        source: WeightSource,
+        memories: Sequence[WeightMemory],
         stream_of: Callable[[Sink], Stream],
         *,
         steps: Mapping[str, float],
@@ -135,7 +135,7 @@ class Handle(ABC, Generic[Owner]):
         names = [placed.name for placed in self._source.tensors]
         return names[names.index(first) : names.index(last or first) + 1]
 
-    def history(self) -> list[Moment]:
+    def history(self) -> list[LoadEvent]:
         """What has happened so far, in order."""
         return moments(
             self._source,
@@ -244,7 +244,7 @@ def _left(until_s: float) -> float | None:
     return None if until_s == math.inf else max(0.0, until_s - time.monotonic())
 
 
-def remember(source: Source, stream: Stream, groupings: Groupings) -> None:
+def remember(source: WeightSource, stream: Stream, groupings: Groupings) -> None:
     """Keep what the next load can begin with.
 
     Args:

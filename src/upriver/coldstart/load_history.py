@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from upriver.coldstart.fetch.weight_stream import Event
-from upriver.coldstart.format.checkpoint import Source
+from upriver.coldstart.format.checkpoint import WeightSource
 
 FIRST_BYTE, FILLED, TOUCHED = "first_byte", "filled", "touched"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moment:
+class LoadEvent:
     """Something that happened.
 
     Attributes:
@@ -31,14 +31,14 @@ class Moment:
 
 
 def moments(
-    source: Source,
+    source: WeightSource,
     *,
     began_s: float,
     steps: Mapping[str, float],
     stream_s: float,
     events: Iterable[Event],
     touched: Mapping[int, float],
-) -> list[Moment]:
+) -> list[LoadEvent]:
     """All of it, in order.
 
     Args:
@@ -50,9 +50,9 @@ def moments(
         touched: When weights were first read.
     """
     tensors = source.tensors
-    found = [Moment(at_s=at - began_s, kind=kind) for kind, at in steps.items()]
+    found = [LoadEvent(at_s=at - began_s, kind=kind) for kind, at in steps.items()]
     found += [
-        Moment(
+        LoadEvent(
             at_s=stream_s + event.at_s - began_s,
             kind=event.kind,
             weights=tuple(dict.fromkeys(tensors[at].name for at in (event.tensors[0], event.tensors[-1]))),
@@ -61,7 +61,7 @@ def moments(
         for event in events
     ]
     found += [
-        Moment(
+        LoadEvent(
             at_s=at - began_s,
             kind=TOUCHED,
             weights=(tensors[index].name,),

@@ -21,13 +21,13 @@ from upriver._threads import Beside
 from upriver.coldstart.arguments import check_store, checked
 from upriver.coldstart.fetch.strategy import asked_ahead, is_one_request, way_to
 from upriver.coldstart.fetch.weight_stream import Sink, Stream, StreamLimits
-from upriver.coldstart.format.checkpoint import Source, find, keep_order
+from upriver.coldstart.format.checkpoint import WeightSource, find, keep_order
 from upriver.coldstart.format.readahead import Ahead
 from upriver.coldstart.format.uris import opened
 from upriver.coldstart.grouping import grouping_cache
 from upriver.coldstart.grouping.groups import choose, joins_s, knows_stream
 from upriver.coldstart.grouping.timeline import Timeline
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.load_handle import Groupings, Handle, under_way
 from upriver.coldstart.model.assignment import Match, held, match, memories, move
 from upriver.coldstart.model.construction import construct
@@ -56,7 +56,7 @@ class Loading(Handle[nn.Module]):
     def __init__(
         self,
         model: nn.Module,
-        source: Source,
+        source: WeightSource,
         matched: Match,
         stream_of: Callable[[Sink], Stream],
         *,
@@ -230,7 +230,7 @@ def _found(
     limits: StreamLimits,
     beside: Executor,
     ahead: Ahead | None,
-) -> tuple[Source, Link, Groupings, float]:
+) -> tuple[WeightSource, StoreLink, Groupings, float]:
     """Where the weights lie, the way there, groupings that are kept, and when that was known."""
     source = find(store, path, ahead=ahead)
     near = source.tensors[0].path if source.tensors else path
@@ -239,8 +239,8 @@ def _found(
 
 
 def grouped(
-    source: Source,
-    link: Link,
+    source: WeightSource,
+    link: StoreLink,
     policy: str,
     limits: StreamLimits,
     device: torch.device,
@@ -303,7 +303,7 @@ def _layers(sizes: Sequence[int]) -> list[range]:
     return layers if start == len(sizes) else [*layers, range(start, len(sizes))]
 
 
-def _keep(source: Source, names: Sequence[str]) -> None:
+def _keep(source: WeightSource, names: Sequence[str]) -> None:
     try:
         keep_order(source, names)
     except StoreError as error:

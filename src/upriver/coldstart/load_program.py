@@ -27,7 +27,7 @@ from upriver.coldstart.arguments import check_store, checked
 from upriver.coldstart.fetch.strategy import asked_ahead, way_to
 from upriver.coldstart.fetch.weight_stream import Stream, StreamLimits
 from upriver.coldstart.format import manifest as layout
-from upriver.coldstart.format.checkpoint import Source, published
+from upriver.coldstart.format.checkpoint import WeightSource, published
 from upriver.coldstart.format.manifest import Manifest
 from upriver.coldstart.format.readahead import Ahead
 from upriver.coldstart.format.uris import program_at
@@ -35,7 +35,7 @@ from upriver.coldstart.garbage_collection import check_staying, note_use
 from upriver.coldstart.grouping.groups import joins_s
 from upriver.coldstart.grouping.stage_costs import stage_executions
 from upriver.coldstart.incoming_weights import Arriving, ArrivingFile, arriving
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.load_handle import Groupings
 from upriver.coldstart.load_model import grouped
 from upriver.errors import (
@@ -274,12 +274,12 @@ class Found:
     """
 
     manifest: Manifest
-    source: Source
-    link: Link
+    source: WeightSource
+    link: StoreLink
     known: Groupings
     at_s: float
 
-    def of(self, wanted: Collection[str] | None) -> tuple[Source, Link, Groupings]:
+    def of(self, wanted: Collection[str] | None) -> tuple[WeightSource, StoreLink, Groupings]:
         """The weights of these keys, or all; groupings are kept for all of them together."""
         if wanted is None:
             return self.source, self.link, self.known

@@ -11,11 +11,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from upriver.coldstart.format.checkpoint import INDEX_ENDING, Placed, Source, damaged_error, find, find_any
+from upriver.coldstart.format.checkpoint import (
+    INDEX_ENDING,
+    TensorLocation,
+    WeightSource,
+    damaged_error,
+    find,
+    find_any,
+)
 from upriver.coldstart.format.manifest import ENDING, damaged
 from upriver.coldstart.format.saved_names import is_pretrained
 from upriver.coldstart.format.uris import file_at, opened
-from upriver.coldstart.model.assignment import Memory, match, memories
+from upriver.coldstart.model.assignment import WeightMemory, match, memories
 from upriver.errors import ConfigError, Damaged, ModelError, StoreError
 from upriver.program.graph.schema import DTYPES
 from upriver.program.graph.weights_file import is_dense, place_of
@@ -97,16 +104,16 @@ def load_weights(model: nn.Module, path: Path) -> None:
             raise ModelError(f"{path} {what} {len(names)} tensors, first {sorted(names)[0]!r}")
 
 
-def _found(path: Path) -> Source:
+def _found(path: Path) -> WeightSource:
     store, name = file_at(path)
     is_other = path.is_file() and not name.endswith((ENDING, INDEX_ENDING))
     return find_any(store, name) if is_other else find(store, name)
 
 
-def _read(source: Source, placed: Placed) -> torch.Tensor:
+def _read(source: WeightSource, placed: TensorLocation) -> torch.Tensor:
     """All of one tensor, held against its checksums."""
     tensor = torch.empty(placed.shape, dtype=DTYPES[placed.dtype], device="cpu")
-    memory = Memory(placed, (tensor,), {})
+    memory = WeightMemory(placed, (tensor,), {})
     room = memory.room()
     if room.nbytes:
         source.store.read_into(placed.path, placed.start, room, etag=source.etags[placed.path] or None)

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from upriver.dataloader.local.pinned_memory import Pinned, pinned
 from upriver.dataloader.local.workers import Fed, Maker, Processes, ProcessesEnded, Running
 from upriver.dataloader.offload_stretch import Stretch
-from upriver.dataloader.pending_batch import Batch, Work
-from upriver.dataloader.prefetch_limit import Room
+from upriver.dataloader.pending_batch import Batch, PendingTask
+from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.share import Backlog
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
 from upriver.errors import CodeFailed
@@ -68,7 +68,7 @@ class Elsewhere(Protocol):
         """Tasks that whoever has them does not answer, by number: somebody else does them from now on."""
 
 
-class Split(Protocol):
+class BatchSplit(Protocol):
     """Which samples of the next batch are made elsewhere."""
 
     @property
@@ -152,12 +152,12 @@ class Epoch:
         *,
         maker: Maker,
         number_of: Callable[[Any], int],
-        split: Split,
+        split: BatchSplit,
         arrivals: Arrivals,
         elsewhere: Elsewhere | None = None,
         ahead: int = 8,
         here: int = 0,
-        room: Room | None = None,
+        room: PrefetchLimit | None = None,
         on_made: Callable[[Mapping[str, int]], object] = lambda made: None,
         hold: bool = False,
         first: int = 0,
@@ -175,7 +175,7 @@ class Epoch:
         self._here: Running | None = None
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
-        self._work: dict[int, Work] = {}
+        self._work: dict[int, PendingTask] = {}
         self._next_task, self._next_batch, self._draws = 0, first, first - 1
         self._as_left = True
         self._timeout_s, self._quiet_s, self._overdue, self._told = timeout_s, 0.0, False, False
@@ -344,7 +344,9 @@ class Epoch:
             whole=len(places) == len(batch.indices) and (self.split.stretch.whole or not goes),
             start=self._start,
         )
-        work = self._work[number] = Work(task, batch, places, stretch=self.split.stretch if goes else None)
+        work = self._work[number] = PendingTask(
+            task, batch, places, stretch=self.split.stretch if goes else None
+        )
         batch.missing += 1
         batch.given += goes * len(places)
         if work.stretch is None:
@@ -354,7 +356,7 @@ class Epoch:
         else:
             self._give(work, work.stretch, None)
 
-    def _give(self, work: Work, stretch: Stretch, values: Sequence[Any] | None) -> None:
+    def _give(self, work: PendingTask, stretch: Stretch, values: Sequence[Any] | None) -> None:
         """To others, from where ``values`` stand; to this machine where none of them takes it."""
         task = work.task._replace(start=stretch.start, stop=stretch.stop)
         self._expect(task)
@@ -364,12 +366,12 @@ class Epoch:
         else:
             self._returned(work)
 
-    def _returned(self, work: Work) -> None:
+    def _returned(self, work: PendingTask) -> None:
         work.batch.returned += len(work.at)
         work.stretch = None
         self._keep_here(work, work.task)  # wherever it was, here the dataset can be had
 
-    def _keep_here(self, work: Work, task: Task) -> None:
+    def _keep_here(self, work: PendingTask, task: Task) -> None:
         """The rest of it is done by this machine, when it is its turn."""
         work.batch.here, work.held = True, True
         work.batch.held.append(task)
@@ -568,7 +570,7 @@ class Epoch:
         else:
             self._finish(work, arrival)
 
-    def _finish(self, work: Work, arrival: Arrival) -> None:
+    def _finish(self, work: PendingTask, arrival: Arrival) -> None:
         del self._work[work.task.number]
         batch = work.batch
         if arrival.error is not None:

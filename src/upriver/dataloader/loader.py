@@ -27,31 +27,31 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from upriver.dataloader.autotune.offload_tuner import Auto, Measured
+from upriver.dataloader.autotune.offload_tuner import Auto, TunerMeasurements
 from upriver.dataloader.autotune.throughput_recall import Recall
 from upriver.dataloader.autotune.worker_count import growth
 from upriver.dataloader.datasets.declared import Declared
 from upriver.dataloader.datasets.digests import Contents, generators_in
 from upriver.dataloader.datasets.divided import check_divided
 from upriver.dataloader.datasets.named import NamedDataset, name_of
-from upriver.dataloader.datasets.worker_spec import Asked, ByName, InStore
+from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
 from upriver.dataloader.deferred_close import closed_with
-from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.epoch import BatchSplit, Epoch
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
 from upriver.dataloader.local.pinned_memory import Pinned, pins
-from upriver.dataloader.local.workers import Fed, Maker, Processes, Source
+from upriver.dataloader.local.workers import Fed, Maker, Processes, SampleSource
 from upriver.dataloader.local_fleet import provider_of
 from upriver.dataloader.offload_stretch import CANDIDATES, Offloading, stretch_of
-from upriver.dataloader.prefetch_limit import Room
+from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.remote.provisioning import Hired
 from upriver.dataloader.resumed_order import Onward
-from upriver.dataloader.share import AllHere, Part
+from upriver.dataloader.share import AllHere, OffloadShare
 from upriver.dataloader.state import (
+    BatchOrder,
     Counted,
     Drawn,
-    Order,
+    EpochPosition,
     Past,
-    Place,
     ProcessesOfRun,
     State,
     begun_anew,
@@ -94,7 +94,7 @@ LEAST_AHEAD = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+class DataLoaderReport:
     """What has been handed out, and who made it.
 
     Attributes:
@@ -106,7 +106,7 @@ class Report:
     why_not: Mapping[str, str]
 
 
-class Access(NamedTuple):
+class WorkerAccess(NamedTuple):
     """How workers know whom they talk to, and this side whom it talks to."""
 
     token: str | None
@@ -204,15 +204,15 @@ class DataLoader(TorchLoader[Any]):
         self.epoch = 0
         self._maker = Maker(_source(dataset, _seed(seed), self.batch_sampler is not None), self._collate())
         self._offload, self._policy = self._checked(offload), _policy(policy)
-        self._hired = self._hire(dataset, workers, Access(token, ca, certificate, key))
+        self._hired = self._hire(dataset, workers, WorkerAccess(token, ca, certificate, key))
         self._check_can()
         self._kept: Processes | Fed | None = None
         self._copied: Contents | None = None
         self._made: Counter[str] = Counter()
-        self._measured, self._room = Measured(), Room()
+        self._measured, self._room = TunerMeasurements(), PrefetchLimit()
         self._recall = self._recalled(model)
         self._growth = growth(self._hired, self._measured, offload=self._offload)
-        self._place: Place | None = None
+        self._place: EpochPosition | None = None
         self._goes_on: State | None = None
         self._given: list[bool] | None = None
         self._onward = Onward()
@@ -289,7 +289,7 @@ class DataLoader(TorchLoader[Any]):
         sampler = self._index_sampler
         return Counted(batches, place, lambda: epoch.handed_out, lambda: len(sampler))
 
-    def _begun(self, number: int) -> tuple[int, Place]:
+    def _begun(self, number: int) -> tuple[int, EpochPosition]:
         """What PyTorch's loader draws for its processes, and where the epoch stands."""
         state, self._goes_on = self._goes_on, None
         drawn = state.drawn if state is not None and state.epoch == number else None
@@ -302,7 +302,7 @@ class DataLoader(TorchLoader[Any]):
                     raise
                 base, order = self._behind(state, drawn)  # without the sampler's own state: that is used once
             self._onward.begin()
-            return base, Place(number, drawn, order, state.batches, sampler, self._sampler_epoch)
+            return base, EpochPosition(number, drawn, order, state.batches, sampler, self._sampler_epoch)
         processes, starts = self._processes_of_run, self._starts
         if state is not None and state.epoch == number and state.starts is not None:
             starts = state.starts  # by those of the loader that the state is of
@@ -312,12 +312,12 @@ class DataLoader(TorchLoader[Any]):
         if state is not None and state.sampler is not None:
             begun = begun_anew(begun, self._batches)
         order = self._order(begun)
-        return base, Place(number, drawn, order, sampler=sampler, sampler_epoch=self._sampler_epoch)
+        return base, EpochPosition(number, drawn, order, sampler=sampler, sampler_epoch=self._sampler_epoch)
 
-    def _order(self, begun: Iterator[Any]) -> Order:
-        return Order(begun, self._onward, late=not _draws_at_once(self.batch_sampler, self._sampler))
+    def _order(self, begun: Iterator[Any]) -> BatchOrder:
+        return BatchOrder(begun, self._onward, late=not _draws_at_once(self.batch_sampler, self._sampler))
 
-    def _behind(self, state: State, drawn: Drawn) -> tuple[int, Order]:
+    def _behind(self, state: State, drawn: Drawn) -> tuple[int, BatchOrder]:
         """What is drawn for loader processes, and the order behind what was handed out of the state's epoch.
 
         Raises:
@@ -535,20 +535,20 @@ class DataLoader(TorchLoader[Any]):
         return "; ".join(filter(None, told)) or "not decided yet: still measuring"
 
     @property
-    def report(self) -> Report:
+    def report(self) -> DataLoaderReport:
         """Who has made what so far."""
-        return Report(
+        return DataLoaderReport(
             made={place: count for place, count in self._made.items() if count},
             why_not={} if self._hired is None else self._hired.why_not,
         )
 
-    def _split(self) -> Split:
+    def _split(self) -> BatchSplit:
         decided = self.offloading
         return AllHere() if decided is None else self._part(decided.candidate, decided.ratio)
 
-    def _part(self, candidate: str, ratio: float) -> Part:
+    def _part(self, candidate: str, ratio: float) -> OffloadShare:
         source = self._maker.source
-        return Part(ratio, stretch_of(candidate, source.positions, source.stages))
+        return OffloadShare(ratio, stretch_of(candidate, source.positions, source.stages))
 
     def _checked(self, offload: Offload) -> Offload:
         """What is offloaded, where the dataset has it.
@@ -583,7 +583,9 @@ class DataLoader(TorchLoader[Any]):
                 why = "batch_size=None makes no batches"
             raise ConfigError(f"candidate {offload.candidate!r} collates elsewhere, and {why}")
 
-    def _hire(self, dataset: Any, workers: Sequence[str] | int | Provider, access: Access) -> Hired | None:
+    def _hire(
+        self, dataset: Any, workers: Sequence[str] | int | Provider, access: WorkerAccess
+    ) -> Hired | None:
         """Whoever may make samples; nobody where none was named."""
         provider = provider_of(workers, num_workers=self.num_workers)
         urls = () if provider is not None else validation.addresses(cast(Sequence[str], workers))
@@ -606,7 +608,7 @@ class DataLoader(TorchLoader[Any]):
             return None
         return Recall(model, self._hired, self._measured, batch_size=size, num_workers=self.num_workers)
 
-    def _asked(self, dataset: Any) -> Asked:
+    def _asked(self, dataset: Any) -> SampleSpec:
         """What workers are asked for.
 
         Raises:
@@ -716,7 +718,7 @@ class _OnlyOne:
         return self._convert(rows[0])
 
 
-def _source(dataset: Any, seed: int, by_batch: bool) -> Source:
+def _source(dataset: Any, seed: int, by_batch: bool) -> SampleSource:
     match whole_of(dataset):
         case Dataset() as whole:
             return Declared(whole, seed)

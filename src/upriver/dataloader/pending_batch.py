@@ -55,7 +55,7 @@ class Batch:
         """Whether it, or an error in its place, can be handed out."""
         return self.begun and not self.missing
 
-    def take(self, work: Work, arrival: Arrival) -> None:
+    def take(self, work: PendingTask, arrival: Arrival) -> None:
         """What came of a task."""
         if work.task.whole:
             self.value, self.whole, self.pinned = arrival.value, True, arrival.pinned
@@ -65,7 +65,7 @@ class Batch:
 
 
 @dataclass(eq=False, slots=True)
-class Work:
+class PendingTask:
     """A task under way.
 
     Attributes:

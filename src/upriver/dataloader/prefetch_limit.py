@@ -21,7 +21,7 @@ UNKNOWN_BYTES = 10**6
 """Of a sample that does not show its bytes, as for `offload="auto"`."""
 
 
-class Room:
+class PrefetchLimit:
     """Memory for batches that workers make: two for each of their processes may be hundreds.
 
     Until a batch has been seen there are as many as this machine alone would have.

@@ -46,7 +46,7 @@ class AllHere:
         return [False] * count
 
 
-class Part:
+class OffloadShare:
     """A share of the samples is made elsewhere.
 
     After any number of samples, or of batches where these are made whole, less than one above or below the
@@ -95,7 +95,7 @@ class Evened:
         epoch: Whose batches they are.
     """
 
-    def __init__(self, part: Part, epoch: Planning) -> None:
+    def __init__(self, part: OffloadShare, epoch: Planning) -> None:
         self._part, self._epoch, self.stretch = part, epoch, part.stretch
 
     @property

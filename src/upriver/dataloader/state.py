@@ -291,7 +291,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError("the state is of another loader: only one of both has a sampler with set_epoch")
 
 
-class Order(Iterator[tuple[Any, ...]]):
+class BatchOrder(Iterator[tuple[Any, ...]]):
     """Indices of an epoch's batches, and a digest of those that were handed out.
 
     Args:
@@ -392,7 +392,7 @@ def _numbers(indices: tuple[Any, ...]) -> bytes:
 
 
 @dataclass(slots=True)
-class Place:
+class EpochPosition:
     """Where an epoch stands.
 
     Attributes:
@@ -407,7 +407,7 @@ class Place:
 
     epoch: int
     drawn: Drawn
-    order: Order
+    order: BatchOrder
     batches: int = 0
     sampler: Any = None
     sampler_epoch: int | None = None
@@ -443,7 +443,11 @@ class Counted(Iterator[Any]):
     """
 
     def __init__(
-        self, batches: Iterator[Any], place: Place, handed_out: Callable[[], int], length: Callable[[], int]
+        self,
+        batches: Iterator[Any],
+        place: EpochPosition,
+        handed_out: Callable[[], int],
+        length: Callable[[], int],
     ) -> None:
         self._batches, self._place, self._handed_out = batches, place, handed_out
         self._length = length

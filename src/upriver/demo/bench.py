@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from upriver.demo.result import Part, Way
+from upriver.demo.result import CutShare, TrainingRun
 from upriver.demo.settings import DemoSettings, Watcher
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.session import Near, connect
@@ -60,7 +60,9 @@ class Bench:
                 steps.close()
         return trials
 
-    def run(self, label: str, *, policy: str, num_workers: int) -> tuple[Way, nn.Module, torch.Tensor]:
+    def run(
+        self, label: str, *, policy: str, num_workers: int
+    ) -> tuple[TrainingRun, nn.Module, torch.Tensor]:
         """Train and evaluate along one way; the losses also as one tensor, for comparing bits."""
         epochs = self._settings.epochs
         total = epochs * len(self._train)
@@ -82,13 +84,13 @@ class Bench:
             accuracy = job.evaluate(self._heldout, _accuracy)
             names = {row.cut: row.name for row in job.plan.table}
             report = job.report
-            way = Way(
+            way = TrainingRun(
                 epoch_s=report.epoch_s,
                 epoch_bytes=report.epoch_bytes,
                 losses=tuple(loss.item() for loss in losses),
                 accuracy=accuracy,
                 parts=tuple(
-                    Part(cut=route.cut, after=names.get(route.cut, "as stored"), share=route.share)
+                    CutShare(cut=route.cut, after=names.get(route.cut, "as stored"), share=route.share)
                     for route in job.plan.routes
                 ),
                 why=job.plan.why,

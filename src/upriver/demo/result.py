@@ -10,7 +10,7 @@ from upriver.text import aligned, bytes_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class CutShare:
     """Where a share of the samples left the storage tier.
 
     Attributes:
@@ -28,7 +28,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Way:
+class TrainingRun:
     """What one way of training showed.
 
     Attributes:
@@ -49,7 +49,7 @@ class Way:
     epoch_bytes: tuple[int, ...]
     losses: tuple[float, ...]
     accuracy: float
-    parts: tuple[Part, ...]
+    parts: tuple[CutShare, ...]
     why: str
     plan: str
     bound_s: tuple[float, ...]
@@ -57,7 +57,7 @@ class Way:
     num_workers: int
 
     @property
-    def main(self) -> Part:
+    def main(self) -> CutShare:
         """The largest part."""
         return max(self.parts, key=lambda part: part.share)
 
@@ -108,8 +108,8 @@ class DemoResult:
         plot: Path of the picture, once it is drawn.
     """
 
-    plain: Way
-    near_data: Way
+    plain: TrainingRun
+    near_data: TrainingRun
     identical: bool
     num_classes: int
     conditions: Mapping[str, Any]

@@ -17,7 +17,7 @@ import torch
 from upriver.demo.bench import Bench, same_state
 from upriver.demo.data import DemoData, demo_data
 from upriver.demo.model import build_model, calibrate, freeze
-from upriver.demo.result import DemoResult, Way
+from upriver.demo.result import DemoResult, TrainingRun
 from upriver.demo.settings import DemoSettings, Watcher
 from upriver.errors import StoreError
 from upriver.pipeline import (
@@ -172,7 +172,7 @@ def _listed(trials: Mapping[int, float]) -> str:
 def picture(result: DemoResult, *, image_format: str) -> bytes:
     """What both ways took, drawn; the file's content."""
 
-    def curve(label: str, way: Way) -> Curve:
+    def curve(label: str, way: TrainingRun) -> Curve:
         return Curve(label=label, epoch_s=way.epoch_s, epoch_bytes=way.epoch_bytes, losses=way.losses)
 
     title = (

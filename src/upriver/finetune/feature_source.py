@@ -11,23 +11,23 @@ import torch
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.finetune.options import JobOptions
-from upriver.finetune.prefetch.delivery_table import Came, Dealt, Pin, Way, Window
+from upriver.finetune.prefetch.delivery_table import Dealt, Pin, PrefetchWindow, Received, Way
 from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, Remote
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.prefetcher import Loader
-from upriver.finetune.prefetch.replay import Places
+from upriver.finetune.prefetch.replay import PlacementLog
 from upriver.finetune.prefetch.route_dealing import deal
 from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import Values, first_micro_batch
 from upriver.finetune.prefetch.window import told, window_for
 from upriver.finetune.replanner import Replanner
-from upriver.finetune.report import Tally
+from upriver.finetune.report import JobTally
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.split.split import Split
 from upriver.protocol import Larger, RunRequest
 from upriver.rpc.link_meter import MeteredStore
 from upriver.rpc.server_pool import ServerPool
-from upriver.rpc.server_verification import Question
+from upriver.rpc.server_verification import JobRequirements
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")
@@ -65,8 +65,8 @@ class Feed:
         self._larger = larger
         self._pool, self._replanner = pool, replanner
         self._device, self._log_level = device, log_level
-        self.tally = Tally()
-        self.places = Places()
+        self.tally = JobTally()
+        self.places = PlacementLog()
 
     @contextlib.contextmanager
     def training(
@@ -86,7 +86,7 @@ class Feed:
         """
         places, replanner, level = self.places, self._replanner, self._log_level
 
-        def note(index: int, source: str, came: Came, timings: Timings) -> None:
+        def note(index: int, source: str, came: Received, timings: Timings) -> None:
             places.note(epoch=epoch, index=index, source=source, cut=came.position)
             log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, came.position)
             if replanner is not None:
@@ -122,7 +122,7 @@ class Feed:
             servers: Whether they can read the dataset; where not, all of it is made here.
         """
 
-        def note(index: int, source: str, came: Came, timings: Timings) -> None:
+        def note(index: int, source: str, came: Received, timings: Timings) -> None:
             pass
 
         with self._loading(
@@ -164,7 +164,7 @@ class Feed:
         epoch: int,
         first: int,
         pins: Mapping[int, Pin],
-        note: Callable[[int, str, Came, Timings], None],
+        note: Callable[[int, str, Received, Timings], None],
         saw: Callable[[Timings], None],
     ) -> Iterator[Loader]:
         """A loader for one pass; what it delivered is added up when it ends.
@@ -175,7 +175,7 @@ class Feed:
         """
         tally = self.tally
 
-        def count(index: int, source: str, came: Came, timings: Timings) -> None:
+        def count(index: int, source: str, came: Received, timings: Timings) -> None:
             tally.timings(source, timings)
             note(index, source, came, timings)
 
@@ -251,7 +251,7 @@ class Feed:
         asks = self._replanner is not None or Way.REMOTE in ways
         if pool is None or program is None or not asks:
             return None
-        question = Question(
+        question = JobRequirements(
             dataset=dataset,
             program=program,
             seed=self._options.seed,
@@ -283,7 +283,7 @@ class Feed:
         replanner, freeze = self._replanner, self._split.freeze
         return freeze if replanner is not None and replanner.opened(freeze) else None
 
-    def window(self, plan: Plan) -> Window:
+    def window(self, plan: Plan) -> PrefetchWindow:
         """How far loaders run ahead under a plan."""
         options = self._options
         return window_for(

@@ -24,7 +24,7 @@ from upriver.finetune.model_wrapper import TailRunner
 from upriver.finetune.options import Choices, JobOptions
 from upriver.finetune.planning.idle_waits import IdleWaits
 from upriver.finetune.planning.plan_builder import with_notes
-from upriver.finetune.prefetch.delivery_table import Window
+from upriver.finetune.prefetch.delivery_table import PrefetchWindow
 from upriver.finetune.prefetch.prefetcher import Loader
 from upriver.finetune.prefetch.replay import Placed, Routes
 from upriver.finetune.prefetch.route_dealing import deal
@@ -464,7 +464,7 @@ class FinetuneJob:
         return self._loader.store_lost if self._loader is not None else ""
 
     @property
-    def window(self) -> Window:
+    def window(self) -> PrefetchWindow:
         """How many micro-batches may be in flight under the plan, and how many bytes of them."""
         return self._feed.window(self._plan)
 

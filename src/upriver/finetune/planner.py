@@ -13,7 +13,7 @@ from torch import nn
 from upriver.cost import CostModel, route_between
 from upriver.errors import ConfigError, DoesNotFit, UpriverError
 from upriver.finetune.calibration import batched_capture
-from upriver.finetune.calibration.measurement import Measured, Measuring
+from upriver.finetune.calibration.measurement import Measurement, Measuring
 from upriver.finetune.options import AUTO, Choices, JobOptions
 from upriver.finetune.planning.micro_batch_size import (
     Judge,
@@ -33,7 +33,7 @@ from upriver.program.split.split import Split
 from upriver.protocol import Larger
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import Health, ServerPool, ServerStatus
-from upriver.rpc.server_verification import Gate
+from upriver.rpc.server_verification import ServerVerifier
 from upriver.rpc.tolerance import Tolerance, tolerance
 from upriver.types import CutRow, Plan, Route, Workload
 
@@ -86,7 +86,7 @@ class Planner:
         self.allowed = _allowed(parts) if choices.exact == "numeric" else None
         self.tell = tell
         self.workload = Workload(batch_size=options.step_samples, num_samples=len(options.order(0).ids))
-        self.measured: Measured | None = None
+        self.measured: Measurement | None = None
         self.notes: list[str] = []
         self._measuring: Measuring | None = None
         if parts.program is not None:
@@ -102,7 +102,7 @@ class Planner:
                 tell=tell,
             )
         self._servers: Sequence[ServerClient] | None = None
-        self._gate: Gate | None = None
+        self._gate: ServerVerifier | None = None
         self._no_server = ""
         self._size_note: tuple[str, ...] = ()
         self._model: CostModel | None = None
@@ -241,7 +241,7 @@ class Planner:
             plan = self._noted(plan, f"not used for now: {'; '.join(measuring.not_used)}")
         return self._with_tolerance(plan, gate), pool
 
-    def _measure(self, measuring: Measuring, shares: Mapping[int, float] | None) -> Measured | None:
+    def _measure(self, measuring: Measuring, shares: Mapping[int, float] | None) -> Measurement | None:
         """Find servers and measure, once; None where there is none that can be used."""
         if self._servers is not None or self._no_server:
             return self.measured
@@ -264,7 +264,7 @@ class Planner:
             return by_policy(self.policy, self.workload)
         return by_routes(self._routes(shares), self.workload)
 
-    def _epochs(self, measured: Measured, shares: Mapping[int, float] | None) -> dict[int, float]:
+    def _epochs(self, measured: Measurement, shares: Mapping[int, float] | None) -> dict[int, float]:
         """Size of a micro-batch to the predicted seconds of an epoch."""
         return predicted(
             measured.profile,
@@ -275,7 +275,7 @@ class Planner:
             per_request=self.options.per_request,
         )
 
-    def _with_tolerance(self, plan: Plan, gate: Gate) -> Plan:
+    def _with_tolerance(self, plan: Plan, gate: ServerVerifier) -> Plan:
         """A numeric job says by how much features may differ, and by how much they did."""
         if self.allowed is None:
             return plan
@@ -299,7 +299,7 @@ class Planner:
         """Whether any server is asked, now or later."""
         return bool(self._remote_cuts(plan)) or self._adapts(shares)
 
-    def _add_larger(self, measuring: Measuring, measured: Measured) -> None:
+    def _add_larger(self, measuring: Measuring, measured: Measurement) -> None:
         """Have the program at larger sizes, too, which servers must then pass the canary at."""
         if self.options.adapt_batch:
             gate, found = measuring.gate, measuring.larger(measured.caps)
@@ -307,7 +307,7 @@ class Planner:
             self._gate = gate
 
     def _make_replanner(
-        self, plan: Plan, gate: Gate, pool: ServerPool, measured: Measured
+        self, plan: Plan, gate: ServerVerifier, pool: ServerPool, measured: Measurement
     ) -> Replanner | None:
         model, program, patience = self._model, self.parts.program, self.patience
         if model is None or program is None or patience is None:
@@ -338,7 +338,7 @@ class Planner:
             capacity=lambda: self._capacity(pool.status()),
         )
 
-    def _at_servers(self, measured: Measured, gate: Gate) -> AtServers:
+    def _at_servers(self, measured: Measurement, gate: ServerVerifier) -> AtServers:
         """What the job has at each server while they are what it waits for."""
         options, servers = self.options, len(measured.at_once)
         together = max((each.micro_batch for each in gate.larger), default=options.micro_batch)
@@ -430,7 +430,7 @@ class Planner:
         log.warning("%s", note)
         return self._noted(replace(plan, routes=self._routes({row.cut: 1.0}), predicted=row.cost), note)
 
-    def _choose(self, measured: Measured, shares: Mapping[int, float] | None) -> Plan:
+    def _choose(self, measured: Measurement, shares: Mapping[int, float] | None) -> Plan:
         self.notes = [*measured.notes, *self._size_note]
         if shares is None and has_lines(measured.profile) and not self.options.chosen:
             self.notes += advice(self._epochs(measured, shares), self.options.micro_batch)
@@ -455,7 +455,7 @@ class Planner:
             why=why,
         )
 
-    def _pool(self, servers: Sequence[ServerClient], gate: Gate, plan: Plan) -> ServerPool:
+    def _pool(self, servers: Sequence[ServerClient], gate: ServerVerifier, plan: Plan) -> ServerPool:
         gate.cuts = self._remote_cuts(plan)
         return ServerPool(servers, admit=gate.admit)
 

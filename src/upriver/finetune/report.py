@@ -43,7 +43,7 @@ class Report:
 
 
 @dataclass(kw_only=True, slots=True)
-class Tally:
+class JobTally:
     """What is counted while a job runs."""
 
     samples: dict[str, int] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class Tally:
 
     def report(self, running: LoaderReport | None, *, exact: str, tolerance: Tolerance | None) -> Report:
         """All of it so far, with what a loader that still runs has delivered."""
-        total = Tally(samples=dict(self.samples), retried=self.retried, skipped=list(self.skipped))
+        total = JobTally(samples=dict(self.samples), retried=self.retried, skipped=list(self.skipped))
         if running is not None:
             total.add(running)
         return Report(

@@ -16,7 +16,7 @@ from torch import nn
 from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError, DatasetError, UpriverError
 from upriver.finetune.calibration.example_batch import example_of
-from upriver.finetune.calibration.measurement import Measured
+from upriver.finetune.calibration.measurement import Measurement
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.model_wrapper import TailRunner, Wrapped, shard_of, uncompiled, unwrap
 from upriver.finetune.options import AUTO, Choices, Granularity, JobOptions, MicroBatchSize
@@ -28,7 +28,7 @@ from upriver.program.module_state.attributes import Attributes
 from upriver.program.split.split import Split, split
 from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
-from upriver.rpc.discovery import Directory, Following, is_directory
+from upriver.rpc.discovery import DirectoryClient, Following, is_directory
 from upriver.rpc.link_meter import LinkMeter, MeteredStore
 from upriver.rpc.local_server import EmbeddedServer
 from upriver.rpc.tls import FilePath, client_context
@@ -81,15 +81,15 @@ class Near:
         self._tls = client_context(ca=ca, certificate=certificate, key=key)
         if self._tls is not None and not any(map(validation.encrypts, self._urls)):
             raise ConfigError("ca, certificate and key are for servers at https://…, and none is given")
-        self._directory: Directory | None = None
+        self._directory: DirectoryClient | None = None
         if self._urls and is_directory(self._urls[0]):
-            self._directory = Directory(self._urls[0], tls=self._tls)
+            self._directory = DirectoryClient(self._urls[0], tls=self._tls)
         self._cpus = validation.cores(server_cpus)
         if server_threads is not None:
             validation.whole("server_threads", server_threads, most=validation.MAX_THREADS)
         self._threads = server_threads
         self._closed = False
-        self.measured: Measured | None = None
+        self.measured: Measurement | None = None
         self._embedded: dict[tuple[str, str], EmbeddedServer] = {}
         self._jobs: set[FinetuneJob] = set()
         self._lock = threading.Lock()

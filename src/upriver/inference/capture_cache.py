@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ConfigError
-from upriver.program.capture.whole_model import Captured
+from upriver.program.capture.whole_model import CapturedModel
 from upriver.program.example_inputs import Example
 from upriver.program.graph.alignment import as_shipped
 from upriver.text import printable
@@ -40,7 +40,7 @@ class Network:
         threads: That torch computed with when it was captured; None where low bits do not count.
     """
 
-    captured: Captured
+    captured: CapturedModel
     device_s: tuple[float, ...]
     total_s: float
     threads: int | None = None
@@ -65,7 +65,7 @@ class _Known:
     why_not: str = ""
 
 
-class Forms:
+class CaptureCache:
     """Finds what a call is to run. Thread-safe.
 
     Args:

@@ -17,7 +17,7 @@ from upriver.latency import LatencyModel, Sums
 from upriver.profile.latency.predictor import Predictor, measure_unknown
 from upriver.profile.latency.serialization import kept
 from upriver.profile.stage_timing import stage_medians
-from upriver.program.capture.whole_model import Captured
+from upriver.program.capture.whole_model import CapturedModel
 from upriver.program.graph.executor import Program
 from upriver.types import (
     Cluster,
@@ -42,7 +42,7 @@ ANY_TIME = Now(upload_bytes_per_s=1.0)
 """When sums are made, which no moment's link and load are part of."""
 
 
-def device_seconds(captured: Captured, measure: Measure) -> tuple[float, ...]:
+def device_seconds(captured: CapturedModel, measure: Measure) -> tuple[float, ...]:
     """Of each stage on this device.
 
     Predicted where that is asked for and there are models of this device; else each is measured.
@@ -89,7 +89,7 @@ class Handling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class CutCosts:
     """A network between the device and one server.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from upriver.inference.capture_cache import Network
-from upriver.inference.costs import Costs
+from upriver.inference.costs import CutCosts
 from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, Choice, Now, Rule
 from upriver.latency import LatencyModel
 from upriver.text import rate_text, seconds_text
@@ -32,7 +32,7 @@ class Decision:
     network: Network
     choice: Choice
     server: str
-    costs: Costs | None
+    costs: CutCosts | None
     now: Now | None
     deadline_s: float
     not_used: tuple[str, ...] = ()

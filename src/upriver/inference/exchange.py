@@ -13,7 +13,7 @@ import torch
 
 from upriver.errors import ProtocolError
 from upriver.inference.costs import crossing_bytes
-from upriver.program.capture.whole_model import Captured
+from upriver.program.capture.whole_model import CapturedModel
 from upriver.protocol import RunRequest, encode, read_frame
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_verification import only
@@ -95,7 +95,7 @@ class Exchange:
     def __init__(
         self,
         client: ServerClient,
-        captured: Captured,
+        captured: CapturedModel,
         cut: int,
         tensors: Sequence[torch.Tensor],
         *,

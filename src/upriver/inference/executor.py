@@ -17,14 +17,14 @@ import torch
 from upriver.errors import UpriverError
 from upriver.inference.exchange import Exchange, Finished
 from upriver.inference.remote_server import Far
-from upriver.program.capture.whole_model import Captured
+from upriver.program.capture.whole_model import CapturedModel
 from upriver.text import said
 
 Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
+class RequestPatience:
     """How long a server is waited for.
 
     Attributes:
@@ -72,7 +72,7 @@ class _Overtaken(Exception):
 
 
 @dataclass(kw_only=True)
-class Request:
+class InferenceRequest:
     """A request on its way.
 
     Attributes:
@@ -85,12 +85,12 @@ class Request:
         served: How it was answered, once it is.
     """
 
-    captured: Captured
+    captured: CapturedModel
     tensors: Sequence[torch.Tensor]
     cut: int
     far: Far | None
     process: str
-    patience: Patience
+    patience: RequestPatience
     served: Served = field(init=False)
 
     def __post_init__(self) -> None:

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from upriver.errors import ConfigError
-from upriver.inference.capture_cache import Forms, Network
+from upriver.inference.capture_cache import CaptureCache, Network
 from upriver.inference.change_detection import Unchanged, module_states
 from upriver.inference.costs import WAYS, Measure, device_seconds
 from upriver.inference.decision import Decision
-from upriver.inference.executor import Patience, Request, Served
+from upriver.inference.executor import InferenceRequest, RequestPatience, Served
 from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, Rule, choose, kept_away, likely
 from upriver.inference.remote_server import Far, Terms
 from upriver.inference.uplink import Uplink
@@ -81,14 +81,14 @@ class Offload:
 
     def __init__(
         self,
-        forms: Forms,
+        forms: CaptureCache,
         fars: list[Far],
         fars_anew: Callable[[], list[Far]],
         unchanged: Unchanged,
         *,
         autocast: torch.dtype | None,
         rule: Rule,
-        patience: Patience,
+        patience: RequestPatience,
         cached_cuts: int,
     ) -> None:
         self.last: Served | None = None
@@ -124,7 +124,7 @@ class Offload:
         _check_untraced(tensors)
         decision, far = self._decide(network)
         decide_s = time.perf_counter() - began
-        request = Request(
+        request = InferenceRequest(
             captured=network.captured,
             tensors=tensors,
             cut=decision.cut,
@@ -394,7 +394,7 @@ def offload(
     unchanged = Unchanged(model)
     example = Example.of(example_inputs)
     autocast = autocast_dtype(autocast_here(example.tensors[0].device))
-    forms = Forms(example, partial(_make, model, fars, measure, unchanged, autocast, exact))
+    forms = CaptureCache(example, partial(_make, model, fars, measure, unchanged, autocast, exact))
     answer = Offload(
         forms,
         fars,
@@ -448,11 +448,11 @@ def _check_cut(rule: Rule, num_stages: int) -> None:
         raise ConfigError(f"cut must be a whole number in 0..{num_stages}, got {rule.cut!r}")
 
 
-def _patience(deadline_s: float, hedge_s: float | None) -> Patience:
+def _patience(deadline_s: float, hedge_s: float | None) -> RequestPatience:
     require_finite("deadline_s", deadline_s, positive=True)
     if hedge_s is not None:
         require_finite("hedge_s", hedge_s)
-    return Patience(deadline_s=deadline_s, hedge_s=hedge_s, helpers=_helpers(hedge_s))
+    return RequestPatience(deadline_s=deadline_s, hedge_s=hedge_s, helpers=_helpers(hedge_s))
 
 
 def _helpers(hedge_s: float | None) -> Executor | None:

@@ -21,13 +21,13 @@ import torch
 from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.inference.cooldown import Rest
-from upriver.inference.costs import Costs, crossing_bytes
+from upriver.inference.costs import CutCosts, crossing_bytes
 from upriver.inference.exchange import Exchange, Finished
 from upriver.inference.partition import Now
 from upriver.inference.server_check import BUSY, admit, allowed_by, canary, probe
 from upriver.inference.uplink import Uplink
 from upriver.link import CONFIRMED, ROUND_TRIPS, WINDOW, LinkWindow
-from upriver.program.capture.whole_model import Captured
+from upriver.program.capture.whole_model import CapturedModel
 from upriver.retry import Backoff
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import is_lost
@@ -80,7 +80,7 @@ class Terms:
 class _Form:
     """A network that the server is to be asked for, and its pauses where it refuses that one."""
 
-    captured: Captured
+    captured: CapturedModel
     device_s: Sequence[float]
     rest: Rest
 
@@ -104,7 +104,7 @@ class Far:
         self._changed = threading.Condition(self._lock)
         self._wanted: dict[str, _Form] = {}
         self._tried: set[str] = set()
-        self._costs: dict[str, Costs] = {}
+        self._costs: dict[str, CutCosts] = {}
         self._looked_up: set[tuple[str, int]] = set()
         self._provisional: set[str] = set()
         self._load, self._wait_s = 1.0, 0.0
@@ -131,7 +131,7 @@ class Far:
         errors = [form.rest.error for form in list(self._wanted.values())]
         return next((error for error in errors if isinstance(error, ProgramNotFound)), None)
 
-    def why_not(self, captured: Captured) -> str:
+    def why_not(self, captured: CapturedModel) -> str:
         """Why it is not asked for a network; empty where it is."""
         if self.costs(captured) is not None:
             return ""
@@ -143,7 +143,7 @@ class Far:
 
     # ------------------------------------------------------------------------------------- requests
 
-    def serve(self, captured: Captured, device_s: Sequence[float]) -> None:
+    def serve(self, captured: CapturedModel, device_s: Sequence[float]) -> None:
         """Have a network ready there, soon.
 
         Args:
@@ -158,7 +158,7 @@ class Far:
             self._thread.start()
         self._wake.set()
 
-    def wait(self, seconds: float | None, captured: Captured | None = None) -> bool:
+    def wait(self, seconds: float | None, captured: CapturedModel | None = None) -> bool:
         """Until it has been let in with a network or has failed to be; whether it has by then.
 
         Args:
@@ -173,7 +173,7 @@ class Far:
         with self._lock:
             return self._changed.wait_for(done, seconds)
 
-    def costs(self, captured: Captured) -> Costs | None:
+    def costs(self, captured: CapturedModel) -> CutCosts | None:
         """What the network takes with it; None where it may not be asked for that now."""
         self._heed_flags()
         digest = captured.program.digest
@@ -195,7 +195,7 @@ class Far:
             }
         self._wake.set()
 
-    def now(self, costs: Costs) -> Now | None:
+    def now(self, costs: CutCosts) -> Now | None:
         """The link and the server at this moment, for a network; None where nothing is known of the link."""
         link, download = self.link, self._download()
         upload = link.bandwidth_bytes_per_s
@@ -210,7 +210,9 @@ class Far:
             wait_s=self._wait_s,
         )
 
-    def ask(self, captured: Captured, cut: int, tensors: Sequence[torch.Tensor], *, process: str) -> Exchange:
+    def ask(
+        self, captured: CapturedModel, cut: int, tensors: Sequence[torch.Tensor], *, process: str
+    ) -> Exchange:
         """A question for what the network gives from a cut on, to the process that was let in."""
         return Exchange(self._client, captured, cut, tensors, process=process)
 
@@ -224,7 +226,7 @@ class Far:
         """While a request is: probes are put off, since both would see a part of the link."""
         return self._uplink.in_use()
 
-    def answered(self, captured: Captured, cut: int, finished: Finished) -> None:
+    def answered(self, captured: CapturedModel, cut: int, finished: Finished) -> None:
         """Take in what an answer shows of the link and of the load.
 
         The first one from a cut says nothing of the link: the server has looked up what crosses there. k is a
@@ -259,7 +261,7 @@ class Far:
             self._wanted[program.digest].rest.answered()
             self._looked_up.add((program.digest, cut))
 
-    def prepare(self, captured: Captured, cut: int) -> bool:
+    def prepare(self, captured: CapturedModel, cut: int) -> bool:
         """Run the example from a cut on once, for the server to have all that it needs; whether it did."""
         costs = self.costs(captured)
         if costs is None:
@@ -275,7 +277,7 @@ class Far:
             self._looked_up.add((captured.program.digest, cut))
         return True
 
-    def failed(self, captured: Captured | None, error: UpriverError) -> None:
+    def failed(self, captured: CapturedModel | None, error: UpriverError) -> None:
         """Leave it alone for a while, or only with a network that it has refused.
 
         One of which the error says that another may be there now, or none, is let in anew.
@@ -293,11 +295,11 @@ class Far:
         self._leave(None if lost or isinstance(error, Overloaded) else captured, error)
         self._wake.set()
 
-    def _drop(self, captured: Captured) -> None:
+    def _drop(self, captured: CapturedModel) -> None:
         """Have it let in anew with one network, before it is asked for that; with the lock held."""
         self._costs = {at: costs for at, costs in self._costs.items() if at != captured.program.digest}
 
-    def _leave(self, captured: Captured | None, error: UpriverError) -> None:
+    def _leave(self, captured: CapturedModel | None, error: UpriverError) -> None:
         """Alone for a while, if it is not already: all of it, or with one network."""
         least_s = min(error.retry_after_s, LONGEST_PAUSE_S) if isinstance(error, Overloaded) else 0.0
         with self._lock:
@@ -418,7 +420,7 @@ class Far:
             if lost:
                 self._probed_at = -math.inf  # does it live?
 
-    def _let_in(self, captured: Captured, device_s: Sequence[float]) -> None:
+    def _let_in(self, captured: CapturedModel, device_s: Sequence[float]) -> None:
         terms, began_with = self._terms, self._flags
         if not self._costs:  # it may have failed because the way there is another one now
             self.link = LinkWindow(terms.window)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upriver.errors import NotExact, Overloaded, ProgramNotFound, UpriverError
-from upriver.inference.costs import ANY_TIME, Costs, Handling, crossing_bytes
+from upriver.inference.costs import ANY_TIME, CutCosts, Handling, crossing_bytes
 from upriver.inference.exchange import Exchange, Finished, packing
 from upriver.inference.uplink import Uplink
 from upriver.link import ROUND_TRIPS, LinkWindow
 from upriver.profile.profile_cache import ProfileKey, load_profile, save_profile
-from upriver.program.capture.whole_model import Captured
+from upriver.program.capture.whole_model import CapturedModel
 from upriver.program.graph.executor import Program
 from upriver.protocol import Load
 from upriver.rpc.client import ServerClient
@@ -44,7 +44,7 @@ REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admitted:
+class AdmittedNetwork:
     """A network that a server may be asked for.
 
     Attributes:
@@ -55,7 +55,7 @@ class Admitted:
         load: How busy the server is.
     """
 
-    costs: Costs
+    costs: CutCosts
     provisional: bool
     cuts: tuple[int, ...]
     load: Load
@@ -63,14 +63,14 @@ class Admitted:
 
 def admit(
     client: ServerClient,
-    captured: Captured,
+    captured: CapturedModel,
     device_s: Sequence[float],
     *,
     push: bool,
     exact: Exact,
     link: LinkWindow,
     uplink: Uplink,
-) -> Admitted:
+) -> AdmittedNetwork:
     """Let a server show that it gives what the device gives, and measure it and the way there.
 
     Args:
@@ -107,19 +107,19 @@ def admit(
     seconds = tuple(each / load.k for each in measured) or today
     if known or (later and sum(before) < sum(today)):  # a first run takes longer than those after it
         seconds = before or today
-    costs = Costs(program=program, device_s=device_s, server_s=seconds, handling=handling, process=process)
+    costs = CutCosts(program=program, device_s=device_s, server_s=seconds, handling=handling, process=process)
     provisional = not known and (later or load.machine >= BUSY)
     if measured and not provisional:
         save_profile(key, costs.profile, costs.cluster(ANY_TIME))
-    return Admitted(costs=costs, provisional=provisional, cuts=(0, narrowest), load=load)
+    return AdmittedNetwork(costs=costs, provisional=provisional, cuts=(0, narrowest), load=load)
 
 
-def allowed_by(exact: Exact, captured: Captured) -> Tolerance | None:
+def allowed_by(exact: Exact, captured: CapturedModel) -> Tolerance | None:
     """How far a server's answer may be from the device's; None asks for equal bits."""
     return None if exact == "bitwise" else tolerance([tensor.dtype for tensor in captured.reference])
 
 
-def _bring(client: ServerClient, captured: Captured, *, push: bool) -> None:
+def _bring(client: ServerClient, captured: CapturedModel, *, push: bool) -> None:
     if push:
         bring(client, captured.program)
     elif not client.has_program(captured.program.digest):
@@ -129,7 +129,7 @@ def _bring(client: ServerClient, captured: Captured, *, push: bool) -> None:
         )
 
 
-def _push_command(captured: Captured) -> str:
+def _push_command(captured: CapturedModel) -> str:
     """How a store comes to have the program; empty where no command makes it."""
     program = captured.program
     if captured.granularity == "end":
@@ -162,7 +162,7 @@ def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, eve
 
 
 def canary(
-    client: ServerClient, captured: Captured, cut: int, allowed: Tolerance | None, *, process: str
+    client: ServerClient, captured: CapturedModel, cut: int, allowed: Tolerance | None, *, process: str
 ) -> Finished:
     """Have a server finish the example from a cut on, and compare.
 

@@ -22,7 +22,7 @@ from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import manifest as files
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.left_out import LeftOut
-from upriver.pipeline.manifest import Manifest
+from upriver.pipeline.manifest import IndexManifest
 from upriver.pipeline.stages.audio import DecodeWav
 from upriver.pipeline.stages.base import InputStage
 from upriver.pipeline.stages.tensor import LoadTensor
@@ -345,7 +345,7 @@ def _check_chain_size(digest: str, size: int) -> None:
         )
 
 
-def _check_index_size(digest: str, size: int, manifest: Manifest) -> None:
+def _check_index_size(digest: str, size: int, manifest: IndexManifest) -> None:
     if size != manifest.index.bytes:
         raise DatasetError(
             f"index.parquet of dataset {digest} is damaged: {size} bytes, {manifest.index.bytes} published"

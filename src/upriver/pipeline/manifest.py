@@ -74,7 +74,7 @@ class IndexFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     bytes: int
 
 
-class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
+class IndexManifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
     """The content of ``chain.json``.
 
     Attributes:
@@ -102,12 +102,12 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_def
         return InputChain.from_json(self.stages)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: IndexManifest) -> bytes:
     """The bytes of ``chain.json``: sorted keys, so that equal content has an equal digest."""
     return msgspec.json.encode(manifest, order="sorted")
 
 
-def decode_manifest(data: bytes, digest: str) -> Manifest:
+def decode_manifest(data: bytes, digest: str) -> IndexManifest:
     """Read ``chain.json`` strictly.
 
     Raises:
@@ -120,7 +120,7 @@ def decode_manifest(data: bytes, digest: str) -> Manifest:
             f"chain.json of dataset {digest} has some {values} values; at most {MAX_CHAIN_VALUES} may be"
         )
     try:
-        manifest = msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=IndexManifest)
     # msgspec raises its own errors and, on some text, Python's.
     except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
         raise DatasetError(f"chain.json of dataset {digest}: {exc}") from None
@@ -140,7 +140,7 @@ def _most_values(data: bytes) -> int:
     return 1 + sum(map(data.count, (b",", b"[", b"{")))
 
 
-def _why_not(manifest: Manifest) -> str:
+def _why_not(manifest: IndexManifest) -> str:
     for what, allowed in (("schema", (SCHEMA,)), ("layout", LAYOUTS), ("format", FORMATS)):
         if getattr(manifest, what) not in allowed:
             return f"{what} must be {' or '.join(allowed)}, got {getattr(manifest, what)[:100]!r}"
@@ -171,7 +171,9 @@ def encode_index(table: pa.Table) -> bytes:
     return sink.getvalue()
 
 
-def decode_index(data: bytes, manifest: Manifest, admit: Callable[[int], None] | None = None) -> pa.Table:
+def decode_index(
+    data: bytes, manifest: IndexManifest, admit: Callable[[int], None] | None = None
+) -> pa.Table:
     """Read ``index.parquet`` strictly.
 
     Text columns come back dictionary-encoded: a few bytes that stand for many rows stay a few bytes.
@@ -226,7 +228,7 @@ def _decode(data: bytes) -> pa.Table:
     return pa.table(columns)
 
 
-def _check_columns(reader: pq.ParquetFile, manifest: Manifest) -> None:
+def _check_columns(reader: pq.ParquetFile, manifest: IndexManifest) -> None:
     stored = reader.metadata
     if stored.num_rows != manifest.count:
         raise DatasetError(f"index.parquet has {stored.num_rows} rows, chain.json counts {manifest.count}")
@@ -248,7 +250,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
     return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
-def _check_rows(table: pa.Table, manifest: Manifest) -> None:
+def _check_rows(table: pa.Table, manifest: IndexManifest) -> None:
     for name in table.column_names:
         if table[name].null_count:
             raise DatasetError(f"index.parquet: column {name!r} has empty cells")

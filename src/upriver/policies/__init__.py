@@ -3,7 +3,7 @@
 A policy is a pure function of (profile, cluster, workload) and always answers a plan; when what it would
 choose does not fit, the plan says so. `choose` is the border where that becomes an error. `loadpart` and
 `inference` plan for one request of a device; `fastflow` and `pipeline` go by what was measured of an input
-pipeline, and answer an `Offload`.
+pipeline, and answer an `OffloadDecision`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from upriver.policies import (
 )
 from upriver.policies import min as min_
 from upriver.policies._common import Policy
-from upriver.policies._offload import Offload, OffloadPolicy, stalls
+from upriver.policies._offload import OffloadDecision, OffloadPolicy, stalls
 from upriver.types import Cluster, Plan, Profile, Workload
 
 __all__ = [
     "OFFLOAD_POLICIES",
     "POLICIES",
     "REQUEST_POLICIES",
-    "Offload",
+    "OffloadDecision",
     "OffloadPolicy",
     "Policy",
     "choose",

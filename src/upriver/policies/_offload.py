@@ -9,7 +9,7 @@ from upriver.profile.throughput import Metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Offload:
+class OffloadDecision:
     """The decision.
 
     Attributes:
@@ -35,8 +35,8 @@ class OffloadPolicy:
             the policy decides once.
     """
 
-    decide: Callable[[Metrics], Offload]
-    promise: Callable[[Metrics, Offload], float] | None = None
+    decide: Callable[[Metrics], OffloadDecision]
+    promise: Callable[[Metrics, OffloadDecision], float] | None = None
 
 
 def stalls(gthp: float, lthp: float, threshold: float) -> bool:
@@ -47,7 +47,7 @@ def stalls(gthp: float, lthp: float, threshold: float) -> bool:
     return gthp > lthp and gthp / lthp > threshold
 
 
-def unless_it_stalls(metrics: Metrics) -> Offload | None:
+def unless_it_stalls(metrics: Metrics) -> OffloadDecision | None:
     """Nothing is offloaded where nothing stalls, or nothing could be; None where that is not so."""
     if not stalls(metrics.gthp, metrics.lthp, metrics.speedup_threshold):
         return here(
@@ -57,6 +57,6 @@ def unless_it_stalls(metrics: Metrics) -> Offload | None:
     return None if metrics.candidates else here("there is nothing that could be offloaded")
 
 
-def here(why: str) -> Offload:
+def here(why: str) -> OffloadDecision:
     """Nothing is offloaded."""
-    return Offload(offload=False, candidate=None, ratio=0.0, why=why)
+    return OffloadDecision(offload=False, candidate=None, ratio=0.0, why=why)

@@ -8,7 +8,7 @@ Symbols
     Gthp, Lthp, Pcycle           ``Metrics.gthp``, ``lthp``, ``pcycle``
     Rthp(p'), Ocycle(p')         ``Candidate.rthp``, ``ocycle``
     SpeedUpThreshold             ``Metrics.speedup_threshold``
-    OffRatio                     ``Offload.ratio``
+    OffRatio                     ``OffloadDecision.ratio``
     Line 3                       ``upriver.policies.stalls``
     P' (line 7)                  the candidate with the greatest ``estimate``
     Upper, Lower (lines 8, 9)    ``candidate.rthp`` and ``lower``
@@ -25,13 +25,13 @@ from __future__ import annotations
 import math
 
 from upriver.errors import ConfigError
-from upriver.policies._offload import Offload, here, unless_it_stalls
+from upriver.policies._offload import OffloadDecision, here, unless_it_stalls
 from upriver.profile.throughput import Candidate, Metrics
 
 POLICY = "fastflow"
 
 
-def decide(metrics: Metrics) -> Offload:
+def decide(metrics: Metrics) -> OffloadDecision:
     """Algorithm 1."""
     nothing = unless_it_stalls(metrics)
     if nothing is not None:
@@ -46,7 +46,7 @@ def decide(metrics: Metrics) -> Offload:
     ratio = min(1.0, ratio)
     if ratio == 0:  # a throughput of zero, or one so small that the quotient is
         return here(f"{best.name} is the best of what could be offloaded and delivers nothing")
-    return Offload(
+    return OffloadDecision(
         offload=True,
         candidate=best.name,
         ratio=ratio,

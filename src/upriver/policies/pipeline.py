@@ -26,7 +26,7 @@ Choice
 
 from __future__ import annotations
 
-from upriver.policies._offload import Offload, here, unless_it_stalls
+from upriver.policies._offload import OffloadDecision, here, unless_it_stalls
 from upriver.profile.throughput import Candidate, Metrics
 
 POLICY = "upriver"
@@ -35,7 +35,7 @@ CLOSE = 0.01
 """Throughputs that differ by less are as good as equal: no measurement is more exact."""
 
 
-def decide(metrics: Metrics) -> Offload:
+def decide(metrics: Metrics) -> OffloadDecision:
     """The decision."""
     nothing = unless_it_stalls(metrics)
     if nothing is not None:
@@ -53,7 +53,7 @@ def decide(metrics: Metrics) -> Offload:
     enough = [candidate for candidate in metrics.candidates if highest(metrics, candidate) >= least]
     chosen = min(enough, key=lambda candidate: smallest_ratio(metrics, candidate, least))
     ratio = smallest_ratio(metrics, chosen, least)
-    return Offload(
+    return OffloadDecision(
         offload=True,
         candidate=chosen.name,
         ratio=ratio,
@@ -64,7 +64,7 @@ def decide(metrics: Metrics) -> Offload:
     )
 
 
-def promise(metrics: Metrics, decision: Offload) -> float:
+def promise(metrics: Metrics, decision: OffloadDecision) -> float:
     """MB/s that a decision should give."""
     for candidate in metrics.candidates:
         if candidate.name == decision.candidate:

@@ -35,7 +35,7 @@ MAX_AGE_S = 30 * 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class TierIdentity:
     """What decides the speed of a tier.
 
     Attributes:
@@ -60,8 +60,8 @@ class ProfileKey:
     program: str
     dataset: str
     micro_batch: int
-    storage: Place
-    compute: Place
+    storage: TierIdentity
+    compute: TierIdentity
 
     @property
     def digest(self) -> str:
@@ -71,7 +71,7 @@ class ProfileKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class CachedProfile:
     """What an earlier job measured.
 
     Attributes:
@@ -82,7 +82,9 @@ class Kept:
     cluster: Cluster
 
 
-def load_profile(key: ProfileKey, *, stages: Sequence[str], input_stages: Sequence[str]) -> Kept | None:
+def load_profile(
+    key: ProfileKey, *, stages: Sequence[str], input_stages: Sequence[str]
+) -> CachedProfile | None:
     """The profile that was kept, or None where there is none that can be used.
 
     Args:
@@ -100,7 +102,7 @@ def load_profile(key: ProfileKey, *, stages: Sequence[str], input_stages: Sequen
         and all({Tier.STORAGE, Tier.COMPUTE} <= stage.seconds.keys() for stage in profile.stages)
         and cluster.storage.micro_batch == key.micro_batch
     )
-    return Kept(profile=profile, cluster=cluster) if fits else None
+    return CachedProfile(profile=profile, cluster=cluster) if fits else None
 
 
 def save_profile(key: ProfileKey, profile: Profile, cluster: Cluster) -> None:

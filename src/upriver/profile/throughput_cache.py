@@ -204,7 +204,7 @@ class StoreKey:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class KnownThroughput:
     """Figures of a job, as far as they are known; units as in `upriver.profile.throughput.Metrics`.
 
     Attributes:
@@ -230,7 +230,7 @@ class Known:
                 require_finite(field, getattr(self, field), positive=True, at_most=MOST)
         _require_names([candidate.name for candidate in self.candidates])
 
-    def beyond(self, before: Known) -> Known:
+    def beyond(self, before: KnownThroughput) -> KnownThroughput:
         """What of it was not known before, or is another now.
 
         A job that saves no more than this does not make what it was only told look as if measured today.
@@ -238,7 +238,7 @@ class Known:
         plain = {name: getattr(self, name) for name in _PLAIN}
         new = {name: value for name, value in plain.items() if value != getattr(before, name)}
         candidates = tuple(each for each in self.candidates if each not in before.candidates)
-        return Known(**new, candidates=candidates)
+        return KnownThroughput(**new, candidates=candidates)
 
 
 # --------------------------------------------------------------------------------------------- the keys
@@ -364,7 +364,7 @@ class MetricsStore:
             raise ConfigError(f"folder must be a path or None, got {printable(repr(folder), 80)}")
         self._cache = Cache("metrics" if folder is None else _absolute(folder))
 
-    def load(self, key: StoreKey, *, max_age_s: float | None = None) -> Known:
+    def load(self, key: StoreKey, *, max_age_s: float | None = None) -> KnownThroughput:
         """What is known of a job; candidates in the order of the key.
 
         Args:
@@ -382,9 +382,9 @@ class MetricsStore:
             name: self._figures(digest, _OF_CANDIDATE, oldest_s) for name, digest in key.candidates().items()
         }
         candidates = tuple(Candidate(name=name, **figures) for name, figures in found.items() if figures)
-        return Known(**plain, candidates=candidates)
+        return KnownThroughput(**plain, candidates=candidates)
 
-    def save(self, key: StoreKey, known: Known) -> None:
+    def save(self, key: StoreKey, known: KnownThroughput) -> None:
         """Keep what a job has measured, as of now. What it does not know stays as it was.
 
         Raises:

@@ -102,7 +102,7 @@ def _resize(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class TensorSource:
     """A tensor by where it comes from: a leaf of what one call of a module returned, or of the inputs.
 
     Attributes:

@@ -10,7 +10,7 @@ FILLED_COLOUR, TOUCHED_COLOUR = "#1f6f8b", "#d55e00"
 """Blue and vermilion: apart in print and for the colour-blind."""
 
 
-class Way(NamedTuple):
+class WeightSpans(NamedTuple):
     """Of one weight.
 
     Attributes:
@@ -28,7 +28,7 @@ class Way(NamedTuple):
     touched_s: float | None
 
 
-def plot_ways(ways: Sequence[Way], *, answer_s: float, title: str, image_format: str) -> bytes:
+def plot_ways(ways: Sequence[WeightSpans], *, answer_s: float, title: str, image_format: str) -> bytes:
     """Draw the picture: megabytes in execution order over seconds.
 
     Args:

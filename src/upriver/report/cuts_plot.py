@@ -13,7 +13,7 @@ MOST_NAMES = 60
 """With more cuts than this their names would lie over each other."""
 
 
-class CutRow(Protocol):
+class PlottedCut(Protocol):
     """What a picture needs to know of a cut."""
 
     @property
@@ -33,7 +33,7 @@ class CutRow(Protocol):
         """Whether a model may be cut there."""
 
 
-def plot_cuts(rows: Sequence[CutRow], *, title: str, image_format: str) -> bytes:
+def plot_cuts(rows: Sequence[PlottedCut], *, title: str, image_format: str) -> bytes:
     """Draw the picture: bytes as steps, operations as a line, hatched where no cut is legal.
 
     Args:

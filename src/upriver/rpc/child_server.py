@@ -52,7 +52,7 @@ class Lifeline:
     forked = close
 
 
-class Tail:
+class OutputTail:
     """Reads a stream to its end in a thread, so that its writer never blocks; keeps the last lines.
 
     Args:
@@ -97,7 +97,7 @@ def announced_url(process: subprocess.Popen[bytes], deadline: float) -> str | No
     return None
 
 
-def end(process: subprocess.Popen[bytes], tail: Tail, lifeline: Lifeline, *, timeout_s: float) -> None:
+def end(process: subprocess.Popen[bytes], tail: OutputTail, lifeline: Lifeline, *, timeout_s: float) -> None:
     """End exactly this process: by its handle, which knows whether the id is still its own.
 
     Args:

@@ -39,7 +39,7 @@ from upriver.protocol import (
     program_head,
 )
 from upriver.rpc.connection_pool import Connections
-from upriver.rpc.frame_reader import Crossing, FrameReader, Source
+from upriver.rpc.frame_reader import BodyStream, Crossing, FrameReader
 from upriver.rpc.http import (
     BROKEN,
     Address,
@@ -92,7 +92,7 @@ class AnswerClosed(UpriverError):
     code = "closed"
 
 
-class ProgramFiles(Protocol):
+class ProgramUpload(Protocol):
     """What is uploaded of a `upriver.program.Program`."""
 
     @property
@@ -255,7 +255,7 @@ class ServerClient:
             self._expect_ok(response)
             return True
 
-    def put_program(self, program: ProgramFiles) -> None:
+    def put_program(self, program: ProgramUpload) -> None:
         """Give the server a program, which it puts into its store.
 
         Weights that came with another program, the same network at another size, are not sent again.
@@ -268,7 +268,7 @@ class ServerClient:
         except ProgramNotFound:
             self._put_program(program, (program.weights_bytes,))
 
-    def _put_program(self, program: ProgramFiles, weights: Sequence[bytes | memoryview]) -> None:
+    def _put_program(self, program: ProgramUpload, weights: Sequence[bytes | memoryview]) -> None:
         graph = program.graph_bytes
         total_s = PUT_S + sum(map(len, weights)) / PUT_BYTES_PER_S
         with self._question(
@@ -289,7 +289,7 @@ class ServerClient:
         asked = time.monotonic()
         with self._question("GET", f"/v1/probe?bytes={num_bytes}") as response:
             self._expect_ok(response)
-            source, buffer = Source(response, self.url), memoryview(bytearray(PROBE_BYTES))
+            source, buffer = BodyStream(response, self.url), memoryview(bytearray(PROBE_BYTES))
             arrived: list[tuple[int, float]] = []
             received, piece = 0, 1  # a read returns when all of it is there: the first byte comes alone
             with Crossing(self.meter) as crossing:

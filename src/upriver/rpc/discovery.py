@@ -83,7 +83,7 @@ def is_directory(url: str) -> bool:
     return url.partition("://")[0] in SCHEMES
 
 
-class Directory:
+class DirectoryClient:
     """Asks a directory; keeps no connection, since it asks seldom.
 
     Args:
@@ -249,7 +249,7 @@ class Following:
 
     def __init__(
         self,
-        directory: Directory,
+        directory: DirectoryClient,
         members: Members,
         client: Callable[[str], Transport],
         *,

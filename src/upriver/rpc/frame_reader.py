@@ -23,7 +23,7 @@ class FrameReader:
     """
 
     def __init__(self, response: http.client.HTTPResponse, *, url: str, meter: LinkMeter, caps: Caps) -> None:
-        self._source = Source(response, url)
+        self._source = BodyStream(response, url)
         self._url, self._meter, self._caps = url, meter, caps
         self.num_bytes, self.arriving_s, self._first_at = 0, 0.0, 0.0
 
@@ -82,7 +82,7 @@ class FrameReader:
         return ProtocolError(f"{self._url}: expected {expected}, got {named(message)}")
 
 
-class Source:
+class BodyStream:
     """An answer's body as the blocking stream that `read_frame` wants; its end is never expected."""
 
     def __init__(self, response: http.client.HTTPResponse, url: str) -> None:

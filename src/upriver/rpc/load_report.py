@@ -13,8 +13,8 @@ import torch
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import UpriverError
 from upriver.profile.profile_cache import (
-    Place,
     ProfileKey,
+    TierIdentity,
 )
 from upriver.program import Program
 from upriver.protocol import Info
@@ -86,14 +86,14 @@ def profile_key(dataset: str, program: Program, server: ServerClient, info: Info
         program=program.digest,
         dataset=dataset,
         micro_batch=program.micro_batch,
-        storage=Place(
+        storage=TierIdentity(
             host=urlsplit(server.url).hostname or "",
             device=info.device,
             threads=info.threads,
             workers=info.workers,
             versions={**info.fingerprint, "upriver": info.version},
         ),
-        compute=Place(
+        compute=TierIdentity(
             host=platform.node(),
             device=str(program.device),
             threads=torch.get_num_threads(),

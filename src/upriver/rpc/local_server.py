@@ -13,7 +13,7 @@ from itertools import chain
 from types import TracebackType
 
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
-from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, Tail, announced_url, end
+from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, OutputTail, announced_url, end
 from upriver.rpc.client import ServerClient
 
 READY_POLL_S = 0.05
@@ -33,7 +33,9 @@ class EmbeddedServer:
         url: Where it listens, on loopback.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], lifeline: Lifeline, errors: Tail, url: str) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], lifeline: Lifeline, errors: OutputTail, url: str
+    ) -> None:
         self.url = url
         self._process = process
         self._errors = errors
@@ -115,7 +117,7 @@ class EmbeddedServer:
             raise
         finally:
             lifeline.hand_over()
-        errors = Tail(process.stderr)
+        errors = OutputTail(process.stderr)
         try:
             deadline = time.monotonic() + timeout_s
             url = announced_url(process, deadline)
@@ -205,7 +207,7 @@ def _on_cores(cpu: Set[int] | None) -> Iterator[None]:
 
 
 def _wait_until_ready(
-    process: subprocess.Popen[bytes], errors: Tail, url: str, token: str | None, deadline: float
+    process: subprocess.Popen[bytes], errors: OutputTail, url: str, token: str | None, deadline: float
 ) -> None:
     """One worker was ready when it said that it listens; whether it still answers is seen by asking."""
     with ServerClient(url, token=token) as client:
@@ -217,7 +219,7 @@ def _wait_until_ready(
     raise _not_there(process, errors, deadline)
 
 
-def _not_there(process: subprocess.Popen[bytes], errors: Tail, deadline: float) -> ServerUnavailable:
+def _not_there(process: subprocess.Popen[bytes], errors: OutputTail, deadline: float) -> ServerUnavailable:
     """Why a server that was started cannot be used."""
     if time.monotonic() >= deadline:
         return ServerUnavailable(f"the embedded server was not ready in time{_said(errors)}")
@@ -226,11 +228,11 @@ def _not_there(process: subprocess.Popen[bytes], errors: Tail, deadline: float) 
     return ServerUnavailable(f"the embedded server ended with exit code {code}{_said(errors)}")
 
 
-def _said(errors: Tail) -> str:
+def _said(errors: OutputTail) -> str:
     return f"; it said:\n{errors.text}" if errors.text else ""
 
 
-def _end(process: subprocess.Popen[bytes], lifeline: Lifeline, errors: Tail, owner: int) -> None:
+def _end(process: subprocess.Popen[bytes], lifeline: Lifeline, errors: OutputTail, owner: int) -> None:
     """End it, unless this is not the process that started it."""
     if owner != os.getpid():  # a fork of the process that started the server, on its own way out
         return

@@ -75,7 +75,7 @@ DECIDED_REST_S = 30.0
 sent anew, and write that down."""
 
 
-class Answer(Protocol):
+class AnswerStream(Protocol):
     """Micro-batches as they arrive. ``close`` may be called from any thread and wakes a waiting reader."""
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Timings]]: ...
@@ -91,7 +91,7 @@ class Transport(Protocol):
     def url(self) -> str:
         """Names the server in reports."""
 
-    def run(self, request: RunRequest) -> Answer:
+    def run(self, request: RunRequest) -> AnswerStream:
         """Start a request; nothing is sent before the answer is iterated."""
 
     def alive(self, *, timeout_s: float) -> bool:

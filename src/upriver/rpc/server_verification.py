@@ -48,7 +48,7 @@ ABOUT_SERVER = (ServerUnavailable, NotAuthorized, Forbidden, Overloaded, StoreEr
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class JobRequirements:
     """What a job asks of a server, whichever samples and cut."""
 
     dataset: Dataset
@@ -89,7 +89,7 @@ class Question:
         )
 
 
-class Gate:
+class ServerVerifier:
     """Lets a server in, or says why not.
 
     Args:
@@ -110,7 +110,7 @@ class Gate:
 
     def __init__(
         self,
-        question: Question,
+        question: JobRequirements,
         engine: Engine,
         *,
         canary: tuple[int, ...],

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Subset
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
 from upriver.pipeline.subset import rows_of, whole_of
-from upriver.rpc.discovery import Directory, is_directory
+from upriver.rpc.discovery import DirectoryClient, is_directory
 from upriver.rpc.http import Address
 from upriver.text import printable
 from upriver.types import require_finite, require_type
@@ -139,7 +139,7 @@ def addresses(urls: Sequence[str]) -> tuple[str, ...]:
         if not _is_directory(url):
             Address.parse(url, None)
         elif len(urls) == 1:
-            Directory(url)
+            DirectoryClient(url)
         else:
             raise ConfigError(f"{url} names servers that come and go: give it alone, without other addresses")
     return tuple(urls)

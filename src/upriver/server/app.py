@@ -35,22 +35,29 @@ from upriver.server.device_group import Unit, Units
 from upriver.server.execution.run_context import until
 from upriver.server.http import dashboard as ui
 from upriver.server.http import openapi
-from upriver.server.http.auth import Access, tenant_of
+from upriver.server.http.auth import Authenticator, tenant_of
 from upriver.server.http.errors import Wording, code_of, counted, http_errors
 from upriver.server.http.light_requests import Looks
-from upriver.server.http.requests import Arriving, check_length, content_length, number, while_there, zeros
+from upriver.server.http.requests import (
+    IncomingBody,
+    check_length,
+    content_length,
+    number,
+    while_there,
+    zeros,
+)
 from upriver.server.http.response_stream import FrameStream
 from upriver.server.observability import logging as logs
-from upriver.server.observability.audit_log import WEIGHTS_WANTED, Audit, Came, Entry
+from upriver.server.observability.audit_log import WEIGHTS_WANTED, Audit, AuditEntry, Outcome
 from upriver.server.observability.load import LoadMeter
-from upriver.server.observability.metrics import Metrics
+from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.observability.snapshot import Snapshot
 from upriver.server.observability.tracing import Traced, traced
 from upriver.server.observability.utilisation import look_at, watch
 from upriver.server.profile_handler import BODY_BYTES, Profiler
 from upriver.server.programs.datasets import Datasets
 from upriver.server.scheduling.admission_queue import Full
-from upriver.server.scheduling.footprint import Stretch
+from upriver.server.scheduling.footprint import StageRange
 from upriver.server.snapshot_rows import program_rows, tenant_rows
 from upriver.server.tenants import ANYONE, Tenant, missing_folders
 from upriver.types import DEFAULT_MICRO_BATCH
@@ -114,7 +121,7 @@ class Front:
         self._config = config
         self.draining = False
         everyone = list(config.everyone()) or [ANYONE]
-        self.metrics = Metrics(tenants=[tenant.name for tenant in everyone], stores=config.stores)
+        self.metrics = ServerMetrics(tenants=[tenant.name for tenant in everyone], stores=config.stores)
         self.audit = Audit(config.audit_log, on_failure=self.metrics.audit_failures.inc)
         self.looks = Looks()
         self._stores = traced(config.open_stores())
@@ -248,7 +255,7 @@ class Front:
     async def _take_probe(self, request: Request) -> Response:
         """Bytes are thrown away as they come; what counts is how long that takes."""
         check_length(request, PROBE_BYTES, "probe")
-        arriving, tenant = Arriving(self._body(request)), tenant_of(request)
+        arriving, tenant = IncomingBody(self._body(request)), tenant_of(request)
         async with until(asyncio.get_running_loop().time() + self._config.deadline_s):
             async for _ in arriving:
                 await self.looks.turn(tenant.name, tenant.weight)
@@ -285,7 +292,7 @@ class Front:
             program = await unit.programs.receive(tenant, digest, body, hold, body_nbytes=body_nbytes)
             if program is None:
                 return
-            whole = Stretch(key=program.key, start=0, stop=0)
+            whole = StageRange(key=program.key, start=0, stop=0)
             async with unit.runner.turn(tenant, "weigh"):
                 weighed = await unit.pool.weigh(program.graph, whole, use)
             unit.programs.weighed(program, weighed, hold)
@@ -294,9 +301,9 @@ class Front:
             await unit.programs.put(tenant, program, hold, manifest)
 
     @contextmanager
-    def _written_down(self, tenant: Tenant, digest: str) -> Iterator[Came]:
+    def _written_down(self, tenant: Tenant, digest: str) -> Iterator[Outcome]:
         """An upload, in the audit log when it is over; what is given counts what has come of it."""
-        began, outcome, came = time.perf_counter(), "ok", Came()
+        began, outcome, came = time.perf_counter(), "ok", Outcome()
         try:
             yield came
         except ProgramNotFound:
@@ -318,7 +325,7 @@ class Front:
     async def run(self, request: Request) -> Response:
         """Stages [start, stop) of a chain on these inputs, one micro-batch after the other."""
         tenant, stack = tenant_of(request), AsyncExitStack()
-        entry = Entry(self.audit, tenant.name, logs.request_id())
+        entry = AuditEntry(self.audit, tenant.name, logs.request_id())
         try:
             self._check_open()
             self._check_ready()
@@ -431,21 +438,21 @@ class Front:
         """Why a request is told to come back, where not too many wait."""
         return "draining" if self.draining else "memory" if self.units.ready else "worker"
 
-    def _sent(self, tenant: Tenant, entry: Entry, nbytes: int) -> None:
+    def _sent(self, tenant: Tenant, entry: AuditEntry, nbytes: int) -> None:
         entry.bytes_out += nbytes
         self.metrics.bytes_out_by(tenant.name, nbytes)
 
-    def _broke_off(self, tenant: Tenant, entry: Entry, error: UpriverError) -> None:
+    def _broke_off(self, tenant: Tenant, entry: AuditEntry, error: UpriverError) -> None:
         """An answer ends with an error."""
         entry.failed(error.code)
         self._shed(tenant, error)
 
-    def _ended(self, tenant: Tenant, entry: Entry, how: str) -> None:
+    def _ended(self, tenant: Tenant, entry: AuditEntry, how: str) -> None:
         if how != "ok" and not entry.has_failed:  # an error is counted as such, whatever became of the client
             self.metrics.shed(tenant.name, "deadline" if how == "deadline" else "disconnect")
         entry.close(how)
 
-    async def _body(self, request: Request, came: Came | None = None) -> AsyncIterator[bytes]:
+    async def _body(self, request: Request, came: Outcome | None = None) -> AsyncIterator[bytes]:
         """What the client sends, as long as it sends: who stalls must not keep a place from others."""
         chunks, tenant = request.stream(), tenant_of(request).name
         while True:
@@ -500,7 +507,7 @@ def create_app(config: ServerConfig) -> Starlette:
         lifespan=front.lifespan,
         middleware=[
             Middleware(
-                Access,
+                Authenticator,
                 config=config,
                 audit=front.audit,
                 on_refused=front.metrics.errors.add,

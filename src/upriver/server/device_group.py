@@ -19,14 +19,14 @@ from upriver.server.http.errors import Wording
 from upriver.server.ipc.messages import Hello, Setup
 from upriver.server.ipc.shared_memory import KEPT_BYTES
 from upriver.server.observability.load import LoadMeter
-from upriver.server.observability.metrics import Metrics
-from upriver.server.programs.cache import Shelf
+from upriver.server.observability.metrics import ServerMetrics
+from upriver.server.programs.cache import ProgramCache
 from upriver.server.programs.datasets import Datasets
-from upriver.server.programs.registry import Programs
+from upriver.server.programs.registry import ProgramRegistry
 from upriver.server.run_handler import Runner
 from upriver.server.sandbox.bubblewrap import enclose
 from upriver.server.sandbox.rlimits import on_cpu
-from upriver.server.scheduling.admission_queue import Line
+from upriver.server.scheduling.admission_queue import AdmissionQueue
 from upriver.server.scheduling.batch_adaptation import adaptive, static
 from upriver.server.scheduling.fair_queue import Turns
 from upriver.server.scheduling.footprint import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
@@ -70,13 +70,13 @@ class Unit:
         load: LoadMeter,
         datasets: Datasets,
         stores: Mapping[str, Store],
-        metrics: Metrics,
+        metrics: ServerMetrics,
         wording: Wording,
     ) -> None:
         self.device, self._config = device, config
         self.base: Hold | None = None
         self.budget = Budget(_memory(config, device))
-        self.shelf = Shelf(
+        self.shelf = ProgramCache(
             self.budget,
             most_bytes=config.program_budget_bytes,
             on_evict=self._evicted,
@@ -104,7 +104,7 @@ class Unit:
             on_restart=metrics.restart,
             load=load,
         )
-        self.programs = Programs(
+        self.programs = ProgramRegistry(
             stores,
             prefix=config.prefix,
             shelf=self.shelf,
@@ -118,7 +118,7 @@ class Unit:
             metrics=metrics,
         )
         by_memory = config.admission == "adaptive"
-        self.line = Line(
+        self.line = AdmissionQueue(
             self.budget,
             self.shelf,
             adaptive if by_memory else static,

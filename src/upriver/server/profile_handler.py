@@ -16,7 +16,7 @@ from upriver.protocol import ProfileRequest, StageCost, StageCosts, check_versio
 from upriver.server.config import ServerConfig
 from upriver.server.device_group import Unit
 from upriver.server.execution.run_context import until
-from upriver.server.ipc.messages import Hello, Measured
+from upriver.server.ipc.messages import Hello, StageMeasurements
 from upriver.server.tenants import Tenant
 
 BODY_BYTES = 16 << 10
@@ -28,7 +28,7 @@ BUDGET_S = 30.0
 RETRY_S = 5.0
 """When to ask again while another profile is being measured."""
 
-Runs: TypeAlias = list[list[Measured]]
+Runs: TypeAlias = list[list[StageMeasurements]]
 """Of each program, its runs."""
 
 
@@ -129,7 +129,7 @@ async def read_request(body: AsyncIterator[bytes]) -> ProfileRequest:
     return request
 
 
-def check_alike(runs: Sequence[Measured]) -> None:
+def check_alike(runs: Sequence[StageMeasurements]) -> None:
     """Programs measured together are one network at different sizes.
 
     Raises:
@@ -143,7 +143,7 @@ def check_alike(runs: Sequence[Measured]) -> None:
         raise ProtocolError(f"programs in one profile must have different micro-batches, got {sizes}")
 
 
-def costs(runs: Sequence[Sequence[Measured]]) -> tuple[StageCost, ...]:
+def costs(runs: Sequence[Sequence[StageMeasurements]]) -> tuple[StageCost, ...]:
     """Of each stage, from some runs of each program: medians, and a line through them.
 
     Args:
@@ -159,7 +159,7 @@ def costs(runs: Sequence[Sequence[Measured]]) -> tuple[StageCost, ...]:
     )
 
 
-def _median(runs: Sequence[Measured], index: int) -> float:
+def _median(runs: Sequence[StageMeasurements], index: int) -> float:
     return median(run.seconds[index] for run in runs)
 
 

@@ -22,38 +22,44 @@ from upriver.pipeline import SampleRef
 from upriver.protocol import PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
 from upriver.server.code_allowlist import check_code
 from upriver.server.config import ServerConfig
-from upriver.server.execution.run_context import Asked, Order, Work, groups_of, until
-from upriver.server.execution.user_code_runs import Answers, Kind, code_run
+from upriver.server.execution.run_context import (
+    AdmittedRequest,
+    RequestWork,
+    ResolvedRequest,
+    groups_of,
+    until,
+)
+from upriver.server.execution.user_code_runs import Answers, WorkloadKind, code_run
 from upriver.server.execution.worker_pool import WorkerPool
 from upriver.server.execution.worker_process import Job, Result
 from upriver.server.http.errors import Wording
 from upriver.server.http.request_body import read_body
-from upriver.server.http.requests import Arriving
+from upriver.server.http.requests import IncomingBody
 from upriver.server.http.response_stream import Last
 from upriver.server.ipc.messages import Run, RunCode, Weighed
 from upriver.server.ipc.shared_memory import SealedFile
 from upriver.server.observability import tracing
-from upriver.server.observability.metrics import Metrics
+from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.programs.datasets import Datasets
 from upriver.server.programs.program_files import ProgramFiles
-from upriver.server.programs.registry import Known, Programs
+from upriver.server.programs.registry import KnownProgram, ProgramRegistry
 from upriver.server.programs.streaming_weights import ColdFile
-from upriver.server.scheduling.admission_queue import Admitted, Full, Line, Wanted
-from upriver.server.scheduling.concurrency_limit import Places
+from upriver.server.scheduling.admission_queue import Admission, AdmissionQueue, AdmissionRequest, Full
+from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
 from upriver.server.scheduling.fair_queue import Turns
 from upriver.server.scheduling.footprint import (
     END,
     TAIL_BYTES,
-    Forms,
-    Stretch,
+    ProgramFootprints,
+    StageRange,
     Weights,
     request_bytes,
     unheld_bytes,
     works_ahead,
 )
 from upriver.server.scheduling.memory_budget import Budget
-from upriver.server.scheduling.memory_hold import Bodies, Coming, Room, Use
-from upriver.server.scheduling.service_costs import Costs
+from upriver.server.scheduling.memory_hold import AnswerRoom, Bodies, Coming, MemoryUse
+from upriver.server.scheduling.service_costs import ServiceCosts
 from upriver.server.tenants import Tenant
 from upriver.store import Store
 from upriver.types import Timings
@@ -84,12 +90,12 @@ class Runner:
         config: ServerConfig,
         *,
         pool: WorkerPool,
-        programs: Programs,
+        programs: ProgramRegistry,
         datasets: Datasets,
         budget: Budget,
-        line: Line,
+        line: AdmissionQueue,
         turns: Turns,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         wording: Wording,
     ) -> None:
         self._config = config
@@ -98,10 +104,10 @@ class Runner:
         self._metrics, self._wording = metrics, wording
         self._bodies = Bodies(budget, self._make_room)
         self._weights = Weights(self)
-        self._forms = Forms(self._held)
-        self._costs = Costs()
+        self._forms = ProgramFootprints(self._held)
+        self._costs = ServiceCosts()
         self._answers = Answers(config.code_bytes)
-        self._places = Places(config.max_requests, (tenant.name for tenant in config.everyone()))
+        self._places = ConcurrencyLimit(config.max_requests, (tenant.name for tenant in config.everyone()))
 
     @property
     def running(self) -> int:
@@ -143,7 +149,7 @@ class Runner:
         *,
         on_request: Callable[[RunRequest], None] = lambda request: None,
         announced: int = 0,
-    ) -> Asked:
+    ) -> ResolvedRequest:
         """Read a request and look up what it names; ``stack`` lets go of its body.
 
         Args:
@@ -159,8 +165,8 @@ class Runner:
         began = asyncio.get_running_loop().time()
         self._budget.check_fits(announced)
         self.enter(stack, tenant)
-        coming, arriving = Coming(self._bodies, tenant), Arriving(body)
-        use = stack.enter_context(Use(coming.release))
+        coming, arriving = Coming(self._bodies, tenant), IncomingBody(body)
+        use = stack.enter_context(MemoryUse(coming.release))
         async with until(began + self._config.deadline_s):
             request, batches = await read_body(arriving, self._config.caps, room=coming.room)
             if not batches:
@@ -169,7 +175,7 @@ class Runner:
             if request.code is not None:
                 check_code(request.code, self._config.allow)
             deadline_s = min(self._config.deadline_s, request.deadline_s or self._config.deadline_s)
-            return Asked(
+            return ResolvedRequest(
                 request=request,
                 tenant=tenant,
                 dataset=await self._datasets.ask(request, tenant),
@@ -181,7 +187,7 @@ class Runner:
                 received_s=arriving.seconds,
             )
 
-    async def admit(self, asked: Asked, stack: AsyncExitStack) -> Order:
+    async def admit(self, asked: ResolvedRequest, stack: AsyncExitStack) -> AdmittedRequest:
         """Wait until there is memory for a request, and get hold of its program; ``stack`` lets go of both.
 
         Raises:
@@ -198,7 +204,7 @@ class Runner:
                 for size, found in weighed.items()
             }
             began = time.perf_counter()
-            wanted = Wanted(
+            wanted = AdmissionRequest(
                 tenant=asked.tenant, nbytes=sizes, programs=programs, body_nbytes=asked.body_nbytes
             )
             admitted = await self._line.wait(wanted)
@@ -211,7 +217,7 @@ class Runner:
                 work = _kind(known.key, asked.request, admitted.size)
                 program = await self._come(asked.tenant, known, stretch, self._costs.of(work))
         self._metrics.admitted(asked.tenant.name)
-        return Order(
+        return AdmittedRequest(
             asked=asked,
             admitted=admitted,
             program=program,
@@ -222,7 +228,9 @@ class Runner:
             waited_s=waited_s,
         )
 
-    async def _come(self, tenant: Tenant, known: Known, weighed: Weighed, seconds: float) -> ProgramFiles:
+    async def _come(
+        self, tenant: Tenant, known: KnownProgram, weighed: Weighed, seconds: float
+    ) -> ProgramFiles:
         """A program with so much of its weights that a stretch of it, which takes so long, can begin."""
         program = await self._programs.load(tenant, known, weighed)
         if (cold := program.cold) is not None:
@@ -231,8 +239,8 @@ class Runner:
         return program
 
     def _used(
-        self, admitted: Admitted, tenant: Tenant, stack: AsyncExitStack, *, body: Use | None = None
-    ) -> Use:
+        self, admitted: Admission, tenant: Tenant, stack: AsyncExitStack, *, body: MemoryUse | None = None
+    ) -> MemoryUse:
         """Give everything back when neither the request nor a worker needs it any more."""
         if body is not None:
             body.enter()
@@ -244,12 +252,12 @@ class Runner:
             self._line.leave(admitted, tenant)
             self._line.freed(admitted.nbytes)
 
-        return stack.enter_context(Use(release))
+        return stack.enter_context(MemoryUse(release))
 
     def _make_room(self, nbytes: int) -> None:
         self._programs.make_room(nbytes)
 
-    async def _programs_of(self, request: RunRequest, tenant: Tenant) -> dict[int, Known]:
+    async def _programs_of(self, request: RunRequest, tenant: Tenant) -> dict[int, KnownProgram]:
         """Programs by the samples they take at once: that of the request, and larger ones to choose from."""
         if request.program is None or request.stop <= 0:
             return {}
@@ -258,7 +266,7 @@ class Runner:
             named |= {larger.micro_batch: larger.program for larger in request.larger}
         return {size: await self._programs.know(tenant, digest) for size, digest in named.items()}
 
-    def _sizes(self, asked: Asked, weighed: Mapping[int, Weighed]) -> dict[int, int]:
+    def _sizes(self, asked: ResolvedRequest, weighed: Mapping[int, Weighed]) -> dict[int, int]:
         """What a request takes beside its program, by the samples of a forward pass."""
         request = asked.request
         if request.code is None:
@@ -266,12 +274,12 @@ class Runner:
         most = self._budget.most_bytes
         return {request.micro_batch: self._answers.bytes_of(asked, request.code, most_bytes=most)}
 
-    async def _weigh(self, asked: Asked) -> dict[int, Weighed]:
+    async def _weigh(self, asked: ResolvedRequest) -> dict[int, Weighed]:
         """What model stages take, by the samples of a forward pass; larger ones where rows can be told."""
         start, stop = max(0, asked.request.start), asked.request.stop
         weighed: dict[int, Weighed] = {}
         for size, known in asked.known.items():
-            stretch = Stretch(key=known.key, start=start, stop=stop)
+            stretch = StageRange(key=known.key, start=start, stop=stop)
             found = await self._weights.of(known.graph, stretch, asked.tenant)
             form = self._forms.of(known.key, known.graph, start, asked.tenant)  # which is sound by now
             form.check_size(size)
@@ -280,7 +288,7 @@ class Runner:
                 weighed[size] = found
         return weighed
 
-    async def weigh(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> Weighed:
+    async def weigh(self, graph: SealedFile, stretch: StageRange, tenant: Tenant) -> Weighed:
         """Have a worker work out what a stretch of a program takes, in its tenant's turn.
 
         Raises:
@@ -291,19 +299,19 @@ class Runner:
             async with self.turn(tenant, "weigh"):
                 return await self._pool.weigh(graph, stretch, use)
 
-    def _held(self, nbytes: int, tenant: Tenant) -> Use:
+    def _held(self, nbytes: int, tenant: Tenant) -> MemoryUse:
         """Memory for a tenant until the block is left, and all that enter.
 
         Raises:
             Overloaded: If there is none now.
         """
         self._make_room(nbytes)
-        return Use(self._budget.hold(nbytes, owner=tenant.name).release)
+        return MemoryUse(self._budget.hold(nbytes, owner=tenant.name).release)
 
     @asynccontextmanager
     async def borrowed(
         self, tenant: Tenant, digest: str, *, stop: int | None
-    ) -> AsyncIterator[tuple[ProgramFiles, Use]]:
+    ) -> AsyncIterator[tuple[ProgramFiles, MemoryUse]]:
         """A program with the memory to run it once on made-up inputs up to ``stop``, or its end; in its turn.
 
         Raises:
@@ -311,12 +319,12 @@ class Runner:
             UpriverError: If there is no such program, or it is not sound.
         """
         known = await self._programs.know(tenant, digest)
-        stretch = Stretch(key=known.key, start=0, stop=END if stop is None else stop)
+        stretch = StageRange(key=known.key, start=0, stop=END if stop is None else stop)
         weighed = await self._weights.of(known.graph, stretch, tenant)
         async with AsyncExitStack() as stack:
             program = known.need(weighed, workers=self._config.workers)
             admitted = await self._line.wait(
-                Wanted(tenant=tenant, nbytes={1: weighed.peak_bytes}, programs={1: program})
+                AdmissionRequest(tenant=tenant, nbytes={1: weighed.peak_bytes}, programs={1: program})
             )
             use = self._used(admitted, tenant, stack)
             file = await self._come(tenant, known, weighed, self._costs.of(stretch))
@@ -370,7 +378,7 @@ class Runner:
     # -------------------------------------------------------------------------------------- answers
 
     async def answer(
-        self, order: Order, *, on_error: Callable[[UpriverError], None] = lambda error: None
+        self, order: AdmittedRequest, *, on_error: Callable[[UpriverError], None] = lambda error: None
     ) -> AsyncGenerator[bytes | memoryview]:
         """The frames of the answer; an error ends it with an error frame, and ``on_error`` is told."""
         try:
@@ -389,7 +397,7 @@ class Runner:
             unexpected = UpriverError("internal error; the server's log says more")
             yield self._told(unexpected, on_error)
 
-    async def _checked(self, order: Order) -> None:
+    async def _checked(self, order: AdmittedRequest) -> None:
         """An answer up to the end ends well only if all weights are those that its program names.
 
         Raises:
@@ -400,7 +408,7 @@ class Runner:
             async with until(order.asked.deadline):
                 await cold.checked()
 
-    def _unchecked(self, order: Order) -> ColdFile | None:
+    def _unchecked(self, order: AdmittedRequest) -> ColdFile | None:
         """Return weights that an answer's end waits for; None where it waits for none."""
         return order.program.cold if order.program is not None and order.to_end else None
 
@@ -409,9 +417,9 @@ class Runner:
         on_error(error)
         return Last(b"".join(encode(self._wording.of(bare(error)))))
 
-    async def _frames(self, order: Order) -> AsyncGenerator[bytes | memoryview]:
+    async def _frames(self, order: AdmittedRequest) -> AsyncGenerator[bytes | memoryview]:
         """Heads, payloads and timings in the order of the request."""
-        work = Work(order, self)
+        work = RequestWork(order, self)
         try:
             for stop, index in enumerate(range(len(order.groups)), start=1):
                 result, timings = await work.result(index)
@@ -441,7 +449,7 @@ class Runner:
             await work.close()
 
     async def compute(
-        self, order: Order, index: int, job: Job, clock: Clock, begun: Callable[[], None]
+        self, order: AdmittedRequest, index: int, job: Job, clock: Clock, begun: Callable[[], None]
     ) -> tuple[Result, Timings]:
         """One forward pass, when it is this request's turn; ``begun`` is told when it is."""
         asked = order.asked
@@ -457,7 +465,7 @@ class Runner:
             tracing.computed(result.timings, index)
         self._costs.saw(work, _seconds_of(result.timings))
         if isinstance(job.run, RunCode):
-            self._answers.saw(Kind.of(job.run), result.nbytes)
+            self._answers.saw(WorkloadKind.of(job.run), result.nbytes)
         self._metrics.batch(asked.tenant.name, len(job.run.ids))
         for phase, seconds in result.timings.phases.items():
             clock.add(phase, seconds)
@@ -467,11 +475,11 @@ class Runner:
         wait_s += order.admitted.waited_s / len(order.groups)  # the next request would wait as long
         return result, _shared(clock.timings(), len(order.groups[index]), wait_s, self._pool.load.k)
 
-    async def job(self, order: Order, index: int, clock: Clock) -> Job:
+    async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job:
         """The work of one forward pass, with what it works on."""
         asked, request = order.asked, order.asked.request
         held = asked.body_nbytes + (order.program.nbytes if order.program is not None else 0)
-        room = Room(
+        room = AnswerRoom(
             order.admitted.hold,
             asyncio.get_running_loop(),
             self._make_room,
@@ -515,7 +523,7 @@ class Runner:
         self._metrics.running.dec()
 
 
-def _run_of(order: Order, index: int) -> Run:
+def _run_of(order: AdmittedRequest, index: int) -> Run:
     """The work of one forward pass, without its input."""
     request, program = order.asked.request, order.program
     return Run(
@@ -532,11 +540,11 @@ def _run_of(order: Order, index: int) -> Run:
     )
 
 
-def _work_of(order: Order, run: Run | RunCode) -> Hashable:
+def _work_of(order: AdmittedRequest, run: Run | RunCode) -> Hashable:
     """What tells how long a forward pass takes."""
     request = order.asked.request
     if isinstance(run, RunCode):
-        return Kind.of(run), request.start, request.micro_batch
+        return WorkloadKind.of(run), request.start, request.micro_batch
     return _kind(run.program, request, run.micro_batch)
 
 

@@ -30,7 +30,7 @@ from upriver.errors import ConfigError
 from upriver.protocol import PROCESS_HEADER
 from upriver.server.app import Front, create_app
 from upriver.server.config import ServerConfig
-from upriver.server.http.limits import Held, HttpLimits, bounded_http, make_room
+from upriver.server.http.limits import HeldConnection, HttpLimits, bounded_http, make_room
 from upriver.server.http.tls import bounded_https, server_context
 from upriver.server.sandbox.rlimits import connections
 
@@ -267,12 +267,12 @@ class Server(uvicorn.Server):
             loop.default_exception_handler(context)
             return
         log.warning("no connection could be accepted: %s", error.strerror)
-        make_room(self.server_state.connections, Held())
+        make_room(self.server_state.connections, HeldConnection())
 
     @property
     def _busy(self) -> bool:
         """Whether any request is being answered."""
-        return any(isinstance(held, Held) and held.busy for held in self.server_state.connections)
+        return any(isinstance(held, HeldConnection) and held.busy for held in self.server_state.connections)
 
     def _close_idle(self) -> None:
         """Close connections without a request; the others close when theirs is answered."""
@@ -282,7 +282,7 @@ class Server(uvicorn.Server):
     def _break_off(self) -> None:
         """Whoever is being answered now has had its time: a request whose client is gone ends quietly."""
         for held in list(self.server_state.connections):
-            if isinstance(held, Held) and held.busy:
+            if isinstance(held, HeldConnection) and held.busy:
                 held.transport.abort()
 
     async def _announce(self) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from upriver.server.device_group import Unit
 from upriver.server.observability.snapshot import ProgramRow, TenantRow, short
-from upriver.server.programs.cache import Shelf
+from upriver.server.programs.cache import ProgramCache
 from upriver.server.tenants import Tenant
 
 
@@ -32,7 +32,7 @@ def tenant_rows(
     )
 
 
-def program_rows(shelf: Shelf) -> tuple[ProgramRow, ...]:
+def program_rows(shelf: ProgramCache) -> tuple[ProgramRow, ...]:
     """Each program that is kept at this moment."""
     return tuple(
         ProgramRow(

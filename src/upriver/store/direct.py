@@ -28,7 +28,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import obstore
 
-from upriver.store.places import Places
+from upriver.store.places import BufferSequence
 from upriver.store.s3 import S3Access
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Direct:
                 task.add_done_callback(self._opening.discard)
 
     async def filling(
-        self, path: str, start: int, places: Places, etag: str, piece_bytes: int
+        self, path: str, start: int, places: BufferSequence, etag: str, piece_bytes: int
     ) -> AsyncGenerator[int, None]:
         """Fill memory from an object that still has this ETag.
 
@@ -214,13 +214,13 @@ class _Connection(asyncio.BufferedProtocol):
         self._scratch = memoryview(bytearray(SCRATCH_BYTES))
         self._room = self._scratch
         self._head: bytearray | None = None
-        self._places: Places | None = None
+        self._places: BufferSequence | None = None
         self._start = self._left = self._pending = self._piece_bytes = 0
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._paused = False
 
-    async def ask(self, request: bytes, start: int, places: Places, silence_s: float) -> None:
+    async def ask(self, request: bytes, start: int, places: BufferSequence, silence_s: float) -> None:
         """Send a request, and wait for the answer to begin.
 
         Raises:

@@ -13,7 +13,7 @@ PIECE_BYTES = 1 << 20
 """Put in place at once where nobody says: more saves nothing, less asks for the interpreter more often."""
 
 
-class Places:
+class BufferSequence:
     """Buffers that are filled one after the other.
 
     Args:

@@ -32,7 +32,7 @@ from upriver.errors import (
 from upriver.store import local
 from upriver.store.direct import Direct
 from upriver.store.names import check_name, check_prefix
-from upriver.store.places import PIECE_BYTES, Places
+from upriver.store.places import PIECE_BYTES, BufferSequence
 from upriver.store.s3 import access_to, open_s3, patient, secrets_of, site_of
 
 MULTIPART_BYTES = 64 * 2**20
@@ -293,7 +293,7 @@ class Store:
                 been written then, as with all errors but the first.
             Exception: What ``on_bytes`` raises; nothing more is read then.
         """
-        places = Places(into)
+        places = BufferSequence(into)
         for num_bytes in self._filling(path, start, places, etag, piece_bytes):
             on_bytes(num_bytes)
 
@@ -318,7 +318,7 @@ class Store:
                 and what these cannot read in the usual way, which may call ``on_bytes`` with 0 once more, and
                 has pieces of ``MOST_COPIED_BYTES`` where larger ones were asked for.
         """
-        places = Places(into)
+        places = BufferSequence(into)
         async with aclosing(self._filling_async(path, start, places, etag, piece_bytes, direct)) as pieces:
             async for num_bytes in pieces:
                 await on_bytes(num_bytes)
@@ -358,7 +358,7 @@ class Store:
                 yield piece
 
     def _filling(
-        self, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
+        self, path: str, start: int, places: BufferSequence, etag: str | None, piece_bytes: int
     ) -> Iterator[int]:
         """Fill memory; gives what `read_into` tells."""
         stop = start + places.left
@@ -381,7 +381,7 @@ class Store:
         self,
         path: str,
         start: int,
-        places: Places,
+        places: BufferSequence,
         etag: str | None,
         piece_bytes: int,
         direct: Direct | None,
@@ -443,7 +443,7 @@ class Store:
         return FileIO(file, "rb")
 
     def _filling_from_file(
-        self, root: Path, path: str, start: int, places: Places, etag: str | None, piece_bytes: int
+        self, root: Path, path: str, start: int, places: BufferSequence, etag: str | None, piece_bytes: int
     ) -> Iterator[int]:
         """Straight from the page cache: obstore would hand a file on in pieces of 8 KiB.
 
@@ -664,7 +664,7 @@ class Store:
             raise self._ended_early(path, start, stop, len(data))
         return data
 
-    def _check_full(self, places: Places, path: str, start: int, stop: int) -> None:
+    def _check_full(self, places: BufferSequence, path: str, start: int, stop: int) -> None:
         if places.left:
             raise self._ended_early(path, start, stop, stop - start - places.left)
 

@@ -25,7 +25,7 @@ from tests.coldstart.leaving import num_descriptors, threads
 from tests.coldstart.scripted import WAIT_S, Memory, ScriptedStore, lying, published
 from tests.store.faulty_server import FaultyServer
 from upriver.coldstart.fetch import weight_stream as stream_module
-from upriver.coldstart.fetch.range_planner import PADDING, Part, Request, requests_for
+from upriver.coldstart.fetch.range_planner import PADDING, RangeRequest, TensorPart, requests_for
 from upriver.coldstart.fetch.weight_stream import (
     FIRST_PIECE_BYTES,
     MOST_PIECE_BYTES,
@@ -35,8 +35,8 @@ from upriver.coldstart.fetch.weight_stream import (
     StreamLimits,
 )
 from upriver.coldstart.format import manifest
-from upriver.coldstart.format.checkpoint import Source
-from upriver.coldstart.link_estimator import BURST_S, Cap, Flow, Link
+from upriver.coldstart.format.checkpoint import WeightSource
+from upriver.coldstart.link_estimator import BURST_S, Cap, FlowMeter, StoreLink
 from upriver.errors import (
     Cancelled,
     ConfigError,
@@ -52,8 +52,8 @@ from upriver.store import Store
 PATH = "models/net.safetensors"
 CHUNK_BYTES = 4096
 SMALL = StreamLimits(request_bytes=10_000, in_flight_bytes=50_000, concurrency=3)
-LINK = Link(latency_s=0.001, bandwidth_bytes_per_s=1e8)
-FAST = Link(latency_s=0.01, bandwidth_bytes_per_s=1e12)
+LINK = StoreLink(latency_s=0.001, bandwidth_bytes_per_s=1e8)
+FAST = StoreLink(latency_s=0.01, bandwidth_bytes_per_s=1e12)
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -64,12 +64,12 @@ def weights() -> dict[str, torch.Tensor]:
     return {**tensors, "half": torch.rand(33, 9).to(torch.bfloat16), "scalar": torch.tensor(3)}
 
 
-def publish(store: Store) -> Source:
+def publish(store: Store) -> WeightSource:
     manifest.publish(weights(), store, PATH, chunk_bytes=CHUNK_BYTES)
     return published(store, PATH)
 
 
-def expected(source: Source) -> dict[int, bytes]:
+def expected(source: WeightSource) -> dict[int, bytes]:
     whole = {path: source.store.get(path) for path in {tensor.path for tensor in source.tensors}}
     return {i: whole[each.path][each.start : each.stop] for i, each in enumerate(source.tensors)}
 
@@ -85,7 +85,7 @@ def grouped(num: int, *sizes: int) -> list[range]:
 
 
 def run(
-    source: Source,
+    source: WeightSource,
     *,
     groups: Sequence[range] | None = None,
     sink: Memory | None = None,
@@ -175,7 +175,7 @@ def test_default_limits_bring_it_too(store: Store) -> None:
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[Source, list[range], int, int]:
+def layouts(draw: st.DrawFn) -> tuple[WeightSource, list[range], int, int]:
     """Tensors anywhere in up to three objects, with checksums or without; groups, and two limits."""
     chunk_bytes = draw(st.sampled_from([64, 128, 1024]))
     places: list[tuple[str, int, int]] = []
@@ -197,11 +197,11 @@ def layouts(draw: st.DrawFn) -> tuple[Source, list[range], int, int]:
 
 @given(layouts())
 def test_requests_have_every_byte_once_and_keep_to_the_limits(
-    asked: tuple[Source, list[range], int, int],
+    asked: tuple[WeightSource, list[range], int, int],
 ) -> None:
     source, groups, request_bytes, along_bytes = asked
     requests = requests_for(source, groups, request_bytes=request_bytes, along_bytes=along_bytes)
-    covered: dict[int, list[Part]] = {}
+    covered: dict[int, list[TensorPart]] = {}
     for request in requests:
         at = request.start
         assert sum(request.tensors <= set(group) for group in groups) == 1
@@ -230,7 +230,7 @@ def test_requests_have_every_byte_once_and_keep_to_the_limits(
 
 @given(layouts(), st.integers(0, 2000))
 def test_joined_requests_ask_for_the_same_in_the_same_order_and_fewer_times(
-    asked: tuple[Source, list[range], int, int], join_bytes: int
+    asked: tuple[WeightSource, list[range], int, int], join_bytes: int
 ) -> None:
     source, groups, request_bytes, along_bytes = asked
     limits = {"request_bytes": request_bytes, "along_bytes": along_bytes}
@@ -329,7 +329,7 @@ def test_openmps_threads_sleep_soon_as_long_as_a_stream_runs(monkeypatch: pytest
     assert len({thread for _, thread in happened}) == 1
 
 
-def asked_for(places: list[tuple[str, int, int]], groups: list[range], **limits: int) -> list[Request]:
+def asked_for(places: list[tuple[str, int, int]], groups: list[range], **limits: int) -> list[RangeRequest]:
     limits = {"request_bytes": 1000, "along_bytes": 64} | limits
     return requests_for(lying(None, places), groups, **limits)
 
@@ -338,11 +338,11 @@ def test_a_group_that_lies_side_by_side_is_one_request() -> None:
     places = [("a", 0, 100), ("a", 300, 400), ("a", 128, 250)]
     (request,) = asked_for(places, [range(3)])
     assert request.parts == (
-        Part(0, 0, 100),
-        Part(PADDING, 0, 28),
-        Part(2, 0, 122),
-        Part(PADDING, 0, 50),
-        Part(1, 0, 100),
+        TensorPart(0, 0, 100),
+        TensorPart(PADDING, 0, 28),
+        TensorPart(2, 0, 122),
+        TensorPart(PADDING, 0, 50),
+        TensorPart(1, 0, 100),
     )
     assert [each.start for each in asked_for(places, [range(3)], along_bytes=40)] == [0, 300]
     assert [each.start for each in asked_for(places, [range(1), range(1, 3)])] == [0, 128]
@@ -384,7 +384,7 @@ class Scripted:
             grouped(NUM, 1),
             self.sink,
             limits=StreamLimits(**chosen),
-            link=Link(latency_s=1.0, bandwidth_bytes_per_s=hidden),
+            link=StoreLink(latency_s=1.0, bandwidth_bytes_per_s=hidden),
         )
 
     def __enter__(self) -> Scripted:
@@ -406,7 +406,7 @@ def known_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link stays what it was said to be, and what arrives is seen byte by byte."""
     for name in ("PIECE_S", "FEWEST_PIECE_BYTES"):
         monkeypatch.setattr(stream_module, name, 0)
-    monkeypatch.setattr(Flow, "_learn", lambda _: None)
+    monkeypatch.setattr(FlowMeter, "_learn", lambda _: None)
 
 
 def test_the_next_request_is_sent_when_latency_times_bandwidth_is_left(known_link: None) -> None:
@@ -515,12 +515,12 @@ def test_several_are_under_way_where_one_does_not_fill_the_link(
         assert run.tensors == [0, 1, 2, 3]
 
 
-def said(bandwidth: float, *, requests: int = 1, most: int = 8, bound: float = math.inf) -> Flow:
-    link = Link(latency_s=0.03, bandwidth_bytes_per_s=bandwidth, requests=requests)
-    return Flow(link, most=most, bound_bytes_per_s=bound)
+def said(bandwidth: float, *, requests: int = 1, most: int = 8, bound: float = math.inf) -> FlowMeter:
+    link = StoreLink(latency_s=0.03, bandwidth_bytes_per_s=bandwidth, requests=requests)
+    return FlowMeter(link, most=most, bound_bytes_per_s=bound)
 
 
-def feed(flow: Flow, rate_of: Callable[[int], float], *, seconds: float, now_s: float = 10.0) -> float:
+def feed(flow: FlowMeter, rate_of: Callable[[int], float], *, seconds: float, now_s: float = 10.0) -> float:
     """Use a link that gives so much to so many requests, with as many as are wanted."""
     under_way = 0
     for _ in range(int(seconds / 0.005)):
@@ -608,12 +608,12 @@ def test_there_are_never_more_than_allowed() -> None:
 
 def test_a_link_is_what_it_was_said_to_be_until_it_has_shown_itself() -> None:
     flow = said(1e8)
-    assert flow.link == Link(latency_s=0.03, bandwidth_bytes_per_s=1e8)
+    assert flow.link == StoreLink(latency_s=0.03, bandwidth_bytes_per_s=1e8)
     flow.begun(1.0, 0.5)
     flow.came(1.04, 10**7)  # one burst
-    assert flow.link == Link(latency_s=0.5, bandwidth_bytes_per_s=1e8)
+    assert flow.link == StoreLink(latency_s=0.5, bandwidth_bytes_per_s=1e8)
     flow.came(1.04, 10**7)
-    assert flow.link == Link(latency_s=0.5, bandwidth_bytes_per_s=pytest.approx(2e7 / 0.04))
+    assert flow.link == StoreLink(latency_s=0.5, bandwidth_bytes_per_s=pytest.approx(2e7 / 0.04))
 
 
 def test_only_what_a_link_did_lately_counts() -> None:
@@ -854,7 +854,7 @@ def connect(server: FaultyServer, **options: str) -> Store:
 class Holding(Memory):
     """A sink that holds its stream, as those of loads do; its memory can be looked for."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: WeightSource) -> None:
         super().__init__(source)
         self.rooms: list[weakref.ref[Any]] = []
         self.stream: Stream | None = None

@@ -23,7 +23,7 @@ from tests.store.s3_server import S3Server, UnlistedServer
 from upriver.coldstart.format.checkpoint import (
     MOST_SHARDS,
     SHARDS_AT_ONCE,
-    Source,
+    WeightSource,
     find,
     in_order,
     keep_order,
@@ -61,12 +61,12 @@ def some_tensors() -> dict[str, torch.Tensor]:
     return tensors
 
 
-def raw(source: Source, name: str) -> bytes:
+def raw(source: WeightSource, name: str) -> bytes:
     tensor = next(tensor for tensor in source.tensors if tensor.name == name)
     return source.store.get_range(tensor.path, tensor.start, tensor.stop, etag=source.etags[tensor.path])
 
 
-def values(source: Source) -> dict[str, torch.Tensor]:
+def values(source: WeightSource) -> dict[str, torch.Tensor]:
     """All that a source says of its tensors, taken by its word."""
     found = {}
     for tensor in source.tensors:
@@ -76,7 +76,7 @@ def values(source: Source) -> dict[str, torch.Tensor]:
     return found
 
 
-def assert_holds(source: Source, tensors: Mapping[str, torch.Tensor]) -> None:
+def assert_holds(source: WeightSource, tensors: Mapping[str, torch.Tensor]) -> None:
     found = values(source)
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -84,7 +84,7 @@ def assert_holds(source: Source, tensors: Mapping[str, torch.Tensor]) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def names(source: Source) -> list[str]:
+def names(source: WeightSource) -> list[str]:
     return [tensor.name for tensor in source.tensors]
 
 

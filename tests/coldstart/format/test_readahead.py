@@ -23,12 +23,12 @@ from tests.store.faulty_server import FaultyServer
 from upriver._threads import Beside
 from upriver.coldstart import load_program as cold_programs
 from upriver.coldstart.fetch import strategy
-from upriver.coldstart.fetch.range_planner import PADDING, Part, Request, apart
+from upriver.coldstart.fetch.range_planner import PADDING, RangeRequest, TensorPart, apart
 from upriver.coldstart.fetch.weight_stream import Stream, StreamLimits
 from upriver.coldstart.format import manifest
-from upriver.coldstart.format.checkpoint import Source, find, object_at
+from upriver.coldstart.format.checkpoint import WeightSource, find, object_at
 from upriver.coldstart.format.readahead import Ahead
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.load_model import begin, loading
 from upriver.errors import Cancelled, ModelError, StoreError
 from upriver.program.capture.prefix import capture
@@ -37,7 +37,7 @@ from upriver.store import Store
 PATH = "models/net.safetensors"
 CHUNK_BYTES = 4096
 LIMITS = StreamLimits(request_bytes=20_000, in_flight_bytes=50_000, concurrency=3, timeout_s=20)
-LINK = Link(latency_s=0.001, bandwidth_bytes_per_s=1e8)
+LINK = StoreLink(latency_s=0.001, bandwidth_bytes_per_s=1e8)
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return {f"of.{number}": torch.rand(size) for number, size in enumerate(sizes)}
 
 
-def expected(source: Source, store: Store) -> dict[int, bytes]:
+def expected(source: WeightSource, store: Store) -> dict[int, bytes]:
     whole = store.get(PATH)
     return {index: whole[each.start : each.stop] for index, each in enumerate(source.tensors)}
 
@@ -81,7 +81,7 @@ def begun(store: Store, num_bytes: int) -> Ahead:
     return ahead
 
 
-def run(source: Source, ahead: Ahead, groups: list[range] | None = None) -> Memory:
+def run(source: WeightSource, ahead: Ahead, groups: list[range] | None = None) -> Memory:
     sink = Memory(source)
     every = [range(len(source.tensors))]
     stream = Stream(source, groups or every, sink, limits=LIMITS, joins_s=0.1, ahead=ahead, link=LINK)
@@ -431,17 +431,17 @@ def test_requests_that_reach_further_are_divided(sizes: list[tuple[int, bool]], 
     parts, starts = [], Counter[int]()
     for number, (size, padded) in enumerate(sizes):
         if padded and number not in (0, len(sizes) - 1):
-            parts.append(Part(PADDING, 0, size))
+            parts.append(TensorPart(PADDING, 0, size))
         else:
             tensor = number // 2 if not (number % 2 and padded) else number
-            parts.append(Part(tensor, starts[tensor], starts[tensor] + size))
+            parts.append(TensorPart(tensor, starts[tensor], starts[tensor] + size))
             starts[tensor] += size
-    requests = [Request.of("a", 7, parts), Request.of("b", 0, [Part(0, 0, 5)])]
+    requests = [RangeRequest.of("a", 7, parts), RangeRequest.of("b", 0, [TensorPart(0, 0, 5)])]
     among, others = apart(requests, "a", stop)
     assert all(each.path == "a" and each.stop <= stop for each in among)
     assert all(each.path == "b" or each.start >= stop for each in others)
 
-    def placed(several: list[Request]) -> list[tuple[str, int, int, int]]:
+    def placed(several: list[RangeRequest]) -> list[tuple[str, int, int, int]]:
         found = []
         for each in several:
             at = each.start

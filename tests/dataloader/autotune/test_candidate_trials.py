@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.dataloader.world import World
 from upriver.dataloader.autotune.candidate_trials import MORE_TURNS, NEAR, TURNS, Rivals
-from upriver.dataloader.autotune.offload_tuner import Measured
-from upriver.dataloader.autotune.ratio_controller import Steering, Step, Window
+from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
+from upriver.dataloader.autotune.ratio_controller import BatchStep, Steering, StepWindow
 from upriver.dataloader.epoch import Waits
-from upriver.policies import OFFLOAD_POLICIES, Offload
+from upriver.policies import OFFLOAD_POLICIES, OffloadDecision
 from upriver.policies.pipeline import highest
 from upriver.profile.throughput import Candidate, Metrics
 
@@ -37,14 +37,14 @@ def rivals(policy: str = "upriver", **rthp: float) -> Rivals | None:
     return Rivals.of(OFFLOAD_POLICIES[policy], found, OFFLOAD_POLICIES[policy].decide(found))
 
 
-def window(mb: float, *, elsewhere_s: float = 0.0, given: int = 32) -> Window:
+def window(mb: float, *, elsewhere_s: float = 0.0, given: int = 32) -> StepWindow:
     """16 batches of 4, half of them made elsewhere, or as many as are given."""
-    found = Window()
+    found = StepWindow()
     for number in range(16):
         there = min(4, given) if number % 2 else 0
         given -= there
         waits = Waits(samples=4, given=there, elsewhere_s=elsewhere_s)
-        found.add(Step(waited_s=0.5, consumed_s=0.5, nbytes=int(mb * 1e6), waits=waits))
+        found.add(BatchStep(waited_s=0.5, consumed_s=0.5, nbytes=int(mb * 1e6), waits=waits))
     return found
 
 
@@ -168,7 +168,7 @@ def test_promises_become_what_turns_have_shown(given_mb: dict[str, float]) -> No
 
 
 def test_a_job_in_which_workers_turn_out_to_be_of_no_use_offloads_nothing() -> None:
-    measured = Measured(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, spent=1)
+    measured = TunerMeasurements(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, spent=1)
     measured.rthp, measured.ocycles = {"p1": 20.0}, {"p1": 0.1}
     measured.decide(OURS, 1.1, ["p1"])
     found = measured.rivals
@@ -177,15 +177,15 @@ def test_a_job_in_which_workers_turn_out_to_be_of_no_use_offloads_nothing() -> N
     measured.settle(found)
     assert measured.settled and measured.decision is not None and measured.in_force is None
     assert not measured.decision.offload and "nothing is offloaded" in measured.decision.why
-    again = Measured(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, rthp=measured.rthp)
+    again = TunerMeasurements(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, rthp=measured.rthp)
     again.ocycles = measured.ocycles
     again.decide(OURS, 1.1, ["p1"])
     assert again.decision is not None and not again.decision.offload
 
 
-def decided(**rthp: float) -> Measured:
+def decided(**rthp: float) -> TunerMeasurements:
     """That has rivals now."""
-    found = Measured(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, spent=1)
+    found = TunerMeasurements(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, spent=1)
     found.rthp, found.ocycles = dict(rthp), dict.fromkeys(rthp, 0.1)
     found.decide(OURS, 1.1, list(rthp))
     assert found.rivals is not None
@@ -241,11 +241,11 @@ def test_where_all_are_steered_to_nothing_nothing_is_offloaded() -> None:
 
 
 def test_a_job_takes_the_better_one_and_another_job_goes_by_it() -> None:
-    world, measured = World(here=0.1, there=0.1, step=0.05), Measured()
+    world, measured = World(here=0.1, there=0.1, step=0.05), TunerMeasurements()
     world.train(world.auto(900, measured), measured)
     assert measured.settled and measured.decision is not None
     assert "in turns" in measured.decision.why
-    again = Measured(
+    again = TunerMeasurements(
         gthp=measured.gthp,
         lthp=measured.lthp,
         pcycle=measured.pcycle,
@@ -259,15 +259,15 @@ def test_a_job_takes_the_better_one_and_another_job_goes_by_it() -> None:
 
 
 def test_short_epochs_go_on_with_a_turn_where_the_last_one_ended() -> None:
-    world, measured = World(here=0.1, there=0.1, step=0.05), Measured()
+    world, measured = World(here=0.1, there=0.1, step=0.05), TunerMeasurements()
     for number in range(120):
         world.train(world.auto(12, measured, number=number), measured)
     assert measured.settled and measured.decision is not None and "in turns" in measured.decision.why
 
 
 def test_figures_that_are_forgotten_leave_nobody_to_be_tried() -> None:
-    measured = Measured(gthp=1.0, lthp=1.0, pcycle=1.0, rivals=rivals(p1=100.0, p2=100.0))
-    measured.decision = Offload(offload=True, candidate="p1", ratio=0.5, why="because")
+    measured = TunerMeasurements(gthp=1.0, lthp=1.0, pcycle=1.0, rivals=rivals(p1=100.0, p2=100.0))
+    measured.decision = OffloadDecision(offload=True, candidate="p1", ratio=0.5, why="because")
     assert not measured.settled and measured.in_force == "p1"
     measured.forget_candidates()
     assert measured.rivals is None and measured.in_force == "p1"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.dataloader.world import BATCH, World, part
-from upriver.dataloader.autotune.offload_tuner import LEAST_STEPS, PREPARED, SKIPPED, Measured, Steps
+from upriver.dataloader.autotune.offload_tuner import LEAST_STEPS, PREPARED, SKIPPED, Steps, TunerMeasurements
 from upriver.dataloader.prefetch_limit import num_bytes
 from upriver.dataloader.tasks import Task
 
@@ -20,14 +20,14 @@ def train(
     world: World,
     batches: int,
     *,
-    measured: Measured | None = None,
+    measured: TunerMeasurements | None = None,
     number: int = 0,
     leave: int | None = None,
     policy: str = "fastflow",
     candidates: Sequence[str] = ("p2", "p3"),
-) -> tuple[Measured, int]:
+) -> tuple[TunerMeasurements, int]:
     """What was measured in an epoch, and how many batches it had; all of them if it is not left early."""
-    measured = measured or Measured()
+    measured = measured or TunerMeasurements()
     auto = world.auto(batches, measured, number=number, policy=policy, candidates=candidates)
     return measured, len(world.train(islice(auto, leave)))
 
@@ -84,7 +84,7 @@ def test_many_short_epochs_decide_as_one_long_one_does(processes: int):
         return World(here=0.1, there=0.05, step=0.1, receive=0.05, processes=processes)
 
     long, _ = train(job(), 400)
-    world, measured = job(), Measured()
+    world, measured = job(), TunerMeasurements()
     epochs = 0
     while measured.decision is None:
         _, count = train(world, 5, measured=measured, number=epochs)
@@ -102,21 +102,21 @@ def test_many_short_epochs_decide_as_one_long_one_does(processes: int):
 
 @pytest.mark.parametrize(("batches", "decides"), [(1, False), (2, False), (3, True)])
 def test_the_shortest_epochs_that_decide(batches: int, decides: bool):
-    measured = Measured()
+    measured = TunerMeasurements()
     for number in range(120):
         train(World(here=0.1, there=0.05, step=0.1, processes=2), batches, measured=measured, number=number)
     assert (measured.decision is not None) is decides
 
 
 def test_an_epoch_that_is_left_early_loses_nothing_that_was_timed():
-    world, measured = World(here=0.1, there=0.05, step=0.1), Measured()
+    world, measured = World(here=0.1, there=0.05, step=0.1), TunerMeasurements()
     for number in range(40):
         train(world, 30, measured=measured, number=number, leave=7)
     assert measured.decision is not None and measured.gthp == pytest.approx(40)
 
 
 def test_what_a_sample_raises_takes_the_place_of_its_batch_and_measuring_goes_on():
-    world, measured = World(here=0.1, there=0.05, step=0.1, bad=range(0, 480, 48)), Measured()
+    world, measured = World(here=0.1, there=0.05, step=0.1, bad=range(0, 480, 48)), TunerMeasurements()
     batches = world.auto(120, measured, policy="fastflow", candidates=("p2",))
     handed_out = raised = 0
     while True:
@@ -149,7 +149,7 @@ class Faulty(World):
 
 @pytest.mark.parametrize("policy", ["upriver", "fastflow"])
 def test_where_no_worker_does_anything_nothing_is_measured_of_them(policy: str):
-    world, measured = Faulty(lambda number: True), Measured()
+    world, measured = Faulty(lambda number: True), TunerMeasurements()
     world.dead = True
     why_not = {"http://a": "http://a: Connection refused"}
     batches = world.auto(200, measured, policy=policy, why_not=lambda: why_not)
@@ -163,7 +163,7 @@ def test_where_no_worker_does_anything_nothing_is_measured_of_them(policy: str):
 
 @pytest.mark.parametrize("policy", ["upriver", "fastflow"])
 def test_workers_that_come_later_are_measured_as_soon_as_they_are_there(policy: str):
-    world, measured = Faulty(lambda number: False), Measured()
+    world, measured = Faulty(lambda number: False), TunerMeasurements()
     world.dead = True
 
     def come(world: World) -> None:
@@ -176,7 +176,7 @@ def test_workers_that_come_later_are_measured_as_soon_as_they_are_there(policy: 
 
 
 def test_workers_that_are_there_and_do_nothing_are_measured_anew_after_a_while():
-    measured = Measured()
+    measured = TunerMeasurements()
     world = Faulty(lambda number: number < 30)
     world.train(world.auto(12_000, measured, policy="upriver"), changes={200: lambda _: _useless(measured)})
     assert measured.decision is not None and measured.decision.offload and not measured.nobody
@@ -210,7 +210,7 @@ class Booting(World):
 @pytest.mark.parametrize("refused", range(1, 40, 3))
 def test_a_worker_that_begins_late_has_all_its_tries(refused: int):
     """Whichever of them it is in which it comes."""
-    world, measured = Booting(refused), Measured()
+    world, measured = Booting(refused), TunerMeasurements()
     world.train(world.auto(300, measured, policy="fastflow", candidates=("p2",)))
     assert measured.rthp == {"p2": pytest.approx(20, rel=0.1)}
     assert measured.decision is not None and measured.decision.offload
@@ -218,7 +218,7 @@ def test_a_worker_that_begins_late_has_all_its_tries(refused: int):
 
 @pytest.mark.parametrize("policy", ["upriver", "fastflow"])
 def test_workers_that_are_away_for_a_while_are_measured_for_what_was_left_out(policy: str):
-    measured = Measured()
+    measured = TunerMeasurements()
 
     class Restarting(World):
         since: float | None = None
@@ -264,7 +264,7 @@ def test_workers_that_come_and_fail_each_time_are_measured_ever_more_rarely():
             self.left -= self.left > 0
             return self.left > 0 and super().give(task, raw)
 
-    class Counting(Measured):
+    class Counting(TunerMeasurements):
         decided = 0
 
         def decide(self, *arguments: Any) -> None:
@@ -277,7 +277,7 @@ def test_workers_that_come_and_fail_each_time_are_measured_ever_more_rarely():
         assert 3 <= measured.decided <= 16 and not measured.rthp
 
 
-def _useless(measured: Measured) -> None:
+def _useless(measured: TunerMeasurements) -> None:
     assert measured.useless == ["p2", "p3"] and measured.nobody and not measured.waiting
 
 
@@ -339,7 +339,7 @@ def test_batches_that_show_no_bytes_count_by_their_samples(policy: str):
     """Of 1 MB each, as the others of this world have."""
     found = []
     for bagged in (False, True):
-        world, measured = World(here=0.1, there=0.05, step=0.1, receive=0.05), Measured()
+        world, measured = World(here=0.1, there=0.05, step=0.1, receive=0.05), TunerMeasurements()
         world.collate = Bag if bagged else list
         batches = world.auto(400, measured, policy=policy)
         for batch in batches:
@@ -353,7 +353,7 @@ def test_batches_that_show_no_bytes_count_by_their_samples(policy: str):
 
 
 def test_sizes_are_of_one_kind_throughout():
-    bytes_first, samples_first = Measured(), Measured()
+    bytes_first, samples_first = TunerMeasurements(), TunerMeasurements()
     assert [bytes_first.size_of(batch, 2) for batch in ([b"abc"], Bag([]), [b"a"])] == [3, 0, 1]
     assert [samples_first.size_of(batch, 2) for batch in (Bag([]), [b"abc"])] == [2_000_000, 2_000_000]
 
@@ -385,7 +385,7 @@ def test_bytes_of_a_batch():
 def test_an_epoch_whose_measuring_was_interrupted_has_all_of_its_batches(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world, measured = World(here=0.1, there=0.05, step=0.1), Measured()
+    world, measured = World(here=0.1, there=0.05, step=0.1), TunerMeasurements()
     epoch = world.epoch(40, part(None), hold=True)
     batches = world.auto_of(epoch, measured, candidates=("p2",))
 

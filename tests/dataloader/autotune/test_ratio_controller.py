@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from tests.dataloader.world import BATCH, World, best, part, rate, stretch
-from upriver.dataloader.autotune.offload_tuner import REST, Measured
+from upriver.dataloader.autotune.offload_tuner import REST, TunerMeasurements
 from upriver.dataloader.autotune.ratio_controller import (
     MOST_WINDOW,
     PROBE,
     WINDOW,
     WINDOWS,
-    Kept,
+    BatchStep,
+    HeldDecision,
+    PromiseWatch,
     Steering,
-    Step,
-    Watch,
-    Window,
+    StepWindow,
     window_of,
 )
 from upriver.dataloader.epoch import Waits
-from upriver.dataloader.share import Evened, Part
-from upriver.policies import Offload
+from upriver.dataloader.share import Evened, OffloadShare
+from upriver.policies import OffloadDecision
 
 MIXES: dict[str, dict[str, float]] = {
     "equal sides": {"here": 0.1, "there": 0.1, "step": 0.05},
@@ -51,12 +51,12 @@ def make(mix: str, **other: float) -> World:
     return World(**{**MIXES[mix], **other})  # type: ignore[arg-type]
 
 
-def decided(ratio: float, candidate: str = "p2") -> Measured:
+def decided(ratio: float, candidate: str = "p2") -> TunerMeasurements:
     """A decision, and all that it was made by as wrong as it."""
-    found = Measured(gthp=1.0, lthp=1.0, pcycle=1.0)
-    found.decision = Offload(offload=True, candidate=candidate, ratio=ratio, why="because")
+    found = TunerMeasurements(gthp=1.0, lthp=1.0, pcycle=1.0)
+    found.decision = OffloadDecision(offload=True, candidate=candidate, ratio=ratio, why="because")
     steering = Steering(ratio, here=1.01 - ratio, elsewhere=ratio)
-    found.kept = Kept(why="because", watch=Watch(0.0, 0.0), steering=steering)
+    found.kept = HeldDecision(why="because", watch=PromiseWatch(0.0, 0.0), steering=steering)
     return found
 
 
@@ -66,7 +66,7 @@ def decided(ratio: float, candidate: str = "p2") -> Measured:
 @pytest.mark.parametrize("candidate", ["p2", pytest.param("p3", marks=pytest.mark.full)])
 @pytest.mark.parametrize("mix", MIXES)
 def test_a_job_that_measures_itself_gets_within_5_percent_of_the_best_ratio(mix: str, candidate: str) -> None:
-    world, measured = make(mix), Measured()
+    world, measured = make(mix), TunerMeasurements()
     times = world.train(world.auto(1100, measured, candidates=(candidate,)), measured)
     assert rate(times, 400) >= 0.95 * best(lambda: make(mix), whole=candidate == "p3")
 
@@ -105,14 +105,14 @@ def test_speeds_that_change_are_followed(mix: str, change: Callable[[World], Non
         change(world)
         return world
 
-    world, measured = make(mix), Measured()
+    world, measured = make(mix), TunerMeasurements()
     batches = world.auto(1600, measured, candidates=("p2",))
     times = world.train(batches, measured, {600: change})
     assert rate(times, 400) >= 0.95 * best(changed, whole=False)
 
 
 def test_it_does_not_swing() -> None:
-    world, measured = make("loader processes"), Measured()
+    world, measured = make("loader processes"), TunerMeasurements()
     world.train(world.auto(1500, measured, candidates=("p2",)), measured)
     rest = world.ratios[600:]
     assert max(rest) - min(rest) < 0.15
@@ -129,7 +129,7 @@ def test_workers_that_nobody_needs_any_more_are_let_go() -> None:
     def slow_model(world: World) -> None:
         world.step = 1.0
 
-    world, measured = make("loader processes"), Measured()
+    world, measured = make("loader processes"), TunerMeasurements()
     batches = world.auto(4000, measured, candidates=("p2",))
     times = world.train(batches, measured, {400: slow_model})
     assert 0.4 < world.ratios[399] < 0.6 and world.ratios[-1] == 0
@@ -186,7 +186,7 @@ def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ra
 ) -> None:
     def throughput(ratio: float, *, even: bool) -> float:
         world = Shared(hold=hold, **SHARED[mix])
-        split = Part(ratio, stretch(whole=whole))
+        split = OffloadShare(ratio, stretch(whole=whole))
         epoch = world.epoch(400, split)
         if even:
             epoch.split = Evened(split, weakref.proxy(epoch))
@@ -211,7 +211,7 @@ def test_where_nobody_takes_anything_the_ratio_falls_and_rises_when_they_are_bac
     def come_back(world: World) -> None:
         world.dead = False
 
-    world, measured = make(mix), Measured()
+    world, measured = make(mix), TunerMeasurements()
     batches = world.auto(2400, measured, candidates=(candidate,))
     times = world.train(batches, measured, {600: die, 1300: come_back})
     assert world.ratios[599] > 0.3 and world.ratios[1299] <= 2 * PROBE
@@ -222,7 +222,7 @@ def test_workers_that_hang_are_asked_less_and_less() -> None:
     def hang(world: World) -> None:
         world.there *= 1000
 
-    world, measured = make("loader processes"), Measured()
+    world, measured = make("loader processes"), TunerMeasurements()
     world.train(world.auto(2000, measured, candidates=("p2",)), measured, {600: hang})
     assert world.ratios[599] > 0.3 and world.ratios[-1] < PROBE
 
@@ -234,7 +234,7 @@ def test_a_stall_that_comes_later_is_measured_and_at_most_every_so_many_batches(
     def faster_model(world: World) -> None:
         world.step = 0.05
 
-    world, measured = World(here=0.1, there=0.05, step=20.0), Measured()
+    world, measured = World(here=0.1, there=0.05, step=20.0), TunerMeasurements()
     batches = world.auto(2600, measured, candidates=("p2",))
     world.train(batches, measured, {100: faster_model})
     first = next(at for at, ratio in enumerate(world.ratios) if ratio == 0)
@@ -245,7 +245,7 @@ def test_a_stall_that_comes_later_is_measured_and_at_most_every_so_many_batches(
 
 def test_nothing_is_measured_anew_where_nothing_has_changed() -> None:
     for there in (0.05, 20.0):  # offloads, and does not as it would not pay
-        world, measured = World(here=0.1, there=there, step=0.05), Measured()
+        world, measured = World(here=0.1, there=there, step=0.05), TunerMeasurements()
         batches = world.auto(4000, measured, candidates=("p2",))
         spent = []
         for _ in batches:
@@ -255,7 +255,7 @@ def test_nothing_is_measured_anew_where_nothing_has_changed() -> None:
 
 
 def test_a_promise_that_is_broken_is_looked_into_less_often_each_time_nothing_comes_of_it() -> None:
-    world, measured = make("loader processes"), Measured()
+    world, measured = make("loader processes"), TunerMeasurements()
     list_of = world.auto(9000, measured, candidates=("p2",))
     began = []
     was = True
@@ -273,7 +273,7 @@ def test_a_promise_that_is_broken_is_looked_into_less_often_each_time_nothing_co
 
 
 def test_fastflows_policy_decides_once() -> None:
-    world, measured = make("loader processes"), Measured()
+    world, measured = make("loader processes"), TunerMeasurements()
     batches = world.auto(3000, measured, policy="fastflow", candidates=("p2",))
     world.train(batches, measured, {500: halve_workers, 900: slow_down_here})
     assert len(set(world.ratios[400:])) == 1 and measured.kept is None
@@ -301,7 +301,7 @@ def test_short_epochs_are_steered_too() -> None:
 
 
 def seen(world: World, ratio: float, *, whole: bool = False) -> tuple[Waits, float]:
-    epoch = world.epoch(120, Part(ratio, stretch(whole=whole)))
+    epoch = world.epoch(120, OffloadShare(ratio, stretch(whole=whole)))
     times = world.train(epoch)
     return epoch.waits, times[-1]
 
@@ -338,12 +338,12 @@ def window(
     given: int = 100,
     returned: int = 0,
     mb: float = 10.0,
-) -> Window:
+) -> StepWindow:
     """A second of which so much was waited for either side."""
     waits = Waits(here_s=here, elsewhere_s=elsewhere, samples=samples, given=given, returned=returned)
-    found = Window()
+    found = StepWindow()
     found.add(
-        Step(
+        BatchStep(
             waited_s=here + elsewhere,
             consumed_s=1 - here - elsewhere,
             nbytes=int(mb * 1e6),
@@ -353,7 +353,7 @@ def window(
     return found
 
 
-def steered(ratio: float, *windows: Window) -> float:
+def steered(ratio: float, *windows: StepWindow) -> float:
     law = Steering(ratio, here=5.0, elsewhere=5.0)
     for each in windows:
         law.turn(each)
@@ -417,7 +417,7 @@ def test_a_window_holds_both_sides() -> None:
 
 
 def test_what_lacks_has_to_do_so_for_some_windows() -> None:
-    watch = Watch(promised=20.0, waited=0.1)
+    watch = PromiseWatch(promised=20.0, waited=0.1)
     slow, fast = window(0.5, 0.0, mb=10), window(0.5, 0.0, mb=19)
     assert [watch.lacks(slow, offloads=True) for _ in range(WINDOWS)] == [False] * (WINDOWS - 1) + [True]
     assert not watch.lacks(fast, offloads=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from upriver.dataloader import DataLoader, dataset
-from upriver.dataloader.autotune.offload_tuner import Timed
+from upriver.dataloader.autotune.offload_tuner import TimedPath
 from upriver.errors import ConfigError
 from upriver.rpc.local_server import EmbeddedServer
 
@@ -132,7 +132,7 @@ def test_what_was_made_here_in_part_is_not_kept(
     assert recall is not None
     recall.begin()
     measured.rthp, measured.ocycles = {"p2": 5.0, "p3": 4.0}, {"p2": 0.5, "p3": 0.4}
-    measured.timed = {"p2": Timed(), "p3": Timed(returned=0.1)}
+    measured.timed = {"p2": TimedPath(), "p3": TimedPath(returned=0.1)}
     recall.keep()
     again = DataLoader(slow(8), batch_size=2, workers=[worker.url], model="mine")
     assert again._recall is not None

@@ -36,7 +36,7 @@ from upriver.program import Program
 from upriver.program.split.resized import resized
 from upriver.program.split.split import Split, split
 from upriver.protocol import DEFAULT_CAPS, Info, Larger, RunRequest
-from upriver.rpc.server_verification import Gate, Question
+from upriver.rpc.server_verification import JobRequirements, ServerVerifier
 from upriver.rpc.tolerance import FLOAT32
 from upriver.types import MicroBatch, Timings
 
@@ -57,9 +57,9 @@ def programs(parts: Split) -> tuple[Program, ...]:
     return tuple(resized(frozen_small(), parts, inputs(size)) for size in SIZES)
 
 
-def question_of(parts: Split, data: Dataset) -> Question:
+def question_of(parts: Split, data: Dataset) -> JobRequirements:
     assert parts.program is not None
-    return Question(dataset=data, program=parts.program, seed=7, on_bad_sample="fail")
+    return JobRequirements(dataset=data, program=parts.program, seed=7, on_bad_sample="fail")
 
 
 # ---------------------------------------------------------------------------------------- who offers what
@@ -245,7 +245,9 @@ class Answer:
         pass
 
 
-def gate_of(parts: Split, data: Dataset, programs: Sequence[Program], *, canary: int = MICRO) -> Gate:
+def gate_of(
+    parts: Split, data: Dataset, programs: Sequence[Program], *, canary: int = MICRO
+) -> ServerVerifier:
     question = question_of(parts, data)
     engine = Engine(chain=data.chain, program=parts.program, micro_batch=MICRO)
     ids = tuple(range(canary))
@@ -255,7 +257,7 @@ def gate_of(parts: Split, data: Dataset, programs: Sequence[Program], *, canary:
         batch = engine.begin(read_samples(data, ids), ids, object_names=names, stop=0, seed=7, epoch=0)
         return engine.advance(batch, parts.freeze)
 
-    gate = Gate(
+    gate = ServerVerifier(
         question,
         engine,
         canary=ids,
@@ -399,13 +401,13 @@ def test_a_server_that_adapts_nothing_is_offered_it_in_vain(data: Dataset, near:
 def test_a_size_that_a_server_does_not_give_near_enough_is_told_of(
     data: Dataset, adaptive: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Gate._at_size
+    real = ServerVerifier._at_size
 
-    def at_size(gate: Gate, server: Any, batch: MicroBatch, size: int) -> tuple[torch.Tensor, ...]:
+    def at_size(gate: ServerVerifier, server: Any, batch: MicroBatch, size: int) -> tuple[torch.Tensor, ...]:
         found = real(gate, server, batch, size)
         return tuple(value + 1 for value in found) if size == 32 else found
 
-    monkeypatch.setattr(Gate, "_at_size", at_size)
+    monkeypatch.setattr(ServerVerifier, "_at_size", at_size)
     with (
         upriver.connect(adaptive.url) as near,
         near.finetune(frozen_small(), data, adapt_batch=32, **NUMERIC) as job,

@@ -27,14 +27,14 @@ from upriver.errors import (
 )
 from upriver.finetune import session
 from upriver.finetune.calibration import measurement, second_size, time_budget
-from upriver.finetune.calibration.measurement import Measured
+from upriver.finetune.calibration.measurement import Measurement
 from upriver.pipeline import Dataset
 from upriver.profile.builder import has_lines
 from upriver.profile.memory import estimator
 from upriver.protocol import Load, StageCosts
 from upriver.rpc.client import ServerClient
 from upriver.rpc.load_report import busy_s, waiting
-from upriver.rpc.server_verification import Gate
+from upriver.rpc.server_verification import ServerVerifier
 from upriver.types import Tier, Timings
 
 
@@ -46,7 +46,7 @@ def plenty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(measurement, "slowdown", lambda *args, **kwargs: 1.0)
 
 
-def measured_by(near: upriver.Near, data: Dataset, **options: Any) -> tuple[Measured, upriver.FinetuneJob]:
+def measured_by(near: upriver.Near, data: Dataset, **options: Any) -> tuple[Measurement, upriver.FinetuneJob]:
     options = {"batch_size": 12, "micro_batch": MICRO, "policy": "hapi", **options}
     with near.finetune(frozen_small(), data, **options) as job:
         assert near.measured is not None
@@ -267,15 +267,15 @@ def test_a_server_that_does_not_tell_its_load_counts_as_idle(
 def refusing(monkeypatch: pytest.MonkeyPatch, error: UpriverError, times: int) -> list[int]:
     """Servers refuse the canary so often; where they were asked for it."""
     asked: list[int] = []
-    real = Gate.measure
+    real = ServerVerifier.measure
 
-    def measure(gate: Gate, server: ServerClient, *, stop: int) -> Any:
+    def measure(gate: ServerVerifier, server: ServerClient, *, stop: int) -> Any:
         asked.append(stop)
         if len(asked) <= times:
             raise error
         return real(gate, server, stop=stop)
 
-    monkeypatch.setattr(Gate, "measure", measure)
+    monkeypatch.setattr(ServerVerifier, "measure", measure)
     return asked
 
 

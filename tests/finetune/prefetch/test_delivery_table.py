@@ -9,9 +9,9 @@ from upriver.finetune.prefetch.delivery_table import (
     Dealt,
     Delivery,
     Pin,
+    PrefetchWindow,
     SlotTable,
     Way,
-    Window,
 )
 from upriver.types import MicroBatch
 
@@ -24,7 +24,7 @@ def delivery(index: int, num_floats: int = 1) -> Delivery:
 def table(
     num: int = 10, *, first: int = 0, micro_batches: int = 10, num_bytes: int = 1 << 20, expected: int = 4
 ):
-    window = Window(micro_batches=micro_batches, num_bytes=num_bytes)
+    window = PrefetchWindow(micro_batches=micro_batches, num_bytes=num_bytes)
     return SlotTable(num, first=first, window=window, expected_bytes=dict.fromkeys(Way, expected))
 
 
@@ -53,7 +53,7 @@ def test_a_stride_counts_micro_batches_of_the_same_route():
         Dealt(way=Way.LOCAL, cut=-1) if index % 3 == 1 else Dealt(way=Way.REMOTE, cut=2)
         for index in range(12)
     ]
-    slots = SlotTable(12, first=0, window=Window(micro_batches=12), dealt=dealt)
+    slots = SlotTable(12, first=0, window=PrefetchWindow(micro_batches=12), dealt=dealt)
     assert slots.find(Way.REMOTE, 3, stride=2) == (0, 3, 6)
     slots.claim(Way.REMOTE, (0, 3, 6))
     assert slots.find(Way.REMOTE, 3, stride=2) == (2, 5, 8)
@@ -65,7 +65,7 @@ def test_a_stride_counts_micro_batches_of_other_routes_of_that_way():
     """Two who ask for each of two routes: nobody gets what is due before it has been given to somebody."""
     dealt = [Dealt(way=Way.REMOTE, cut=1 + index % 2) for index in range(16)]
     dealt[9] = Dealt(way=Way.REMOTE, cut=4)
-    slots = SlotTable(16, first=0, window=Window(micro_batches=16), dealt=dealt)
+    slots = SlotTable(16, first=0, window=PrefetchWindow(micro_batches=16), dealt=dealt)
     assert slots.num_kinds(Way.REMOTE) == 3
     claims = [slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 3, stride=4)) for _ in range(4)]
     assert [claim.indices for claim in claims] == [(0, 4, 8), (1, 5, 11), (2, 6, 10), (3, 7)]
@@ -164,7 +164,7 @@ def test_slots_after_deliveries_of_several_sizes_expect_the_largest(sizes):
 
 def test_slots_expect_of_each_cut_and_way_what_came_by_it():
     dealt = [Dealt(way=Way.REMOTE, cut=1), Dealt(way=Way.REMOTE, cut=2), Dealt(way=Way.LOCAL, cut=-1)] * 3
-    window = Window(micro_batches=9, num_bytes=100_000)
+    window = PrefetchWindow(micro_batches=9, num_bytes=100_000)
     slots = SlotTable(9, first=0, window=window, dealt=dealt, expected_bytes=dict.fromkeys(Way, 4))
     ways = (Way.REMOTE, Way.REMOTE, Way.LOCAL)
     for index, num_floats in enumerate((100, 10, 1)):
@@ -259,7 +259,7 @@ def test_an_error_behind_another_one_changes_nothing():
 )
 def test_before_anything_came_a_micro_batch_weighs_what_its_route_was_said_to(expected, held):
     dealt = [Dealt(way=Way.REMOTE, cut=1)] * 4
-    window = Window(micro_batches=4, num_bytes=100)
+    window = PrefetchWindow(micro_batches=4, num_bytes=100)
     slots = SlotTable(4, first=0, window=window, dealt=dealt, expected_bytes=expected)
     slots.claim(Way.REMOTE, (0,))
     assert slots.held_bytes == held
@@ -268,7 +268,7 @@ def test_before_anything_came_a_micro_batch_weighs_what_its_route_was_said_to(ex
 def test_routes_that_come_with_a_window_are_held_to_it():
     dealt = [Dealt(way=Way.REMOTE, cut=1)] * 10
     slots = table()
-    slots.deal(dealt, Window(micro_batches=2))
+    slots.deal(dealt, PrefetchWindow(micro_batches=2))
     assert slots.find(Way.REMOTE, 5) == (0, 1)
     slots.deal(dealt)
     assert slots.find(Way.REMOTE, 5) == (0, 1)
@@ -276,7 +276,7 @@ def test_routes_that_come_with_a_window_are_held_to_it():
 
 def test_one_request_is_never_for_two_pins():
     pins = {index: Pin(way=Way.REMOTE, source="ab"[index // 2], cut=1) for index in range(4)}
-    slots = SlotTable(4, first=0, window=Window(), pins=pins)
+    slots = SlotTable(4, first=0, window=PrefetchWindow(), pins=pins)
     assert slots.find(Way.REMOTE, 4) == (0, 1)
     slots.claim(Way.REMOTE, (0, 1))
     assert slots.find(Way.REMOTE, 4) == (2, 3) and slots.find(Way.LOCAL, 4) == ()
@@ -286,14 +286,14 @@ def test_one_request_is_never_for_two_pins():
 def test_a_short_run_that_is_due_soon_does_not_wait_for_the_window():
     """Of a route with a small share the window holds few."""
     dealt = [Dealt(way=Way.REMOTE, cut=9 if index % 8 == 2 else 1) for index in range(24)]
-    slots = SlotTable(24, first=0, window=Window(micro_batches=8), dealt=dealt)
+    slots = SlotTable(24, first=0, window=PrefetchWindow(micro_batches=8), dealt=dealt)
     slots.claim(Way.REMOTE, (0, 1))
     assert slots.find(Way.REMOTE, 2) == (2,)
 
 
 def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
     here, there = Dealt(way=Way.LOCAL, cut=-4), Dealt(way=Way.REMOTE, cut=2)
-    slots = SlotTable(6, first=0, window=Window(), dealt=[here, there, there, here, here, here])
+    slots = SlotTable(6, first=0, window=PrefetchWindow(), dealt=[here, there, there, here, here, here])
     claim = slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1))
     assert slots.common_cut == 2
     assert slots.ask_servers(claim, 2)
@@ -312,10 +312,10 @@ def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
 
 def test_servers_are_not_asked_for_what_no_route_or_pin_allows():
     here = Dealt(way=Way.LOCAL, cut=-4)
-    assert SlotTable(2, first=0, window=Window(), dealt=[here, here]).common_cut is None
+    assert SlotTable(2, first=0, window=PrefetchWindow(), dealt=[here, here]).common_cut is None
     pin = Pin(way=Way.LOCAL, source="local", cut=0)
     dealt = [here, Dealt(way=Way.REMOTE, cut=2)]
-    slots = SlotTable(2, first=0, window=Window(), dealt=dealt, pins={0: pin})
+    slots = SlotTable(2, first=0, window=PrefetchWindow(), dealt=dealt, pins={0: pin})
     assert not slots.ask_servers(slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1)), 2)
 
 
@@ -328,7 +328,7 @@ def test_first_must_lie_in_the_epoch(first):
 @pytest.mark.parametrize("bad", [{"micro_batches": 0}, {"num_bytes": 0}])
 def test_empty_windows_are_refused(bad):
     with pytest.raises(ConfigError, match="at least 1"):
-        Window(**bad)
+        PrefetchWindow(**bad)
 
 
 @given(st.data())

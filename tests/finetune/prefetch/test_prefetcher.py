@@ -27,7 +27,7 @@ from upriver.errors import (
     TooLarge,
     WorkerCrashed,
 )
-from upriver.finetune.prefetch.delivery_table import MAX_REMOTE_ATTEMPTS, Dealt, Way, Window
+from upriver.finetune.prefetch.delivery_table import MAX_REMOTE_ATTEMPTS, Dealt, PrefetchWindow, Way
 from upriver.finetune.prefetch.fetch_threads import LOCAL, LoaderClosed, MakeLocally, Remote
 from upriver.finetune.prefetch.prefetcher import Loader
 from upriver.retry import Backoff, RetryBudget
@@ -182,7 +182,7 @@ def test_exactly_once_in_order_whatever_happens(
         local=local,
         first=first,
         remote=asking,
-        window=Window(micro_batches=window, num_bytes=most_bytes),
+        window=PrefetchWindow(micro_batches=window, num_bytes=most_bytes),
         num_workers=num_workers,
         expected_bytes=EXPECTED,
         on_timings=lambda index, source, came, timings: seen_timings.append((index, source, came.position)),
@@ -230,7 +230,7 @@ def test_requests_are_the_shorter_the_more_routes_there_are():
             micro_batches,
             local=locally,
             remote=Remote(pool=pool, make_request=make_request, connections=2, per_request=4),
-            window=Window(micro_batches=16),
+            window=PrefetchWindow(micro_batches=16),
             dealt=dealt,
         ) as loader,
     ):
@@ -315,7 +315,9 @@ def test_micro_batches_go_several_to_a_request():
     server = ScriptedServer("a")
     with pool_of(server) as pool:
         asking = remote(pool, micro_batches, connections=2, per_request=4)
-        with Loader(micro_batches, local=locally, remote=asking, window=Window(micro_batches=16)) as loader:
+        with Loader(
+            micro_batches, local=locally, remote=asking, window=PrefetchWindow(micro_batches=16)
+        ) as loader:
             check(list(loader), micro_batches)
     assert [len(request) for request in server.requests] == [4] * 16
 
@@ -326,7 +328,9 @@ def test_only_what_is_missing_is_asked_for_again():
     with pool_of(server, backoff=Backoff(base_s=1e-6, cap_s=1e-6)) as pool:
         asking = remote(pool, micro_batches, connections=1, per_request=8)
         slow = lambda ids: (time.sleep(0.05), locally(ids))[1]  # noqa: E731
-        with Loader(micro_batches, local=slow, remote=asking, window=Window(micro_batches=16)) as loader:
+        with Loader(
+            micro_batches, local=slow, remote=asking, window=PrefetchWindow(micro_batches=16)
+        ) as loader:
             check(list(loader), micro_batches)
     asked = [ids for request in server.requests for ids in request]
     assert asked[:8] == micro_batches
@@ -339,7 +343,7 @@ def test_the_epoch_goes_on_here_while_all_servers_are_down_and_there_once_one_is
     server = ScriptedServer("a", [Step(), Step(good=1, error=ServerUnavailable("killed"))])
     with pool_of(server) as pool:
         asking = remote(pool, micro_batches, connections=1, per_request=2)
-        window = Window(micro_batches=8)
+        window = PrefetchWindow(micro_batches=8)
         sources = []
         loader = Loader(
             micro_batches,
@@ -419,7 +423,9 @@ def test_a_server_that_always_fails_is_not_asked_for_ever():
     server = ScriptedServer("a", [Step(good=0, error=WorkerCrashed("again"))] * 10_000)
     with pool_of(server, budget=RetryBudget(5)) as pool:
         asking = remote(pool, micro_batches, connections=2, per_request=2)
-        with Loader(micro_batches, local=locally, remote=asking, window=Window(micro_batches=8)) as loader:
+        with Loader(
+            micro_batches, local=locally, remote=asking, window=PrefetchWindow(micro_batches=8)
+        ) as loader:
             check(list(loader), micro_batches)
     # Each micro-batch is asked for once in its first place; repeats come out of the budget.
     assert len(server.requests) <= len(micro_batches) + 5
@@ -621,7 +627,7 @@ def test_closing_breaks_off_what_a_server_is_still_at():
 
 def test_a_forgotten_loader_is_closed():
     micro_batches = epoch(100)
-    loader = Loader(micro_batches, local=locally, window=Window(micro_batches=4), num_workers=2)
+    loader = Loader(micro_batches, local=locally, window=PrefetchWindow(micro_batches=4), num_workers=2)
     next(loader)
     gone = weakref.ref(loader)
     del loader
@@ -658,7 +664,7 @@ def test_a_server_that_is_added_in_mid_epoch_gets_work():
             micro_batches,
             local=slowly,
             remote=asking,
-            window=Window(micro_batches=8),
+            window=PrefetchWindow(micro_batches=8),
             on_timings=lambda index, source, batch, timings: sources.append(source),
         )
         with loader:
@@ -685,7 +691,7 @@ def test_a_server_that_is_dropped_in_mid_epoch_ends_what_it_is_at(both):
             micro_batches,
             local=slowly if both else locally,
             remote=asking,
-            window=Window(micro_batches=12),
+            window=PrefetchWindow(micro_batches=12),
             on_timings=lambda index, source, batch, timings: sources.append(source),
         )
         with loader:

@@ -28,7 +28,7 @@ from upriver.errors import (
 from upriver.finetune.prefetch.delivery_table import Pin, Way
 from upriver.finetune.prefetch.fetch_threads import LOCAL
 from upriver.finetune.prefetch.prefetcher import Loader
-from upriver.finetune.prefetch.replay import Placed, Places, Routes
+from upriver.finetune.prefetch.replay import Placed, PlacementLog, Routes
 
 
 def placed(*sources: str, epoch: int = 0, cut: int = 3) -> list[Placed]:
@@ -53,7 +53,7 @@ def test_routes_survive_json() -> None:
 
 
 def test_places_are_told_once_in_order_and_the_last_time_counts() -> None:
-    places = Places()
+    places = PlacementLog()
     assert places.all() == ()
     for when, index, source in [(1, 2, "a"), (1, 3, LOCAL), (0, 0, "b"), (1, 2, "b"), (0, 2, LOCAL)]:
         places.note(epoch=when, index=index, source=source, cut=0 if source == LOCAL else 3)
@@ -67,7 +67,7 @@ def test_places_are_told_once_in_order_and_the_last_time_counts() -> None:
 
 
 def test_places_take_little_memory() -> None:
-    places, num = Places(), 100_000
+    places, num = PlacementLog(), 100_000
     tracemalloc.start()
     for index in range(num):
         places.note(epoch=0, index=index, source=f"http://{index % 3}", cut=index % 5)

@@ -14,7 +14,7 @@ from tests.finetune.training import BATCH, MICRO, optimizer_of, run, same, train
 from tests.planning import alexnet, cluster
 from tests.program.nets import frozen_small
 from upriver.cost import CostModel, route_at
-from upriver.finetune.prefetch.delivery_table import Window
+from upriver.finetune.prefetch.delivery_table import PrefetchWindow
 from upriver.finetune.prefetch.window import LEAST, spare_bytes, window_for
 from upriver.pipeline import Dataset
 from upriver.policies._common import plan_with
@@ -32,7 +32,7 @@ def plan_of(shares: dict[int, float], *, memory_bytes: float = math.inf) -> Plan
     return plan_with("test", routes, model, rule="a test's")
 
 
-def window(shares: dict[int, float], *, memory_bytes: float = math.inf, **given: Any) -> Window:
+def window(shares: dict[int, float], *, memory_bytes: float = math.inf, **given: Any) -> PrefetchWindow:
     options = {
         "batch_size": 64,
         "micro_batch": 16,
@@ -72,9 +72,9 @@ def test_a_route_with_a_small_share_has_two_in_the_window_but_a_tiny_one_counts_
 def test_bytes_count_by_what_crosses_each_cut_and_by_share() -> None:
     sizes = {3: 1000.0, 5: 3000.0}
     found = window({3: 0.5, 5: 0.5}, batch_size=512, crossing_bytes=sizes.__getitem__, num_bytes=640_000)
-    assert found == Window(micro_batches=20, num_bytes=640_000), "16 samples of 2000 bytes each"
+    assert found == PrefetchWindow(micro_batches=20, num_bytes=640_000), "16 samples of 2000 bytes each"
     one = window({5: 1.0}, crossing_bytes=sizes.__getitem__, num_bytes=1)
-    assert one == Window(micro_batches=1, num_bytes=1)
+    assert one == PrefetchWindow(micro_batches=1, num_bytes=1)
 
 
 def test_memory_that_the_plan_needs_is_left_to_it() -> None:
@@ -85,7 +85,7 @@ def test_memory_that_the_plan_needs_is_left_to_it() -> None:
     needed = 1e9 - spare_bytes(tight)
     assert 1e8 < needed < 1e9, "the tail's parameters alone take 100 MB"
     found = window({5: 1.0}, memory_bytes=needed + 80_000.0, batch_size=512)
-    assert found == Window(micro_batches=5, num_bytes=80_000)
+    assert found == PrefetchWindow(micro_batches=5, num_bytes=80_000)
     assert window({5: 1.0}, memory_bytes=needed + 80_000.0, num_bytes=32_000).num_bytes == 32_000
     assert window({5: 1.0}, memory_bytes=needed / 2).micro_batches == 1, "one always may"
 
@@ -123,7 +123,7 @@ def test_what_is_expected_in_the_window_fits_its_bytes(
 
 def test_a_window_of_a_single_byte_changes_no_bit(data: Dataset, plain: Reference, near: Any) -> None:
     losses, model, job = run(near, data, cut={-4: 0.3, 2: 0.3, 5: 0.4}, window_bytes=1)
-    assert job.window == Window(micro_batches=1, num_bytes=1)
+    assert job.window == PrefetchWindow(micro_batches=1, num_bytes=1)
     assert same((losses, model), plain)
     assert sum(job.report.samples.values()) == 400
 

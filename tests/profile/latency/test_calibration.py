@@ -9,10 +9,18 @@ import torch
 
 from upriver.errors import ConfigError
 from upriver.profile.latency.benchmark_configs import RANGES, sample
-from upriver.profile.latency.calibration import TABLE_III, Measured, calibrate, errors, fit, measure, plan
+from upriver.profile.latency.calibration import (
+    TABLE_III,
+    MeasuredConfig,
+    calibrate,
+    errors,
+    fit,
+    measure,
+    plan,
+)
 from upriver.profile.latency.config_sampling import MOST_ELEMENTS, MOST_MACS, MOST_WEIGHTS
-from upriver.profile.latency.op_benchmark import Bench, Timing
-from upriver.profile.latency.op_kinds import Work, works_of
+from upriver.profile.latency.op_benchmark import OpBenchmark, Timing
+from upriver.profile.latency.op_kinds import OpWork, works_of
 from upriver.profile.latency.predictor import place_of
 from upriver.profile.latency.regression import FEWEST
 
@@ -20,12 +28,12 @@ BRIEF = Timing(runs=3)
 
 
 @pytest.fixture(scope="module")
-def bench() -> Bench:
-    return Bench("cpu")
+def bench() -> OpBenchmark:
+    return OpBenchmark("cpu")
 
 
 @pytest.mark.parametrize("kind", RANGES)
-def test_each_kind_has_configurations_that_can_be_timed(kind: str, bench: Bench) -> None:
+def test_each_kind_has_configurations_that_can_be_timed(kind: str, bench: OpBenchmark) -> None:
     calls = sample(kind, FEWEST)
     assert len({call.signature for call in calls}) == FEWEST
     for call in calls:
@@ -55,7 +63,7 @@ def test_what_cannot_be_drawn_is_refused(kind: str, count: int) -> None:
         sample(kind, count)
 
 
-def test_in_place_calls_begin_anew(bench: Bench) -> None:
+def test_in_place_calls_begin_anew(bench: OpBenchmark) -> None:
     [call] = [call for call in sample("activation.relu", 20) if call.in_place][:1]
     assert bench.seconds(call, BRIEF) > 0
 
@@ -70,7 +78,7 @@ def test_kinds_take_turns_and_a_fifth_of_each_is_held_out() -> None:
 
 
 def test_each_configuration_is_timed_again_and_the_shortest_time_counts() -> None:
-    class Scripted(Bench):
+    class Scripted(OpBenchmark):
         def __init__(self) -> None:
             self.given = iter([3.0, 5.0, 7.0, 4.0, 1.0, 8.0, 3.5, 2.0, 6.0])
 
@@ -121,7 +129,7 @@ def test_bad_input_is_named(arguments: dict[str, object], named: str) -> None:
         calibrate(**arguments)  # type: ignore[arg-type]
 
 
-def relu(elements: int, seconds: float, *, held_out: bool = False, works: int = 1) -> Measured:
+def relu(elements: int, seconds: float, *, held_out: bool = False, works: int = 1) -> MeasuredConfig:
     facts = {
         "elements": float(elements),
         "bytes_in": 4.0 * elements,
@@ -131,8 +139,8 @@ def relu(elements: int, seconds: float, *, held_out: bool = False, works: int = 
         "strided": 0.0,
         "run": float(elements),
     }
-    work = Work(kind="activation.relu", features={"flops": float(elements)}, facts=facts)
-    return Measured(works=(work,) * works, seconds=seconds, held_out=held_out)
+    work = OpWork(kind="activation.relu", features={"flops": float(elements)}, facts=facts)
+    return MeasuredConfig(works=(work,) * works, seconds=seconds, held_out=held_out)
 
 
 def test_errors_are_those_of_what_was_held_out() -> None:
@@ -159,5 +167,5 @@ def test_the_papers_models_see_no_call_that_adds_a_bias_on_the_way() -> None:
 
 def test_a_bench_takes_a_device_that_is_there() -> None:
     with pytest.raises(ConfigError, match="abacus"):
-        Bench("abacus")
-    assert Bench(torch.device("cpu")).device.type == "cpu"
+        OpBenchmark("abacus")
+    assert OpBenchmark(torch.device("cpu")).device.type == "cpu"

@@ -16,7 +16,7 @@ from torch.nn import functional
 from upriver._torchvision import ensure_torchvision
 from upriver.profile.latency.config_sampling import call_on, tensor
 from upriver.profile.latency.op_calls import calls, in_order, is_contiguous, is_view, run_length
-from upriver.profile.latency.op_kinds import UNKNOWN, Work, features_of, works, works_of
+from upriver.profile.latency.op_kinds import UNKNOWN, OpWork, features_of, works, works_of
 from upriver.program.capture.prefix import capture
 from upriver.program.graph.schema import Graph, TensorSpec
 
@@ -187,7 +187,7 @@ def test_what_a_program_writes_over_is_known() -> None:
 # ------------------------------------------------------------------------------------------ features
 
 
-def works_on(op: str, args: Sequence[object], **given: TensorSpec) -> Work:
+def works_on(op: str, args: Sequence[object], **given: TensorSpec) -> OpWork:
     """The first work of a call; tensors whose names begin with w are weights."""
     weights = {name: spec for name, spec in given.items() if name.startswith("w")}
     call = call_on(op, args, {name: spec for name, spec in given.items() if name not in weights}, weights)
@@ -195,7 +195,7 @@ def works_on(op: str, args: Sequence[object], **given: TensorSpec) -> Work:
     return works_of(call)[0]
 
 
-def convolution(in_channels: int, out_channels: int, groups: int) -> Work:
+def convolution(in_channels: int, out_channels: int, groups: int) -> OpWork:
     return works_on(
         "conv2d.default",
         ["x", "weight", None, [2, 2], [1, 1], [1, 1], groups],

@@ -12,10 +12,10 @@ import torch
 
 from upriver.coldstart.roofline import pace_of
 from upriver.profile.latency.benchmark_configs import sample
-from upriver.profile.latency.op_kinds import Work, works_of
+from upriver.profile.latency.op_kinds import OpWork, works_of
 from upriver.profile.latency.pace import pace_from
 from upriver.profile.latency.predictor import Predictor, place_of
-from upriver.profile.latency.regression import OwnModel, PaperModel, Timed
+from upriver.profile.latency.regression import OwnModel, PaperModel, TimedWork
 from upriver.profile.latency.serialization import keep
 
 MACS_PER_S, BYTES_PER_S = 4e10, 8e9
@@ -27,12 +27,12 @@ class Fixed:
     def __init__(self, *unknown: str) -> None:
         self.unknown = unknown
 
-    def work_seconds(self, works: Sequence[Work]) -> list[float | None]:
+    def work_seconds(self, works: Sequence[OpWork]) -> list[float | None]:
         """Of each work."""
         return [None if work.kind in self.unknown else seconds_of(work) for work in works]
 
 
-def seconds_of(work: Work) -> float:
+def seconds_of(work: OpWork) -> float:
     if work.kind == "conv":
         return work.features["flops"] / MACS_PER_S
     return sum(work.facts[name] for name in ("bytes_in", "bytes_out", "weight_bytes")) / BYTES_PER_S
@@ -54,7 +54,7 @@ def test_models_that_do_not_tell_give_none(kind: str) -> None:
 
 def predictor(*kinds: str) -> Predictor:
     works = [works_of(call)[0] for kind in kinds for call in sample(kind, 40, 0)]
-    timed = [Timed(work, seconds_of(work)) for work in works]
+    timed = [TimedWork(work, seconds_of(work)) for work in works]
     return Predictor(
         place=place_of("cpu"),
         fitted_at="2026-01-02T03:04:05+00:00",

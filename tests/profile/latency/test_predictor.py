@@ -22,7 +22,7 @@ from upriver.errors import ConfigError, ProgramError
 from upriver.profile.latency import serialization
 from upriver.profile.latency.benchmark_configs import sample
 from upriver.profile.latency.op_benchmark import Timing
-from upriver.profile.latency.op_kinds import Work, works, works_of
+from upriver.profile.latency.op_kinds import OpWork, works, works_of
 from upriver.profile.latency.predictor import (
     KindError,
     OwnModel,
@@ -32,7 +32,7 @@ from upriver.profile.latency.predictor import (
     nnls_fit,
     place_of,
 )
-from upriver.profile.latency.regression import FEWEST, Correction, Line, Timed
+from upriver.profile.latency.regression import FEWEST, Correction, OperatorModel, TimedWork
 from upriver.profile.latency.serialization import keep, kept, predictor_from_json, predictor_to_json
 from upriver.program.capture.prefix import capture
 from upriver.program.graph.schema import Graph
@@ -42,7 +42,7 @@ BRIEF = Timing(runs=3)
 KINDS = ("conv", "matmul", "bias", "elementwise.add", "activation.relu")
 
 
-def seconds_of(work: Work) -> float:
+def seconds_of(work: OpWork) -> float:
     """A device that computes and moves at fixed rates, and has a step where a cache ends."""
     facts = work.facts
     moved = facts["bytes_in"] + facts["bytes_out"] + facts["weight_bytes"]
@@ -50,9 +50,9 @@ def seconds_of(work: Work) -> float:
     return 2e-6 + 2e-11 * work.features["flops"] + 1e-10 * moved * slower
 
 
-def timed(kind: str, count: int = 40, seed: int = 0) -> list[Timed]:
+def timed(kind: str, count: int = 40, seed: int = 0) -> list[TimedWork]:
     found = [works_of(call)[0] for call in sample(kind, count, seed)]
-    return [Timed(work, seconds_of(work)) for work in found]
+    return [TimedWork(work, seconds_of(work)) for work in found]
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def test_without_scipy_the_message_says_what_to_install(monkeypatch: pytest.Monk
 
 
 def test_the_papers_model_recovers_what_goes_by_its_features() -> None:
-    found = [Timed(each.work, 3e-9 * each.work.features["flops"]) for each in timed("elementwise.add")]
+    found = [TimedWork(each.work, 3e-9 * each.work.features["flops"]) for each in timed("elementwise.add")]
     model = PaperModel.fit(found, "device")
     assert model.coefficients == {"elementwise.add": {"flops": pytest.approx(3e-9)}}
 
@@ -211,10 +211,13 @@ def test_a_correction_comes_down_to_nothing_far_away_and_stays_within_what_was_s
 
 
 def test_the_correction_is_there_only_where_it_helps() -> None:
-    straight = [Timed(each.work, 1e-6 + 1e-9 * each.work.facts["bytes_out"]) for each in timed("conv")]
-    assert Line.fit("conv", straight).error(straight) < 0.01
+    straight = [TimedWork(each.work, 1e-6 + 1e-9 * each.work.facts["bytes_out"]) for each in timed("conv")]
+    assert OperatorModel.fit("conv", straight).error(straight) < 0.01
     stepped = timed("elementwise.add", 80)
-    plain, chosen = Line.plain("elementwise.add", stepped), Line.fit("elementwise.add", stepped)
+    plain, chosen = (
+        OperatorModel.plain("elementwise.add", stepped),
+        OperatorModel.fit("elementwise.add", stepped),
+    )
     assert chosen.error(stepped) <= plain.error(stepped)
 
 

@@ -15,7 +15,7 @@ from upriver.program import Program
 from upriver.program.capture import buckets
 from upriver.program.capture.buckets import capture_buckets
 from upriver.program.capture.lowering import Recording
-from upriver.program.example_inputs import Source
+from upriver.program.example_inputs import TensorSource
 from upriver.program.graph.artifact_store import load, publish
 from upriver.store import Store
 
@@ -79,7 +79,7 @@ def test_lengths_share_the_weights_and_bring_constants_of_their_own() -> None:
 
 
 def test_buckets_lie_in_a_store_beside_one_weights_file(tmp_path: Path) -> None:
-    programs = capture_buckets(Text(), [tokens(2, 4), tokens(2, 5)], outputs=[Source(path="table")])
+    programs = capture_buckets(Text(), [tokens(2, 4), tokens(2, 5)], outputs=[TensorSource(path="table")])
     store = Store.open(tmp_path.as_uri())
     for program in programs:
         publish(program, store)

@@ -15,7 +15,7 @@ from upriver.errors import CaptureError, ConfigError, ProgramError
 from upriver.program import Program
 from upriver.program.capture.lowering import record
 from upriver.program.capture.prefix import capture, graph_of
-from upriver.program.example_inputs import Example, Source
+from upriver.program.example_inputs import Example, TensorSource
 
 PUBLISHED = {
     # network: stages as HAPI counts them, and bytes per sample after some of them
@@ -79,7 +79,7 @@ def test_a_residual_block_is_one_stage() -> None:
 def test_capture_up_to_a_module_keeps_what_it_returned_before_in_place_code_changed_it() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 2))
     x = torch.randn(4, 6)
-    program = capture(model, (x,), outputs=[Source(path="0")])
+    program = capture(model, (x,), outputs=[TensorSource(path="0")])
     assert [stage.name for stage in program.stages] == ["0"]
     assert torch.equal(program.run((x,), 0, 1)[0], whole(model[0], x))
 
@@ -202,19 +202,21 @@ def test_what_cannot_be_captured_says_which_module_and_why(layer: nn.Module, why
     model = nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 6))
     with pytest.raises(CaptureError, match=re.escape(why)):
         capture(model, torch.randn(2, 6))
-    program = capture(model, torch.randn(2, 6), outputs=[Source(path="0")])  # the rest does not matter
+    program = capture(model, torch.randn(2, 6), outputs=[TensorSource(path="0")])  # the rest does not matter
     assert program.num_stages == 1
 
 
-@pytest.mark.parametrize("source", [Source(path="0", number=1), Source(path="7"), Source(path="0", leaf=1)])
-def test_an_output_that_the_model_does_not_give_is_named(source: Source) -> None:
+@pytest.mark.parametrize(
+    "source", [TensorSource(path="0", number=1), TensorSource(path="7"), TensorSource(path="0", leaf=1)]
+)
+def test_an_output_that_the_model_does_not_give_is_named(source: TensorSource) -> None:
     with pytest.raises(CaptureError, match=re.escape(f"the model gave no '{source}'")):
         capture(nn.Sequential(nn.Linear(6, 6)), torch.randn(2, 6), outputs=[source])
 
 
 def test_outputs_before_which_nothing_runs_are_refused() -> None:
     with pytest.raises(CaptureError, match="nothing runs"):
-        capture(nn.Linear(6, 6), torch.randn(2, 6), outputs=[Source(path=None)])
+        capture(nn.Linear(6, 6), torch.randn(2, 6), outputs=[TensorSource(path=None)])
 
 
 @pytest.mark.parametrize(

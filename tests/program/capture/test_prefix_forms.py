@@ -15,7 +15,7 @@ from upriver._torchvision import ensure_torchvision
 from upriver.program import Program
 from upriver.program.capture.prefix import capture
 from upriver.program.eval_mode import in_eval, no_fast_path
-from upriver.program.example_inputs import Example, Inputs, Source, tensors_in
+from upriver.program.example_inputs import Example, Inputs, TensorSource, tensors_in
 from upriver.program.graph.autocast import autocasting
 
 
@@ -219,8 +219,8 @@ class Late(nn.Module):
         return self.head(y * 2 if y.sum() > 0 else y)
 
 
-def act(number: int) -> Source:
-    return Source(path="act", number=number)
+def act(number: int) -> TensorSource:
+    return TensorSource(path="act", number=number)
 
 
 @pytest.mark.parametrize(
@@ -231,10 +231,10 @@ def act(number: int) -> Source:
         [act(2)],
         [act(1), act(0)],
         [act(0), act(2), act(0), act(0)],
-        [Source(path=None), act(1), Source(path="second")],
+        [TensorSource(path=None), act(1), TensorSource(path="second")],
     ],
 )
-def test_outputs_are_what_the_named_calls_gave_in_that_order(outputs: list[Source]) -> None:
+def test_outputs_are_what_the_named_calls_gave_in_that_order(outputs: list[TensorSource]) -> None:
     torch.manual_seed(0)
     model = Late()
     with torch.no_grad():
@@ -269,13 +269,13 @@ def test_a_caller_that_swallows_exceptions_does_not_hold_up_leaving() -> None:
             return x if x.sum() > 0 else -x
 
     model = Careful()
-    check(capture(model, X, outputs=[Source(path="inner")]), X, [model.inner(X).detach()])
+    check(capture(model, X, outputs=[TensorSource(path="inner")]), X, [model.inner(X).detach()])
 
 
 def test_names_and_modules_are_right_behind_an_early_exit_from_nested_modules() -> None:
     inner = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), inner), nn.Linear(6, 2))
-    program = capture(model, X, outputs=[Source(path="0.1.1"), Source(path="0.0")])
+    program = capture(model, X, outputs=[TensorSource(path="0.1.1"), TensorSource(path="0.0")])
     assert [stage.name for stage in program.stages] == ["0.0", "0.1.0", "0.1.1"]
     assert [stage.kind for stage in program.stages] == ["Linear", "Linear", "ReLU"]
     assert capture(model, X).stages[-1].name == "1"
@@ -297,7 +297,7 @@ class Towers(nn.Module):
 
 def test_what_is_to_run_first_comes_first_and_ends_a_stage() -> None:
     model = Towers()
-    program = capture(model, (X, A), first=[Source(path="right")])
+    program = capture(model, (X, A), first=[TensorSource(path="right")])
     names = [stage.name for stage in program.stages]
     assert names == ["right.0", "right.1", "right.2", "left.0", "left.1", "left.2", "head"]
     assert [len(program.live(cut)) for cut in range(8)] == [2, 2, 2, 2, 2, 2, 2, 1]
@@ -306,7 +306,7 @@ def test_what_is_to_run_first_comes_first_and_ends_a_stage() -> None:
 
 def test_a_frozen_tower_alone_is_a_program_though_another_ran_before_it() -> None:
     model = Towers()
-    program = capture(model, (X, A), outputs=[Source(path="right")])
+    program = capture(model, (X, A), outputs=[TensorSource(path="right")])
     assert {weight.key.partition(".")[0] for weight in program.graph.weights} == {"right"}
     check(program, (X, A), [model.right(A).detach()])
 
@@ -320,7 +320,7 @@ def test_granularity_decides_where_stages_end() -> None:
     assert names("module") == ["0", "1", "2"]
     assert names("op") == ["0: linear", "1: gelu", "2: linear"]
     assert names("end") == ["2"]
-    ended = capture(model, X, granularity="end", outputs=[Source(path="0"), Source(path="1")])
+    ended = capture(model, X, granularity="end", outputs=[TensorSource(path="0"), TensorSource(path="1")])
     assert [stage.name for stage in ended.stages] == ["1"]
 
 
@@ -378,19 +378,24 @@ class Regions(nn.Module):
 
 @pytest.mark.parametrize(
     "source",
-    [None, Source(path="first"), Source(path="second.0", number=1), Source(path="second", number=2)],
+    [
+        None,
+        TensorSource(path="first"),
+        TensorSource(path="second.0", number=1),
+        TensorSource(path="second", number=2),
+    ],
 )
-def test_leaving_from_inside_a_region_of_another_mode(source: Source | None) -> None:
+def test_leaving_from_inside_a_region_of_another_mode(source: TensorSource | None) -> None:
     torch.manual_seed(0)
     model = Regions()
-    states: dict[Source | None, torch.Tensor] = {}
+    states: dict[TensorSource | None, torch.Tensor] = {}
     with torch.no_grad():
-        states[Source(path="first")] = model.first(X)
-        x = model.second(states[Source(path="first")])
+        states[TensorSource(path="first")] = model.first(X)
+        x = model.second(states[TensorSource(path="first")])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            states[Source(path="second.0", number=1)] = model.second[0](x)
-            x = model.second[1](states[Source(path="second.0", number=1)]).float()
-        states[None] = states[Source(path="second", number=2)] = model.second(x)
+            states[TensorSource(path="second.0", number=1)] = model.second[0](x)
+            x = model.second[1](states[TensorSource(path="second.0", number=1)]).float()
+        states[None] = states[TensorSource(path="second", number=2)] = model.second(x)
     program = capture(model, X, outputs=None if source is None else [source])
     check(program, X, [states[source]])
 

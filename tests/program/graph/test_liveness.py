@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from upriver.program.graph.liveness import (
     MANY,
+    ActivationMemory,
     Boundary,
     Chain,
     Granularity,
-    Memory,
     boundaries,
     is_heavy,
     separable,
@@ -154,7 +154,7 @@ def test_pieces_of_computation_are_those_of_the_definition(chain: Chain) -> None
 def test_memory_is_the_most_that_is_alive_at_once(chain: Chain, data: st.DataObject) -> None:
     names = [given.name for given in chain.inputs] + list(makers(chain))
     sizes = {name: data.draw(st.integers(0, 9), label=name) for name in names}
-    memory = Memory(chain, sizes)
+    memory = ActivationMemory(chain, sizes)
     for start, stop in pairwise([0, *(cut.stop for cut in boundaries(chain))]):
         during = [sum(sizes[name] for name in alive_at(chain, start))]
         for index in range(start, stop):

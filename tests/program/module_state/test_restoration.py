@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from tests.program.nets import freeze
 from upriver.finetune.planning.plan_builder import measure_tail
 from upriver.program.freeze import keep_in_eval
-from upriver.program.module_state.reachable import Held
+from upriver.program.module_state.reachable import ReachableObjects
 from upriver.program.module_state.restoration import state_kept
 from upriver.program.split.split import Split, Whole, split
 
@@ -220,7 +220,7 @@ def test_contexts_inside_another_walk_through_the_model_anew_only_for_other_obje
 ) -> None:
     walked: list[nn.Module] = []
 
-    class Walking(Held):
+    class Walking(ReachableObjects):
         def __init__(self, model: nn.Module) -> None:
             walked.append(model)
             super().__init__(model)

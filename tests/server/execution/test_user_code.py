@@ -62,7 +62,7 @@ from upriver.rpc.client import ServerClient
 from upriver.server import ServerConfig
 from upriver.server.code_allowlist import check_code, check_found, require_allow
 from upriver.server.execution import user_code, user_code_runs
-from upriver.server.execution.run_context import Asked
+from upriver.server.execution.run_context import ResolvedRequest
 from upriver.server.ipc.messages import RunCode
 from upriver.server.sandbox import environment
 from upriver.server.scheduling.footprint import ANSWER_BYTES
@@ -577,7 +577,7 @@ def test_a_request_for_more_than_there_is_never_waits():
 
 
 def asked(request, *batches, body_nbytes=0):
-    return Asked(
+    return ResolvedRequest(
         request=request,
         tenant=ANYONE,
         dataset=None,
@@ -589,7 +589,7 @@ def asked(request, *batches, body_nbytes=0):
 
 
 def kind(request):
-    return user_code_runs.Kind.of(user_code_runs.code_run(asked(request), request.code, 0))
+    return user_code_runs.WorkloadKind.of(user_code_runs.code_run(asked(request), request.code, 0))
 
 
 def test_what_was_seen_is_held_from_the_start():

@@ -22,7 +22,7 @@ from upriver.coldstart.model.arrivals import Arrivals
 from upriver.errors import ConfigError, DoesNotFit, Overloaded, TooLarge
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server.execution import worker_process
-from upriver.server.execution.worker_pool import Watch, WorkerPool
+from upriver.server.execution.worker_pool import WorkerPool, WorkerWatch
 from upriver.server.execution.worker_process import BROKE_OFF, Job, WorkerHandle
 from upriver.server.ipc.channel import MAX_MESSAGE_BYTES, Channel, ChannelClosed
 from upriver.server.ipc.messages import (
@@ -419,7 +419,7 @@ def test_the_log_says_what_a_worker_died_of(caplog, ending, told):
         pool = WorkerPool(count=1, setup=SETUP, job_timeout_s=1, on_restart=reasons.append)
         pool._failure = ConfigError("no other is started")
         worker = Gone(ending)
-        pool._alive[worker] = Watch(pidfd=os.open(os.devnull, os.O_RDONLY), since=time.monotonic())
+        pool._alive[worker] = WorkerWatch(pidfd=os.open(os.devnull, os.O_RDONLY), since=time.monotonic())
         pool._bury(worker, ChannelClosed("the other process is gone"))
         await pool.close()
 

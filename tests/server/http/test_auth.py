@@ -12,7 +12,7 @@ from tests.server.running import ask, connect, in_thread
 from upriver.errors import ConfigError, NotAuthorized, StoreError
 from upriver.protocol import Caps
 from upriver.server import Server, ServerConfig
-from upriver.server.http.auth import Access, given_token, tenant_of
+from upriver.server.http.auth import Authenticator, given_token, tenant_of
 from upriver.server.http.limits import PEER_CERTIFICATE
 from upriver.server.observability.audit_log import Audit
 from upriver.server.sandbox.environment import worker_environment
@@ -241,7 +241,7 @@ def asked(config, *, audit=None, certificate=None, path="/v1/run", method="POST"
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
         "state": {PEER_CERTIFICATE: certificate},
     }
-    asyncio.run(Access(app, config, audit)(scope, None, send))
+    asyncio.run(Authenticator(app, config, audit)(scope, None, send))
     (found,) = seen
     return found
 

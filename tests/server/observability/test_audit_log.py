@@ -15,7 +15,7 @@ from tests.server.running import ask, body_of, wait_for
 from upriver.errors import ConfigError
 from upriver.protocol import DatasetRef, RunRequest, program_head
 from upriver.server.observability import audit_log as module
-from upriver.server.observability.audit_log import STRANGERS_PER_MINUTE, Audit, Entry
+from upriver.server.observability.audit_log import STRANGERS_PER_MINUTE, Audit, AuditEntry
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 RUN = RunRequest(
@@ -228,7 +228,7 @@ def test_strangers_do_not_fill_the_disk(tmp_path):
 
 def test_an_entry_is_written_once_with_what_was_known(tmp_path):
     audit = Audit(tmp_path / "audit")
-    whole, early = Entry(audit, "alice", "1-1"), Entry(audit, "alice", "1-2")
+    whole, early = AuditEntry(audit, "alice", "1-1"), AuditEntry(audit, "alice", "1-2")
     whole.about(RUN)
     whole.bytes_in, whole.bytes_out = 7, 1000
     whole.close("ok")

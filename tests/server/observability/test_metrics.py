@@ -17,7 +17,7 @@ from upriver.server.observability.metrics import (
     RECENT_S,
     RESTARTS,
     STORE_ERRORS,
-    Metrics,
+    ServerMetrics,
 )
 from upriver.types import Timings
 
@@ -27,9 +27,9 @@ DASHBOARD = json.loads((ROOT / "ops" / "grafana" / "upriver.json").read_text(enc
 TIMINGS = Timings(phases={"queue": 0.5, "read": 0.2, "forward": 2.0})
 
 
-def filled() -> Metrics:
+def filled() -> ServerMetrics:
     """Everything has happened once."""
-    metrics = Metrics(tenants=["anna"], stores=["images"])
+    metrics = ServerMetrics(tenants=["anna"], stores=["images"])
     metrics.requests.labels("/v1/run", 200).inc()
     metrics.running.inc()
     metrics.errors.labels("protocol").inc()
@@ -53,7 +53,7 @@ def filled() -> Metrics:
     return metrics
 
 
-def registered(metrics: Metrics) -> dict[str, tuple[str, frozenset[str]]]:
+def registered(metrics: ServerMetrics) -> dict[str, tuple[str, frozenset[str]]]:
     """Type and labels by the name that Prometheus shows."""
     found = {}
     for family in metrics.registry.collect():
@@ -63,7 +63,7 @@ def registered(metrics: Metrics) -> dict[str, tuple[str, frozenset[str]]]:
     return found
 
 
-def series(metrics: Metrics) -> set[str]:
+def series(metrics: ServerMetrics) -> set[str]:
     """Every name that a query can use."""
     return {sample.name for family in metrics.registry.collect() for sample in family.samples}
 
@@ -184,7 +184,7 @@ def test_each_call_moves_its_own_series(name: str, labels: dict[str, str], value
 
 
 def test_series_of_the_configuration_are_there_before_anything_happens() -> None:
-    registry = Metrics(tenants=["anna", "ben"], stores=["images"]).registry
+    registry = ServerMetrics(tenants=["anna", "ben"], stores=["images"]).registry
     for tenant in ("anna", "ben"):
         assert registry.get_sample_value("upriver_admitted_requests_total", {"tenant": tenant}) == 0
     assert registry.get_sample_value("upriver_store_read_bytes_total", {"store": "images"}) == 0
@@ -192,7 +192,7 @@ def test_series_of_the_configuration_are_there_before_anything_happens() -> None
 
 
 def test_a_worker_makes_no_labels() -> None:
-    metrics = Metrics()
+    metrics = ServerMetrics()
     metrics.micro_batch("anyone", Timings(phases={f"made-up-{number}": 1.0 for number in range(100)}))
     metrics.store_error("images", "made-up")
     for number in range(100):
@@ -205,7 +205,7 @@ def test_a_worker_makes_no_labels() -> None:
 
 
 def test_every_error_that_there_is_has_its_own_label() -> None:
-    metrics = Metrics()
+    metrics = ServerMetrics()
     codes = {
         kind.code for kind in (NotAuthorized, QuotaExceeded, DeadlineExceeded, WorkerCrashed, UpriverError)
     }
@@ -215,7 +215,7 @@ def test_every_error_that_there_is_has_its_own_label() -> None:
 
 
 def test_two_servers_in_a_process_do_not_meet() -> None:
-    one, other = Metrics(), Metrics()
+    one, other = ServerMetrics(), ServerMetrics()
     one.admitted("anyone")
     name, labels = "upriver_admitted_requests_total", {"tenant": "anyone"}
     assert one.registry.get_sample_value(name, labels) == 1
@@ -224,7 +224,7 @@ def test_two_servers_in_a_process_do_not_meet() -> None:
 
 def test_uptime_goes_by_the_clock() -> None:
     now = 100.0
-    metrics = Metrics(now=lambda: now)
+    metrics = ServerMetrics(now=lambda: now)
     now = 112.5
     assert metrics.uptime_s == 12.5
     assert metrics.registry.get_sample_value("upriver_uptime_seconds") == 12.5
@@ -232,7 +232,7 @@ def test_uptime_goes_by_the_clock() -> None:
 
 def test_errors_of_the_last_minute_are_told_from_the_rest() -> None:
     now = 0.0
-    metrics = Metrics(now=lambda: now)
+    metrics = ServerMetrics(now=lambda: now)
     for _ in range(3):
         metrics.errors.labels("overloaded").inc()
     now = RECENT_S + 1
@@ -243,7 +243,7 @@ def test_errors_of_the_last_minute_are_told_from_the_rest() -> None:
 
 
 def test_a_flood_of_errors_takes_no_more_memory() -> None:
-    metrics = Metrics()
+    metrics = ServerMetrics()
     for _ in range(2 * MAX_RECENT):
         metrics.errors.labels("overloaded").inc()
     [row] = metrics.errors.rows()

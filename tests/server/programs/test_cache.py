@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.errors import DoesNotFit, Overloaded, StoreError
-from upriver.server.programs.cache import Shelf
+from upriver.server.programs.cache import ProgramCache
 from upriver.server.scheduling.memory_budget import Budget
 
 
 def shelf_of(total=100, most=100, **quotas):
     evicted = []
     budget = Budget(total)
-    return Shelf(budget, most_bytes=most, on_evict=evicted.append, quotas=quotas), budget, evicted
+    return ProgramCache(budget, most_bytes=most, on_evict=evicted.append, quotas=quotas), budget, evicted
 
 
 def files(key):

@@ -8,9 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upriver.errors import DoesNotFit, Overloaded, QuotaExceeded
-from upriver.server.programs.cache import Shelf
+from upriver.server.programs.cache import ProgramCache
 from upriver.server.scheduling import admission_queue as lines
-from upriver.server.scheduling.admission_queue import Full, Line, Program, Wanted, ask_for
+from upriver.server.scheduling.admission_queue import (
+    AdmissionQueue,
+    AdmissionRequest,
+    Full,
+    NeededProgram,
+    ask_for,
+)
 from upriver.server.scheduling.batch_adaptation import adaptive, static
 from upriver.server.scheduling.memory_budget import BASE, Budget
 from upriver.server.tenants import ANYONE, Tenant
@@ -42,8 +48,8 @@ class Waiting:
     ):
         self.now = Now()
         self.budget = Budget(total)
-        self.shelf = Shelf(self.budget, most_bytes=total, on_evict=lambda key: None)
-        self.line = Line(
+        self.shelf = ProgramCache(self.budget, most_bytes=total, on_evict=lambda key: None)
+        self.line = AdmissionQueue(
             self.budget,
             self.shelf,
             policy,
@@ -59,7 +65,9 @@ class Waiting:
     def come(self, name, nbytes, tenant=ANYONE, program=None, sizes=None):
         """Someone who stands in line, as a task."""
         programs = {size: program for size in sizes or {1: 0}} if program is not None else {}
-        return self.stand(name, Wanted(tenant=tenant, nbytes=sizes or {1: nbytes}, programs=programs))
+        return self.stand(
+            name, AdmissionRequest(tenant=tenant, nbytes=sizes or {1: nbytes}, programs=programs)
+        )
 
     def stand(self, name, wanted):
         async def wait():
@@ -163,7 +171,7 @@ def test_who_has_a_large_program_does_not_come_last_for_it():
         tasks = [w.come(f"s{number}", 10, small) for number in range(2)]
         await settle()
         w.come("s2", 10, small)
-        w.come("l0", 10, large, program=Program(key="large/p", nbytes=60))
+        w.come("l0", 10, large, program=NeededProgram(key="large/p", nbytes=60))
         await settle()
         assert w.gone_in == ["s0", "s1"]
         w.leave(tasks[0], small)
@@ -241,7 +249,7 @@ def test_idle_programs_are_not_held_against_a_tenants_share_and_those_in_use_are
             w.come(f"r{number}", 20, tenant)
         await settle()
         assert w.gone_in == ["r0", "r1"]
-        w, program = Waiting(100), Program(key="t/p", nbytes=30)
+        w, program = Waiting(100), NeededProgram(key="t/p", nbytes=30)
         for number in range(3):
             w.come(f"r{number}", 10, tenant, program=program)
         await settle()
@@ -253,7 +261,7 @@ def test_idle_programs_are_not_held_against_a_tenants_share_and_those_in_use_are
 def test_what_was_sent_along_leaves_no_room_for_the_work_on_it():
     async def go():
         w = Waiting(100)
-        wanted = Wanted(tenant=ANYONE, nbytes={1: 70}, programs={}, body_nbytes=40)
+        wanted = AdmissionRequest(tenant=ANYONE, nbytes={1: 70}, programs={}, body_nbytes=40)
         with w.budget.hold(40, owner="t"), pytest.raises(DoesNotFit, match=r"70 bytes.*60"):
             await w.stand("r", wanted)
 
@@ -289,7 +297,7 @@ def with_body(w, name, nbytes, body_nbytes, tenant=ANYONE):
 
     async def stand():
         with w.budget.hold(body_nbytes, owner=tenant.name):
-            wanted = Wanted(tenant=tenant, nbytes={1: nbytes}, programs={}, body_nbytes=body_nbytes)
+            wanted = AdmissionRequest(tenant=tenant, nbytes={1: nbytes}, programs={}, body_nbytes=body_nbytes)
             admitted = await w.line.wait(wanted)
             w.gone_in.append(name)
             w.line.leave(admitted, tenant)
@@ -340,7 +348,7 @@ def test_who_never_fits_is_told_so_at_once_and_names_the_numbers():
         w = Waiting(100)
         w.budget.hold(30, owner=BASE)
         with pytest.raises(DoesNotFit, match=r"80 bytes.*70"):
-            await w.come("r", 60, program=Program(key="t/p", nbytes=20))
+            await w.come("r", 60, program=NeededProgram(key="t/p", nbytes=20))
 
     asyncio.run(go())
 
@@ -470,7 +478,7 @@ def test_whoever_gives_up_leaves_nothing_behind():
 def test_a_program_is_held_once_for_all_who_share_it_and_idle_ones_make_room():
     async def go():
         w = Waiting(100)
-        program = Program(key="t/p", nbytes=30)
+        program = NeededProgram(key="t/p", nbytes=30)
         tasks = [w.come(f"r{number}", 30, program=program) for number in range(2)]
         await settle()
         assert w.gone_in == ["r0", "r1"] and w.budget.reserved_bytes == 90
@@ -486,8 +494,8 @@ def test_an_idle_program_that_others_wait_for_makes_room_where_nobody_could_go_o
     async def go():
         w = Waiting(100)
         await w.keep("t/a", 60)
-        b = w.come("b", 10, program=Program(key="t/b", nbytes=60))
-        a = w.come("a", 10, program=Program(key="t/a", nbytes=60))
+        b = w.come("b", 10, program=NeededProgram(key="t/b", nbytes=60))
+        a = w.come("a", 10, program=NeededProgram(key="t/a", nbytes=60))
         await settle()
         assert w.gone_in == ["b"]
         w.leave(b)
@@ -501,8 +509,8 @@ def test_an_idle_program_that_others_wait_for_stays_as_long_as_there_is_room_wit
     async def go():
         w = Waiting(100)
         await w.keep("t/a", 40)
-        w.come("b", 10, program=Program(key="t/b", nbytes=30))
-        w.come("a", 10, program=Program(key="t/a", nbytes=40))
+        w.come("b", 10, program=NeededProgram(key="t/b", nbytes=30))
+        w.come("a", 10, program=NeededProgram(key="t/a", nbytes=40))
         await settle()
         assert w.gone_in == ["b", "a"]
 
@@ -513,8 +521,8 @@ def test_a_size_whose_program_does_not_fit_gives_way_to_one_whose_program_is_the
     async def go():
         w = Waiting(100, policy=adaptive, min_batch=16)
         await w.keep("t/small", 30)
-        programs = {16: Program(key="t/small", nbytes=30), 64: Program(key="t/large", nbytes=30)}
-        task = w.stand("r", Wanted(tenant=ANYONE, nbytes={16: 16, 64: 64}, programs=programs))
+        programs = {16: NeededProgram(key="t/small", nbytes=30), 64: NeededProgram(key="t/large", nbytes=30)}
+        task = w.stand("r", AdmissionRequest(tenant=ANYONE, nbytes={16: 16, 64: 64}, programs=programs))
         await settle()
         assert task.result().size == 16
         assert w.budget.reserved_bytes == 46
@@ -538,7 +546,7 @@ def test_whatever_fits_at_all_gets_its_memory_in_the_end(sizes):
 @given(st.dictionaries(st.integers(1, 4096), st.integers(1 << 20, 1 << 36), min_size=1, max_size=8))
 def test_a_policy_never_thinks_that_a_request_takes_less_than_it_does(nbytes):
     sizes = sorted(nbytes)
-    ask = ask_for(1, Wanted(tenant=ANYONE, nbytes=nbytes, programs={}), sizes)
+    ask = ask_for(1, AdmissionRequest(tenant=ANYONE, nbytes=nbytes, programs={}), sizes)
     assert ask.sizes == tuple(sizes)
     assert all(ask.fixed_bytes + size * ask.bytes_per_sample >= nbytes[size] for size in sizes)
     if len(sizes) == 1:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.server.scheduling.concurrency_limit import Places
+from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
 
 NAMES = ("a", "b", "c", "d")
 
@@ -19,7 +19,7 @@ def filled(places, tenant):
     st.integers(len(NAMES) * 2, 20), st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), max_size=60)
 )
 def test_whatever_others_take_a_tenant_that_has_no_place_gets_one(most, steps):
-    places = Places(most, NAMES)
+    places = ConcurrencyLimit(most, NAMES)
     for name, comes in steps:
         if comes:
             had = places.taken_by(name)
@@ -30,11 +30,11 @@ def test_whatever_others_take_a_tenant_that_has_no_place_gets_one(most, steps):
 
 
 def test_who_is_alone_may_have_all():
-    assert filled(Places(8, ["a"]), "a") == filled(Places(8, []), "anyone") == 8
+    assert filled(ConcurrencyLimit(8, ["a"]), "a") == filled(ConcurrencyLimit(8, []), "anyone") == 8
 
 
 def test_all_but_one_for_each_other_tenant_can_be_had_and_they_count_once_they_have_come():
-    places = Places(8, NAMES)
+    places = ConcurrencyLimit(8, NAMES)
     assert places.take("b") and places.take("b")
     assert filled(places, "a") == 8 - 2 - 2
     assert filled(places, "c") == 1
@@ -43,11 +43,11 @@ def test_all_but_one_for_each_other_tenant_can_be_had_and_they_count_once_they_h
 
 
 def test_many_who_do_not_come_take_no_more_than_half():
-    assert filled(Places(8, [str(number) for number in range(1000)]), "7") == 4
+    assert filled(ConcurrencyLimit(8, [str(number) for number in range(1000)]), "7") == 4
 
 
 def test_of_a_single_place_none_is_kept():
-    places = Places(1, NAMES)
+    places = ConcurrencyLimit(1, NAMES)
     assert places.take("a") and not places.take("b")
     places.give_back("a")
     assert places.take("b")

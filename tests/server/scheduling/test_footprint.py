@@ -21,8 +21,8 @@ from upriver.server.scheduling.footprint import (
     GRAPH_FACTOR,
     MAX_FORMS,
     WEIGHED_BYTES,
-    Form,
-    Forms,
+    PositionFootprint,
+    ProgramFootprints,
     input_of,
     read_form,
     request_bytes,
@@ -87,7 +87,7 @@ def test_of_more_tensors_than_a_frame_has_by_default_only_the_number_is_kept():
 
 
 def test_a_dataset_gives_one_tensor():
-    form = Form(micro_batch=4, count=2, tensors=(("float32", (4, 1)),) * 2)
+    form = PositionFootprint(micro_batch=4, count=2, tensors=(("float32", (4, 1)),) * 2)
     ref = DatasetRef(store="default", digest="0" * 64)
     request = RunRequest(micro_batches=((0,),), start=-1, stop=1, micro_batch=4, dataset=ref)
     with pytest.raises(ProtocolError, match="a dataset gives one tensor, and the program takes 2"):
@@ -102,7 +102,7 @@ def test_a_graph_is_read_once_for_each_position_and_not_remembered_for_ever():
         held.append((nbytes, tenant.name))
         yield
 
-    forms, program = Forms(hold), make_program(0)
+    forms, program = ProgramFootprints(hold), make_program(0)
     graph = sealed(program.graph_bytes)
     for position in (0, 1, 0, 1):
         assert forms.of("anyone/one", graph, position, ANYONE).micro_batch == MICRO_BATCH
@@ -123,7 +123,7 @@ def test_every_cut_of_some_networks_is_remembered_with_what_crosses_there(monkey
         held.append(tenant.name)
         yield
 
-    forms, graph = Forms(hold), sealed(make_program(0).graph_bytes)
+    forms, graph = ProgramFootprints(hold), sealed(make_program(0).graph_bytes)
     for _ in range(2):
         for number in range(100):
             for position in (0, 1):
@@ -145,7 +145,7 @@ def test_a_large_graph_is_read_only_where_there_is_memory_for_it():
         raise Overloaded("none")
 
     with pytest.raises(Overloaded):
-        Forms(hold).of("anyone/one", graph, 0, ANYONE)
+        ProgramFootprints(hold).of("anyone/one", graph, 0, ANYONE)
 
 
 # ------------------------------------------------------------------------------- samples of a dataset

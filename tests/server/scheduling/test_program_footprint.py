@@ -13,11 +13,11 @@ from upriver.profile.memory.estimator import stretch_peak
 from upriver.program import Program
 from upriver.program.capture.prefix import capture
 from upriver.server.scheduling.footprint import END, GRAPH_FACTOR, program_bytes
-from upriver.server.scheduling.program_footprint import Scale
+from upriver.server.scheduling.program_footprint import FootprintEstimator
 
 
 def scale_of(program):
-    return Scale(program.graph_bytes, torch.device("cpu"))
+    return FootprintEstimator(program.graph_bytes, torch.device("cpu"))
 
 
 def test_a_stretch_weighs_the_same_without_its_weights():
@@ -49,11 +49,11 @@ def test_a_stretch_that_is_none_is_refused():
 def test_a_graph_that_is_not_sound_is_refused():
     graph = make_program(0).graph_bytes
     with pytest.raises(ProgramError):
-        Scale(graph[:-2], torch.device("cpu"))
+        FootprintEstimator(graph[:-2], torch.device("cpu"))
     broken = graph.replace(b"conv2d", b"conv9d", 1)
     assert broken != graph
     with pytest.raises(ProgramError):
-        Scale(broken, torch.device("cpu"))
+        FootprintEstimator(broken, torch.device("cpu"))
 
 
 def test_a_program_counts_its_files_once_and_its_graph_in_each_worker():
@@ -76,7 +76,10 @@ def test_a_graph_takes_no_more_as_objects_than_is_counted(network):
     captured = capture(models.get_model(network, weights=None).eval(), (torch.zeros(2, 3, 224, 224),))
     graph, weights = captured.graph_bytes, bytes(captured.weights_bytes)
     del captured
-    for take in (lambda: Program.from_bytes(graph, weights), lambda: Scale(graph, torch.device("cpu"))):
+    for take in (
+        lambda: Program.from_bytes(graph, weights),
+        lambda: FootprintEstimator(graph, torch.device("cpu")),
+    ):
         take()  # what is imported and remembered once is nobody's
         gc.collect()
         tracemalloc.start()

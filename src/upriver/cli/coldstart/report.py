@@ -10,11 +10,11 @@ from upriver.text import bytes_text, rate_text
 
 if TYPE_CHECKING:
     from upriver.coldstart import Arriving, Loading
-    from upriver.coldstart.load_history import Moment
-    from upriver.report.cold_plot import Way
+    from upriver.coldstart.load_history import LoadEvent
+    from upriver.report.cold_plot import WeightSpans
 
 
-def streamed(handle: Arriving | Loading, moments: Sequence[Moment], answer_s: float) -> dict[str, Any]:
+def streamed(handle: Arriving | Loading, moments: Sequence[LoadEvent], answer_s: float) -> dict[str, Any]:
     """What came when, in JSON.
 
     Args:
@@ -90,7 +90,7 @@ def _times(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def picture(
-    handle: Arriving | Loading, moments: Sequence[Moment], *, answer_s: float, title: str, suffix: str
+    handle: Arriving | Loading, moments: Sequence[LoadEvent], *, answer_s: float, title: str, suffix: str
 ) -> bytes:
     """The load as a picture, in the form that a file of that ending has."""
     from upriver.report.cold_plot import plot_ways
@@ -99,9 +99,9 @@ def picture(
     return plot_ways(_ways(handle, moments), answer_s=answer_s, title=title, image_format=image_format)
 
 
-def _ways(handle: Arriving | Loading, moments: Sequence[Moment]) -> list[Way]:
+def _ways(handle: Arriving | Loading, moments: Sequence[LoadEvent]) -> list[WeightSpans]:
     """Of each weight, in the order in which something read them, then in that of the file."""
-    from upriver.report.cold_plot import Way
+    from upriver.report.cold_plot import WeightSpans
 
     asked: dict[str, float] = {}
     filled: dict[str, float] = {}
@@ -117,7 +117,7 @@ def _ways(handle: Arriving | Loading, moments: Sequence[Moment]) -> list[Way]:
             touched[moment.weights[0]] = moment.at_s
     order = dict.fromkeys((*touched, *filled))
     return [
-        Way(name, nbytes[name], asked.get(name, filled[name]), filled[name], touched.get(name))
+        WeightSpans(name, nbytes[name], asked.get(name, filled[name]), filled[name], touched.get(name))
         for name in order
         if nbytes[name]
     ]

@@ -23,7 +23,7 @@ from upriver.errors import ConfigError
 from upriver.text import rate_text
 
 if TYPE_CHECKING:
-    from upriver.cli.plan.question import Question
+    from upriver.cli.plan.question import PlanQuestion
     from upriver.policies import Policy
     from upriver.report.sweep import SweepPoint
     from upriver.types import Cluster, Plan, Workload
@@ -143,7 +143,7 @@ def plan(
         return plan_metrics(metrics, policy, idle=idle, as_json=as_json)
     outputs = Outputs(plot=plot, html=html, save_profile=save_profile, save_cluster=save_cluster)
     outputs.check()
-    source = Source(
+    source = PlanInputs(
         profile=profile,
         cluster=cluster,
         model=model,
@@ -173,7 +173,7 @@ def plan(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class PlanInputs:
     """Where profile and cluster come from: files, or a model and a bandwidth."""
 
     profile: Path | None
@@ -207,26 +207,26 @@ class Source:
         if self.profile is not None and idle:
             raise ConfigError(f"{', '.join(idle)} would not count with --profile, only with --model")
 
-    def question(self, *, batch_size: int, num_samples: int) -> Question:
+    def question(self, *, batch_size: int, num_samples: int) -> PlanQuestion:
         """Read, or measure, what is to be planned for."""
-        from upriver.cli.plan.question import Question, read_cluster, read_profile
+        from upriver.cli.plan.question import PlanQuestion, read_cluster, read_profile
         from upriver.types import Workload
 
         workload = Workload(batch_size=batch_size, num_samples=num_samples)
         machines = None if self.cluster is None else read_cluster(self.cluster)
         if self.profile is not None and machines is not None:
-            question = Question(profile=read_profile(self.profile), cluster=machines, workload=workload)
+            question = PlanQuestion(profile=read_profile(self.profile), cluster=machines, workload=workload)
         else:
             question = self._measured(machines, workload)
         return question if self.bandwidth is None else question.at(self.bandwidth)
 
-    def _measured(self, machines: Cluster | None, workload: Workload) -> Question:
+    def _measured(self, machines: Cluster | None, workload: Workload) -> PlanQuestion:
         """Measure the model; the machines are those of the file where there is one."""
-        from upriver.cli.plan.model import SAME_MACHINE, Wanted, measured_profile, same_machine
-        from upriver.cli.plan.question import Question
+        from upriver.cli.plan.model import SAME_MACHINE, MeasureOptions, measured_profile, same_machine
+        from upriver.cli.plan.question import PlanQuestion
         from upriver.program.graph.autocast import autocast_dtype
 
-        wanted = Wanted(
+        wanted = MeasureOptions(
             model=self.model or "",
             freeze_to=self.freeze_to,
             micro_batch=self._micro_batch(machines),
@@ -234,7 +234,7 @@ class Source:
             autocast=autocast_dtype(self.autocast),
             stored_bytes=self.stored_bytes,
         )
-        return Question(
+        return PlanQuestion(
             profile=measured_profile(wanted),
             cluster=machines or same_machine(self.bandwidth or 0.0, wanted.micro_batch),
             workload=workload,
@@ -283,7 +283,7 @@ def _of_request(policies: Iterable[str]) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class PlanAnswer:
     """What each policy that was asked says, and what at other bandwidths."""
 
     plans: Mapping[str, Plan]
@@ -299,7 +299,7 @@ class Answer:
         return {**document, "sweep": sweep_to_dict(self.points)} if self.points else document
 
 
-def _answer(policies: Mapping[str, Policy], question: Question, rates: Sequence[float]) -> Answer:
+def _answer(policies: Mapping[str, Policy], question: PlanQuestion, rates: Sequence[float]) -> PlanAnswer:
     from upriver.report.sweep import sweep_bandwidth
 
     profile, cluster, workload = question.profile, question.cluster, question.workload
@@ -307,17 +307,17 @@ def _answer(policies: Mapping[str, Policy], question: Question, rates: Sequence[
     question.check_finite(of_request=of_request)
     if rates:
         question.at(min(rates)).check_finite(of_request=of_request)
-    return Answer(
+    return PlanAnswer(
         plans={name: policy(profile, cluster, workload) for name, policy in policies.items()},
         points=sweep_bandwidth(policies, rates, profile, cluster, workload),
     )
 
 
-def _facts(question: Question, answer: Answer) -> dict[str, str]:
+def _facts(question: PlanQuestion, answer: PlanAnswer) -> dict[str, str]:
     return question.request_facts() if _of_request(answer.plans) else question.facts()
 
 
-def _tell(question: Question, answer: Answer, policy: str, *, as_json: bool) -> None:
+def _tell(question: PlanQuestion, answer: PlanAnswer, policy: str, *, as_json: bool) -> None:
     from upriver.cli.plan.text import print_plans, print_sweep
 
     def text() -> None:
@@ -331,7 +331,7 @@ def _tell(question: Question, answer: Answer, policy: str, *, as_json: bool) -> 
     emit(answer.document(policy) if as_json else None, as_json=as_json, text=text)
 
 
-def _exit_code(answer: Answer, policy: str) -> int:
+def _exit_code(answer: PlanAnswer, policy: str) -> int:
     """Say on stderr what is short where nothing fits."""
     if any(plan.feasible for plan in answer.plans.values()):
         return 0
@@ -368,7 +368,7 @@ class Outputs:
         if len(set(paths)) < len(paths):
             raise ConfigError("two of --plot, --html, --save-profile and --save-cluster name one file")
 
-    def write(self, question: Question, answer: Answer) -> None:
+    def write(self, question: PlanQuestion, answer: PlanAnswer) -> None:
         """Write them, whole or not at all.
 
         Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from upriver.cli.common import emit, print_fields, print_table
 from upriver.cli.plan.question import read_metrics
 from upriver.errors import ConfigError
-from upriver.policies import OFFLOAD_POLICIES, Offload, fastflow, pipeline
+from upriver.policies import OFFLOAD_POLICIES, OffloadDecision, fastflow, pipeline
 from upriver.profile.throughput import Candidate, Metrics
 from upriver.text import wrapped
 
@@ -45,7 +45,7 @@ def plan_metrics(path: Path, policy: str, *, idle: Sequence[str], as_json: bool)
     return 0
 
 
-def _print(metrics: Metrics, decisions: Mapping[str, Offload]) -> None:
+def _print(metrics: Metrics, decisions: Mapping[str, OffloadDecision]) -> None:
     print_fields(
         {
             "model alone": f"{metrics.gthp:g} MB/s",

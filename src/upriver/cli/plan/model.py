@@ -46,7 +46,7 @@ TAIL_REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class MeasureOptions:
     """What is to be measured.
 
     Attributes:
@@ -77,7 +77,7 @@ def same_machine(bandwidth_bytes_per_s: float, micro_batch: int) -> Cluster:
     )
 
 
-def measured_profile(wanted: Wanted) -> Profile:
+def measured_profile(wanted: MeasureOptions) -> Profile:
     """Capture the frozen part, prove its cuts, and measure stages and tail at two sizes of micro-batch.
 
     Raises:
@@ -99,7 +99,7 @@ def measured_profile(wanted: Wanted) -> Profile:
         return _measured(wanted, network, parts, programs, examples)
 
 
-def _freeze(network: nn.Module, wanted: Wanted) -> None:
+def _freeze(network: nn.Module, wanted: MeasureOptions) -> None:
     check_module(network, wanted.freeze_to)
     if wanted.freeze_to is not None:
         freeze_to(network, wanted.freeze_to)
@@ -110,7 +110,7 @@ def _freeze(network: nn.Module, wanted: Wanted) -> None:
 
 
 def _measured(
-    wanted: Wanted,
+    wanted: MeasureOptions,
     network: nn.Module,
     parts: Split,
     programs: Sequence[Program],

@@ -25,7 +25,7 @@ NAME_LENGTH = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class PlanQuestion:
     """What is planned for.
 
     Attributes:
@@ -37,7 +37,7 @@ class Question:
     workload: Workload
     notes: tuple[str, ...] = ()
 
-    def at(self, bandwidth_bytes_per_s: float) -> Question:
+    def at(self, bandwidth_bytes_per_s: float) -> PlanQuestion:
         """The same with another bandwidth of the link."""
         link = replace(self.cluster.link, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
         return replace(self, cluster=replace(self.cluster, link=link))

@@ -72,14 +72,14 @@ def logits(outputs: Any) -> torch.Tensor:
     return result
 
 
-class Stop:
+class StopSignal:
     """Turns the first Ctrl-C or SIGTERM into a request that is met between two steps; the second one ends."""
 
     def __init__(self) -> None:
         self.requested = False
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> StopSignal:
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._request)
         return self
@@ -155,7 +155,7 @@ class Trainer:
                 f"{self._path} is in epoch {begun}, so epochs must be at least {begun}, got {epochs}; delete "
                 "it to start anew"
             )
-        with Stop() as stop:
+        with StopSignal() as stop:
             self._evaluate()
             while len(self.epochs) < epochs:
                 self._epoch(stop)
@@ -163,7 +163,7 @@ class Trainer:
                 if stop.requested and len(self.epochs) < epochs:
                     raise KeyboardInterrupt
 
-    def _epoch(self, stop: Stop) -> None:
+    def _epoch(self, stop: StopSignal) -> None:
         """Train what is left of an epoch."""
         began, bytes_before = time.perf_counter(), self._link_bytes()
         if len(self._losses) < len(self._job):  # else the job, which has no step left, begins another epoch
@@ -179,7 +179,7 @@ class Trainer:
             }
         )
 
-    def _train(self, stop: Stop) -> None:
+    def _train(self, stop: StopSignal) -> None:
         self._model.train()
         for inputs, targets in self._batches():
             loss = nn.functional.cross_entropy(logits(self._job(inputs)), targets)

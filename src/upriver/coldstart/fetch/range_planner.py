@@ -14,14 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from upriver.coldstart.format.checkpoint import Placed, Source
+from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource
 from upriver.errors import ConfigError
 
 PADDING = -1
 """Stands for a tensor where bytes are read along that nobody wants."""
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """Bytes of one tensor, of one checksum's at most.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Request:
+class RangeRequest:
     """One range of one object.
 
     Attributes:
@@ -54,12 +54,12 @@ class Request:
 
     path: str
     start: int
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     tensors: frozenset[int]
     nbytes: int
 
     @classmethod
-    def of(cls, path: str, start: int, parts: Sequence[Part]) -> Request:
+    def of(cls, path: str, start: int, parts: Sequence[TensorPart]) -> RangeRequest:
         """For these parts, the first of which lies at ``start``."""
         return cls(
             path=path,
@@ -79,9 +79,9 @@ class Request:
         """The byte of the object behind its last one."""
         return self.start + self.nbytes
 
-    def segments(self) -> list[Part]:
+    def segments(self) -> list[TensorPart]:
         """Its parts, those joined that follow each other in one tensor."""
-        found: list[Part] = []
+        found: list[TensorPart] = []
         for part in self.parts:
             if found and part.tensor == found[-1].tensor != PADDING and part.start == found[-1].stop:
                 found[-1] = found[-1]._replace(stop=part.stop)
@@ -91,8 +91,13 @@ class Request:
 
 
 def requests_for(
-    source: Source, groups: Sequence[range], *, request_bytes: int, along_bytes: int, join_bytes: int = 0
-) -> list[Request]:
+    source: WeightSource,
+    groups: Sequence[range],
+    *,
+    request_bytes: int,
+    along_bytes: int,
+    join_bytes: int = 0,
+) -> list[RangeRequest]:
     """The requests for all tensors, group by group, and in each group for the first tensors first.
 
     Args:
@@ -107,14 +112,16 @@ def requests_for(
         ConfigError: If a tensor is in no group, or in two, or out of order.
     """
     _check_groups(groups, len(source.tensors))
-    found: list[Request] = []
+    found: list[RangeRequest] = []
     for group in groups:
         requests = _requests_of(source, group, request_bytes=request_bytes, along_bytes=along_bytes)
         found += sorted(requests, key=lambda request: request.span.start)
     return list(_joined(found, join_bytes=join_bytes, along_bytes=along_bytes)) if join_bytes else found
 
 
-def apart(requests: Iterable[Request], path: str, stop: int) -> tuple[list[Request], list[Request]]:
+def apart(
+    requests: Iterable[RangeRequest], path: str, stop: int
+) -> tuple[list[RangeRequest], list[RangeRequest]]:
     """Those requests whose bytes are among an object's first ones, and all others; some of them are divided.
 
     Args:
@@ -122,8 +129,8 @@ def apart(requests: Iterable[Request], path: str, stop: int) -> tuple[list[Reque
         path: The object.
         stop: The byte behind those.
     """
-    among: list[Request] = []
-    others: list[Request] = []
+    among: list[RangeRequest] = []
+    others: list[RangeRequest] = []
     for request in requests:
         if request.path != path or request.start >= stop:
             others.append(request)
@@ -136,9 +143,9 @@ def apart(requests: Iterable[Request], path: str, stop: int) -> tuple[list[Reque
     return among, others
 
 
-def _divided(request: Request, at: int) -> tuple[Request, Request]:
+def _divided(request: RangeRequest, at: int) -> tuple[RangeRequest, RangeRequest]:
     """The same by two requests, before and behind a byte of the object that is within it."""
-    before: list[Part] = []
+    before: list[TensorPart] = []
     rest, left = deque(request.parts), at - request.start
     while rest[0].nbytes <= left:
         before.append(rest.popleft())
@@ -152,58 +159,62 @@ def _divided(request: Request, at: int) -> tuple[Request, Request]:
     return _without_padding(path, request.start, before), _without_padding(path, at, list(rest))
 
 
-def parts_of(index: int, tensor: Placed, *, chunk_bytes: int, request_bytes: int) -> Iterator[Part]:
+def parts_of(
+    index: int, tensor: TensorLocation, *, chunk_bytes: int, request_bytes: int
+) -> Iterator[TensorPart]:
     """A tensor, cut where its checksums' bytes end, and wherever there would be too many for a request."""
     nbytes = tensor.stop - tensor.start
     if not tensor.crc32c:
-        yield from cut(Part(index, 0, nbytes), request_bytes)
+        yield from cut(TensorPart(index, 0, nbytes), request_bytes)
         return
     for chunk in range(-(-nbytes // chunk_bytes)):
         yield from cut(chunk_of(index, tensor, chunk, chunk_bytes=chunk_bytes), request_bytes)
 
 
-def chunk_of(index: int, tensor: Placed, chunk: int, *, chunk_bytes: int) -> Part:
+def chunk_of(index: int, tensor: TensorLocation, chunk: int, *, chunk_bytes: int) -> TensorPart:
     """What one of a tensor's checksums is for."""
     start = chunk * chunk_bytes
-    return Part(index, start, min(start + chunk_bytes, tensor.stop - tensor.start))
+    return TensorPart(index, start, min(start + chunk_bytes, tensor.stop - tensor.start))
 
 
-def cut(part: Part, most_bytes: int) -> Iterator[Part]:
+def cut(part: TensorPart, most_bytes: int) -> Iterator[TensorPart]:
     """The same bytes, so many at once."""
     for start in range(part.start, part.stop, most_bytes):
-        yield Part(part.tensor, start, min(start + most_bytes, part.stop))
+        yield TensorPart(part.tensor, start, min(start + most_bytes, part.stop))
 
 
-def _requests_of(source: Source, group: range, *, request_bytes: int, along_bytes: int) -> Iterator[Request]:
+def _requests_of(
+    source: WeightSource, group: range, *, request_bytes: int, along_bytes: int
+) -> Iterator[RangeRequest]:
     """The requests for one group, as its tensors lie."""
     path, begin, end = "", 0, 0
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for part in _as_they_lie(source, group, request_bytes):
         tensor = source.tensors[part.tensor]
         start, stop = tensor.start + part.start, tensor.start + part.stop
         beside = tensor.path == path and 0 <= start - end <= along_bytes
         if parts and not (beside and stop - begin <= request_bytes):
-            yield Request.of(path, begin, parts)
+            yield RangeRequest.of(path, begin, parts)
             parts = []
         if not parts:
             path, begin, end = tensor.path, start, start
         if start > end:
-            parts.append(Part(PADDING, 0, start - end))
+            parts.append(TensorPart(PADDING, 0, start - end))
         parts.append(part)
         end = stop
     if parts:
-        yield Request.of(path, begin, parts)
+        yield RangeRequest.of(path, begin, parts)
 
 
-def _joined(requests: Iterable[Request], *, join_bytes: int, along_bytes: int) -> Iterator[Request]:
+def _joined(requests: Iterable[RangeRequest], *, join_bytes: int, along_bytes: int) -> Iterator[RangeRequest]:
     """The same bytes in the same order, by as few requests as there may be if the first are filled first."""
     path, begin, end = "", 0, 0
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     for request in requests:
         rest, at = deque(request.parts), request.start
         if parts and request.path == path and 0 <= at - end <= along_bytes:
             if at > end:
-                rest.appendleft(Part(PADDING, 0, at - end))
+                rest.appendleft(TensorPart(PADDING, 0, at - end))
                 at = end
             while rest and at + rest[0].nbytes - begin <= join_bytes:
                 parts.append(rest.popleft())
@@ -218,14 +229,14 @@ def _joined(requests: Iterable[Request], *, join_bytes: int, along_bytes: int) -
         yield _without_padding(path, begin, parts)
 
 
-def _without_padding(path: str, start: int, parts: Sequence[Part]) -> Request:
+def _without_padding(path: str, start: int, parts: Sequence[TensorPart]) -> RangeRequest:
     """A request for these parts from the first tensor's to the last one's."""
     tensors = [number for number, part in enumerate(parts) if part.tensor != PADDING]
     start += sum(part.nbytes for part in parts[: tensors[0]])
-    return Request.of(path, start, parts[tensors[0] : tensors[-1] + 1])
+    return RangeRequest.of(path, start, parts[tensors[0] : tensors[-1] + 1])
 
 
-def _as_they_lie(source: Source, group: range, request_bytes: int) -> Iterator[Part]:
+def _as_they_lie(source: WeightSource, group: range, request_bytes: int) -> Iterator[TensorPart]:
     tensors = source.tensors
     there: Iterable[int] = (index for index in group if tensors[index].start < tensors[index].stop)
     for index in sorted(there, key=lambda index: (tensors[index].path, tensors[index].start)):

@@ -10,22 +10,22 @@ from dataclasses import replace
 
 from upriver.coldstart import link_cache
 from upriver.coldstart.fetch.weight_stream import StreamLimits
-from upriver.coldstart.format.checkpoint import Source, object_at
+from upriver.coldstart.format.checkpoint import WeightSource, object_at
 from upriver.coldstart.format.readahead import MOST_BYTES, Ahead
 from upriver.coldstart.grouping import grouping_cache
 from upriver.coldstart.grouping.groups import is_whole, knows_stream
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.store import Store
 
 
 def way_to(
-    source: Source,
+    source: WeightSource,
     near: str,
     policy: str,
     limits: StreamLimits,
     beside: Executor,
     ahead: Ahead | None = None,
-) -> tuple[Link, Mapping[str, list[range]]]:
+) -> tuple[StoreLink, Mapping[str, list[range]]]:
     """The link to some weights, and the groupings that are kept beside them.
 
     Neither is asked for where it would change nothing.
@@ -50,7 +50,7 @@ def way_to(
     return replace(link_cache.last_known(source.store), latency_s=latency_s), known.result()
 
 
-def is_one_request(source: Source, policy: str, limits: StreamLimits) -> bool:
+def is_one_request(source: WeightSource, policy: str, limits: StreamLimits) -> bool:
     """Whether weights are asked for in one go, however the link is."""
     return len(source.etags) == 1 and is_whole(policy, source.nbytes, limits.request_bytes)
 

@@ -28,15 +28,23 @@ from crc32c import crc32c
 from upriver.coldstart.event_loop import Loop
 from upriver.coldstart.fetch.heap_trim import Heap
 from upriver.coldstart.fetch.openmp_wait import sleep_sooner
-from upriver.coldstart.fetch.range_planner import PADDING, Part, Request, apart, chunk_of, cut, requests_for
-from upriver.coldstart.format.checkpoint import Source, damaged_error
+from upriver.coldstart.fetch.range_planner import (
+    PADDING,
+    RangeRequest,
+    TensorPart,
+    apart,
+    chunk_of,
+    cut,
+    requests_for,
+)
+from upriver.coldstart.format.checkpoint import WeightSource, damaged_error
 from upriver.coldstart.format.readahead import Ahead
 from upriver.coldstart.grouping.timeline import check_link
-from upriver.coldstart.link_estimator import Cap, Flow, Link
+from upriver.coldstart.link_estimator import Cap, FlowMeter, StoreLink
 from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
 from upriver.program.graph.weights_file import ALIGNMENT
 from upriver.store.direct import Direct
-from upriver.store.places import Places
+from upriver.store.places import BufferSequence
 from upriver.text import error_text
 from upriver.types import Limits
 
@@ -150,12 +158,12 @@ class Stream:
 
     def __init__(
         self,
-        source: Source,
+        source: WeightSource,
         groups: Sequence[range],
         sink: Sink,
         *,
         limits: StreamLimits = DEFAULT_LIMITS,
-        link: Link,
+        link: StoreLink,
         joins_s: float = 0.0,
         ahead: Ahead | None = None,
     ) -> None:
@@ -191,9 +199,9 @@ class Stream:
         )
         self._there, self._news = set(there), asyncio.Event()
         self._waiting = deque((*there, *others))
-        self._urgent: deque[Request] = deque()
+        self._urgent: deque[RangeRequest] = deque()
         self._bodies: set[_Body] = set()
-        self._flow = Flow(
+        self._flow = FlowMeter(
             replace(link, bandwidth_bytes_per_s=rate),
             most=limits.concurrency,
             bound_bytes_per_s=limits.bandwidth_bytes_per_s,
@@ -204,7 +212,7 @@ class Stream:
         self._missing = [tensor.stop - tensor.start for tensor in source.tensors]
         self._num_unfilled = len(source.tensors)
         self._partly: dict[tuple[int, int], int] = {}
-        self._refetched: set[Part] = set()
+        self._refetched: set[TensorPart] = set()
         self._broken: UpriverError | None = None
         self._began_s = 0.0
         self._lock = threading.RLock()  # the collector may cancel on top of anything
@@ -217,7 +225,7 @@ class Stream:
     # ------------------------------------------------------------------------- from any thread
 
     @property
-    def measured(self) -> Link:
+    def measured(self) -> StoreLink:
         """The link as it has shown itself so far, or where it has not, as it was said to be."""
         return self._flow.link
 
@@ -329,7 +337,7 @@ class Stream:
         self._broken = self._broken or error
         self._changed.set()
 
-    def _next(self) -> deque[Request] | None:
+    def _next(self) -> deque[RangeRequest] | None:
         """Where the request stands that may be sent now; None where there is none, or it has to wait."""
         queue = self._urgent or self._waiting
         if not queue or len(self._bodies) >= self._limits.concurrency:
@@ -345,7 +353,7 @@ class Stream:
             return queue
         return None
 
-    def _open(self, request: Request, *, urgent: bool) -> _Body:
+    def _open(self, request: RangeRequest, *, urgent: bool) -> _Body:
         """Make room for what a request will bring."""
         for index in sorted(request.tensors - self._rooms.keys()):
             self._rooms[index] = self._room(index)
@@ -413,7 +421,7 @@ class Stream:
     async def _take_over(self, body: _Body, ahead: Ahead, came: Callable[[int], Awaitable[None]]) -> None:
         """Put what was asked for before in its place; what does not come of it is asked for again."""
         request = body.request
-        places = Places([self._memory(part) for part in request.segments()])
+        places = BufferSequence([self._memory(part) for part in request.segments()])
         while places.left:
             self._news.clear()
             piece = ahead.at(request.stop - places.left)
@@ -429,7 +437,7 @@ class Stream:
             await came(len(piece))
         if rest := body.rest():
             num_bytes = sum(part.nbytes for part in rest)
-            self._urgent.appendleft(Request.of(request.path, request.stop - num_bytes, rest))
+            self._urgent.appendleft(RangeRequest.of(request.path, request.stop - num_bytes, rest))
         self._there.remove(request)
         self._ahead_is_used()
 
@@ -442,7 +450,7 @@ class Stream:
         if self._ahead is not None and not self._there:
             self._ahead.cancel()
 
-    def _memory(self, part: Part) -> memoryview:
+    def _memory(self, part: TensorPart) -> memoryview:
         if part.tensor == PADDING:
             return self._padding[: part.nbytes]
         return self._rooms[part.tensor][part.start : part.stop]
@@ -466,7 +474,7 @@ class Stream:
                 self._check(part)
         return self._cap.taken(now_s, num_bytes)
 
-    def _check(self, part: Part) -> None:
+    def _check(self, part: TensorPart) -> None:
         """A part has come: hold what it completes against its checksum."""
         if part.tensor == PADDING:
             return
@@ -486,12 +494,12 @@ class Stream:
             self._note("refetch", range(part.tensor, part.tensor + 1), chunk.nbytes)
             pieces = cut(chunk, self._limits.request_bytes)
             self._urgent.extendleft(
-                Request.of(tensor.path, tensor.start + each.start, [each]) for each in pieces
+                RangeRequest.of(tensor.path, tensor.start + each.start, [each]) for each in pieces
             )
         else:
             raise damaged_error(self._source, tensor, range(chunk.start, chunk.stop))
 
-    def _right(self, part: Part) -> None:
+    def _right(self, part: TensorPart) -> None:
         """These bytes of a tensor are there, and are what they should be."""
         self._missing[part.tensor] -= part.nbytes
         if not self._missing[part.tensor]:
@@ -524,7 +532,7 @@ class _Body:
         left: Bytes that are not in their place yet.
     """
 
-    def __init__(self, request: Request, piece_bytes: int, *, urgent: bool, ahead: Ahead | None) -> None:
+    def __init__(self, request: RangeRequest, piece_bytes: int, *, urgent: bool, ahead: Ahead | None) -> None:
         self.request, self.piece_bytes, self.urgent, self.ahead = request, piece_bytes, urgent, ahead
         self.sent_s = time.monotonic() if ahead is None else ahead.sent_s
         self.begun = False
@@ -539,7 +547,7 @@ class _Body:
             return max(0, self.request.stop - self.ahead.come)
         return max(0, self.left - self.piece_bytes) if self.begun else self.left
 
-    def came(self, num_bytes: int) -> Iterator[Part]:
+    def came(self, num_bytes: int) -> Iterator[TensorPart]:
         """So many more bytes are in their place; gives the parts that are complete with them."""
         self.left -= num_bytes
         self._unclaimed += num_bytes
@@ -548,7 +556,7 @@ class _Body:
             self._unclaimed -= part.nbytes
             yield part
 
-    def rest(self) -> list[Part]:
+    def rest(self) -> list[TensorPart]:
         """The parts that are not complete."""
         return list(self._parts)
 

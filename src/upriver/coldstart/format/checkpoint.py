@@ -39,7 +39,7 @@ from upriver.program.graph.fetch import get_at_most
 from upriver.program.graph.weights_file import (
     LENGTH_BYTES,
     METADATA,
-    Entry,
+    TensorEntry,
     entry_of,
     head_of,
     header_length,
@@ -69,7 +69,7 @@ _PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
+class TensorLocation:
     """One tensor, in row-major order.
 
     Attributes:
@@ -79,7 +79,8 @@ class Placed:
         path: The object that it lies in.
         start: Its first byte, counted from the object's.
         stop: The byte behind its last one.
-        crc32c: Of each chunk of :attr:`Source.chunk_bytes`, counted from ``start``; empty if none are known.
+        crc32c: Of each chunk of :attr:`WeightSource.chunk_bytes`, counted from ``start``; empty if none are
+            known.
         execution: What runs from its first use until that of the next one, as far as it was counted.
     """
 
@@ -94,7 +95,7 @@ class Placed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class WeightSource:
     """A model's weights in a store.
 
     Attributes:
@@ -109,7 +110,7 @@ class Source:
 
     store: Store
     path: str
-    tensors: tuple[Placed, ...]
+    tensors: tuple[TensorLocation, ...]
     ties: Mapping[str, str]
     etags: Mapping[str, str]
     chunk_bytes: int
@@ -134,7 +135,9 @@ def object_at(path: str) -> str | None:
     return path if path.endswith(ENDING) else f"{path}{ENDING}"
 
 
-def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahead | None = None) -> Source:
+def find(
+    store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahead | None = None
+) -> WeightSource:
     """Find a model's weights; none of them is read.
 
     Args:
@@ -166,7 +169,7 @@ def find(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahea
     return found if found.ordered else _as_kept(found, caps)
 
 
-def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> Source:
+def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> WeightSource:
     """What lies under a name without an ending."""
     index = f"{path}/model{INDEX_ENDING}"
     files = (f"{path}{ENDING}", f"{path}/model{ENDING}")
@@ -233,7 +236,7 @@ class _Absent:
 # -------------------------------------------------------------------------------------------- one file
 
 
-def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) -> Source:
+def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) -> WeightSource:
     """One file, by its manifest or else by its header.
 
     Raises:
@@ -262,7 +265,7 @@ def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) 
     return _unordered(store, path, {path: info.etag}, tensors)
 
 
-def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Source:
+def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> WeightSource:
     """The weights of a file, whatever its name, by its header alone.
 
     Raises:
@@ -272,7 +275,7 @@ def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Sour
     return _unordered(store, path, {path: info.etag}, tensors)
 
 
-def damaged_error(source: Source, tensor: Placed, found: range) -> Damaged:
+def damaged_error(source: WeightSource, tensor: TensorLocation, found: range) -> Damaged:
     """The error of bytes that are others than were published.
 
     Args:
@@ -288,13 +291,13 @@ def damaged_error(source: Source, tensor: Placed, found: range) -> Damaged:
     )
 
 
-def published(store: Store, path: str, manifest: Manifest) -> Source:
+def published(store: Store, path: str, manifest: Manifest) -> WeightSource:
     """What a manifest says of the object that it lies beside."""
     counted: Iterable[Execution] = (
         repeat(NOTHING) if manifest.execution is msgspec.UNSET else manifest.execution
     )
     tensors = tuple(
-        Placed(
+        TensorLocation(
             name=tensor.name,
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
@@ -306,7 +309,7 @@ def published(store: Store, path: str, manifest: Manifest) -> Source:
         )
         for tensor, execution in zip(manifest.tensors, counted, strict=False)
     )
-    return Source(
+    return WeightSource(
         store=store,
         path=path,
         tensors=tensors,
@@ -317,8 +320,10 @@ def published(store: Store, path: str, manifest: Manifest) -> Source:
     )
 
 
-def _unordered(store: Store, path: str, etags: Mapping[str, str], tensors: Iterable[Placed]) -> Source:
-    return Source(
+def _unordered(
+    store: Store, path: str, etags: Mapping[str, str], tensors: Iterable[TensorLocation]
+) -> WeightSource:
+    return WeightSource(
         store=store,
         path=path,
         tensors=tuple(tensors),
@@ -331,7 +336,7 @@ def _unordered(store: Store, path: str, etags: Mapping[str, str], tensors: Itera
 
 def _foreign(
     store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None
-) -> tuple[ObjectInfo, list[Placed], Literal["no", "perhaps", "certainly"]]:
+) -> tuple[ObjectInfo, list[TensorLocation], Literal["no", "perhaps", "certainly"]]:
     """What the header of anyone's file says, tensors as they lie, and whether it was published here."""
     info = (ahead or store).head(path)
     try:
@@ -346,7 +351,7 @@ def _foreign(
         ) from None
     weights = [entry for entry in entries if not is_reserved(entry.name)]
     placed = [
-        Placed(
+        TensorLocation(
             name=entry.name,
             dtype=entry.dtype,
             shape=entry.shape,
@@ -362,7 +367,7 @@ def _foreign(
     return info, placed, "perhaps" if alike else "no"
 
 
-def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[Entry]]:
+def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[TensorEntry]]:
     """What a file begins with, up to its body, and its tensors, each of them within the body."""
     etag = info.etag or None
     first = store.get_range(info.path, 0, min(LENGTH_BYTES, info.size), etag=etag)
@@ -382,7 +387,7 @@ def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[by
     ]
 
 
-def _check_apart(entries: Iterable[Entry]) -> None:
+def _check_apart(entries: Iterable[TensorEntry]) -> None:
     """No byte belongs to two tensors; they are given in the order of their places."""
     end, before = 0, ""
     for entry in entries:
@@ -399,7 +404,7 @@ def _check_apart(entries: Iterable[Entry]) -> None:
 # ---------------------------------------------------------------------------------------- several files
 
 
-def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> Source:
+def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> WeightSource:
     """The tensors of the files that an index names, each from the file that it says."""
     places = _places(path, index, caps)
     paths = sorted(set(places.values()))
@@ -412,7 +417,7 @@ def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> Source:
     return _unordered(store, path, {info.path: info.etag for info, _ in shards}, tensors)
 
 
-def _shard(store: Store, index: str, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[Placed]]:
+def _shard(store: Store, index: str, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[TensorLocation]]:
     try:
         info, placed, _ = _foreign(store, path, caps)
     except ObjectNotFound as error:
@@ -452,7 +457,7 @@ def _beside(path: str, folder: str, file: str) -> str:
     return shard
 
 
-def _chosen(path: str, places: Mapping[str, str], tensors: Iterable[Placed]) -> list[Placed]:
+def _chosen(path: str, places: Mapping[str, str], tensors: Iterable[TensorLocation]) -> list[TensorLocation]:
     """Each tensor once: where the index says, or in the only file that has it.
 
     A copy in another file may be stale, and is left there: an index that was changed to name an overlay says
@@ -461,7 +466,7 @@ def _chosen(path: str, places: Mapping[str, str], tensors: Iterable[Placed]) -> 
     Raises:
         ProgramError: If a tensor is not where the index says, or lies twice where it says nothing.
     """
-    copies: dict[str, list[Placed]] = {}
+    copies: dict[str, list[TensorLocation]] = {}
     for tensor in tensors:
         copies.setdefault(tensor.name, []).append(tensor)
     for name, shard in places.items():
@@ -533,7 +538,7 @@ def order_path(path: str) -> str:
     return f"{path.removesuffix(INDEX_ENDING).removesuffix(ENDING)}.order.json"
 
 
-def in_order(source: Source, names: Iterable[str]) -> Source:
+def in_order(source: WeightSource, names: Iterable[str]) -> WeightSource:
     """The same weights in an execution order that was recorded.
 
     Args:
@@ -545,7 +550,7 @@ def in_order(source: Source, names: Iterable[str]) -> Source:
     return replace(source, tensors=(*first, *by_name.values()), ordered=True)
 
 
-def keep_order(source: Source, names: Iterable[str]) -> None:
+def keep_order(source: WeightSource, names: Iterable[str]) -> None:
     """Keep an execution order for the next one who looks for these files.
 
     Args:
@@ -563,7 +568,7 @@ def keep_order(source: Source, names: Iterable[str]) -> None:
     source.store.put(order_path(source.path), msgspec.json.encode(order))
 
 
-def _as_kept(source: Source, caps: GraphCaps) -> Source:
+def _as_kept(source: WeightSource, caps: GraphCaps) -> WeightSource:
     """In the order that is kept beside, if there is one of just these tensors of just these objects."""
     beside = order_path(source.path)
     try:
@@ -576,7 +581,7 @@ def _as_kept(source: Source, caps: GraphCaps) -> Source:
         return source
 
 
-def _kept(source: Source, beside: str, caps: GraphCaps) -> list[str]:
+def _kept(source: WeightSource, beside: str, caps: GraphCaps) -> list[str]:
     order = msgspec.json.decode(get_at_most(source.store, beside, caps.header_bytes), type=_Order)
     if order.schema != ORDER_SCHEMA:
         raise ProgramError(f"order of schema {order.schema[:80]!r}; this version reads {ORDER_SCHEMA!r}")

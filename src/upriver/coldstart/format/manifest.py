@@ -34,7 +34,7 @@ from upriver.program.graph.schema import DTYPES, Count
 from upriver.program.graph.weights_file import (
     ALIGNMENT,
     LENGTH_BYTES,
-    Entry,
+    TensorEntry,
     head_of,
     is_reserved,
     place_of,
@@ -43,7 +43,7 @@ from upriver.program.graph.weights_file import (
 from upriver.store import Store
 
 if TYPE_CHECKING:
-    from upriver.coldstart.format.checkpoint import Placed
+    from upriver.coldstart.format.checkpoint import TensorLocation
 
 log = logging.getLogger(__name__)
 
@@ -426,7 +426,9 @@ def check_head(store: Store, path: str, manifest: Manifest) -> None:
         raise ProgramError(f"{path} does not begin with the header that its manifest's tensors have")
 
 
-def damaged(tensor: StoredTensor | Placed, data: bytes | memoryview, *, chunk_bytes: int) -> list[range]:
+def damaged(
+    tensor: StoredTensor | TensorLocation, data: bytes | memoryview, *, chunk_bytes: int
+) -> list[range]:
     """Which bytes of a tensor, counted from its first, are others than were published, by their checksums.
 
     Args:
@@ -513,7 +515,7 @@ def _check_names(manifest: Manifest, caps: GraphCaps) -> None:
             )
 
 
-def _check_place(tensor: StoredTensor, entry: Entry, body: int, chunk_bytes: int) -> None:
+def _check_place(tensor: StoredTensor, entry: TensorEntry, body: int, chunk_bytes: int) -> None:
     where = f"weight {tensor.name!r}"
     start, stop = body + entry.start, body + entry.stop
     if tensor.start != start:
@@ -531,5 +533,5 @@ def _forms(tensors: Sequence[StoredTensor]) -> Iterator[tuple[str, str, Sequence
     return ((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
 
 
-def _chunks(entry: Entry, chunk_bytes: int) -> int:
+def _chunks(entry: TensorEntry, chunk_bytes: int) -> int:
     return -(-(entry.stop - entry.start) // chunk_bytes)

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from upriver.coldstart.format.checkpoint import Source, order_path
-from upriver.coldstart.link_estimator import Link
+from upriver.coldstart.format.checkpoint import WeightSource, order_path
+from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.roofline import Pace
 from upriver.errors import ObjectNotFound, ProgramError, StoreError
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
@@ -50,12 +50,12 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     stops: dict[str, list[int]]
 
 
-def path_of(source: Source) -> str:
+def path_of(source: WeightSource) -> str:
     """Where the groupings of some weights are kept."""
     return f"{order_path(source.path).removesuffix('.order.json')}.groupings.json"
 
 
-def bucket(policy: str, link: Link, in_flight_bytes: int, pace: Pace) -> tuple[str, Link, Pace]:
+def bucket(policy: str, link: StoreLink, in_flight_bytes: int, pace: Pace) -> tuple[str, StoreLink, Pace]:
     """What a grouping is kept under, and the link and the machine that it is found for.
 
     Args:
@@ -69,7 +69,7 @@ def bucket(policy: str, link: Link, in_flight_bytes: int, pace: Pace) -> tuple[s
     flops, moved = _bucket_of(pace.flops_per_s), _bucket_of(pace.moved_bytes_per_s)
     return (
         f"{policy} {latency} {bandwidth} {in_flight_bytes} {flops} {moved}",
-        Link(bandwidth_bytes_per_s=_middle(bandwidth), latency_s=_middle(latency)),
+        StoreLink(bandwidth_bytes_per_s=_middle(bandwidth), latency_s=_middle(latency)),
         Pace(flops_per_s=_middle(flops), moved_bytes_per_s=_middle(moved)),
     )
 
@@ -82,7 +82,7 @@ def _middle(number: int) -> float:
     return math.exp2(number / PER_DOUBLING)
 
 
-def kept(source: Source, *, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, list[range]]:
+def kept(source: WeightSource, *, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, list[range]]:
     """What is kept, by bucket; nothing where it is for other weights, or not what it should be.
 
     A grouping decides when something comes and never what, so one that is wrong costs time alone.
@@ -103,7 +103,7 @@ def kept(source: Source, *, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, list[ra
         return {}
 
 
-def keep(source: Source, known: Mapping[str, Sequence[range]]) -> None:
+def keep(source: WeightSource, known: Mapping[str, Sequence[range]]) -> None:
     """Keep groupings for the next one who loads these weights; of two who do so at once one is lost.
 
     Raises:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from upriver.coldstart.format.checkpoint import Placed, Source
+from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource
 from upriver.coldstart.format.saved_names import HINT, as_saved, is_pretrained
 from upriver.errors import ModelError, ProgramError
 from upriver.program.graph.devices import copy_beside
@@ -34,7 +34,7 @@ class Match:
         converted: Whether it has the names that transformers saves, and not those of the state dict.
     """
 
-    source: Source
+    source: WeightSource
     targets: tuple[tuple[torch.Tensor, ...], ...]
     converted: bool = False
 
@@ -81,7 +81,7 @@ def _without_memory(model: nn.Module) -> ModelError:
     )
 
 
-def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
+def match(model: nn.Module, source: WeightSource, *, strict: bool = True) -> Match:
     """Every weight of the model with what it is loaded from.
 
     As ``load_state_dict`` has it: names of the state dict, and where a tensor of the model has several names
@@ -113,7 +113,7 @@ def match(model: nn.Module, source: Source, *, strict: bool = True) -> Match:
 
 
 def _wanted(
-    model: nn.Module, source: Source, number_of: Mapping[str, int], *, strict: bool
+    model: nn.Module, source: WeightSource, number_of: Mapping[str, int], *, strict: bool
 ) -> tuple[dict[str, torch.Tensor], bool]:
     """The model's memory under the names of a file, and whether those are transformers' own.
 
@@ -147,7 +147,7 @@ def _wanted(
 
 def _problems(
     wanted: Mapping[str, torch.Tensor],
-    source: Source,
+    source: WeightSource,
     number_of: Mapping[str, int],
     needless: Set[str],
     *,
@@ -232,7 +232,7 @@ def _tied(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
     return found
 
 
-def _refuse(model: nn.Module, source: Source, found: Mapping[str, Sequence[str]]) -> None:
+def _refuse(model: nn.Module, source: WeightSource, found: Mapping[str, Sequence[str]]) -> None:
     told = [
         f"{_some(names)} {'is' if len(names) == 1 else 'are'} {what}"
         for what, names in found.items()
@@ -250,7 +250,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-class Memory:
+class WeightMemory:
     """Where one stored tensor is written, and how it gets into the model from there.
 
     Straight into the model's own memory where that has the same type, row by row, on the processor. Else by
@@ -262,7 +262,7 @@ class Memory:
         after: What must be over on accelerators before it is written there.
     """
 
-    def __init__(self, placed: Placed, targets: Sequence[torch.Tensor], after: Queued) -> None:
+    def __init__(self, placed: TensorLocation, targets: Sequence[torch.Tensor], after: Queued) -> None:
         self._placed, self._targets, self._after = placed, targets, after
         dtype = DTYPES[placed.dtype]
         self._own = next(
@@ -314,7 +314,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def memories(placed: Iterable[Placed], targets: Sequence[Sequence[torch.Tensor]]) -> list[Memory]:
+def memories(
+    placed: Iterable[TensorLocation], targets: Sequence[Sequence[torch.Tensor]]
+) -> list[WeightMemory]:
     """One for each stored tensor.
 
     Called by the thread that allocated the targets: what it has asked accelerators to do by now may still use
@@ -326,7 +328,7 @@ def memories(placed: Iterable[Placed], targets: Sequence[Sequence[torch.Tensor]]
     """
     devices = {target.device for each in targets for target in each if target.device.type == "cuda"}
     queued = {device: torch.cuda.current_stream(device).record_event() for device in devices}
-    return [Memory(each, into, queued) for each, into in zip(placed, targets, strict=True)]
+    return [WeightMemory(each, into, queued) for each, into in zip(placed, targets, strict=True)]
 
 
 def held(match: Match) -> Iterable[tuple[int, torch.Tensor]]:

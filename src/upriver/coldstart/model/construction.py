@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from upriver.coldstart.model.deferred_fills import storage_key
-from upriver.coldstart.model.deferred_init import Watch, is_plain, nobody, span_of
+from upriver.coldstart.model.deferred_init import FillWatch, is_plain, nobody, span_of
 from upriver.errors import ModelError
 from upriver.program.compiled_code import entering
 
@@ -54,7 +54,7 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
         ModelError: If what ``build`` returns is no module, or there is no model of that name. What ``build``
             itself raises is passed on.
     """
-    watch = Watch()
+    watch = FillWatch()
     with contextlib.ExitStack() as stack:
         stack.enter_context(_truncation_seen())
         stack.callback(watch.notes.close)
@@ -80,7 +80,7 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _watching(watch: Watch) -> Iterator[None]:
+def _watching(watch: FillWatch) -> Iterator[None]:
     """Have it see operators. Its own ``with`` keeps flags of the whole process."""
     _push_mode(watch)
     try:
@@ -143,7 +143,7 @@ class _RawReads(TorchFunctionMode):
 
     _functions = _raw_reads()
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: FillWatch) -> None:
         super().__init__()
         self._watch = watch
         self._is_left = False
@@ -214,6 +214,6 @@ def _truncate(
     assert real is not None
     fill = functools.partial(real, mean=mean, std=std, a=a, b=b, generator=generator)
     watch = _get_current_dispatch_mode()
-    if isinstance(watch, Watch) and watch.truncated(tensor, (mean, std, a, b), generator, fill):
+    if isinstance(watch, FillWatch) and watch.truncated(tensor, (mean, std, a, b), generator, fill):
         return tensor
     return fill(tensor)

@@ -34,7 +34,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class StorageView:
     """A view of a storage that it does not keep alive."""
 
     storage: StorageWeakRef
@@ -45,7 +45,7 @@ class Place:
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Place:
+    def of(cls, tensor: torch.Tensor) -> StorageView:
         """Where a strided tensor lies."""
         return cls(
             storage=weak(tensor),
@@ -87,7 +87,7 @@ def weak(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Moment:
+class GeneratorPosition:
     """Where a generator would be, had no fill been put off.
 
     Attributes:
@@ -99,7 +99,7 @@ class Moment:
 
     generator: torch.Generator
     state: torch.Tensor | None = None
-    before: Moment | None = None
+    before: GeneratorPosition | None = None
     note: Note | None = None
 
 
@@ -116,15 +116,15 @@ class Note:
         is_done: Whether it has run, or need not.
     """
 
-    place: Place
+    place: StorageView
     call: Callable[[torch.Tensor], object]
     source: torch.Tensor | None = None
-    moment: Moment | None = None
+    moment: GeneratorPosition | None = None
     is_lost: bool = False
     is_done: bool = False
 
 
-class Notes:
+class DeferredFills:
     """All calls put off during one construction."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Notes:
             call: Takes the target, or another tensor of its form.
             generator: What it draws from.
         """
-        note = Note(place=Place.of(target), call=call)
+        note = Note(place=StorageView.of(target), call=call)
         if generator is not None:
             note.moment = self._draws.put_off(generator, note)
         self._take(note)
@@ -157,7 +157,7 @@ class Notes:
         """Put off a copy between two storages."""
         alias = torch.empty(0, dtype=source.dtype, device=source.device)
         alias.set_(source.untyped_storage(), source.storage_offset(), source.size(), source.stride())
-        note = Note(place=Place.of(target), call=lambda into: into.copy_(alias), source=alias)
+        note = Note(place=StorageView.of(target), call=lambda into: into.copy_(alias), source=alias)
         self._take(note)
         self._reader[storage_key(alias)] = note
 
@@ -294,7 +294,7 @@ def _with_data() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _at(moment: Moment | None) -> Iterator[None]:
+def _at(moment: GeneratorPosition | None) -> Iterator[None]:
     """While a note runs, its generator is where it should be then; afterwards where it was."""
     if moment is None:
         yield
@@ -313,24 +313,24 @@ class _Draws:
     """Generators that are behind, and how far."""
 
     def __init__(self) -> None:
-        self._moments: dict[int, Moment] = {}  # by token
+        self._moments: dict[int, GeneratorPosition] = {}  # by token
         self._generators: dict[int, torch.Generator] = {}
         # No seed that a user would take, and another one in each construction.
         self._tokens = itertools.count(secrets.randbits(62))
 
-    def put_off(self, generator: torch.Generator, note: Note) -> Moment:
+    def put_off(self, generator: torch.Generator, note: Note) -> GeneratorPosition:
         """Have a generator stand where it would be after a note, but for having drawn."""
         before = self.missing(generator)
         if before is None:
-            before = Moment(generator=generator, state=generator.get_state())
-        moment = Moment(generator=generator, before=before, note=note)
+            before = GeneratorPosition(generator=generator, state=generator.get_state())
+        moment = GeneratorPosition(generator=generator, before=before, note=note)
         token = next(self._tokens)
         self._moments[token] = moment
         self._generators[id(generator)] = generator
         generator.manual_seed(token)
         return moment
 
-    def missing(self, generator: torch.Generator) -> Moment | None:
+    def missing(self, generator: torch.Generator) -> GeneratorPosition | None:
         """Where a generator should be, if it is behind."""
         return self._moments.get(generator.initial_seed())
 

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upriver.coldstart.model.deferred_fills import Notes, storage_key, weak
+from upriver.coldstart.model.deferred_fills import DeferredFills, storage_key, weak
 from upriver.coldstart.model.weight_barrier import only_views
 from upriver.program.compiled_code import as_written, runs_functions
 
@@ -107,7 +107,7 @@ def nobody() -> None:
     """Is told."""
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts off fills of memory that was allocated while it watched.
 
     Attributes:
@@ -119,7 +119,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.notes = Notes()
+        self.notes = DeferredFills()
         self.left: Callable[[], object] = nobody
         self._own: dict[int, StorageWeakRef] = {}  # storages that nobody can read unseen
         self._is_aside = False

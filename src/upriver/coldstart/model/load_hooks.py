@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from upriver.coldstart.format.checkpoint import Source
+from upriver.coldstart.format.checkpoint import WeightSource
 from upriver.coldstart.model.assignment import MOST_NAMED
 from upriver.errors import ModelError
 from upriver.program.graph.schema import DTYPES
@@ -31,7 +31,7 @@ _OF_TORCH = (
 """What these do is known: they copy."""
 
 
-def check_loading_code(model: nn.Module, source: Source, *, converted: bool = False) -> None:
+def check_loading_code(model: nn.Module, source: WeightSource, *, converted: bool = False) -> None:
     """Whether loading a model puts each weight into its place as it is stored.
 
     Args:

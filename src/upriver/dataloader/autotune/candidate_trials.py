@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from upriver.dataloader.autotune.ratio_controller import Steering, Window
-from upriver.policies import Offload, OffloadPolicy
+from upriver.dataloader.autotune.ratio_controller import Steering, StepWindow
+from upriver.policies import OffloadDecision, OffloadPolicy
 from upriver.profile.throughput import Metrics
 
 HERE = ""
@@ -56,13 +56,13 @@ class Rivals:
     steered: Mapping[str, Steering]
     seen: dict[str, list[float]] = field(init=False)
     useless: list[str] = field(default_factory=list)
-    window: Window | None = None
+    window: StepWindow | None = None
 
     def __post_init__(self) -> None:
         self.seen = {name: [] for name in self.promises}
 
     @classmethod
-    def of(cls, policy: OffloadPolicy, metrics: Metrics, decision: Offload) -> Rivals | None:
+    def of(cls, policy: OffloadPolicy, metrics: Metrics, decision: OffloadDecision) -> Rivals | None:
         """Those that promise about as much as the one decided for; None where there are no others."""
         if policy.promise is None or decision.candidate is None:
             return None
@@ -93,7 +93,7 @@ class Rivals:
         name = min(near, key=self._turns)
         return name if len(near) > 1 and self._turns(name) < MORE_TURNS else None
 
-    def add(self, name: str, window: Window) -> None:
+    def add(self, name: str, window: StepWindow) -> None:
         """One's turn is over."""
         self.seen[name].append(window.throughput)
         self.window = None

@@ -38,19 +38,19 @@ from upriver.dataloader.autotune.candidate_trials import HERE, Rivals
 from upriver.dataloader.autotune.ratio_controller import (
     FAILED,
     WINDOW,
-    Kept,
+    BatchStep,
+    HeldDecision,
+    PromiseWatch,
     Steering,
-    Step,
-    Watch,
-    Window,
+    StepWindow,
     settling,
     window_of,
 )
-from upriver.dataloader.epoch import Epoch, Split
+from upriver.dataloader.epoch import BatchSplit, Epoch
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
 from upriver.dataloader.prefetch_limit import num_bytes
-from upriver.dataloader.share import AllHere, Evened, Part
-from upriver.policies import OFFLOAD_POLICIES, Offload, OffloadPolicy, stalls
+from upriver.dataloader.share import AllHere, Evened, OffloadShare
+from upriver.policies import OFFLOAD_POLICIES, OffloadDecision, OffloadPolicy, stalls
 from upriver.profile.throughput import SPEEDUP_THRESHOLD, Candidate, Metrics
 
 MOST_STEPS = 50
@@ -86,7 +86,7 @@ MEGA = 1e6
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
-Course = Generator[None, Step | None, None]
+Course = Generator[None, BatchStep | None, None]
 """Stops where a batch is to be handed out, and is told how that went; None where the dataset failed."""
 
 
@@ -138,7 +138,7 @@ class Steps:
 
 
 @dataclass(eq=False, slots=True)
-class Timed:
+class TimedPath:
     """What has been timed of one way to make batches.
 
     Attributes:
@@ -197,7 +197,7 @@ class Timed:
 
 
 @dataclass(eq=False, slots=True)
-class Measured:
+class TunerMeasurements:
     """What has been measured so far; an epoch that ends early leaves the rest to the next.
 
     Attributes:
@@ -225,12 +225,12 @@ class Measured:
     pseconds: float | None = None
     ocycles: dict[str, float] = field(default_factory=dict)
     rthp: dict[str, float] = field(default_factory=dict)
-    decision: Offload | None = None
+    decision: OffloadDecision | None = None
     rivals: Rivals | None = None
-    kept: Kept | None = None
+    kept: HeldDecision | None = None
     anew: bool = False
     waiting: bool = False
-    timed: dict[str, Timed] = field(default_factory=dict)
+    timed: dict[str, TimedPath] = field(default_factory=dict)
     spent: int = 0
     since: int = 0
     rest: int = REST
@@ -313,15 +313,17 @@ class Measured:
             self.rest = min(MOST_REST, 2 * self.rest) if as_before else REST
         if policy.promise is not None:
             promised = policy.promise(metrics, found)
-            self.kept = Kept(
+            self.kept = HeldDecision(
                 why=found.why,
-                watch=Watch(promised, 1 - promised / metrics.gthp),
+                watch=PromiseWatch(promised, 1 - promised / metrics.gthp),
                 steering=self._steering(found),
             )
         self.rivals = Rivals.of(policy, metrics, found) if self.spent else None
         self.anew, self.since = False, 0
 
-    def _told(self, found: Offload, names: Sequence[str], why_not: Mapping[str, str]) -> Offload:
+    def _told(
+        self, found: OffloadDecision, names: Sequence[str], why_not: Mapping[str, str]
+    ) -> OffloadDecision:
         """With what could not be measured, and why."""
         if not self.useless:
             return found
@@ -349,13 +351,13 @@ class Measured:
         promised = rivals.throughput(best)
         kept.watch.expect(promised=promised, waited=1 - promised / _positive(self.gthp))
 
-    def _steering(self, found: Offload) -> Steering | None:
+    def _steering(self, found: OffloadDecision) -> Steering | None:
         if found.candidate is None:
             return None
         here, elsewhere = _positive(self.lthp), _positive(self.rthp[found.candidate])
         return Steering(found.ratio, here=here, elsewhere=elsewhere)
 
-    def steer(self, seen: Window) -> float:
+    def steer(self, seen: StepWindow) -> float:
         """The ratio in force from now on."""
         decision, kept = self.decision, self.kept
         if decision is None or kept is None or kept.steering is None:
@@ -415,10 +417,10 @@ class Auto(Iterator[Any]):
     def __init__(
         self,
         epoch: Epoch,
-        measured: Measured,
+        measured: TunerMeasurements,
         *,
         candidates: Sequence[str],
-        part: Callable[[str, float], Part],
+        part: Callable[[str, float], OffloadShare],
         policy: OffloadPolicy = OFFLOAD_POLICIES["upriver"],
         threshold: float = SPEEDUP_THRESHOLD,
         warm: int = 0,
@@ -428,7 +430,7 @@ class Auto(Iterator[Any]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._epoch, self._found, self._clock = epoch, measured, clock
-        self._last: Step | None = None
+        self._last: BatchStep | None = None
         self._handed_s = 0.0
         # It knows nothing of this object, so that an epoch that is dropped ends at once.
         self._course = _Course(
@@ -459,7 +461,7 @@ class Auto(Iterator[Any]):
         waits, asked_s = copy(self._epoch.waits), self._clock()
         batch = next(self._epoch)
         self._handed_s, waits = self._clock(), self._epoch.waits - waits
-        self._last = Step(
+        self._last = BatchStep(
             waited_s=self._handed_s - asked_s,
             consumed_s=0.0,
             nbytes=self._found.size_of(batch, waits.samples),
@@ -473,9 +475,9 @@ class _Course:
     """What is done between batches: measuring, deciding, and keeping to it."""
 
     epoch: Epoch
-    found: Measured
+    found: TunerMeasurements
     candidates: Sequence[str]
-    part: Callable[[str, float], Part]
+    part: Callable[[str, float], OffloadShare]
     policy: OffloadPolicy
     threshold: float
     warm: int
@@ -528,9 +530,11 @@ class _Course:
         found.waiting = bool(found.useless) and (away or not self.epoch.ready)
         self.on_decided()
 
-    def _time(self, name: str, split: Split, *, alone: float = 0.0) -> Generator[None, Step | None, Timed]:
+    def _time(
+        self, name: str, split: BatchSplit, *, alone: float = 0.0
+    ) -> Generator[None, BatchStep | None, TimedPath]:
         """One way to make batches; goes on where the last epoch ended."""
-        timed = self.found.timed.setdefault(name, Timed())
+        timed = self.found.timed.setdefault(name, TimedPath())
         while timed.lacking > 0 and not timed.useless:
             self.epoch.split = split
             yield from self._prepare(timed)
@@ -555,7 +559,7 @@ class _Course:
                 self.epoch.split, skip = split, max(SKIPPED, self.epoch.planned)
         return timed
 
-    def _again(self, timed: Timed) -> Course:
+    def _again(self, timed: TimedPath) -> Course:
         """What was timed last tells too little of workers; go on after a while, or when they can be asked."""
         timed.both = Steps()
         timed.tries += 1
@@ -571,7 +575,7 @@ class _Course:
         if timed.away and self.epoch.ready and not timed.came:
             timed.came, timed.tries = True, 0  # who began late has had no try yet
 
-    def _prepare(self, timed: Timed) -> Course:
+    def _prepare(self, timed: TimedPath) -> Course:
         """Hand out what was planned before; prepare some batches; hand them out while nothing is prepared."""
         for _ in range(self.epoch.planned):
             yield
@@ -617,7 +621,7 @@ class _Course:
                 part = self.part(name, rivals.ratio(name))
                 self.epoch.split, size = self._evened(part), window_of(part.ratio, whole=part.stretch.whole)
                 skip += settling(part.ratio, whole=part.stretch.whole)  # else the others' turns tell of it
-            rivals.window = rivals.window or Window()
+            rivals.window = rivals.window or StepWindow()
             while not rivals.window.enough(size):
                 step = yield
                 self.found.since += 1
@@ -630,7 +634,7 @@ class _Course:
         self.found.settle(rivals)
         self.on_decided()
 
-    def _evened(self, part: Part) -> Split:
+    def _evened(self, part: OffloadShare) -> BatchSplit:
         """An epoch must end as soon as nobody iterates, so what it has must not have it."""
         return Evened(part, weakref.proxy(self.epoch))
 
@@ -641,7 +645,7 @@ class _Course:
             planned_before: Batches on their way that were planned otherwise.
         """
         found, decision, kept = self.found, self.found.decision, self.found.kept
-        part: Part | None = None
+        part: OffloadShare | None = None
         if decision is not None and decision.candidate is not None:
             part = self.part(decision.candidate, decision.ratio)
         self.epoch.hold = False

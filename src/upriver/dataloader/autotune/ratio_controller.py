@@ -85,7 +85,7 @@ WINDOWS = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class BatchStep:
     """What was seen from one ask for a batch to the next.
 
     Attributes:
@@ -107,7 +107,7 @@ class Step:
 
 
 @dataclass(eq=False, slots=True)
-class Window:
+class StepWindow:
     """Steps, one after another.
 
     Attributes:
@@ -121,7 +121,7 @@ class Window:
     nbytes: int = 0
     waits: Waits = field(default_factory=Waits)
 
-    def add(self, step: Step) -> None:
+    def add(self, step: BatchStep) -> None:
         """One more."""
         self.steps += 1
         self.seconds += step.seconds
@@ -210,7 +210,7 @@ class Steering:
         self._left: Point | None = None
         self._rest = self._next_rest = 0
 
-    def turn(self, seen: Window) -> float:
+    def turn(self, seen: StepWindow) -> float:
         """The ratio after a window in which it was as it is."""
         if not seen.waits.given or not self.ratio:
             return self.ratio  # it tells nothing of workers
@@ -249,7 +249,7 @@ class Steering:
             self._best, self.ratio = None, left.ratio
             self._rest = self._next_rest = 0
 
-    def _follow(self, seen: Window) -> None:
+    def _follow(self, seen: StepWindow) -> None:
         """By what was waited for."""
         ratio = self.ratio
         # Of the time, for each sample that is made there: what one fewer would spare.
@@ -267,7 +267,7 @@ class Steering:
             self._quiet, self._eased = 0, True
             self._to(ratio - min(EASE, max((1 - ratio) / 4, NONE)))
 
-    def _rise(self, seen: Window, late: float) -> None:
+    def _rise(self, seen: StepWindow, late: float) -> None:
         if self._eased:
             self._eased, self._patience = False, min(MOST_PATIENCE, 2 * self._patience)
         if self._before_failing is not None:
@@ -277,14 +277,14 @@ class Steering:
         self._elsewhere = max(self._elsewhere, share * seen.throughput) * self._more("here")
         self._to(self.ratio + min(self._way(), (1 + self._windows) * late * (1 - self.ratio)))
 
-    def _fall(self, seen: Window, late: float) -> None:
+    def _fall(self, seen: StepWindow, late: float) -> None:
         self._eased = False
         share = seen.share(self.ratio)
         self._elsewhere = share * seen.throughput
         self._here = max(self._here, (1 - share) * seen.throughput) * self._more("elsewhere")
         self._to(self.ratio + max(self._way(), -(1 + self._windows) * late * self.ratio))
 
-    def _fail(self, seen: Window) -> None:
+    def _fail(self, seen: StepWindow) -> None:
         if self._before_failing is None:
             self._before_failing = self._elsewhere
         self._best = self._left = None
@@ -312,7 +312,7 @@ class Steering:
             self.ratio = ratio if ratio <= 1 - NONE else 1.0
 
 
-class Watch:
+class PromiseWatch:
     """Whether a job gets what was promised.
 
     Args:
@@ -327,7 +327,7 @@ class Watch:
         """Otherwise, from now on."""
         self._promised, self._waited = promised, waited
 
-    def lacks(self, seen: Window, *, offloads: bool) -> bool:
+    def lacks(self, seen: StepWindow, *, offloads: bool) -> bool:
         """Whether this has been a window too many in which it does not.
 
         Offloading, that is where it is slower than promised, and not because of the model; else where the
@@ -342,7 +342,7 @@ class Watch:
 
 
 @dataclass(eq=False, slots=True)
-class Kept:
+class HeldDecision:
     """A decision that is held to what it promises.
 
     Attributes:
@@ -353,12 +353,12 @@ class Kept:
     """
 
     why: str
-    watch: Watch
+    watch: PromiseWatch
     steering: Steering | None
-    window: Window = field(default_factory=Window)
+    window: StepWindow = field(default_factory=StepWindow)
     skip: int = 0
 
-    def filled(self, step: Step, size: int) -> Window | None:
+    def filled(self, step: BatchStep, size: int) -> StepWindow | None:
         """The window, where this step is the last of it."""
         if self.skip:
             self.skip -= 1
@@ -366,5 +366,5 @@ class Kept:
         self.window.add(step)
         if not self.window.enough(size):
             return None
-        window, self.window = self.window, Window()
+        window, self.window = self.window, StepWindow()
         return window

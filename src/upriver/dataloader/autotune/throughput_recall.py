@@ -6,10 +6,16 @@ from dataclasses import replace
 
 from torch import nn
 
-from upriver.dataloader.autotune.offload_tuner import Measured
+from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
 from upriver.dataloader.remote.provisioning import Hired
 from upriver.profile.throughput import Candidate
-from upriver.profile.throughput_cache import Known, LocalResources, MetricsStore, StoreKey, model_key
+from upriver.profile.throughput_cache import (
+    KnownThroughput,
+    LocalResources,
+    MetricsStore,
+    StoreKey,
+    model_key,
+)
 
 MAX_AGE_S = 30 * 86_400.0
 """What was measured a month ago is measured anew, as are profiles."""
@@ -36,14 +42,14 @@ class Recall:
         self,
         model: str | nn.Module,
         hired: Hired,
-        measured: Measured,
+        measured: TunerMeasurements,
         *,
         batch_size: int | None,
         num_workers: int,
     ) -> None:
         self._model, self._hired, self._measured = model_key(model), hired, measured
         self._batch_size, self._num_workers = batch_size, num_workers
-        self._store, self._known = MetricsStore(), Known()
+        self._store, self._known = MetricsStore(), KnownThroughput()
         self._key: StoreKey | None = None
 
     def begin(self) -> None:
@@ -79,7 +85,7 @@ class Recall:
             for name, rthp in found.rthp.items()
             if rthp > 0 and (name not in found.timed or found.timed[name].exact)
         )
-        known = Known(
+        known = KnownThroughput(
             gthp=found.gthp or None,
             lthp=found.lthp or None,
             pcycle=found.pcycle or None,

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from upriver.dataloader.autotune.offload_tuner import Measured
+from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
 from upriver.dataloader.remote.provisioning import Hired
 from upriver.errors import ConfigError
 from upriver.policies import fastflow
 from upriver.profile.throughput import SPEEDUP_THRESHOLD, Metrics
 
 
-def growth(hired: Hired | None, measured: Measured, *, offload: object) -> Growth | None:
+def growth(hired: Hired | None, measured: TunerMeasurements, *, offload: object) -> Growth | None:
     """What finds how many workers there are to be, where that was left open.
 
     Args:
@@ -54,7 +54,9 @@ class Growth:
         why: How many workers there are to be, in a sentence; empty where that is not decided.
     """
 
-    def __init__(self, hired: Hired, measured: Measured, *, threshold: float = SPEEDUP_THRESHOLD) -> None:
+    def __init__(
+        self, hired: Hired, measured: TunerMeasurements, *, threshold: float = SPEEDUP_THRESHOLD
+    ) -> None:
         self._hired, self._measured, self._threshold = hired, measured, threshold
         self.candidates: tuple[str, ...] = hired.candidates
         self.why = ""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
 
-from upriver.dataloader.local.workers import Source
+from upriver.dataloader.local.workers import SampleSource
 from upriver.errors import ConfigError
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.mapstyle import MAKE, MapStyle
@@ -24,7 +24,7 @@ from upriver.text import error_text
 log = logging.getLogger("upriver")
 
 
-def is_divided(source: Source) -> bool:
+def is_divided(source: SampleSource) -> bool:
     """Whether it is seen."""
     try:
         _check(source)
@@ -34,7 +34,7 @@ def is_divided(source: Source) -> bool:
     return True
 
 
-def check_divided(source: Source) -> None:
+def check_divided(source: SampleSource) -> None:
     """Whether it can be, where the user says so: then what cannot be seen is taken on trust.
 
     Raises:
@@ -64,7 +64,7 @@ class _Call(NamedTuple):
     after: Generators
 
 
-def _check(source: Source) -> None:
+def _check(source: SampleSource) -> None:
     if isinstance(source, MapStyle):
         with apart():
             why = _otherwise(source.dataset, _Index(0))

@@ -21,7 +21,7 @@ PIECE = 16
 tensors."""
 
 
-class Asked(Protocol):
+class SampleSpec(Protocol):
     """What workers are asked for."""
 
     @property
@@ -76,16 +76,16 @@ class ByName:
 
     @property
     def collates(self) -> str | None:
-        """See `Asked`."""
+        """See `SampleSpec`."""
         return self.collate
 
     @property
     def key(self) -> str:
-        """See `Asked`."""
+        """See `SampleSpec`."""
         return pipeline_key(self.name, self.arguments, self.collate, code=self.code)
 
     def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
-        """See `Asked`."""
+        """See `SampleSpec`."""
         collate, size = None, min(PIECE, len(task.samples))
         if task.whole and self.collate is not None:
             collate, size = Collate(name=self.collate, batches=(task.batch,)), len(task.samples)
@@ -104,7 +104,7 @@ class ByName:
         return request, [_sent(task.samples[piece], raw[piece]) for piece in pieces]
 
     def value(self, task: Task, answers: Sequence[MicroBatch]) -> Any:
-        """See `Asked`."""
+        """See `SampleSpec`."""
         made = [build(batch.tree, batch.tensors) for batch in answers]
         return made[0] if task.whole and self.joins else [sample for piece in made for sample in piece]
 
@@ -128,16 +128,16 @@ class InStore:
 
     @property
     def collates(self) -> str | None:
-        """See `Asked`."""
+        """See `SampleSpec`."""
         return BY_DEFAULT if self.joins else None
 
     @property
     def key(self) -> str:
-        """See `Asked`."""
+        """See `SampleSpec`."""
         return pipeline_key(self.source.dataset.digest, {}, self.collates)
 
     def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
-        """See `Asked`."""
+        """See `SampleSpec`."""
         dataset = self.source.dataset
         whole = task.whole and self.joins and len(task.samples) <= DEFAULT_CAPS.tensors
         size = len(task.samples) if whole else min(PIECE, len(task.samples))
@@ -160,7 +160,7 @@ class InStore:
         ]
 
     def value(self, task: Task, answers: Sequence[MicroBatch]) -> Any:
-        """See `Asked`; of samples that are done, a row each."""
+        """See `SampleSpec`; of samples that are done, a row each."""
         if task.stop < DONE:
             return [tensor for batch in answers for tensor in batch.tensors]
         rows = [batch.tensors[0][: len(batch.ids)] for batch in answers]

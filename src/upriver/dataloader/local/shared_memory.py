@@ -23,7 +23,7 @@ ALIGNED_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SharedTensor:
     """A tensor, or an array, in the shared memory.
 
     Attributes:
@@ -53,7 +53,7 @@ class Packed:
     """Samples whose tensors are in one piece of shared memory.
 
     Attributes:
-        samples: With a `Place` for each.
+        samples: With a `SharedTensor` for each.
         memory: All of it, in bytes.
     """
 
@@ -63,11 +63,11 @@ class Packed:
     def unpacked(self) -> list[Any]:
         """The samples, with the strides that they were packed with; they share the memory."""
 
-        def value(place: Place) -> Any:
+        def value(place: SharedTensor) -> Any:
             tensor = place.span(self.memory).as_strided(place.shape, place.strides)
             return tensor.numpy() if place.array else tensor
 
-        samples: list[Any] = pytree.tree_map_only(Place, value, self.samples)
+        samples: list[Any] = pytree.tree_map_only(SharedTensor, value, self.samples)
         return samples
 
 
@@ -107,7 +107,7 @@ def packed(samples: list[Any]) -> list[Any] | Packed:
     elsewhere. They keep their strides, or the order of these where most of what they span is not theirs.
     """
     tensors = list[torch.Tensor]()
-    places = list[Place]()
+    places = list[SharedTensor]()
 
     def place(value: torch.Tensor | np.ndarray[Any, Any]) -> Any:
         array = isinstance(value, np.ndarray)
@@ -119,7 +119,7 @@ def packed(samples: list[Any]) -> list[Any] | Packed:
         start = -(-places[-1].stop // ALIGNED_BYTES) * ALIGNED_BYTES if places else 0
         tensors.append(tensor)
         shape, strides = tuple(tensor.shape), tensor.stride()
-        places.append(Place(start, _extent(tensor), tensor.dtype, shape, strides, array))
+        places.append(SharedTensor(start, _extent(tensor), tensor.dtype, shape, strides, array))
         return places[-1]
 
     placed = pytree.tree_map_only((torch.Tensor, np.ndarray), place, samples)

@@ -79,7 +79,7 @@ def ended_by(pid: int, code: int) -> str:
     return f"{gone(pid)}, {how}"
 
 
-class Failed(ExceptionWrapper):
+class ProcessError(ExceptionWrapper):
     """An exception of a loader process, as PyTorch sends it, and what it is made again from.
 
     PyTorch sends the type and a text, and makes another exception of the type from the text. Where the
@@ -208,7 +208,7 @@ _told_by_queue = queues.Queue._on_queue_feeder_error  # type: ignore[attr-define
 
 def wrapped(error: Exception) -> ExceptionWrapper:
     """What is being raised in a loader process, as it is sent."""
-    return Failed(error, f"in DataLoader worker process {_info().id}")
+    return ProcessError(error, f"in DataLoader worker process {_info().id}")
 
 
 def _info() -> Any:

@@ -44,7 +44,7 @@ IDLE = Task(number=-1, epoch=0, batch=0, indices=(), samples=(), whole=False)
 """Nothing to do: a loader process that got no task at all would be ended."""
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """A dataset, as a chain of stages from a sample's index to what a batch is made of."""
 
     @property
@@ -88,7 +88,7 @@ class Maker:
         collate: From a list of samples to a batch.
     """
 
-    source: Source
+    source: SampleSource
     collate: Callable[[list[Any]], Any]
 
     def make(self, task: Task) -> Any:
@@ -281,7 +281,7 @@ class Fed:
         processes: For what comes after.
     """
 
-    def __init__(self, source: Source, processes: Processes) -> None:
+    def __init__(self, source: SampleSource, processes: Processes) -> None:
         self._source, self._processes = source, processes
         self._readers: _Readers | None = None
 
@@ -311,7 +311,7 @@ class Fed:
 class _Readers:
     """Threads that read for the loader processes of one epoch."""
 
-    def __init__(self, source: Source, processes: Running, arrivals: Arrivals) -> None:
+    def __init__(self, source: SampleSource, processes: Running, arrivals: Arrivals) -> None:
         self._source, self._processes, self._arrivals = source, processes, arrivals
         self._threads = Threads(READERS, "upriver-read")
         self._lock, self._unread = threading.Lock(), dict[int, Task]()

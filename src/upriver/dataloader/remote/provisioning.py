@@ -16,12 +16,12 @@ from typing import Any
 from upriver.dataloader.datasets.declared import Declared
 from upriver.dataloader.datasets.digests import Contents
 from upriver.dataloader.datasets.divided import is_divided
-from upriver.dataloader.datasets.worker_spec import Asked, ByName, InStore
+from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
 from upriver.dataloader.deferred_close import closed_with
 from upriver.dataloader.local.workers import Maker
 from upriver.dataloader.offload_stretch import name_of_stretch
 from upriver.dataloader.prefetch_limit import num_bytes
-from upriver.dataloader.remote.worker import Worker
+from upriver.dataloader.remote.worker import LoaderWorker
 from upriver.dataloader.remote.workers import Canary, Workers
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.errors import ConfigError, NotExact, UpriverError
@@ -53,7 +53,7 @@ class Hired:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: SampleSpec,
         maker: Maker,
         *,
         clients: Sequence[ServerClient],
@@ -64,7 +64,7 @@ class Hired:
         self.changed = ""
         """Why nobody is asked in this epoch, as the dataset is not the one that they make; else empty."""
         self._maker, self._asked = maker, asked
-        self._workers = [Worker(client.url, client) for client in clients]
+        self._workers = [LoaderWorker(client.url, client) for client in clients]
         self._provider = provider
         self._fleet = self._open()
         self._coming: Future[Sequence[str]] | None = None
@@ -268,7 +268,7 @@ class Hired:
     def _take_in(self, urls: Sequence[str]) -> None:
         token = self._fleet.token if self._fleet is not None else None
         processes = self._fleet.processes if self._fleet is not None else 1
-        come = [Worker(url, ServerClient(url, token=token), processes=processes) for url in urls]
+        come = [LoaderWorker(url, ServerClient(url, token=token), processes=processes) for url in urls]
         self._workers.extend(come)
         self._urls.update(urls)
         self.joined += len(come)
@@ -325,7 +325,7 @@ class Hired:
                 )
 
 
-def _what(asked: Asked) -> Serves:
+def _what(asked: SampleSpec) -> Serves:
     """What workers that are started are to have: the store of a dataset of ours; otherwise code."""
     if isinstance(asked, InStore):
         store = asked.source.dataset.store
@@ -352,6 +352,6 @@ def _started(fleet: Fleet, count: int) -> Future[Sequence[str]]:
     return future
 
 
-def _close(workers: Sequence[Worker]) -> None:
+def _close(workers: Sequence[LoaderWorker]) -> None:
     for worker in workers:
         worker.client.close()

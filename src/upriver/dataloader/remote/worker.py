@@ -5,7 +5,7 @@ earliest completion time (Ibarra, Kim: Heuristic Algorithms for Scheduling Indep
 Processors, Journal of the ACM 24(2), 1977). So a slow worker gets a task only where the others would not have
 done it by then, and a batch never waits for one that another would have made sooner.
 
-    s    seconds that one process of a worker takes for a sample (`Worker.sample_s`), a running mean
+    s    seconds that one process of a worker takes for a sample (`LoaderWorker.sample_s`), a running mean
     p    its processes
     n    tasks that it would have, with this one: done after s max(1, n / p) a sample
 
@@ -62,7 +62,7 @@ MOST_FAULTS = 3
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
+class LoaderWorker:
     """One worker, as far as it is known.
 
     Attributes:
@@ -244,15 +244,15 @@ class Worker:
         return max(LATE_S, begins_s + LATE_TIMES * expected_s)
 
 
-def usual_s(workers: Sequence[Worker]) -> float:
+def usual_s(workers: Sequence[LoaderWorker]) -> float:
     """Seconds that a process of a worker takes for a sample; 0 where nobody has made any."""
     known = [worker.sample_s for worker in workers if worker.sample_s]
     return fmean(known) if known else 0.0
 
 
 def deal(
-    waiting: Sequence[Task], workers: Sequence[Worker], under_way: Mapping[str, int], now: float
-) -> list[Worker | None]:
+    waiting: Sequence[Task], workers: Sequence[LoaderWorker], under_way: Mapping[str, int], now: float
+) -> list[LoaderWorker | None]:
     """Who gets each of the tasks that wait; None where it goes on waiting.
 
     Args:
@@ -263,7 +263,7 @@ def deal(
     """
     tasks = [under_way.get(worker.url, 0) for worker in workers]
     free = {at for at, worker in enumerate(workers) if tasks[at] < worker.places}
-    found: list[Worker | None] = []
+    found: list[LoaderWorker | None] = []
     for task in waiting:
         if not free:
             return found + [None] * (len(waiting) - len(found))

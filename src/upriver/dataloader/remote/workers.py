@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from upriver.dataloader.datasets.worker_spec import Asked
-from upriver.dataloader.remote.worker import LATE_S, Worker, deal, usual_s
+from upriver.dataloader.datasets.worker_spec import SampleSpec
+from upriver.dataloader.remote.worker import LATE_S, LoaderWorker, deal, usual_s
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.dataloader.thread_pool import Threads
 from upriver.engine.fingerprint import fingerprint
@@ -67,7 +67,7 @@ class Canary:
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class AssignedTask:
     """A task that a worker has.
 
     Attributes:
@@ -78,7 +78,7 @@ class Held:
         late: Whether nobody waits for it any more.
     """
 
-    worker: Worker
+    worker: LoaderWorker
     task: Task
     begun_s: float
     tasks: int
@@ -111,8 +111,8 @@ class Workers:
 
     def __init__(
         self,
-        workers: Sequence[Worker],
-        source: Asked,
+        workers: Sequence[LoaderWorker],
+        source: SampleSpec,
         arrivals: Arrivals,
         *,
         canary: Callable[[Task], Canary],
@@ -127,8 +127,8 @@ class Workers:
         self._waiting: list[tuple[Task, Sequence[Any] | None]] = []
         self._lock, self._closed = lock, False
         self._answers: set[RunAnswer] = set()
-        self._held: dict[int, Held] = {}
-        self._proving: set[Worker] = set()
+        self._held: dict[int, AssignedTask] = {}
+        self._proving: set[LoaderWorker] = set()
         self._under_way: Counter[str] = Counter()
         self._threads = Threads(MOST_THREADS, "upriver-worker")
 
@@ -189,7 +189,7 @@ class Workers:
         self._send_back(back)
         return True
 
-    def add(self, workers: Sequence[Worker]) -> None:
+    def add(self, workers: Sequence[LoaderWorker]) -> None:
         """Have more of them from now on."""
         with self._lock:
             self._workers.extend(workers)
@@ -254,7 +254,7 @@ class Workers:
                 self._proving.add(worker)
                 self._threads.submit(partial(self._prove, worker, self._canary))
 
-    def _prove(self, worker: Worker, canary: Canary) -> None:
+    def _prove(self, worker: LoaderWorker, canary: Canary) -> None:
         """Whether it makes the same bits."""
         error: Exception | None = None
         try:
@@ -282,7 +282,7 @@ class Workers:
 
     # --------------------------------------------------------------------------------------- dealing
 
-    def _there(self, worker: Worker) -> bool:
+    def _there(self, worker: LoaderWorker) -> bool:
         """Whether tasks may wait for it."""
         now = self._now()
         if not worker.may(now) or worker.proved:
@@ -313,17 +313,17 @@ class Workers:
                 self._under_way[worker.url] += 1
                 tasks = self._under_way[worker.url]
                 worker.given(now, samples=len(task.samples), tasks=tasks)
-                held = self._held[task.number] = Held(worker, task, now, tasks, worker.refused)
+                held = self._held[task.number] = AssignedTask(worker, task, now, tasks, worker.refused)
                 self._threads.submit(partial(self._ask, held, raw))
         return back
 
-    def _is_late(self, held: Held, now: float, usual_s: float) -> bool:
+    def _is_late(self, held: AssignedTask, now: float, usual_s: float) -> bool:
         limit_s = held.worker.limit_s(
             usual_s, samples=len(held.task.samples), tasks=held.tasks, begun_s=held.begun_s
         )
         return not held.late and now - held.begun_s > limit_s
 
-    def _ask(self, held: Held, raw: Sequence[Any] | None) -> None:
+    def _ask(self, held: AssignedTask, raw: Sequence[Any] | None) -> None:
         try:
             value = self._made(held.worker, held.task, raw, held)
         except Exception as error:
@@ -331,14 +331,16 @@ class Workers:
         else:
             self._arrived(held, value)
 
-    def _made(self, worker: Worker, task: Task, raw: Sequence[Any] | None, held: Held | None = None) -> Any:
+    def _made(
+        self, worker: LoaderWorker, task: Task, raw: Sequence[Any] | None, held: AssignedTask | None = None
+    ) -> Any:
         request, sent = self._source.request(task, raw)
         with worker.client.run(request, sent) as answer, self._open(answer, held):
             answers = [batch for batch, _timings in answer]
         return self._source.value(task, answers)
 
     @contextmanager
-    def _open(self, answer: RunAnswer, held: Held | None) -> Iterator[None]:
+    def _open(self, answer: RunAnswer, held: AssignedTask | None) -> Iterator[None]:
         """Whoever closes this closes the answer."""
         with self._lock:
             self._answers.add(answer)
@@ -353,7 +355,7 @@ class Workers:
             with self._lock:
                 self._answers.discard(answer)
 
-    def _arrived(self, held: Held, value: Any) -> None:
+    def _arrived(self, held: AssignedTask, value: Any) -> None:
         task, worker = held.task, held.worker
         with self._lock:
             self._let_go(held)
@@ -364,7 +366,7 @@ class Workers:
         self._arrivals.put(Arrival(task.number, value, place=worker.url))
         self._send_back(back)
 
-    def _failed(self, held: Held, raw: Sequence[Any] | None, error: Exception) -> None:
+    def _failed(self, held: AssignedTask, raw: Sequence[Any] | None, error: Exception) -> None:
         """Somebody else makes it; where that would not help the training node, which shows whose fault it is.
 
         A worker that refuses is not left alone as long as it is at something for this loader.
@@ -388,12 +390,12 @@ class Workers:
             self._arrivals.put(Arrival(task.number, error=error, place=worker.url, blame=blame))
         self._send_back(back)
 
-    def _blame(self, worker: Worker, task: Task, error: Exception) -> None:
+    def _blame(self, worker: LoaderWorker, task: Task, error: Exception) -> None:
         """This machine has done what that worker could not."""
         with self._lock:
             worker.cannot(task, error)
 
-    def _let_go(self, held: Held) -> None:
+    def _let_go(self, held: AssignedTask) -> None:
         self._under_way[held.worker.url] -= 1
         self._held.pop(held.task.number, None)
 
@@ -402,7 +404,7 @@ class Workers:
         for task in tasks:
             self._arrivals.put(Arrival(task.number, error=ServerUnavailable("no worker makes it")))
 
-    def _note(self, worker: Worker, error: Exception) -> None:
+    def _note(self, worker: LoaderWorker, error: Exception) -> None:
         """What a failure says of a worker."""
         log.info("worker %s: %s", worker.url, error)
         worker.failed_with(error, self._now(), for_good=isinstance(error, NEVER))

@@ -28,7 +28,7 @@ log = logging.getLogger("upriver")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
+class LargerCaptures:
     """The frozen part at larger sizes.
 
     Attributes:
@@ -49,7 +49,7 @@ def captured(
     autocast: torch.dtype | None,
     caps: Caps,
     tell: Callable[[str], None],
-) -> Captured:
+) -> LargerCaptures:
     """Capture the frozen part at each larger size that a request can be for.
 
     Args:
@@ -72,7 +72,7 @@ def captured(
             programs.append(resized(model, parts, example, autocast=autocast))
         except UpriverError as error:
             left_out.append((size, str(error)))
-    return Captured(programs=tuple(programs), left_out=tuple(left_out))
+    return LargerCaptures(programs=tuple(programs), left_out=tuple(left_out))
 
 
 def notes(taken: Sequence[Program], left_out: Sequence[tuple[int, str]]) -> list[str]:
@@ -80,7 +80,7 @@ def notes(taken: Sequence[Program], left_out: Sequence[tuple[int, str]]) -> list
 
     Args:
         taken: Programs that servers may choose.
-        left_out: As `Captured.left_out`.
+        left_out: As `LargerCaptures.left_out`.
     """
     found = []
     if taken:

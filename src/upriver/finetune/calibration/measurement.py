@@ -20,7 +20,7 @@ from torch import nn
 
 from upriver.engine.engine import Engine
 from upriver.errors import BadSample, DatasetError, Overloaded, UpriverError
-from upriver.finetune.calibration.batched_capture import Captured, captured
+from upriver.finetune.calibration.batched_capture import LargerCaptures, captured
 from upriver.finetune.calibration.local_canary import LocalCanary
 from upriver.finetune.calibration.second_size import SecondSize
 from upriver.finetune.calibration.time_budget import Stopwatch, affordable_repeats, allowed_s
@@ -37,7 +37,7 @@ from upriver.profile.builder import has_lines, with_lines, with_peaks
 from upriver.profile.live_profile import worker_s
 from upriver.profile.memory.estimator import known_peaks
 from upriver.profile.profile_cache import (
-    Kept,
+    CachedProfile,
     ProfileKey,
     as_of_today,
     load_profile,
@@ -50,7 +50,7 @@ from upriver.protocol import Caps, Info
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_probe import LinkEstimate, measure_link
 from upriver.rpc.load_report import UNCHANGED, busy_s, expected_waits, notes, profile_key, waiting
-from upriver.rpc.server_verification import Gate, Question
+from upriver.rpc.server_verification import JobRequirements, ServerVerifier
 from upriver.rpc.tolerance import Tolerance
 from upriver.types import Cluster, Profile, Tier, Timings
 
@@ -68,7 +68,7 @@ LEAST_WAIT_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class Measurement:
     """What a plan rests on.
 
     Attributes:
@@ -165,13 +165,13 @@ class Measuring:
         self._canary = options.order(0).micro_batches[0]
         self._here: LocalMeasurement | None = None
         self._keys: dict[str, ProfileKey] = {}
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, CachedProfile] = {}
         self._clock = Stopwatch()
         self.not_used: list[str] = []
-        question = Question(
+        question = JobRequirements(
             dataset=dataset, program=program, seed=options.seed, on_bad_sample=options.on_bad_sample
         )
-        self.gate = Gate(
+        self.gate = ServerVerifier(
             question,
             self._engine,
             canary=self._canary,
@@ -180,7 +180,7 @@ class Measuring:
             values=parts.tail.values,
         )
 
-    def run(self, servers: Sequence[ServerClient], judge: Judge) -> Measured | None:
+    def run(self, servers: Sequence[ServerClient], judge: Judge) -> Measurement | None:
         """Measure; None where no server can be used.
 
         Args:
@@ -201,7 +201,7 @@ class Measuring:
         if kept is None or lined is not None:
             save_profile(self._keys[first.client.url], lined or profile, cluster)
         slowed = self._waiting(passed)
-        measured = Measured(
+        measured = Measurement(
             profile=lined or profile,
             cluster=cluster,
             servers=tuple(each.client for each in passed),
@@ -216,7 +216,7 @@ class Measuring:
         log.info("%s", measured)
         return measured
 
-    def larger(self, caps: Caps) -> Captured:
+    def larger(self, caps: Caps) -> LargerCaptures:
         """The program at larger sizes, as far as servers may run it so, and it can be captured.
 
         Args:
@@ -273,7 +273,7 @@ class Measuring:
                 self.leave_out(server, error)
         return passed, full
 
-    def _canaries(self, server: _Passed, kept: Kept | None) -> _Passed:
+    def _canaries(self, server: _Passed, kept: CachedProfile | None) -> _Passed:
         """The canary must pass, whatever is known; again to be measured, or if it says that much changed."""
         with self._clock.part(CANARY):
             self._run_canary(server)
@@ -288,7 +288,7 @@ class Measuring:
         server.timings.append(self.gate.measure(server.client, stop=self._parts.freeze))
         server.waits += waits
 
-    def _look_up(self, server: ServerClient, info: Info) -> Kept | None:
+    def _look_up(self, server: ServerClient, info: Info) -> CachedProfile | None:
         """What an earlier job measured with this server, if it is kept."""
         self._keys[server.url] = key = profile_key(self._dataset.digest, self._program, server, info)
         kept = load_profile(
@@ -325,7 +325,7 @@ class Measuring:
             self._here = self._run_here(kept)
         return self._here
 
-    def _run_here(self, kept: Kept | None) -> LocalMeasurement:
+    def _run_here(self, kept: CachedProfile | None) -> LocalMeasurement:
         """The canary on this side, as often as on a server; the first time counts as the canary's."""
         canary = LocalCanary(
             engine=self._engine,
@@ -348,7 +348,7 @@ class Measuring:
         return LocalMeasurement(features=features, timings=tuple(timings), input_bytes=known)
 
     def _put_together(
-        self, passed: Sequence[_Passed], link: LinkEstimate, kept: Kept | None
+        self, passed: Sequence[_Passed], link: LinkEstimate, kept: CachedProfile | None
     ) -> tuple[Profile, Cluster]:
         here, options = self._measured_here(), self._options
         with self._clock.part("tail"):
@@ -381,10 +381,10 @@ class Measuring:
 
     # ------------------------------------------------------------------------------ as it is today
 
-    def _slowdown(self, kept: Kept, tier: Tier, timings: Sequence[Timings]) -> float:
+    def _slowdown(self, kept: CachedProfile, tier: Tier, timings: Sequence[Timings]) -> float:
         return slowdown(kept.profile, tier, timings, samples=self._options.micro_batch)
 
-    def _factors(self, kept: Kept | None, first: _Passed) -> dict[Tier, float]:
+    def _factors(self, kept: CachedProfile | None, first: _Passed) -> dict[Tier, float]:
         """By how much the stages of each tier have changed since they were kept."""
         if kept is None:
             return {}

@@ -19,7 +19,7 @@ from upriver.pipeline import Dataset
 from upriver.policies import choose
 from upriver.profile import build_profile, cluster_from
 from upriver.profile.memory.tail import tail_memory, tail_weights
-from upriver.profile.profile_cache import Kept
+from upriver.profile.profile_cache import CachedProfile
 from upriver.program.eval_mode import mode
 from upriver.program.example_inputs import tensors_in
 from upriver.program.freeze import keep_in_eval
@@ -144,7 +144,7 @@ def profile_and_cluster(
     at_once: int,
     num_workers: int,
     load: float,
-    kept: Kept | None = None,
+    kept: CachedProfile | None = None,
 ) -> tuple[Profile, Cluster]:
     """Put together what was measured at one size of micro-batch.
 

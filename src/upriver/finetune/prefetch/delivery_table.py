@@ -27,7 +27,7 @@ MAX_REMOTE_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class PrefetchWindow:
     """How far fetching may run ahead of the consumer.
 
     Attributes:
@@ -82,7 +82,7 @@ class Dealt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Came:
+class Received:
     """A micro-batch as it came.
 
     Attributes:
@@ -107,16 +107,16 @@ class Delivery:
     batch: MicroBatch | None = None
     timings: Timings = field(default_factory=Timings)
     error: Exception | None = None
-    came: Came | None = None
+    came: Received | None = None
     done: bool = False
 
     @property
-    def arrival(self) -> Came:
+    def arrival(self) -> Received:
         """What it was when it came."""
         if self.came is not None:
             return self.came
         batch = self.result()
-        return Came(position=batch.position, num_bytes=sum(tensor.nbytes for tensor in batch.tensors))
+        return Received(position=batch.position, num_bytes=sum(tensor.nbytes for tensor in batch.tensors))
 
     def finished(self, batch: MicroBatch | None) -> Delivery:
         """The same with nothing left to be done here; None where that failed: its turn tells."""
@@ -181,7 +181,7 @@ class SlotTable:
         num_micro_batches: int,
         *,
         first: int,
-        window: Window,
+        window: PrefetchWindow,
         expected_bytes: Mapping[Way | Dealt, int] | None = None,
         pins: Mapping[int, Pin] | None = None,
         dealt: Sequence[Dealt] | None = None,
@@ -342,7 +342,7 @@ class SlotTable:
 
     # ------------------------------------------------------------------------------------- changes
 
-    def deal(self, dealt: Sequence[Dealt], window: Window | None = None) -> None:
+    def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None = None) -> None:
         """New routes, and another window, for what is not in flight yet; what is stays what it was."""
         self._check_dealt(dealt)
         self._dealt = dealt

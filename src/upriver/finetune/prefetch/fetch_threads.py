@@ -34,8 +34,16 @@ from upriver.errors import (
     UpriverError,
     WorkerCrashed,
 )
-from upriver.finetune.prefetch.delivery_table import Claim, Dealt, Delivery, Pin, SlotTable, Way, Window
-from upriver.rpc.server_pool import Answer, Lease, ServerPool
+from upriver.finetune.prefetch.delivery_table import (
+    Claim,
+    Dealt,
+    Delivery,
+    Pin,
+    PrefetchWindow,
+    SlotTable,
+    Way,
+)
+from upriver.rpc.server_pool import AnswerStream, Lease, ServerPool
 from upriver.types import MicroBatch, Timings
 
 if TYPE_CHECKING:
@@ -127,7 +135,7 @@ class Crew:
         self._failure: BaseException | None = None
         self.store_lost = ""
         self._store_rest_s, self._store_again_at = STORE_REST_S, 0.0
-        self._answers: set[Answer] = set()
+        self._answers: set[AnswerStream] = set()
         self._threads: list[threading.Thread] = []
 
     def start(self, *, num_workers: int) -> None:
@@ -184,7 +192,7 @@ class Crew:
         with self._changed:
             self.table.finish(index, delivery.finished(batch))
 
-    def deal(self, dealt: Sequence[Dealt], window: Window | None) -> None:
+    def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None) -> None:
         """See the loader's."""
         with self._changed:
             self.table.deal(dealt, window)
@@ -306,7 +314,7 @@ class Crew:
             raise ProtocolError(f"{url} answered samples {batch.ids} that were not asked for at this place")
 
     @contextmanager
-    def _open(self, answer: Answer) -> Iterator[None]:
+    def _open(self, answer: AnswerStream) -> Iterator[None]:
         """Let `close` break the answer off while it is read."""
         with self._changed:
             stopped = self._stopped

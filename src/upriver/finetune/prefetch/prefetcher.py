@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from upriver.errors import ConfigError
-from upriver.finetune.prefetch.delivery_table import Came, Dealt, Pin, SlotTable, Way, Window
+from upriver.finetune.prefetch.delivery_table import Dealt, Pin, PrefetchWindow, Received, SlotTable, Way
 from upriver.finetune.prefetch.fetch_threads import Crew, Finish, MakeLocally, Remote, dispose
 from upriver.types import MicroBatch, Timings
 
@@ -61,10 +61,10 @@ class Loader:
         local: MakeLocally,
         first: int = 0,
         remote: Remote | None = None,
-        window: Window | None = None,
+        window: PrefetchWindow | None = None,
         num_workers: int = 1,
         expected_bytes: Mapping[Way | Dealt, int] | None = None,
-        on_timings: Callable[[int, str, Came, Timings], None] | None = None,
+        on_timings: Callable[[int, str, Received, Timings], None] | None = None,
         finish: Finish | None = None,
         pins: Mapping[int, Pin] | None = None,
         dealt: Sequence[Dealt] | None = None,
@@ -76,7 +76,7 @@ class Loader:
         table = SlotTable(
             len(micro_batches),
             first=first,
-            window=window or Window(),
+            window=window or PrefetchWindow(),
             expected_bytes=expected_bytes,
             pins=pins,
             dealt=dealt,
@@ -132,7 +132,7 @@ class Loader:
             self._on_timings(index, delivery.source, delivery.arrival, delivery.timings)
         return batch
 
-    def deal(self, dealt: Sequence[Dealt], window: Window | None = None) -> None:
+    def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None = None) -> None:
         """New routes for every micro-batch that nobody works on yet; none is lost, none is made twice.
 
         Args:

@@ -42,7 +42,7 @@ class Placed:
     cut: int
 
 
-class Places:
+class PlacementLog:
     """Where a job's micro-batches were computed, in 4 bytes each; of one that came twice, the last time."""
 
     def __init__(self) -> None:

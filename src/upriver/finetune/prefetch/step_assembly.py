@@ -15,7 +15,7 @@ Values = tuple[torch.Tensor, ...]
 """Everything that crosses the freeze point, for some samples."""
 
 
-class Form(Protocol):
+class CrossingForm(Protocol):
     """Where the samples lie in what crosses the freeze point: a tail's ``values``."""
 
     def select(self, values: Sequence[torch.Tensor], rows: Sequence[int]) -> Values:
@@ -63,7 +63,7 @@ def steps(
     batches: Iterator[MicroBatch],
     order: EpochOrder,
     *,
-    form: Form,
+    form: CrossingForm,
     finish: Callable[[MicroBatch], Values],
     first: int = 0,
 ) -> Iterator[tuple[Values | None, list[int]]]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from upriver.cost import CutTable
-from upriver.finetune.prefetch.delivery_table import Window
+from upriver.finetune.prefetch.delivery_table import PrefetchWindow
 from upriver.text import bytes_text
 from upriver.types import Plan, Tier
 
@@ -38,7 +38,7 @@ def window_for(
     crossing_bytes: Callable[[int], float],
     num_bytes: int,
     together: int = 1,
-) -> Window:
+) -> PrefetchWindow:
     """The window of a plan.
 
     Args:
@@ -61,7 +61,7 @@ def window_for(
     allowed = max(1, int(min(num_bytes, spare_bytes(plan))))
     each = micro_batch * sum(route.share * crossing_bytes(route.cut) for route in plan.routes)
     fitting = math.floor(allowed / each) if each > 0 else wanted
-    return Window(micro_batches=max(1, min(wanted, fitting)), num_bytes=allowed)
+    return PrefetchWindow(micro_batches=max(1, min(wanted, fitting)), num_bytes=allowed)
 
 
 def spare_bytes(plan: Plan) -> float:
@@ -74,6 +74,6 @@ def spare_bytes(plan: Plan) -> float:
     return model.cluster.compute.memory_bytes - needed
 
 
-def told(window: Window) -> str:
+def told(window: PrefetchWindow) -> str:
     """A window in words."""
     return f"up to {window.micro_batches} micro-batches in flight, at most {bytes_text(window.num_bytes)}"

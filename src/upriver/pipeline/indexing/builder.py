@@ -562,7 +562,7 @@ def _dataset(
             )
     _check_reads(store, rows[0], chain)
     index_bytes = files.encode_index(_table(rows))
-    manifest = files.Manifest(
+    manifest = files.IndexManifest(
         schema=files.SCHEMA,
         layout=layout,
         format=rows[0].format,

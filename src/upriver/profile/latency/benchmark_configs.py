@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from upriver.errors import ConfigError
 from upriver.profile.latency import config_calls
 from upriver.profile.latency.config_sampling import Choices, Range, Span
-from upriver.profile.latency.op_calls import Call
+from upriver.profile.latency.op_calls import OpCall
 from upriver.profile.latency.op_kinds import works_of
 from upriver.program.eval_mode import no_fast_path
 from upriver.types import require_finite
@@ -256,7 +256,7 @@ RANGES: dict[str, Range] = {**_HEAVY, **_EACH, **_ROWS, **_COPIES}
 """Kind to the configurations that are measured of it."""
 
 
-def sample(kind: str, count: int | None = None, seed: int = SEED) -> list[Call]:
+def sample(kind: str, count: int | None = None, seed: int = SEED) -> list[OpCall]:
     """Calls of one kind, no two alike; fewer than asked for where there are no more.
 
     Args:
@@ -271,7 +271,7 @@ def sample(kind: str, count: int | None = None, seed: int = SEED) -> list[Call]:
     count = stated.count if count is None else count
     require_finite("count", count, at_least=1)
     chance = random.Random(f"{kind} {seed}")
-    found: dict[str, Call] = {}
+    found: dict[str, OpCall] = {}
     with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad(), no_fast_path():
         for _ in range(_TRIES * count):
             call = stated.draw(chance)

@@ -20,12 +20,12 @@ import torch
 
 from upriver.errors import ConfigError
 from upriver.profile.latency.benchmark_configs import RANGES, SEED, sample
-from upriver.profile.latency.op_benchmark import Bench, Timing
-from upriver.profile.latency.op_calls import Call
-from upriver.profile.latency.op_kinds import SIDES, Side, Work, works_of
+from upriver.profile.latency.op_benchmark import OpBenchmark, Timing
+from upriver.profile.latency.op_calls import OpCall
+from upriver.profile.latency.op_kinds import SIDES, OpWork, Side, works_of
 from upriver.profile.latency.predictor import MODELS, KindError, ModelName, Predictor, place_of
-from upriver.profile.latency.regression import FEWEST, OwnModel, PaperModel, Timed
-from upriver.profile.profile_cache import Place
+from upriver.profile.latency.regression import FEWEST, OwnModel, PaperModel, TimedWork
+from upriver.profile.profile_cache import TierIdentity
 from upriver.types import require_finite
 
 OCCASIONS = 3
@@ -59,7 +59,7 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class MeasuredConfig:
     """A configuration that was timed.
 
     Attributes:
@@ -67,7 +67,7 @@ class Measured:
         held_out: Whether no model is fitted to it.
     """
 
-    works: tuple[Work, ...]
+    works: tuple[OpWork, ...]
     seconds: float
     held_out: bool
 
@@ -98,16 +98,16 @@ def calibrate(
             was too little for any model.
     """
     require_finite("minutes", minutes, positive=True)
-    place, bench = place_of(device), Bench(device)
+    place, bench = place_of(device), OpBenchmark(device)
     measured = measure(plan(quick=quick, kinds=kinds, seed=seed), bench, minutes, timing, progress)
     return fit(measured, place)
 
 
 def plan(
     *, quick: bool = False, kinds: Sequence[str] | None = None, seed: int = SEED
-) -> list[tuple[Call, bool]]:
+) -> list[tuple[OpCall, bool]]:
     """The configurations in the order in which they are timed, each with whether it is held out."""
-    found: list[tuple[float, Call, bool]] = []
+    found: list[tuple[float, OpCall, bool]] = []
     for kind in RANGES if kinds is None else kinds:
         count = RANGES[kind].count if kind in RANGES else 1
         calls = sample(kind, max(math.ceil(count / QUICK), 2 * FEWEST) if quick else count, seed)
@@ -120,12 +120,12 @@ def plan(
 
 
 def measure(
-    planned: Sequence[tuple[Call, bool]],
-    bench: Bench,
+    planned: Sequence[tuple[OpCall, bool]],
+    bench: OpBenchmark,
     minutes: float,
     timing: Timing | None = None,
     progress: Progress | None = None,
-) -> list[Measured]:
+) -> list[MeasuredConfig]:
     """Time configurations until all are done on every occasion, or the time is over."""
     until = time.monotonic() + 60 * minutes
     works = [works_of(call) for call, _ in planned]
@@ -140,12 +140,12 @@ def measure(
         if progress is not None:
             progress(works[place][0].kind, number + 1, total)
     return [
-        Measured(works=works[place], seconds=seconds, held_out=planned[place][1])
+        MeasuredConfig(works=works[place], seconds=seconds, held_out=planned[place][1])
         for place, seconds in shortest.items()
     ]
 
 
-def fit(measured: Sequence[Measured], place: Place) -> Predictor:
+def fit(measured: Sequence[MeasuredConfig], place: TierIdentity) -> Predictor:
     """Latency models of what was measured on a device.
 
     LoADPart's are fitted to calls of one work alone: its convolutions add no bias.
@@ -154,12 +154,12 @@ def fit(measured: Sequence[Measured], place: Place) -> Predictor:
         ConfigError: If it is too little for any model.
     """
     fitted = [each for each in measured if not each.held_out]
-    ours = OwnModel.fit(Timed(each.works[0], each.seconds) for each in fitted)
+    ours = OwnModel.fit(TimedWork(each.works[0], each.seconds) for each in fitted)
     if not ours.lines:
         raise ConfigError(
             f"no kind has {FEWEST} configurations that were timed: {len(fitted)} in all; give it more minutes"
         )
-    alone = [Timed(each.works[0], each.seconds) for each in fitted if len(each.works) == 1]
+    alone = [TimedWork(each.works[0], each.seconds) for each in fitted if len(each.works) == 1]
     predictor = Predictor(
         place=place,
         fitted_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -171,9 +171,9 @@ def fit(measured: Sequence[Measured], place: Place) -> Predictor:
     return replace(predictor, errors=tuple(errors(predictor, held_out)))
 
 
-def errors(predictor: Predictor, measured: Iterable[Measured]) -> list[KindError]:
+def errors(predictor: Predictor, measured: Iterable[MeasuredConfig]) -> list[KindError]:
     """How far each model is off, kind by kind, in the order of `RANGES`."""
-    by_kind: dict[str, list[Measured]] = {}
+    by_kind: dict[str, list[MeasuredConfig]] = {}
     for each in measured:
         by_kind.setdefault(each.works[0].kind, []).append(each)
     order = [kind for kind in RANGES if kind in by_kind]
@@ -188,7 +188,7 @@ def errors(predictor: Predictor, measured: Iterable[Measured]) -> list[KindError
 
 
 def _error(
-    predictor: Predictor, kind: str, model: ModelName, measured: Sequence[Measured]
+    predictor: Predictor, kind: str, model: ModelName, measured: Sequence[MeasuredConfig]
 ) -> KindError | None:
     every = predictor.work_seconds([each.works[0] for each in measured], model)
     known = [seconds for seconds in every if seconds is not None]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from upriver.profile.latency.op_calls import Call, each_of, image
-from upriver.profile.latency.op_features import Work, fused_bias, moved, one
+from upriver.profile.latency.op_calls import OpCall, each_of, image
+from upriver.profile.latency.op_features import OpWork, fused_bias, moved, one
 from upriver.program.graph.schema import TensorSpec
 
 FEW_CHANNELS = 8
 """With fewer a convolution reads pixels: other kernels, and far fewer operations a second."""
 
 
-def convolution(call: Call) -> tuple[Work, ...] | None:
+def convolution(call: OpCall) -> tuple[OpWork, ...] | None:
     """A convolution of any number of dimensions, and the bias that it adds."""
     given = call.arguments
     x, w, y = call.spec(given["input"]), call.spec(given["weight"]), call.made[0]
@@ -53,7 +53,7 @@ def convolution(call: Call) -> tuple[Work, ...] | None:
         "stride": float(stride),
         "bias": float(given["bias"] is not None),
     }
-    work = Work(kind=kind, features=features, facts=moved(call) | facts)
+    work = OpWork(kind=kind, features=features, facts=moved(call) | facts)
     return (work,) if given["bias"] is None else (work, fused_bias(y))
 
 
@@ -88,7 +88,7 @@ OPERANDS = {
 """Of matrix products: left, right, and what is added."""
 
 
-def product(call: Call) -> tuple[Work, ...] | None:
+def product(call: OpCall) -> tuple[OpWork, ...] | None:
     """A matrix product, or a batch of them, and the bias that it adds."""
     given = call.arguments
     names = OPERANDS[call.name]
@@ -118,7 +118,7 @@ def product(call: Call) -> tuple[Work, ...] | None:
         "right_bytes": copies * inner * outer * float(right.itemsize),
     }
     kind = "matmul" if copies == 1 else "bmm"
-    work = Work(kind=kind, features=features, facts=moved(call) | facts)
+    work = OpWork(kind=kind, features=features, facts=moved(call) | facts)
     added = given.get(names[2])
     return (work,) if added is None else (work, fused_bias(y))
 
@@ -128,7 +128,7 @@ def _are_matrices(left: TensorSpec, right: TensorSpec) -> bool:
     return len(right.shape) == 2 or min(len(left.shape), len(right.shape)) >= 2
 
 
-def attention(call: Call) -> tuple[Work, ...] | None:
+def attention(call: OpCall) -> tuple[OpWork, ...] | None:
     """Both products of attention and the softmax between them."""
     given = call.arguments
     query, key, value = (call.spec(given[name]) for name in ("query", "key", "value"))
@@ -155,7 +155,7 @@ def attention(call: Call) -> tuple[Work, ...] | None:
 # ------------------------------------------------------------------------------------------ pooling
 
 
-def pooling(call: Call) -> tuple[Work, ...] | None:
+def pooling(call: OpCall) -> tuple[OpWork, ...] | None:
     """Pooling; one that gives every element as it is costs nothing."""
     given = call.arguments
     x = call.spec(given["self"])
@@ -189,4 +189,4 @@ def pooling(call: Call) -> tuple[Work, ...] | None:
         "whole": float(window == before),
     }
     kind = "max_pool" if "max" in call.name else "avg_pool"
-    return (Work(kind=kind, features=features, facts=moved(call) | facts),)
+    return (OpWork(kind=kind, features=features, facts=moved(call) | facts),)

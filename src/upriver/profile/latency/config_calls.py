@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from upriver.profile.latency.config_sampling import MOST_ELEMENTS, MOST_MACS, Draw, Make, call_on, tensor
-from upriver.profile.latency.op_calls import Call
+from upriver.profile.latency.op_calls import OpCall
 from upriver.program.graph.schema import TensorSpec
 
 # --------------------------------------------------------------------------- convolutions, products
 
 
-def convolution(draw: Draw, *, groups: int = 1) -> Call | None:
+def convolution(draw: Draw, *, groups: int = 1) -> OpCall | None:
     """A convolution of an image."""
     (window, stride), side = draw["window"], draw["side"]
     padding = window // 2 if draw["padded"] and stride < max(window, 2) else 0
@@ -31,18 +31,18 @@ def convolution(draw: Draw, *, groups: int = 1) -> Call | None:
     return call_on("conv2d.default", args, given, weights)
 
 
-def depthwise(draw: Draw) -> Call | None:
+def depthwise(draw: Draw) -> OpCall | None:
     """One filter for each channel."""
     channels = draw["channels"]
     return convolution({**draw, "in_channels": channels, "out_channels": channels}, groups=channels)
 
 
-def group_convolution(draw: Draw) -> Call | None:
+def group_convolution(draw: Draw) -> OpCall | None:
     """Channels in groups."""
     return convolution(draw, groups=draw["groups"])
 
 
-def transposed(draw: Draw) -> Call | None:
+def transposed(draw: Draw) -> OpCall | None:
     """A convolution that doubles an image's sides."""
     window, side, ins, outs = draw["window"], draw["side"], draw["in_channels"], draw["out_channels"]
     if draw["batch"] * side**2 * window**2 * ins * outs > MOST_MACS:
@@ -53,7 +53,7 @@ def transposed(draw: Draw) -> Call | None:
     return call_on("conv_transpose2d.input", args, given, weights)
 
 
-def linear(draw: Draw) -> Call | None:
+def linear(draw: Draw) -> OpCall | None:
     """A linear layer."""
     rows, ins, outs = draw["rows"], draw["inner"], draw["outer"]
     if rows * ins * outs > MOST_MACS:
@@ -72,7 +72,7 @@ def _bias_of(weights: Mapping[str, TensorSpec]) -> str | None:
     return "bias" if "bias" in weights else None
 
 
-def batched_product(draw: Draw) -> Call | None:
+def batched_product(draw: Draw) -> OpCall | None:
     """A batch of matrix products, the right operand as it is or turned."""
     copies, rows, inner, outer = draw["copies"], draw["rows"], draw["inner"], draw["outer"]
     if copies * rows * inner * outer > MOST_MACS:
@@ -81,7 +81,7 @@ def batched_product(draw: Draw) -> Call | None:
     return call_on("bmm.default", ["self", "mat2"], {"self": tensor([copies, rows, inner]), "mat2": right})
 
 
-def attention(draw: Draw) -> Call | None:
+def attention(draw: Draw) -> OpCall | None:
     """Attention of some tokens to each other."""
     heads, tokens, width = draw["heads"], draw["tokens"], draw["width"]
     if draw["batch"] * heads * tokens**2 * 2 * width > MOST_MACS:
@@ -101,12 +101,12 @@ def image(draw: Draw) -> TensorSpec:
     return tensor([draw["batch"], draw["channels"], draw["side"], draw["side"]])
 
 
-def max_pool(draw: Draw) -> Call | None:
+def max_pool(draw: Draw) -> OpCall | None:
     """The most of a window."""
     return call_on("max_pool2d.default", ["self", *_window(draw)], {"self": image(draw)})
 
 
-def avg_pool(draw: Draw) -> Call | None:
+def avg_pool(draw: Draw) -> OpCall | None:
     """The mean of a window, or of as many as give an image of some size."""
     given = {"self": image(draw)}
     if draw["window"] is not None:
@@ -128,7 +128,7 @@ def _fits(draw: Draw) -> bool:
 def resized(op: str) -> Make:
     """An image with larger sides."""
 
-    def make(draw: Draw) -> Call | None:
+    def make(draw: Draw) -> OpCall | None:
         size = [draw["side"] * draw["scale"]] * 2
         return call_on(op, ["self", size, *([] if "nearest" in op else [False])], {"self": image(draw)})
 
@@ -149,7 +149,7 @@ def form(draw: Draw) -> TensorSpec:
 def unary(op: str, *more: Any) -> Make:
     """An operator on one tensor."""
 
-    def make(draw: Draw) -> Call | None:
+    def make(draw: Draw) -> OpCall | None:
         return call_on(op, ["self", *more], {"self": form(draw)}, in_place=bool(draw["in_place"]))
 
     return make
@@ -158,7 +158,7 @@ def unary(op: str, *more: Any) -> Make:
 def binary(op: str) -> Make:
     """An operator on two tensors alike, on one and a number for each of its channels, or on one number."""
 
-    def make(draw: Draw) -> Call | None:
+    def make(draw: Draw) -> OpCall | None:
         x, in_place = form(draw), bool(draw["in_place"])
         if draw["other"] == "number":
             return call_on(op, ["self", 1.5], {"self": x}, in_place=in_place)
@@ -169,14 +169,14 @@ def binary(op: str) -> Make:
     return make
 
 
-def bias(draw: Draw) -> Call | None:
+def bias(draw: Draw) -> OpCall | None:
     """One weight for each channel."""
     x = form(draw)
     channels = [x.shape[1], 1, 1] if draw["form"] == "image" else [x.shape[-1]]
     return call_on("add.Tensor", ["self", "other"], {"self": x}, {"other": tensor(channels)})
 
 
-def batch_norm(draw: Draw) -> Call | None:
+def batch_norm(draw: Draw) -> OpCall | None:
     """By running statistics."""
     names = ["weight", "bias", "mean", "variance"]
     args = ["input", *names, False, 0.1, 1e-5, False]
@@ -187,7 +187,7 @@ def batch_norm(draw: Draw) -> Call | None:
 def layer_norm(op: str) -> Make:
     """Of tokens."""
 
-    def make(draw: Draw) -> Call | None:
+    def make(draw: Draw) -> OpCall | None:
         names = ["weight", "bias"] if op == "layer_norm.default" else ["weight"]
         given = {"input": tensor([draw["batch"], draw["tokens"], draw["width"]])}
         weights = dict.fromkeys(names, tensor([draw["width"]]))
@@ -196,7 +196,7 @@ def layer_norm(op: str) -> Make:
     return make
 
 
-def group_norm(draw: Draw) -> Call | None:
+def group_norm(draw: Draw) -> OpCall | None:
     """Of images."""
     if draw["channels"] % draw["groups"]:
         return None
@@ -205,7 +205,7 @@ def group_norm(draw: Draw) -> Call | None:
     return call_on("group_norm.default", args, {"input": image(draw)}, weights)
 
 
-def softmax(draw: Draw) -> Call | None:
+def softmax(draw: Draw) -> OpCall | None:
     """Of attention's scores, or of classes."""
     shape = [draw["batch"], draw["classes"]]
     if draw["form"] == "scores":
@@ -216,7 +216,7 @@ def softmax(draw: Draw) -> Call | None:
 def reduced(op: str) -> Make:
     """Over pixels or tokens, or over the last dimension."""
 
-    def make(draw: Draw) -> Call | None:
+    def make(draw: Draw) -> OpCall | None:
         x = form(draw)
         dimensions = [2, 3] if len(x.shape) == 4 else [1]
         return call_on(op, ["self", dimensions if draw["pixels"] else [-1]], {"self": x})
@@ -230,7 +230,7 @@ def reduced(op: str) -> Make:
 def joined(op: str) -> Make:
     """Several tensors as one."""
 
-    def make(draw: Draw) -> Call | None:
+    def make(draw: Draw) -> OpCall | None:
         x = form(draw)
         names = [f"part{place}" for place in range(draw["parts"])]
         if x.numel * len(names) > MOST_ELEMENTS:
@@ -248,7 +248,7 @@ _ORDERS: dict[str, tuple[tuple[int, ...], ...]] = {
 """In which a copy finds the dimensions of its operand in memory."""
 
 
-def copy(draw: Draw) -> Call | None:
+def copy(draw: Draw) -> OpCall | None:
     """As it lies there, or put in order."""
     orders = _ORDERS[draw["form"]]
     x = tensor(form(draw).shape, orders[draw["order"] % len(orders)])
@@ -257,36 +257,36 @@ def copy(draw: Draw) -> Call | None:
     return call_on("reshape.default", ["self", [-1]], {"self": x})
 
 
-def pad(draw: Draw) -> Call | None:
+def pad(draw: Draw) -> OpCall | None:
     """A border of zeros."""
     return call_on("constant_pad_nd.default", ["self", [draw["border"]] * 4, 0.0], {"self": image(draw)})
 
 
-def roll(draw: Draw) -> Call | None:
+def roll(draw: Draw) -> OpCall | None:
     """Windows that move on, channels last."""
     x = tensor([draw["batch"], draw["side"], draw["side"], draw["channels"]])
     return call_on("roll.default", ["self", [draw["by"]] * 2, [1, 2]], {"self": x})
 
 
-def flip(draw: Draw) -> Call | None:
+def flip(draw: Draw) -> OpCall | None:
     """The last dimension the other way round."""
     return call_on("flip.default", ["self", [-1]], {"self": form(draw)})
 
 
-def repeat(draw: Draw) -> Call | None:
+def repeat(draw: Draw) -> OpCall | None:
     """The first dimension several times."""
     x = form(draw)
     return call_on("repeat.default", ["self", [draw["times"]] + [1] * (len(x.shape) - 1)], {"self": x})
 
 
-def index_select(draw: Draw) -> Call | None:
+def index_select(draw: Draw) -> OpCall | None:
     """Rows by their numbers."""
     index = tensor([draw["tokens"]], dtype="int64")
     given = {"self": tensor([draw["table"], draw["width"]]), "index": index}
     return call_on("index_select.default", ["self", 0, "index"], given)
 
 
-def embedding(draw: Draw) -> Call | None:
+def embedding(draw: Draw) -> OpCall | None:
     """Rows of a table of weights."""
     given = {"indices": tensor([draw["batch"], draw["tokens"]], dtype="int64")}
     weights = {"weight": tensor([draw["table"], draw["width"]])}

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from upriver.profile.latency.op_calls import Call
-from upriver.program.graph.schedule import Step, Values
+from upriver.profile.latency.op_calls import OpCall
+from upriver.program.graph.schedule import ScheduledNode, Values
 from upriver.program.graph.schema import Node, TensorSpec, Value
 
 MOST_MACS = 2.5e9
@@ -44,7 +44,7 @@ Choices: TypeAlias = Mapping[str, Sequence[Any]]
 Draw: TypeAlias = Mapping[str, Any]
 """What was drawn, by name."""
 
-Make: TypeAlias = Callable[[Draw], Call | None]
+Make: TypeAlias = Callable[[Draw], OpCall | None]
 """The call of a draw; None where no network makes such a call."""
 
 
@@ -62,7 +62,7 @@ class Range:
     choices: Choices
     make: Make
 
-    def draw(self, chance: random.Random) -> Call | None:
+    def draw(self, chance: random.Random) -> OpCall | None:
         """One configuration, or None."""
         drawn = {}
         for name, among in self.choices.items():
@@ -87,7 +87,7 @@ def call_on(
     weights: Mapping[str, TensorSpec] | None = None,
     *,
     in_place: bool = False,
-) -> Call | None:
+) -> OpCall | None:
     """A call on these tensors, whose results are what the operator says; None if one is too large or empty.
 
     Args:
@@ -100,14 +100,14 @@ def call_on(
     read = {**given, **weights}
     encoded = [_encoded(each, read) for each in args]
     values: Values = {name: spec.empty("cpu") for name, spec in read.items()}
-    step = Step(0, Node(op=op, args=encoded, kwargs={}, outputs=[None]), {}, torch.device("cpu"))
+    step = ScheduledNode(0, Node(op=op, args=encoded, kwargs={}, outputs=[None]), {}, torch.device("cpu"))
     made = [
         Value(name=f"made{place}", spec=TensorSpec.of(result))
         for place, result in enumerate(step.call(values))
     ]
     if not all(0 < value.spec.numel <= MOST_ELEMENTS for value in made):
         return None
-    return Call(
+    return OpCall(
         node=Node(op=op, args=encoded, kwargs={}, outputs=list(made)),
         specs={**read, **{value.name: value.spec for value in made}},
         fixed=frozenset(weights),

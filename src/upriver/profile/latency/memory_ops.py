@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from upriver.profile.latency.op_calls import Call, in_order, is_same_layout, is_view, run_length
-from upriver.profile.latency.op_features import Maker, Work, one
+from upriver.profile.latency.op_calls import OpCall, in_order, is_same_layout, is_view, run_length
+from upriver.profile.latency.op_features import Maker, OpWork, one
 from upriver.program.graph.schema import TensorSpec
 
 
@@ -15,11 +15,11 @@ def on_each(kind: str) -> Maker:
     return lambda call: one(kind, call, run=_run(call))
 
 
-def _run(call: Call) -> float:
+def _run(call: OpCall) -> float:
     return float(run_length(call.made[0], [call.specs[name] for name in call.read]))
 
 
-def added(call: Call) -> tuple[Work, ...]:
+def added(call: OpCall) -> tuple[OpWork, ...]:
     """An addition; of one weight for each channel it is what the paper calls a bias."""
     given = call.arguments
     names = [call.spec(given["self"]), call.spec(given["other"])]
@@ -33,7 +33,7 @@ def added(call: Call) -> tuple[Work, ...]:
 def normalised(kind: str) -> Maker:
     """Normalisations over the last dimensions."""
 
-    def maker(call: Call) -> tuple[Work, ...]:
+    def maker(call: OpCall) -> tuple[OpWork, ...]:
         return one(kind, call, row=float(math.prod(call.arguments["normalized_shape"])))
 
     return maker
@@ -42,7 +42,7 @@ def normalised(kind: str) -> Maker:
 def grouped(kind: str) -> Maker:
     """Normalisations over the pixels of a group of channels, or of one channel."""
 
-    def maker(call: Call) -> tuple[Work, ...]:
+    def maker(call: OpCall) -> tuple[OpWork, ...]:
         shape = call.made[0].shape
         groups = call.arguments.get("num_groups", shape[1])
         return one(kind, call, row=math.prod(shape[1:]) / max(1, int(groups)))
@@ -50,7 +50,7 @@ def grouped(kind: str) -> Maker:
     return maker
 
 
-def softmax(call: Call) -> tuple[Work, ...]:
+def softmax(call: OpCall) -> tuple[OpWork, ...]:
     """Softmax, or its logarithm: of rows that lie in order, or apart."""
     made, dimension = call.made[0], int(call.arguments["dim"])
     kind = "log_softmax" if "log" in call.name else "softmax"
@@ -64,7 +64,7 @@ def softmax(call: Call) -> tuple[Work, ...]:
 def reduction(kind: str) -> Maker:
     """Sums, means and the like over some dimensions."""
 
-    def maker(call: Call) -> tuple[Work, ...] | None:
+    def maker(call: OpCall) -> tuple[OpWork, ...] | None:
         given = call.arguments
         x, made = call.spec(given["self"]), call.made[0]
         if x is None or not x.shape:
@@ -81,12 +81,12 @@ def reduction(kind: str) -> Maker:
 # ------------------------------------------------------------------------------ views and copies
 
 
-def nothing(_call: Call) -> tuple[Work, ...]:
+def nothing(_call: OpCall) -> tuple[OpWork, ...]:
     """A view."""
     return ()
 
 
-def copied(call: Call) -> tuple[Work, ...] | None:
+def copied(call: OpCall) -> tuple[OpWork, ...] | None:
     """A copy of the first operand, in another type or order where that is what was asked for."""
     source = _first(call)
     if source is None:
@@ -103,13 +103,13 @@ def _leap(made: TensorSpec, source: TensorSpec) -> int:
     return next((theirs for size, mine, theirs in dimensions if size > 1 and mine == 1), 1)
 
 
-def reshaped(call: Call) -> tuple[Work, ...] | None:
+def reshaped(call: OpCall) -> tuple[OpWork, ...] | None:
     """A view where the strides allow one, else a copy."""
     source = _first(call)
     return () if source is not None and is_view(source, call.made[0].shape) else copied(call)
 
 
-def converted(call: Call) -> tuple[Work, ...] | None:
+def converted(call: OpCall) -> tuple[OpWork, ...] | None:
     """What gives its operand back where that is in the type and the order that were asked for."""
     source, made = _first(call), call.made[0]
     if source is not None and source.dtype == made.dtype and is_same_layout(source, made):
@@ -117,7 +117,7 @@ def converted(call: Call) -> tuple[Work, ...] | None:
     return copied(call)
 
 
-def _first(call: Call) -> TensorSpec | None:
+def _first(call: OpCall) -> TensorSpec | None:
     names = call.read
     return call.specs[names[0]] if names else None
 
@@ -125,7 +125,7 @@ def _first(call: Call) -> TensorSpec | None:
 def joined(kind: str) -> Maker:
     """Several tensors as one."""
 
-    def maker(call: Call) -> tuple[Work, ...]:
+    def maker(call: OpCall) -> tuple[OpWork, ...]:
         made, parts = call.made[0], call.arguments["tensors"]
         dimension = int(call.arguments.get("dim") or 0) % max(1, len(made.shape))
         behind = math.prod(made.shape[dimension + 1 :])
@@ -135,7 +135,7 @@ def joined(kind: str) -> Maker:
     return maker
 
 
-def bordered(call: Call) -> tuple[Work, ...] | None:
+def bordered(call: OpCall) -> tuple[OpWork, ...] | None:
     """A border of one number around a tensor; others, mirrored say, are measured."""
     if call.arguments.get("mode", "constant") != "constant":
         return None
@@ -147,13 +147,13 @@ def by_last(kind: str) -> Maker:
     return lambda call: one(kind, call, run=float(call.made[0].shape[-1] if call.made[0].shape else 1))
 
 
-def picked(call: Call) -> tuple[Work, ...]:
+def picked(call: OpCall) -> tuple[OpWork, ...]:
     """Slices by their numbers."""
     behind = call.made[0].shape[int(call.arguments["dim"]) :][1:] if call.made[0].shape else []
     return one("copy.index_select", call, run=float(math.prod(behind)))
 
 
-def embedding(call: Call) -> tuple[Work, ...]:
+def embedding(call: OpCall) -> tuple[OpWork, ...]:
     """Rows of a table, whose own bytes are not read."""
     table = call.spec(call.arguments["weight"])
     rows = float(table.shape[0]) if table is not None else 0.0
@@ -164,7 +164,7 @@ def embedding(call: Call) -> tuple[Work, ...]:
 def interpolation(kind: str) -> Maker:
     """An image of another size."""
 
-    def maker(call: Call) -> tuple[Work, ...] | None:
+    def maker(call: OpCall) -> tuple[OpWork, ...] | None:
         x, made = _first(call), call.made[0]
         if x is None:
             return None

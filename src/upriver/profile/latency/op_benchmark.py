@@ -14,10 +14,10 @@ from itertools import cycle
 import torch
 
 from upriver.errors import ProgramError
-from upriver.profile.latency.op_calls import Call
+from upriver.profile.latency.op_calls import OpCall
 from upriver.program.eval_mode import no_fast_path
 from upriver.program.graph.devices import check_device
-from upriver.program.graph.schedule import Step, Values, first_line
+from upriver.program.graph.schedule import ScheduledNode, Values, first_line
 from upriver.program.graph.schema import DTYPES, reference
 
 POOL_BYTES = 96 << 20
@@ -54,7 +54,7 @@ class Timing:
     most_s: float = 0.05
 
 
-class Bench:
+class OpBenchmark:
     """A device on which operators are timed one at a time."""
 
     def __init__(self, device: str | torch.device = "cpu", *, seed: int = 0) -> None:
@@ -70,7 +70,7 @@ class Bench:
             torch.empty(GROWN_BYTES, dtype=torch.uint8, device="cpu").zero_()
 
     @torch.no_grad()
-    def seconds(self, call: Call, timing: Timing | None = None) -> float:
+    def seconds(self, call: OpCall, timing: Timing | None = None) -> float:
         """Seconds of a call, on a machine that does nothing else meanwhile.
 
         Raises:
@@ -84,7 +84,7 @@ class Bench:
             except Exception as error:  # an operator raises whatever it likes
                 raise ProgramError(f"{call.node.op} cannot be timed alone: {first_line(error)}") from error
 
-    def _seconds(self, call: Call, timing: Timing) -> float:
+    def _seconds(self, call: OpCall, timing: Timing) -> float:
         operands = {name: self._numbers(call, name).clone() for name in call.read if name not in call.fixed}
         values = {name: _formed(call, name, numbers) for name, numbers in operands.items()}
         steps = cycle(self._steps(call))
@@ -99,7 +99,7 @@ class Bench:
             taken.append(self._spent(steps, values))
         return sorted(taken)[len(taken) // 4]
 
-    def _spent(self, steps: Iterator[Step], values: Values) -> float:
+    def _spent(self, steps: Iterator[ScheduledNode], values: Values) -> float:
         runs = 1 if self.device.type == "cpu" else QUEUED_RUNS
         self._synchronize()
         began = time.perf_counter()
@@ -112,7 +112,7 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _steps(self, call: Call) -> list[Step]:
+    def _steps(self, call: OpCall) -> list[ScheduledNode]:
         """The operator with its weights, once for each set of them."""
         names = [name for name in call.read if name in call.fixed]
         nbytes = sum(call.specs[name].nbytes for name in names)
@@ -121,12 +121,12 @@ class Bench:
         found = []
         for _ in range(sets):
             weights = {name: _formed(call, name, self._numbers(call, name)) for name in names}
-            step = Step(0, call.node, weights, self.device, over)
+            step = ScheduledNode(0, call.node, weights, self.device, over)
             step.done = tuple(output.name for output in call.node.outputs if output is not None)
             found.append(step)
         return found
 
-    def _numbers(self, call: Call, name: str) -> torch.Tensor:
+    def _numbers(self, call: OpCall, name: str) -> torch.Tensor:
         """What a tensor is made of: random numbers, or integers that are valid where they are indices."""
         spec = call.specs[name]
         dtype, count = DTYPES[spec.dtype], max(1, spec.span)
@@ -147,7 +147,7 @@ class Bench:
         return self._pool[start : start + count]
 
 
-def _formed(call: Call, name: str, numbers: torch.Tensor) -> torch.Tensor:
+def _formed(call: OpCall, name: str, numbers: torch.Tensor) -> torch.Tensor:
     spec = call.specs[name]
     return numbers.as_strided(spec.shape, spec.stride)
 
@@ -164,7 +164,7 @@ _TABLES = {"embedding": "weight", "index_select": "self"}
 """Operators that pick by number, and what they pick from."""
 
 
-def _places(call: Call, name: str) -> int:
+def _places(call: OpCall, name: str) -> int:
     """Below what the integers of a tensor must stay."""
     arguments = call.arguments
     table = call.spec(arguments[_TABLES[call.name]]) if call.name in _TABLES else None

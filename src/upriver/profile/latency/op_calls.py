@@ -26,7 +26,7 @@ from upriver.program.graph.schema import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class OpCall:
     """A node, and the tensors around it without their data.
 
     Attributes:
@@ -77,7 +77,7 @@ class Call:
         return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()
 
 
-def calls(graph: Graph) -> Iterator[Call | None]:
+def calls(graph: Graph) -> Iterator[OpCall | None]:
     """Each node as a call; None for one that runs once, when a program is bound."""
     given: list[Value | Weight] = [*graph.inputs, *graph.weights]
     specs = {value.name: value.spec for value in given}
@@ -91,7 +91,7 @@ def calls(graph: Graph) -> Iterator[Call | None]:
             yield None
             continue
         around = {*made, *references([node.args, node.kwargs])}
-        yield Call(
+        yield OpCall(
             node=node,
             specs={name: specs[name] for name in around},
             fixed=around & fixed,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from upriver.profile.latency.op_calls import Call, is_contiguous
+from upriver.profile.latency.op_calls import OpCall, is_contiguous
 from upriver.program.graph.schema import TensorSpec
 
 UNKNOWN = "unknown"
@@ -42,7 +42,7 @@ _DEPTHWISE: dict[Side, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
+class OpWork:
     """What one operator call does, or one part of it.
 
     Attributes:
@@ -77,7 +77,7 @@ def features_of(kind: str, side: Side) -> tuple[str, ...]:
     return _DEPTHWISE[side] if family == "dwconv" else _TABLE_II.get(family, ("flops",))
 
 
-def moved(call: Call) -> dict[str, float]:
+def moved(call: OpCall) -> dict[str, float]:
     """What is read and written."""
     given = [call.specs[name] for name in call.read if name not in call.fixed]
     weights = [call.specs[name] for name in call.read if name in call.fixed]
@@ -91,17 +91,17 @@ def moved(call: Call) -> dict[str, float]:
     }
 
 
-def one(kind: str, call: Call, flops: float | None = None, **facts: float) -> tuple[Work, ...]:
+def one(kind: str, call: OpCall, flops: float | None = None, **facts: float) -> tuple[OpWork, ...]:
     """A work of a kind whose one feature is its operations: as many as it gives elements, if not said."""
     found = moved(call)
     features = {"flops": found["elements"] if flops is None else float(flops)}
-    return (Work(kind=kind, features=features, facts=found | facts),)
+    return (OpWork(kind=kind, features=features, facts=found | facts),)
 
 
-def fused_bias(made: TensorSpec) -> Work:
+def fused_bias(made: TensorSpec) -> OpWork:
     """A bias that the kernel before it adds."""
-    return Work(kind="bias", features={"flops": float(made.numel)}, facts={"fused": 1.0})
+    return OpWork(kind="bias", features={"flops": float(made.numel)}, facts={"fused": 1.0})
 
 
-Maker: TypeAlias = Callable[[Call], "tuple[Work, ...] | None"]
+Maker: TypeAlias = Callable[[OpCall], "tuple[OpWork, ...] | None"]
 """The works of a call; None where the call is one that no model is made for."""

@@ -47,13 +47,13 @@ from upriver.profile.latency.memory_ops import (
     reshaped,
     softmax,
 )
-from upriver.profile.latency.op_calls import Call, calls
+from upriver.profile.latency.op_calls import OpCall, calls
 from upriver.profile.latency.op_features import (
     SIDES,
     UNKNOWN,
     Maker,
+    OpWork,
     Side,
-    Work,
     family_of,
     features_of,
     moved,
@@ -61,29 +61,29 @@ from upriver.profile.latency.op_features import (
 from upriver.program.graph.schema import Graph
 from upriver.program.models.loadpart_nodes import gives_view
 
-__all__ = ["SIDES", "UNKNOWN", "Side", "Work", "family_of", "features_of", "works", "works_of"]
+__all__ = ["SIDES", "UNKNOWN", "OpWork", "Side", "family_of", "features_of", "works", "works_of"]
 
 
-def works(graph: Graph) -> tuple[tuple[Work, ...], ...]:
+def works(graph: Graph) -> tuple[tuple[OpWork, ...], ...]:
     """The works of each node: none for a view, and for what is computed once, when a program is bound."""
     return tuple(() if call is None else works_of(call) for call in calls(graph))
 
 
-def works_of(call: Call) -> tuple[Work, ...]:
+def works_of(call: OpCall) -> tuple[OpWork, ...]:
     """The works of one call; one of the unknown kind where no model is made for such a call."""
     maker = _MAKERS.get(call.node.op) or _MAKERS.get(call.name)
     if maker is None and gives_view(call.node.op):
         return ()
     found = maker(call) if maker is not None else None
     if found is None:
-        return (Work(kind=f"{UNKNOWN}.{call.node.op}", features={}, facts=moved(call)),)
+        return (OpWork(kind=f"{UNKNOWN}.{call.node.op}", features={}, facts=moved(call)),)
     dtype = _computes_in(call)
     if dtype == "float32":
         return found
     return tuple(replace(work, kind=f"{work.kind}.{dtype}") for work in found)
 
 
-def _computes_in(call: Call) -> str:
+def _computes_in(call: OpCall) -> str:
     """The type of its first tensor of floating-point numbers, if it has one."""
     types = [spec.dtype for spec in (*(call.specs[name] for name in call.read), *call.made)]
     return next((dtype for dtype in types if "float" in dtype), types[0])

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from upriver.coldstart.roofline import Pace
 from upriver.profile.latency.config_calls import convolution, linear
 from upriver.profile.latency.config_sampling import Draw
-from upriver.profile.latency.op_calls import Call
-from upriver.profile.latency.op_features import Work
+from upriver.profile.latency.op_calls import OpCall
+from upriver.profile.latency.op_features import OpWork
 from upriver.profile.latency.op_kinds import works_of
 from upriver.profile.latency.predictor import Predictor
 
@@ -48,11 +48,11 @@ def pace_from(predictor: Predictor) -> Pace | None:
     return Pace(flops_per_s=flops / computing_s, moved_bytes_per_s=moved / reading_s)
 
 
-def _works(call: Call | None) -> Sequence[Work]:
+def _works(call: OpCall | None) -> Sequence[OpWork]:
     return () if call is None else works_of(call)
 
 
-def _seconds(predictor: Predictor, works: Sequence[Work]) -> float:
+def _seconds(predictor: Predictor, works: Sequence[OpWork]) -> float:
     """Of all of them; 0 where there is no model of one."""
     known = [seconds for seconds in predictor.work_seconds(works) if seconds is not None]
     return sum(known) if len(known) == len(works) else 0.0

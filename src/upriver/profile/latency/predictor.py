@@ -16,11 +16,11 @@ import torch
 
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import ConfigError
-from upriver.profile.latency.op_benchmark import Bench, Timing
-from upriver.profile.latency.op_calls import Call, calls
-from upriver.profile.latency.op_kinds import Side, Work, works_of
+from upriver.profile.latency.op_benchmark import OpBenchmark, Timing
+from upriver.profile.latency.op_calls import OpCall, calls
+from upriver.profile.latency.op_kinds import OpWork, Side, works_of
 from upriver.profile.latency.regression import OwnModel, PaperModel, nnls_fit
-from upriver.profile.profile_cache import Place
+from upriver.profile.profile_cache import TierIdentity
 from upriver.program.graph.devices import check_device
 from upriver.program.graph.schema import Graph
 
@@ -76,14 +76,14 @@ class Predictor:
         errors: Of each model and kind, on configurations held out.
     """
 
-    place: Place
+    place: TierIdentity
     fitted_at: str
     configurations: int
     papers: Mapping[Side, PaperModel]
     ours: OwnModel
     errors: tuple[KindError, ...] = ()
 
-    def work_seconds(self, works: Sequence[Work], model: ModelName = "ours") -> list[float | None]:
+    def work_seconds(self, works: Sequence[OpWork], model: ModelName = "ours") -> list[float | None]:
         """Of each work; None where there is no model of its kind.
 
         Raises:
@@ -122,7 +122,7 @@ class Predictor:
         stops = [0, *(stage.stop for stage in graph.stages)]
         return [sum(seconds or 0.0 for seconds in nodes[start:stop]) for start, stop in pairwise(stops)]
 
-    def unknown(self, graph: Graph, model: ModelName = "ours") -> dict[str, Call]:
+    def unknown(self, graph: Graph, model: ModelName = "ours") -> dict[str, OpCall]:
         """Signature to call of the nodes that no model was made for."""
         every = list(calls(graph))
         nodes = self._seconds(every, model)
@@ -132,7 +132,7 @@ class Predictor:
             if call is not None and seconds is None
         }
 
-    def _seconds(self, every: Sequence[Call | None], model: ModelName) -> list[float | None]:
+    def _seconds(self, every: Sequence[OpCall | None], model: ModelName) -> list[float | None]:
         """Of each call: what its works take together."""
         parts = [() if call is None else works_of(call) for call in every]
         each = iter(self.work_seconds([work for works in parts for work in works], model))
@@ -161,18 +161,18 @@ def measure_unknown(
     unknown = predictor.unknown(graph, model)
     if not unknown:
         return {}
-    bench = Bench(device)
+    bench = OpBenchmark(device)
     return {signature: bench.seconds(call, timing) for signature, call in unknown.items()}
 
 
-def place_of(device: str | torch.device = "cpu") -> Place:
+def place_of(device: str | torch.device = "cpu") -> TierIdentity:
     """This machine, with the threads that this process computes with.
 
     Raises:
         ConfigError: If torch cannot compute on the device.
     """
     found = check_device(device)
-    return Place(
+    return TierIdentity(
         host=platform.node(),
         device=str(found),
         threads=torch.get_num_threads(),

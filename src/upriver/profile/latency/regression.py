@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upriver.errors import ConfigError
-from upriver.profile.latency.op_features import Side, Work, family_of, features_of
+from upriver.profile.latency.op_features import OpWork, Side, family_of, features_of
 from upriver.types import require_finite
 
 Array: TypeAlias = npt.NDArray[np.float64]
@@ -35,10 +35,10 @@ _ITERATIONS = 100
 """Of the solver, for each column; its own limit is 3, which some inputs reach."""
 
 
-class Timed(NamedTuple):
+class TimedWork(NamedTuple):
     """A work that was measured."""
 
-    work: Work
+    work: OpWork
     seconds: float
 
 
@@ -71,9 +71,9 @@ def nnls_fit(rows: Array, seconds: Array) -> Array:
     return coefficients
 
 
-def by_kind(timed: Iterable[Timed]) -> dict[str, list[Timed]]:
+def by_kind(timed: Iterable[TimedWork]) -> dict[str, list[TimedWork]]:
     """Measurements of each kind."""
-    found: dict[str, list[Timed]] = {}
+    found: dict[str, list[TimedWork]] = {}
     for each in timed:
         found.setdefault(each.work.kind, []).append(each)
     return found
@@ -94,7 +94,7 @@ class PaperModel:
     coefficients: Mapping[str, Mapping[str, float]]
 
     @classmethod
-    def fit(cls, timed: Iterable[Timed], side: Side) -> PaperModel:
+    def fit(cls, timed: Iterable[TimedWork], side: Side) -> PaperModel:
         """The model of what was measured; kinds with fewer than `FEWEST` configurations have none."""
         coefficients = {}
         for kind, points in by_kind(timed).items():
@@ -105,7 +105,7 @@ class PaperModel:
                 coefficients[kind] = dict(zip(names, found.tolist(), strict=True))
         return cls(side=side, coefficients=coefficients)
 
-    def seconds(self, works: Sequence[Work]) -> list[float | None]:
+    def seconds(self, works: Sequence[OpWork]) -> list[float | None]:
         """Of each work; None where no model was made for its kind."""
         found: list[float | None] = []
         for work in works:
@@ -292,7 +292,7 @@ def _octaves(facts: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
+class OperatorModel:
     """Our model of one kind.
 
     Attributes:
@@ -306,7 +306,7 @@ class Line:
     correction: Correction | None = None
 
     @classmethod
-    def fit(cls, kind: str, points: Sequence[Timed]) -> Line:
+    def fit(cls, kind: str, points: Sequence[TimedWork]) -> OperatorModel:
         """The line of some measurements, corrected if that predicts what it has not seen better."""
         seen = [point for place, point in enumerate(points) if place % 4]
         unseen = points[::4]
@@ -315,7 +315,7 @@ class Line:
         return cls.corrected(kind, points) if better else cls.plain(kind, points)
 
     @classmethod
-    def plain(cls, kind: str, points: Sequence[Timed]) -> Line:
+    def plain(cls, kind: str, points: Sequence[TimedWork]) -> OperatorModel:
         """Without a correction."""
         names = amounts_of(kind)
         seconds = np.array([point.seconds for point in points])
@@ -327,7 +327,7 @@ class Line:
         )
 
     @classmethod
-    def corrected(cls, kind: str, points: Sequence[Timed]) -> Line:
+    def corrected(cls, kind: str, points: Sequence[TimedWork]) -> OperatorModel:
         """With one."""
         plain, names = cls.plain(kind, points), coordinates_of(kind)
         facts = [point.work.facts for point in points]
@@ -343,7 +343,7 @@ class Line:
             found = found * np.exp(self.correction(_columns(facts, self.correction.names)))
         return found
 
-    def error(self, points: Sequence[Timed]) -> float:
+    def error(self, points: Sequence[TimedWork]) -> float:
         """Mean relative error."""
         measured = np.array([point.seconds for point in points])
         predicted = self.seconds([point.work.facts for point in points])
@@ -358,15 +358,17 @@ class OwnModel:
         lines: Kind to its model.
     """
 
-    lines: Mapping[str, Line] = field(default_factory=dict)
+    lines: Mapping[str, OperatorModel] = field(default_factory=dict)
 
     @classmethod
-    def fit(cls, timed: Iterable[Timed]) -> OwnModel:
+    def fit(cls, timed: Iterable[TimedWork]) -> OwnModel:
         """The model of what was measured; kinds with fewer than `FEWEST` configurations have none."""
         kinds = by_kind(timed).items()
-        return cls(lines={kind: Line.fit(kind, points) for kind, points in kinds if len(points) >= FEWEST})
+        return cls(
+            lines={kind: OperatorModel.fit(kind, points) for kind, points in kinds if len(points) >= FEWEST}
+        )
 
-    def seconds(self, works: Sequence[Work]) -> list[float | None]:
+    def seconds(self, works: Sequence[OpWork]) -> list[float | None]:
         """Of each work, 0 where it is part of the kernel before it; None where there is no model of its kind.
 
         All works of a kind are worked out at once.

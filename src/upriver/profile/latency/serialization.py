@@ -28,13 +28,13 @@ from upriver.profile.latency.pace import pace_from
 from upriver.profile.latency.predictor import KindError, ModelName, Predictor, place_of
 from upriver.profile.latency.regression import (
     Correction,
-    Line,
+    OperatorModel,
     OwnModel,
     PaperModel,
     amounts_of,
     coordinates_of,
 )
-from upriver.profile.profile_cache import Place
+from upriver.profile.profile_cache import TierIdentity
 from upriver.text import printable
 from upriver.types import require_finite
 
@@ -106,7 +106,7 @@ def predictor_to_json(predictor: Predictor) -> str:
     return msgspec.json.encode(file).decode()
 
 
-def _line_to(line: Line) -> _Line:
+def _line_to(line: OperatorModel) -> _Line:
     correction = line.correction
     return _Line(
         factors=dict(line.factors),
@@ -146,7 +146,7 @@ def _predictor_from(file: _File) -> Predictor:
         for kind, coefficients in kinds.items():
             _require_known(f"papers.{side}.{kind}", coefficients, features_of(kind, side))
     return Predictor(
-        place=Place(**msgspec.to_builtins(file.place)),
+        place=TierIdentity(**msgspec.to_builtins(file.place)),
         fitted_at=file.fitted_at,
         configurations=file.configurations,
         papers={side: PaperModel(side=side, coefficients=each) for side, each in file.papers.items()},
@@ -155,12 +155,12 @@ def _predictor_from(file: _File) -> Predictor:
     )
 
 
-def _line_from(kind: str, line: _Line) -> Line:
+def _line_from(kind: str, line: _Line) -> OperatorModel:
     _require_known(f"ours.{kind}.factors", line.factors, amounts_of(kind))
     require_finite(f"ours.{kind}.fixed_s", line.fixed_s, positive=True)
     found = line.correction
     if found is None:
-        return Line(factors=line.factors, fixed_s=line.fixed_s)
+        return OperatorModel(factors=line.factors, fixed_s=line.fixed_s)
     where, width, height = f"ours.{kind}.correction", len(found.names), len(found.weights)
     _require_known(f"{where}.names", found.names, coordinates_of(kind))
     for reach in found.reach:
@@ -171,7 +171,7 @@ def _line_from(kind: str, line: _Line) -> Line:
             f"{where} has {width} names and {height} weights, {len(found.reach)} reaches and "
             f"{len(found.points)} points of {sorted(rows)} numbers"
         )
-    return Line(
+    return OperatorModel(
         factors=line.factors,
         fixed_s=line.fixed_s,
         correction=Correction(
@@ -232,6 +232,6 @@ def kept(device: str | torch.device = "cpu") -> Predictor | None:
     return predictor if predictor is not None and predictor.place == place else None
 
 
-def _name_of(place: Place) -> str:
+def _name_of(place: TierIdentity) -> str:
     facts = [upriver.__version__, SCHEMA, asdict(place)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from upriver.errors import ConfigError, ModelError, UpriverError
 from upriver.profile.memory.convolution import FEW_SAMPLES
 from upriver.profile.memory.ledger import Ledger, storages
-from upriver.profile.memory.libraries import Kept
-from upriver.profile.memory.lines import Line, high_lines, same_calls
+from upriver.profile.memory.libraries import LibraryMemory
+from upriver.profile.memory.lines import MemoryLine, high_lines, same_calls
 from upriver.program.compiled_code import uncompiled
 from upriver.program.eval_mode import mode, no_fast_path
 from upriver.program.example_inputs import tensors_in
@@ -34,7 +34,7 @@ from upriver.program.freeze import frozen_units, keep_in_eval
 from upriver.program.graph.autocast import autocast_dtype, autocasting
 from upriver.program.graph.buffer_reuse import overwritable
 from upriver.program.graph.executor import Program, live_values
-from upriver.program.graph.schedule import Step, Values, bind, first_line, mark_last_uses, schedule
+from upriver.program.graph.schedule import ScheduledNode, Values, bind, first_line, mark_last_uses, schedule
 from upriver.program.graph.schema import Graph
 from upriver.program.module_state.restoration import state_kept
 
@@ -161,7 +161,9 @@ class StretchPeaks:
             reserve_bytes=ledger.kept.nbytes,
         )
 
-    def _ledger(self, start: int, stop: int, kept: Kept | None = None, *, held: bool = True) -> Ledger:
+    def _ledger(
+        self, start: int, stop: int, kept: LibraryMemory | None = None, *, held: bool = True
+    ) -> Ledger:
         """What running [start, stop) makes and takes; ``held`` if whoever runs it holds what it is given."""
         with self._running():
             values = {value.name: value.spec.empty(self._device) for value in self._live[start]}
@@ -177,7 +179,7 @@ class StretchPeaks:
 
     def stages(self) -> tuple[float, ...]:
         """Peak bytes of each stage for one sample of the micro-batch; see :func:`stage_peaks`."""
-        kept, stages = Kept(), range(len(self._graph.stages))
+        kept, stages = LibraryMemory(), range(len(self._graph.stages))
         given = [sum(value.spec.nbytes for value in live) for live in self._live]
         first = [self._ledger(k, k + 1, kept).high for k in stages]
         added = _covering(first, first, given)
@@ -223,7 +225,7 @@ def _fixed_values(graph: Graph, device: torch.device) -> Values:
     return weights | values
 
 
-def _run(steps: Iterable[Step], values: Values, borrowed: frozenset[str]) -> None:
+def _run(steps: Iterable[ScheduledNode], values: Values, borrowed: frozenset[str]) -> None:
     for step in steps:
         try:
             step.run(values, borrowed)
@@ -285,7 +287,7 @@ def tail_peak(
     of = features_of or (lambda number: _first_dimension(features, samples, number))
     states, held = kept - _nbytes(parameters), _nbytes(features)
     high = max(states + once.high, held + stepping.high)
-    lines = _lines(iteration, of, once, samples) or [Line(high, 0), Line(0, high / samples)]
+    lines = _lines(iteration, of, once, samples) or [MemoryLine(high, 0), MemoryLine(0, high / samples)]
     return MemoryEstimate(
         samples=samples,
         low_bytes=max(states + once.most_live_forward, held + stepping.most_live),
@@ -298,7 +300,7 @@ def tail_peak(
 
 def _lines(
     iteration: Callable[[Sequence[torch.Tensor]], Ledger], of: FeaturesOf, given: Ledger, samples: int
-) -> list[Line]:
+) -> list[MemoryLine]:
     """Of forward and backward; none if runs with other numbers of samples cannot be compared.
 
     Args:
@@ -367,7 +369,9 @@ def _iteration(
     return ledger
 
 
-def _step(parameters: Sequence[nn.Parameter], optimizer: OptimizerFor, kept: Kept) -> tuple[Ledger, int]:
+def _step(
+    parameters: Sequence[nn.Parameter], optimizer: OptimizerFor, kept: LibraryMemory
+) -> tuple[Ledger, int]:
     """Two steps, the first of which makes the optimizer's state; with the bytes of gradients and state."""
     ledger = Ledger(kept)
     twins = [nn.Parameter(torch.empty_like(p)) for p in parameters]

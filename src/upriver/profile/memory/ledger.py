@@ -17,13 +17,13 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.profile.memory.convolution import NOTHING, Workspace
-from upriver.profile.memory.libraries import Kept
+from upriver.profile.memory.libraries import LibraryMemory
 from upriver.profile.memory.workspace import tensors_of, workspace
 from upriver.program.compiled_code import under
 from upriver.program.tensor_layouts import storages_of
 
 
-class Moment(NamedTuple):
+class LedgerCall(NamedTuple):
     """One call of an operator.
 
     Attributes:
@@ -51,7 +51,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, kept: Kept | None = None, known: Container[int] = ()) -> None:
+    def __init__(self, kept: LibraryMemory | None = None, known: Container[int] = ()) -> None:
         """Begin with nothing.
 
         Args:
@@ -61,8 +61,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = known
         self.live = 0
-        self.moments: list[Moment] = []
-        self.kept = kept or Kept()
+        self.moments: list[LedgerCall] = []
+        self.kept = kept or LibraryMemory()
         self.backward = False
         self._watched: dict[int, weakref.ref[torch.UntypedStorage] | None] = {}
 
@@ -85,7 +85,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count tensors that were made before."""
         for tensor in tensors:
             self._add(tensor, counted=True)
-        self.moments.append(Moment("", self.live, NOTHING, False))
+        self.moments.append(LedgerCall("", self.live, NOTHING, False))
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
         """Never count these: weights, which are there before and after."""
@@ -112,7 +112,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         taken = workspace(func, args, kwargs, results)
         name = func._schema.name.partition("::")[2]
         self.kept.note(name, args, list(tensors_of([args, list(kwargs.values())])))
-        self.moments.append(Moment(name, self.live, taken, self.backward))
+        self.moments.append(LedgerCall(name, self.live, taken, self.backward))
         return given
 
     def _add(self, tensor: torch.Tensor, *, counted: bool) -> None:

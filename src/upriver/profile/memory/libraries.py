@@ -47,7 +47,7 @@ PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", 
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 
 
-class Kept:
+class LibraryMemory:
     """Which calls were made, and what libraries keep of them."""
 
     def __init__(self) -> None:

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from upriver.profile.memory.ledger import Moment
+from upriver.profile.memory.ledger import LedgerCall
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class MemoryLine:
     """Bytes for a number of samples."""
 
     fixed: float
     growing: float
 
     @classmethod
-    def through(cls, once: float, twice: float, samples: int) -> Line:
+    def through(cls, once: float, twice: float, samples: int) -> MemoryLine:
         """The line through the bytes of ``samples`` and of twice as many.
 
         What grows faster than its samples (every one compared with every other) is taken to be in
@@ -30,26 +30,26 @@ class Line:
         fixed = min(once, max(0.0, 2 * once - twice))
         return cls(fixed, (once - fixed) / samples)
 
-    def above(self, other: Line) -> Line:
+    def above(self, other: MemoryLine) -> MemoryLine:
         """The two of them together."""
-        return Line(self.fixed + other.fixed, self.growing + other.growing)
+        return MemoryLine(self.fixed + other.fixed, self.growing + other.growing)
 
     def at(self, samples: int) -> float:
         """Its bytes."""
         return self.fixed + self.growing * samples
 
 
-def same_calls(once: Sequence[Moment], twice: Sequence[Moment]) -> bool:
+def same_calls(once: Sequence[LedgerCall], twice: Sequence[LedgerCall]) -> bool:
     """Whether two runs called the same operators in the same order."""
     return [moment.name for moment in once] == [moment.name for moment in twice]
 
 
-def high_lines(once: Sequence[Moment], twice: Sequence[Moment], samples: int) -> list[Line]:
+def high_lines(once: Sequence[LedgerCall], twice: Sequence[LedgerCall], samples: int) -> list[MemoryLine]:
     """Of each call with all that it may take; of two kernels where few samples choose another one."""
     lines = []
     for first, second in zip(once, twice, strict=True):
-        live = Line.through(first.live, second.live, samples)
-        seen = Line.through(first.taken.nbytes, second.taken.nbytes, samples)
+        live = MemoryLine.through(first.live, second.live, samples)
+        seen = MemoryLine.through(first.taken.nbytes, second.taken.nbytes, samples)
         fixed = max(seen.fixed, first.taken.fixed, second.taken.few)
-        lines.append(live.above(Line(fixed, max(seen.growing, first.taken.growing / samples))))
+        lines.append(live.above(MemoryLine(fixed, max(seen.growing, first.taken.growing / samples))))
     return lines

@@ -15,7 +15,7 @@ from torch import nn
 from upriver.errors import CaptureError, ConfigError
 from upriver.program.capture.lowering import record
 from upriver.program.capture.prefix import bound, checked, graph_of, name_of
-from upriver.program.example_inputs import Example, Inputs, Source
+from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import Granularity
 from upriver.program.graph.weights_file import WeightsFile
@@ -25,7 +25,7 @@ def capture_buckets(
     model: nn.Module,
     examples: Sequence[Inputs],
     *,
-    outputs: Sequence[Source] | None = None,
+    outputs: Sequence[TensorSource] | None = None,
     autocast: torch.dtype | None = None,
     granularity: Granularity = "module",
 ) -> tuple[Program, ...]:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError
 from upriver.program.eval_mode import in_eval, no_fast_path
-from upriver.program.example_inputs import Example, Source, tensors_in
+from upriver.program.example_inputs import Example, TensorSource, tensors_in
 from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.devices import seed
 from upriver.program.module_state.restoration import state_kept
@@ -47,7 +47,7 @@ class _Left(BaseException):
     """Everything that was asked for is there. No error, so that no ``except Exception`` holds it up."""
 
 
-class Notes:
+class ExportNotes:
     """What is noted down beside the graph; no plain attributes, for export puts back those of a module.
 
     Attributes:
@@ -68,7 +68,9 @@ class Observed(nn.Module):
     behind which one of them is made is none.
     """
 
-    def __init__(self, model: nn.Module, example: Example, sources: Sequence[Source], *, whole: bool) -> None:
+    def __init__(
+        self, model: nn.Module, example: Example, sources: Sequence[TensorSource], *, whole: bool
+    ) -> None:
         """Prepare a pass.
 
         Args:
@@ -79,7 +81,7 @@ class Observed(nn.Module):
         self.example = example
         self.sources = tuple(sources)
         self.whole = whole
-        self.notes = Notes()
+        self.notes = ExportNotes()
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """What was asked for, from the example's tensors."""
@@ -114,8 +116,8 @@ class Observed(nn.Module):
         return tensors + [tensor for leaf in leaves if is_cache(leaf) for tensor in _held_by(leaf)]
 
     @contextlib.contextmanager
-    def _hooks(self, kept: dict[Source, torch.Tensor]) -> Iterator[None]:
-        wanted: dict[str, list[Source]] = {}
+    def _hooks(self, kept: dict[TensorSource, torch.Tensor]) -> Iterator[None]:
+        wanted: dict[str, list[TensorSource]] = {}
         for source in self.sources:
             if source.path is not None:
                 wanted.setdefault(source.path, []).append(source)
@@ -169,11 +171,11 @@ def _held_by(value: Any, depth: int = 4) -> list[torch.Tensor]:
 def export(
     model: nn.Module,
     example: Example,
-    sources: Sequence[Source],
+    sources: Sequence[TensorSource],
     *,
     whole: bool,
     autocast: torch.dtype | None = None,
-) -> tuple[torch.export.ExportedProgram, Notes]:
+) -> tuple[torch.export.ExportedProgram, ExportNotes]:
     """Record what leads to ``sources`` (and to the model's answer), in eval, functional, with its casts.
 
     Casts that autocast makes stand in the graph as operators, since the decompositions too run under it: what

@@ -18,7 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from upriver.errors import CaptureError, ProgramError
 from upriver.program.capture.export import ROOT, export
 from upriver.program.capture.nodes import flops_of, is_operator, merge_parts, node_of, place_of, where
-from upriver.program.example_inputs import Example, Source
+from upriver.program.example_inputs import Example, TensorSource
 from upriver.program.freeze import check_initialized
 from upriver.program.graph.liveness import Chain
 from upriver.program.graph.schema import Node, TensorSpec, Value, Weight, constants, references
@@ -59,8 +59,8 @@ def record(
     model: nn.Module,
     example: Example,
     *,
-    outputs: Sequence[Source] | None = None,
-    first: Sequence[Source] = (),
+    outputs: Sequence[TensorSource] | None = None,
+    first: Sequence[TensorSource] = (),
     autocast: torch.dtype | None = None,
 ) -> Recording:
     """Record a model up to ``outputs``, or all of it without them, in eval.

@@ -13,9 +13,9 @@ from torch import nn
 
 from upriver.errors import CaptureError, ProgramError
 from upriver.program.capture.lowering import Recording, record
-from upriver.program.example_inputs import Example, Inputs, Source, tensors_in
+from upriver.program.example_inputs import Example, Inputs, TensorSource, tensors_in
 from upriver.program.graph.executor import Program
-from upriver.program.graph.liveness import Boundary, Chain, Granularity, Memory, boundaries
+from upriver.program.graph.liveness import ActivationMemory, Boundary, Chain, Granularity, boundaries
 from upriver.program.graph.operators import fingerprints
 from upriver.program.graph.parser import decode
 from upriver.program.graph.schema import SCHEMA, Graph, Stage, references
@@ -29,8 +29,8 @@ def capture(
     model: nn.Module,
     example: Inputs,
     *,
-    outputs: Sequence[Source] | None = None,
-    first: Sequence[Source] = (),
+    outputs: Sequence[TensorSource] | None = None,
+    first: Sequence[TensorSource] = (),
     autocast: torch.dtype | None = None,
     granularity: Granularity = "module",
 ) -> Program:
@@ -103,7 +103,7 @@ def checked(recording: Recording, *, whole: nn.Module | None = None) -> Recordin
     return recording
 
 
-def name_of(outputs: Sequence[Source] | None) -> str:
+def name_of(outputs: Sequence[TensorSource] | None) -> str:
     """What the last stage is called, where one module's answer is what a program gives."""
     paths = {source.path for source in outputs or () if source.path is not None}
     return paths.pop() if len(paths) == 1 else ""
@@ -143,7 +143,7 @@ def graph_of(
 
 
 def _stages(recording: Recording, cuts: Sequence[Boundary], model: nn.Module, name: str) -> list[Stage]:
-    memory = Memory(recording.chain, recording.sizes)
+    memory = ActivationMemory(recording.chain, recording.sizes)
     weights = {weight.name: (weight.key, weight.spec.nbytes) for weight in recording.weights}
     kinds = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
     stages = []

@@ -40,7 +40,7 @@ Constant: TypeAlias = "bool | int | float | str | None"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Captured:
+class CapturedModel:
     """A model, for inputs of one form.
 
     Attributes:
@@ -59,7 +59,7 @@ class Captured:
     example: Example = field(repr=False)
     reference: tuple[torch.Tensor, ...] = field(repr=False)
     places: tuple[int, ...]
-    returned: Answer = field(repr=False)
+    returned: ModelAnswer = field(repr=False)
     granularity: Granularity
     weights: Mapping[str, torch.Tensor] = field(repr=False)
     attributes: Attributes = field(repr=False)
@@ -71,7 +71,7 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     """What a model returned, taken apart.
 
     Attributes:
@@ -100,7 +100,7 @@ class Answer:
 
 
 @refusing("the model cannot be captured")
-def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | None = None) -> Captured:
+def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | None = None) -> CapturedModel:
     """Capture a model in eval and prove every cut of it; the model is left as it was.
 
     Args:
@@ -125,7 +125,7 @@ def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | N
         compared = [(example, answer)]
     places = tuple(recording.chain.outputs.index(name) for name in recording.answers)
     program, reference, granularity = _proven(recording, model, places, compared)
-    return Captured(
+    return CapturedModel(
         program=program,
         example=example,
         reference=reference,
@@ -142,7 +142,7 @@ def _proven(
     recording: Recording,
     model: nn.Module,
     places: Sequence[int],
-    compared: Sequence[tuple[Example, Answer]],
+    compared: Sequence[tuple[Example, ModelAnswer]],
 ) -> tuple[Program, tuple[torch.Tensor, ...], Granularity]:
     """The program with the most cuts of which all hold, what it gives for the first example, and its cuts."""
     weights, device = WeightsFile(recording.tensors), compared[0][0].tensors[0].device
@@ -160,7 +160,7 @@ def _proven(
     return program, given[0], granularity
 
 
-def _check_alike(first: Answer, answer: Answer, given: Sequence[torch.Tensor]) -> None:
+def _check_alike(first: ModelAnswer, answer: ModelAnswer, given: Sequence[torch.Tensor]) -> None:
     """Whether a program gave what the model did, and nothing but tensors is another for other values."""
     wanted = answer.tensors
     if (first.form, first.constants) != (answer.form, answer.constants):
@@ -173,7 +173,7 @@ def _check_alike(first: Answer, answer: Answer, given: Sequence[torch.Tensor]) -
 
 def _answer_of(
     model: nn.Module, example: Example, autocast: torch.dtype | None, reads: Reads | None = None
-) -> Answer:
+) -> ModelAnswer:
     """What the model returns in eval; it is left as it was, and so is the example.
 
     Args:
@@ -211,7 +211,7 @@ def _answer_of(
                 f"the model's answer holds a {type(leaf).__name__}; it may hold tensors, numbers and words, "
                 "in tuples, lists, dicts and classes that torch.utils._pytree knows"
             )
-    return Answer(tuple(leaves), form)
+    return ModelAnswer(tuple(leaves), form)
 
 
 def _run(model: nn.Module, example: Example) -> Any:

@@ -18,7 +18,7 @@ from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.constants import Constants, names_read
 from upriver.program.graph.devices import check_device, moved
 from upriver.program.graph.parser import check_weight, decode
-from upriver.program.graph.schedule import Step, Values, bind, mark_last_uses, schedule
+from upriver.program.graph.schedule import ScheduledNode, Values, bind, mark_last_uses, schedule
 from upriver.program.graph.schema import Graph, Stage, Value, Weight, digest_of
 from upriver.program.graph.stage_clock import Laps
 from upriver.program.graph.validator import check
@@ -75,7 +75,7 @@ class Program:
         self._declared = {weight.name: weight for weight in graph.weights}
         self._weights: Values = {}
         self._constants = Constants(self._plan)
-        self._stages: list[list[Step] | None] = [None] * len(graph.stages)
+        self._stages: list[list[ScheduledNode] | None] = [None] * len(graph.stages)
         self._binding = threading.Lock()
         if before_stage is None:
             self._bind_all()
@@ -194,7 +194,7 @@ class Program:
             laps.tell()
         return tuple(self._result(value.name, values) for value in self.live(stop))
 
-    def _run_stage(self, steps: Sequence[Step], values: Values, borrowed: Container[str]) -> None:
+    def _run_stage(self, steps: Sequence[ScheduledNode], values: Values, borrowed: Container[str]) -> None:
         for step in steps:
             try:
                 step.run(values, borrowed)
@@ -227,7 +227,7 @@ class Program:
 
     # --------------------------------------------------------------------------------------- binding
 
-    def _ready(self, position: int) -> list[Step]:
+    def _ready(self, position: int) -> list[ScheduledNode]:
         """The steps of a stage that is about to run, once what they read is there."""
         steps = self._stages[position - 1]
         if (before_stage := self.before_stage) is not None:
@@ -249,7 +249,7 @@ class Program:
         for position in range(1, self.num_stages + 1):
             self._bind_stage(position)
 
-    def _bind_stage(self, position: int) -> list[Step]:
+    def _bind_stage(self, position: int) -> list[ScheduledNode]:
         """The steps of a stage; each drops what its stage needs no longer and does not ship.
 
         So a stage never sees more than another tier would have sent it.

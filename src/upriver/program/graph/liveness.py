@@ -268,7 +268,7 @@ def _piece(
 # ------------------------------------------------------------------------------------------- bytes
 
 
-class Memory:
+class ActivationMemory:
     """Bytes of activations alive at each position, and while each operator runs."""
 
     def __init__(self, chain: Chain, sizes: Mapping[str, int]) -> None:

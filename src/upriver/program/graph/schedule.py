@@ -20,7 +20,7 @@ Fill: TypeAlias = Callable[[Values], Any]
 """Makes an argument from the values of a run."""
 
 
-class Step:
+class ScheduledNode:
     """One node, bound to a device and to the values that are the same in each run.
 
     Attributes:
@@ -187,13 +187,13 @@ def bind(
     fixed: Mapping[str, torch.Tensor],
     device: torch.device,
     over: Mapping[int, str] | None = None,
-) -> list[Step]:
+) -> list[ScheduledNode]:
     """Steps for these nodes; ``over`` has the operands that may be written over (see ``reuse``)."""
     over = over or {}
-    return [Step(index, node, fixed, device, over.get(index)) for index, node in nodes]
+    return [ScheduledNode(index, node, fixed, device, over.get(index)) for index, node in nodes]
 
 
-def mark_last_uses(steps: Sequence[Step], nodes: Sequence[Numbered], keep: Iterable[str]) -> None:
+def mark_last_uses(steps: Sequence[ScheduledNode], nodes: Sequence[Numbered], keep: Iterable[str]) -> None:
     """Let each step drop what no later one of these reads, so that memory goes as soon as it can.
 
     Args:

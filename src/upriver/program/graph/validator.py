@@ -26,7 +26,7 @@ from upriver.program.eval_mode import no_fast_path
 from upriver.program.graph.autocast import autocast_dtype, autocasting
 from upriver.program.graph.call_validator import check_arguments, check_call
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
-from upriver.program.graph.schedule import Numbered, Step, Values, bind, mark_last_uses, schedule
+from upriver.program.graph.schedule import Numbered, ScheduledNode, Values, bind, mark_last_uses, schedule
 from upriver.program.graph.schema import DTYPES, Graph, Node, TensorSpec, Value, Weight
 
 MAX_REMEMBERED = 20_000
@@ -34,7 +34,7 @@ MAX_REMEMBERED = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class RunFootprint:
     """What a run of a graph takes, for one micro-batch.
 
     Attributes:
@@ -48,7 +48,9 @@ class Measured:
     live_bytes: int
 
 
-def check(graph: Graph, *, device: str | torch.device = "cpu", caps: GraphCaps = DEFAULT_CAPS) -> Measured:
+def check(
+    graph: Graph, *, device: str | torch.device = "cpu", caps: GraphCaps = DEFAULT_CAPS
+) -> RunFootprint:
     """Run a graph without data and compare everything it declares with what its operators say.
 
     Raises:
@@ -69,7 +71,7 @@ def check(graph: Graph, *, device: str | torch.device = "cpu", caps: GraphCaps =
             before = meter.flops
             run.nodes(nodes, {*stage.live, *plan.kept, *weights})
             flops.append(meter.flops - before)
-    return Measured(flops=tuple(flops), work=meter.work, live_bytes=run.peak)
+    return RunFootprint(flops=tuple(flops), work=meter.work, live_bytes=run.peak)
 
 
 @contextlib.contextmanager
@@ -116,7 +118,7 @@ class _DryRun:
             for name in step.done:
                 self._memory.drop(name)
 
-    def _call(self, step: Step, node: Node) -> Sequence[torch.Tensor]:
+    def _call(self, step: ScheduledNode, node: Node) -> Sequence[torch.Tensor]:
         try:
             args, kwargs = step.arguments(self._values)
             check_call(node.op, args, kwargs)

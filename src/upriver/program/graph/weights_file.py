@@ -167,7 +167,7 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor as the header has it, in bytes of the body."""
 
     name: str
@@ -182,7 +182,7 @@ class Entry:
         return -self.stop % ALIGNMENT
 
 
-def head_of(forms: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[Entry]]:
+def head_of(forms: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[TensorEntry]]:
     """How a file of such tensors begins, and where each of them lies behind that.
 
     Args:
@@ -192,7 +192,7 @@ def head_of(forms: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes, lis
         ProgramError: If a name is one that the format keeps for itself, or a type none that it has.
     """
     header: dict[str, Any] = {}
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     offset = 0
     for number, (name, dtype, shape) in enumerate(forms, start=1):
         if is_reserved(name):
@@ -200,7 +200,7 @@ def head_of(forms: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes, lis
         if dtype not in _CODES:
             raise ProgramError(f"weight {name!r} is of type {dtype[:80]!r}; allowed are {', '.join(_CODES)}")
         stop = offset + math.prod(shape) * DTYPES[dtype].itemsize
-        entry = Entry(name=name, dtype=dtype, shape=tuple(shape), start=offset, stop=stop)
+        entry = TensorEntry(name=name, dtype=dtype, shape=tuple(shape), start=offset, stop=stop)
         header[name] = _described(_CODES[dtype], shape, offset, stop)
         offset = stop + entry.gap
         if entry.gap:
@@ -292,7 +292,7 @@ def table_of(text: bytes, what: str, caps: GraphCaps = DEFAULT_CAPS) -> dict[str
     return found
 
 
-def entry_of(name: str, entry: Any, most: int, caps: GraphCaps = DEFAULT_CAPS) -> Entry:
+def entry_of(name: str, entry: Any, most: int, caps: GraphCaps = DEFAULT_CAPS) -> TensorEntry:
     """What a header from anyone says of one tensor.
 
     Args:
@@ -323,10 +323,10 @@ def entry_of(name: str, entry: Any, most: int, caps: GraphCaps = DEFAULT_CAPS) -
     nbytes = 0 if 0 in shape else elements * DTYPES[dtype].itemsize
     if not 0 <= start <= stop <= most or stop - start != nbytes or elements > caps.tensor_bytes:
         raise ProgramError(f"weight {name[:80]!r}: bytes {start}..{stop} do not hold its shape of {code}")
-    return Entry(name=name, dtype=dtype, shape=tuple(shape), start=start, stop=stop)
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), start=start, stop=stop)
 
 
-def _check_layout(entries: list[Entry], nbytes: int) -> None:
+def _check_layout(entries: list[TensorEntry], nbytes: int) -> None:
     """Side by side, from the first byte to the last, each weight on a boundary."""
     end = 0
     for entry in sorted(entries, key=lambda e: (e.start, e.stop)):
@@ -340,7 +340,7 @@ def _check_layout(entries: list[Entry], nbytes: int) -> None:
         raise ProgramError(f"the weights end at byte {end} of {nbytes}")
 
 
-def _view(body: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _view(body: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
     raw = body[entry.start : entry.stop]
     if entry.dtype == "bool" and raw.numel() and int(raw.max()) > 1:
         raise ProgramError(f"weight {entry.name!r}: a bool holds 0 or 1 only")

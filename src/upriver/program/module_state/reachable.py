@@ -60,7 +60,7 @@ class Thing:
 
     owner: Owner
     value: Any
-    kind: Kind
+    kind: ObjectKind
     before: Any
 
     def now(self) -> Any:
@@ -126,7 +126,7 @@ class Thing:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ObjectKind:
     """How the state of one kind of object is read, written, and compared; what lies in it.
 
     Attributes:
@@ -201,28 +201,30 @@ def same_state(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-_LIST = Kind(read=list, write=_write_list, same=_same_items, inner=iter)
-_DICT = Kind(read=dict, write=_write_items, same=_same_mapping, inner=_in_mapping)
-_SET = Kind(read=set, write=_write_items, same=operator.eq, inner=iter)
-_BYTES = Kind(read=bytes, write=_write_list, same=operator.eq)
-_ARRAY = Kind(read=np.copy, write=np.copyto, same=_same_arrays)
-_ATTRIBUTES = Kind(read=_read_attributes, write=_write_attributes, same=_same_mapping, inner=_in_mapping)
-_SLOTS = Kind(read=_read_slots, write=_write_slots, same=_same_mapping, inner=_in_mapping)
+_LIST = ObjectKind(read=list, write=_write_list, same=_same_items, inner=iter)
+_DICT = ObjectKind(read=dict, write=_write_items, same=_same_mapping, inner=_in_mapping)
+_SET = ObjectKind(read=set, write=_write_items, same=operator.eq, inner=iter)
+_BYTES = ObjectKind(read=bytes, write=_write_list, same=operator.eq)
+_ARRAY = ObjectKind(read=np.copy, write=np.copyto, same=_same_arrays)
+_ATTRIBUTES = ObjectKind(
+    read=_read_attributes, write=_write_attributes, same=_same_mapping, inner=_in_mapping
+)
+_SLOTS = ObjectKind(read=_read_slots, write=_write_slots, same=_same_mapping, inner=_in_mapping)
 
 
 def _generator(
     read: Callable[[Any], Any],
     write: Callable[[Any, Any], None],
     same: Callable[[Any, Any], bool] = same_state,
-) -> Kind:
-    return Kind(read=read, write=write, same=same, random=True)
+) -> ObjectKind:
+    return ObjectKind(read=read, write=write, same=same, random=True)
 
 
 def _write_bits(value: Any, state: Any) -> None:
     value.state = state
 
 
-_KINDS: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
+_KINDS: tuple[tuple[type | tuple[type, ...], ObjectKind], ...] = (
     (random.Random, _generator(lambda g: g.getstate(), lambda g, state: g.setstate(state), operator.eq)),
     (np.random.RandomState, _generator(lambda g: g.get_state(legacy=False), lambda g, s: g.set_state(s))),
     (
@@ -251,7 +253,7 @@ def shared_generators() -> list[Thing]:
     ]
 
 
-def _kind_of(value: Any) -> Kind | None:
+def _kind_of(value: Any) -> ObjectKind | None:
     return next((kind for types_, kind in _KINDS if isinstance(value, types_)), None)
 
 
@@ -314,7 +316,7 @@ class _Contents:
         return [thing for thing in self._things if id(thing) in found] if found else []
 
 
-class Held:
+class ReachableObjects:
     """What hangs on a model, each object once.
 
     Attributes:
@@ -344,7 +346,7 @@ class Held:
         """The things whose state is another one now."""
         return self._contents.changed()
 
-    def as_now(self) -> Held | None:
+    def as_now(self) -> ReachableObjects | None:
         """What a walk would find now; None if something hangs on the model that only a walk would find."""
         changed = {id(thing): thing.as_now() for thing in self.changed()}
         if self._composed or None in changed.values():
@@ -387,13 +389,13 @@ class Held:
                 state = self._add(value, owner, kind)
                 self._todo += [(item, owner, depth - 1) for item in kind.inner(state)]
 
-    def _kinds_of_object(self, value: Any) -> Iterator[Kind]:
+    def _kinds_of_object(self, value: Any) -> Iterator[ObjectKind]:
         if isinstance(getattr(value, "__dict__", None), dict):
             yield _ATTRIBUTES
         if "__slots__" in type(value).__dict__ and type(value).__module__ != "builtins":
             yield _SLOTS
 
-    def _add(self, value: Any, owner: Owner, kind: Kind) -> Any:
+    def _add(self, value: Any, owner: Owner, kind: ObjectKind) -> Any:
         state = kind.read(value)
         self.things.append(Thing(owner, value, kind, state))
         return state

@@ -25,12 +25,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from upriver.program.graph.devices import random_kept
-from upriver.program.module_state.reachable import Held, HeldTensor, Thing, shared_generators
+from upriver.program.module_state.reachable import HeldTensor, ReachableObjects, Thing, shared_generators
 from upriver.program.tensor_layouts import unusual
 
 
 @contextlib.contextmanager
-def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[Kept]:
+def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[SavedState]:
     """Leave a model, and the generators, as they were.
 
     To be entered before modules are put into another mode: a module may write to its weights then.
@@ -58,11 +58,11 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _all_but_values_kept(model: nn.Module, *, unused: Collection[int] | None = None) -> Iterator[Kept]:
+def _all_but_values_kept(model: nn.Module, *, unused: Collection[int] | None = None) -> Iterator[SavedState]:
     with random_kept(), _walked(model) as held:
         tensors = [_Tensor(each.tensor) for each in held.tensors]
         used = [each.tensor for each in held.tensors if unused is not None and id(each.tensor) not in unused]
-        kept = Kept(held, tensors, _Values(used))
+        kept = SavedState(held, tensors, _Values(used))
         for tensor in tensors:
             tensor.set_gradient_aside()
         try:
@@ -75,10 +75,10 @@ def _all_but_values_kept(model: nn.Module, *, unused: Collection[int] | None = N
 
 
 @contextlib.contextmanager
-def _walked(model: nn.Module) -> Iterator[Held]:
+def _walked(model: nn.Module) -> Iterator[ReachableObjects]:
     """What hangs on a model; a context inside another one of the same model and thread shares its walk."""
     outer = next((held for held in reversed(_walks()) if held.model is model), None)
-    held = (outer.as_now() if outer else None) or Held(model)
+    held = (outer.as_now() if outer else None) or ReachableObjects(model)
     _walks().append(held)
     try:
         yield held
@@ -86,11 +86,11 @@ def _walked(model: nn.Module) -> Iterator[Held]:
         _walks().remove(held)
 
 
-def _walks() -> list[Held]:
+def _walks() -> list[ReachableObjects]:
     """Those of the contexts that this thread has open."""
     if not hasattr(_OF_THREAD, "walks"):
         _OF_THREAD.walks = []
-    walks: list[Held] = _OF_THREAD.walks
+    walks: list[ReachableObjects] = _OF_THREAD.walks
     return walks
 
 
@@ -135,14 +135,14 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from module.buffers()
 
 
-class Kept:
+class SavedState:
     """What a trial run has changed; it is put back when the run is over.
 
     Attributes:
         values: Of all tensors.
     """
 
-    def __init__(self, held: Held, tensors: Sequence[_Tensor], values: _Values) -> None:
+    def __init__(self, held: ReachableObjects, tensors: Sequence[_Tensor], values: _Values) -> None:
         self._held, self._tensors, self.values = held, tensors, values
 
     @property
@@ -165,7 +165,7 @@ class Kept:
         if self._held.as_now() is not None:
             return []
         known = {id(each.tensor) for each in self.tensors}
-        return [each for each in Held(self._held.model).tensors if id(each.tensor) not in known]
+        return [each for each in ReachableObjects(self._held.model).tensors if id(each.tensor) not in known]
 
     def counted(self) -> dict[str, str]:
         """Path of each module that counts (changes numbers, grows a list, draws) to the attribute that does.

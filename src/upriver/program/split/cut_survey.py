@@ -15,7 +15,7 @@ from torch import nn
 
 from upriver.errors import CaptureError, ConfigError
 from upriver.program.capture.lowering import Recording, record
-from upriver.program.example_inputs import Example, Inputs, Source
+from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.graph.liveness import Boundary, Granularity, boundaries, progress
 from upriver.program.graph.schema import Node, TensorSpec, Weight, references
 from upriver.program.split.freeze_point import FreezePoint, find
@@ -97,7 +97,7 @@ def survey(
 
 def answers_of(
     model: nn.Module, example: Inputs, path: str, autocast: torch.dtype | None = None
-) -> list[Source]:
+) -> list[TensorSource]:
     """The tensors that the last call of a module returns.
 
     Raises:
@@ -107,7 +107,7 @@ def answers_of(
     try:
         calls = trace(model, Example.of(example), autocast=autocast).of(path)
     except CaptureError:
-        return [Source(path=path)]  # the capture will say what is wrong
+        return [TensorSource(path=path)]  # the capture will say what is wrong
     sources = calls[-1].sources() if calls else []
     if not sources:
         raise ConfigError(
@@ -217,14 +217,14 @@ def _in_part(
     example: Example,
     granularity: Granularity,
     freeze_to: str | None,
-    first: Sequence[Source],
+    first: Sequence[TensorSource],
     autocast: torch.dtype | None,
     why: str,
 ) -> Survey:
     """What can be captured of a model that cannot be captured to its end, and its answer, with the reason."""
     point, answer = _reachable(model, example, autocast)
     outputs = [ship.source for ship in point.ships]
-    orders: list[Sequence[Source]] = [first, ()] if first else [()]
+    orders: list[Sequence[TensorSource]] = [first, ()] if first else [()]
     for chained in orders if outputs else ():
         try:
             recording = record(model, example, outputs=outputs, first=chained, autocast=autocast)

@@ -23,7 +23,7 @@ from upriver.program.module_state.reachable import HeldTensor
 from upriver.program.tensor_layouts import unusual
 
 
-class Value(NamedTuple):
+class TensorVersion(NamedTuple):
     """A tensor at one moment: its number, and the operator that last wrote into it since it was made."""
 
     tensor: int
@@ -45,7 +45,7 @@ class Operation:
 
     name: str
     call: int
-    reads: tuple[Value, ...]
+    reads: tuple[TensorVersion, ...]
     trouble: str
     observes: bool
     compiled: bool = False
@@ -61,7 +61,7 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Flow:
+class DataFlow:
     """The data flow of one forward pass.
 
     Attributes:
@@ -78,7 +78,7 @@ class Flow:
     origins: Mapping[int, Origin]
     overwritten: frozenset[int] = frozenset()
     changed: frozenset[str] = frozenset()
-    left: tuple[tuple[str, Value], ...] = ()
+    left: tuple[tuple[str, TensorVersion], ...] = ()
 
     def inputs(self) -> dict[int, int]:
         """Index of each input that the model was seen with to its number."""
@@ -97,7 +97,7 @@ class Flow:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes a :class:`Flow` while a model runs.
+    """Writes a :class:`DataFlow` while a model runs.
 
     Attributes:
         call: Index of the module call that is running; set by whoever follows the modules.
@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.call = 0
         self.running = ""
         self._compiled = False
-        self._read: list[Value] = []  # by functions of that operator
+        self._read: list[TensorVersion] = []  # by functions of that operator
         self._written: list[int] = []
         self._operations: list[Operation] = []
         self._makers: dict[int, int] = {}
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for index, tensor in enumerate(inputs):
             self._originate(tensor, Origin(kind="input", name=str(index)))
 
-    def flow(self, *, changed: Collection[str] = (), left: Sequence[HeldTensor] = ()) -> Flow:
+    def flow(self, *, changed: Collection[str] = (), left: Sequence[HeldTensor] = ()) -> DataFlow:
         """What was recorded.
 
         Args:
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # First, as some of them may be new here.
         values = tuple((each.name.rpartition(".")[0], self.value(each.tensor)) for each in left)
         written = frozenset(n for n in self._origins if _storage(self._tensors[n]) in self._writers)
-        return Flow(
+        return DataFlow(
             operations=tuple(self._operations),
             makers=self._makers,
             origins=self._origins,
@@ -165,11 +165,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Operation(name="random", call=self.call, reads=(), trouble=f"draws {whose}", observes=True)
         )
 
-    def value(self, tensor: torch.Tensor) -> Value:
+    def value(self, tensor: torch.Tensor) -> TensorVersion:
         """A tensor as it is now."""
         number = self._number(tensor)
         writer = self._writers.get(_storage(tensor), -1)
-        return Value(number, writer if writer > self._made_at[number] else -1)
+        return TensorVersion(number, writer if writer > self._made_at[number] else -1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -215,7 +215,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._writers |= dict.fromkeys(self._written, index)
         return result
 
-    def _known(self, tensors: list[torch.Tensor]) -> Iterator[Value]:
+    def _known(self, tensors: list[torch.Tensor]) -> Iterator[TensorVersion]:
         """Those that were there before the functions of an operator ran."""
         return (
             self.value(tensor)
@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(
         self,
         func: Any,
-        reads: tuple[Value, ...],
+        reads: tuple[TensorVersion, ...],
         written: list[torch.Tensor],
         result: Any,
         *,
@@ -258,7 +258,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             self._writers[_storage(tensor)] = index
 
-    def _read_of(self, reads: tuple[Value, ...]) -> Iterator[torch.Tensor]:
+    def _read_of(self, reads: tuple[TensorVersion, ...]) -> Iterator[torch.Tensor]:
         return (self._tensors[value.tensor] for value in reads)
 
     def _originate(self, tensor: torch.Tensor, origin: Origin) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from upriver.program.split.dataflow import Flow, Operation, Value
-from upriver.program.split.module_trace import Call
+from upriver.program.split.dataflow import DataFlow, Operation, TensorVersion
+from upriver.program.split.module_trace import ModuleCall
 
 
 class Pass:
     """The calls and the data flow of one forward pass."""
 
-    def __init__(self, calls: Sequence[Call], flow: Flow) -> None:
-        self.calls: Mapping[int, Call] = {call.index: call for call in calls}
+    def __init__(self, calls: Sequence[ModuleCall], flow: DataFlow) -> None:
+        self.calls: Mapping[int, ModuleCall] = {call.index: call for call in calls}
         self.flow = flow
         self.whole = calls[-1]
         self.by_name = {(call.path, call.number): call for call in calls}
@@ -23,7 +23,7 @@ class Pass:
         """All operators, in the order of execution."""
         return self.flow.operations
 
-    def maker(self, value: Value) -> int:
+    def maker(self, value: TensorVersion) -> int:
         """The operation that made a value what it is; -1 for what was there before."""
         return value.writer if value.writer >= 0 else self.flow.makers.get(value.tensor, -1)
 
@@ -48,7 +48,7 @@ class Pass:
                 reached.add(index)
         return reached
 
-    def depends_on_input(self, value: Value, reached: Collection[int]) -> bool:
+    def depends_on_input(self, value: TensorVersion, reached: Collection[int]) -> bool:
         """Tell whether a value is an input, or one of some operations made it.
 
         Args:
@@ -107,7 +107,7 @@ class Needs:
         constants: Skipped calls whose results are read and depend on no input.
     """
 
-    values: set[Value] = field(default_factory=set)
+    values: set[TensorVersion] = field(default_factory=set)
     strays: set[int] = field(default_factory=set)
     constants: set[int] = field(default_factory=set)
 
@@ -126,7 +126,7 @@ def needs(run: Pass, skipped: Collection[int]) -> Needs:
     for index, operation in enumerate(run.operations):
         if inside[index] < 0 and (operation.observes or operation.trouble):
             todo += operation.reads
-    seen: set[Value] = set()
+    seen: set[TensorVersion] = set()
     while todo:
         value = todo.pop()
         if value in seen:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from upriver.program.example_inputs import Source
-from upriver.program.split.dataflow import Operation, Value
+from upriver.program.example_inputs import TensorSource
+from upriver.program.split.dataflow import Operation, TensorVersion
 from upriver.program.split.forward_pass import Pass, needs
-from upriver.program.split.module_trace import Call, Shape, Trace
+from upriver.program.split.module_trace import ModuleCall, Shape, Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +30,9 @@ class Ship:
         overwritten: Whether the tail writes into it.
     """
 
-    source: Source
+    source: TensorSource
     shape: Shape
-    value: Value = field(default_factory=lambda: Value(-1))
+    value: TensorVersion = field(default_factory=lambda: TensorVersion(-1))
     overwritten: bool = False
 
 
@@ -135,15 +135,15 @@ class _Search:
 
     # ------------------------------------------------------------------------------ who may be skipped
 
-    def _candidates(self) -> tuple[list[Call], list[Call]]:
+    def _candidates(self) -> tuple[list[ModuleCall], list[ModuleCall]]:
         """Largest calls that can run anywhere: of frozen modules, and of modules without parameters."""
-        frozen: list[Call] = []
-        free: list[Call] = []
-        children: dict[int, list[Call]] = {}
+        frozen: list[ModuleCall] = []
+        free: list[ModuleCall] = []
+        children: dict[int, list[ModuleCall]] = {}
         for index in sorted(self.seen.calls):
             children.setdefault(self.seen.calls[index].parent, []).append(self.seen.calls[index])
 
-        def visit(call: Call) -> None:
+        def visit(call: ModuleCall) -> None:
             kind = self.kinds[call.path]
             usable = call.index not in self.holds and call.index not in self.blocked
             if call.opaque and usable and kind == "frozen" and call.path:
@@ -157,7 +157,7 @@ class _Search:
         visit(self.seen.whole)
         return frozen, free
 
-    def _before(self, frozen: Sequence[Call], free: Sequence[Call]) -> list[Call]:
+    def _before(self, frozen: Sequence[ModuleCall], free: Sequence[ModuleCall]) -> list[ModuleCall]:
         """Calls without parameters that a frozen one depends on: before it, so part of the prefix."""
         inside = self.seen.inside({call.index for call in frozen})
         wanted = self.seen.closure([index for index, owner in enumerate(inside) if owner >= 0])
@@ -177,7 +177,7 @@ class _Search:
 
     # --------------------------------------------------------------------------- what the tail needs
 
-    def _needed(self, skipped: set[int]) -> tuple[set[Value], dict[int, bool]]:
+    def _needed(self, skipped: set[int]) -> tuple[set[TensorVersion], dict[int, bool]]:
         """What crosses if these calls are skipped, or which of them have to run after all."""
         found = needs(self.seen, skipped)
         values, strays, constants = found.values, found.strays, found.constants
@@ -190,7 +190,7 @@ class _Search:
         # What is the same whatever the data is cheaper made where it is needed than shipped.
         return values, dict.fromkeys(constants, False) | dict.fromkeys(strays, True)
 
-    def _in_training(self, skipped: set[int]) -> tuple[set[Value], set[int], set[int]]:
+    def _in_training(self, skipped: set[int]) -> tuple[set[TensorVersion], set[int], set[int]]:
         """The same question about the pass in training, answered in terms of the one in eval."""
         run = self.training
         assert run is not None  # asked only then
@@ -200,25 +200,25 @@ class _Search:
             if (key := (self.seen.calls[index].path, self.seen.calls[index].number)) in run.by_name
         }
         found = needs(run, twins)
-        values: set[Value] = set()
+        values: set[TensorVersion] = set()
         for index, twin in twins.items():
             pairs = zip(run.calls[index].values, twin.values, strict=False)
             values |= {here for there, here in pairs if there in found.values}
         here_named = self.seen.flow.inputs()
         there_named = {number: leaf for leaf, number in run.flow.inputs().items()}
         found_leaves = {there_named[v.tensor] for v in found.values if v.tensor in there_named}
-        values |= {Value(here_named[leaf]) for leaf in found_leaves}
+        values |= {TensorVersion(here_named[leaf]) for leaf in found_leaves}
         strays, constants = ({twins[i].index for i in some} for some in (found.strays, found.constants))
         return values, strays, constants
 
-    def _ships(self, skipped: Sequence[Call], needed: set[Value]) -> list[Ship]:
-        ships: dict[Value, Ship] = {}
+    def _ships(self, skipped: Sequence[ModuleCall], needed: set[TensorVersion]) -> list[Ship]:
+        ships: dict[TensorVersion, Ship] = {}
         crossing = {value.tensor: value for value in needed}
         for leaf, number in sorted(self.seen.flow.inputs().items()):
             if number in crossing and number in self.seen.flow.origins:
                 value = crossing[number]
                 ships[value] = Ship(
-                    source=Source(path=None, leaf=leaf),
+                    source=TensorSource(path=None, leaf=leaf),
                     shape=self.trace.inputs[leaf],
                     value=value,
                     overwritten=any(run.flow.writes_into_input(leaf) for run in self._passes()),
@@ -270,7 +270,7 @@ class _Search:
                 branched = branched or index in held
         return held
 
-    def _counts_inside(self, call: Call) -> bool:
+    def _counts_inside(self, call: ModuleCall) -> bool:
         inside = f"{call.path}." if call.path else ""
         return any(path == call.path or path.startswith(inside) for path in self.trace.counting)
 

@@ -19,18 +19,18 @@ from torch.utils import _pytree as pytree
 from upriver.errors import CaptureError, ModelError
 from upriver.program.compiled_code import as_ever, entering, uncompiled
 from upriver.program.eval_mode import in_eval, mode, no_fast_path
-from upriver.program.example_inputs import Example, Source, tensors_in
+from upriver.program.example_inputs import Example, TensorSource, tensors_in
 from upriver.program.freeze import check_initialized, keep_in_eval
 from upriver.program.graph.autocast import autocasting
 from upriver.program.module_state.attribute_reads import Reads
 from upriver.program.module_state.attributes import attributes_of
-from upriver.program.module_state.restoration import Kept, state_kept
-from upriver.program.split.dataflow import Flow, Recorder, Value, opaque_in
+from upriver.program.module_state.restoration import SavedState, state_kept
+from upriver.program.split.dataflow import DataFlow, Recorder, TensorVersion, opaque_in
 from upriver.program.tensor_layouts import unusual
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class ModuleCall:
     """One call of one module.
 
     Attributes:
@@ -55,13 +55,15 @@ class Call:
     exit: int
     leaves: tuple[Any, ...]
     form: pytree.TreeSpec
-    values: tuple[Value, ...] = ()
+    values: tuple[TensorVersion, ...] = ()
     opaque: str = ""
     overwritten: bool = False
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[TensorSource]:
         """The tensors of its result, by name."""
-        return [Source(path=self.path, number=self.number, leaf=leaf) for leaf in range(len(self.values))]
+        return [
+            TensorSource(path=self.path, number=self.number, leaf=leaf) for leaf in range(len(self.values))
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,19 +125,19 @@ class Trace:
         reads: Attributes that the pass read.
     """
 
-    calls: tuple[Call, ...]
+    calls: tuple[ModuleCall, ...]
     inputs: tuple[Shape, ...]
     example: Example
-    flow: Flow
+    flow: DataFlow
     counting: Mapping[str, str] = field(default_factory=dict)
     reads: Reads = field(default_factory=Reads)
 
-    def of(self, path: str) -> list[Call]:
+    def of(self, path: str) -> list[ModuleCall]:
         """The calls of one module."""
         return [call for call in self.calls if call.path == path]
 
     @property
-    def whole(self) -> Call:
+    def whole(self) -> ModuleCall:
         """The call of the model itself."""
         return self.calls[-1]
 
@@ -181,7 +183,7 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
 
 def watch_training(
     model: nn.Module, example: Example, in_eval: Sequence[str], *, autocast: torch.dtype | None = None
-) -> tuple[list[Call], Flow]:
+) -> tuple[list[ModuleCall], DataFlow]:
     """The calls and the data flow of one pass in training mode; the model is left as it was.
 
     Args:
@@ -221,8 +223,8 @@ def written_in_training(
 
 
 def _watch(
-    model: nn.Module, example: Example, given: Example, kept: Kept, reads: Reads | None = None
-) -> tuple[list[Call], Flow]:
+    model: nn.Module, example: Example, given: Example, kept: SavedState, reads: Reads | None = None
+) -> tuple[list[ModuleCall], DataFlow]:
     run = _Pass(model, example, given, kept)
     with contextlib.nullcontext() if reads is None else reads.noting(run.where):
         run.run()
@@ -237,10 +239,10 @@ class _Pass:
         given: What the user calls it with, where that is of another number of samples.
     """
 
-    def __init__(self, model: nn.Module, example: Example, given: Example, kept: Kept) -> None:
+    def __init__(self, model: nn.Module, example: Example, given: Example, kept: SavedState) -> None:
         self.model = model
         self.example, self.given = example, given
-        self.calls: list[Call] = []
+        self.calls: list[ModuleCall] = []
         self.recorder = Recorder(kept.tensors, example.tensors)
         self._draws = kept.draws()
         self._open: list[tuple[int, int]] = []  # index, event
@@ -352,7 +354,7 @@ class _Pass:
         if any(map(is_functorch_wrapped_tensor, tensors)):  # none that is there outside of it
             tensors = []
         self.calls.append(
-            Call(
+            ModuleCall(
                 path=path,
                 number=number,
                 index=index,
@@ -380,7 +382,7 @@ def _form(tensor: torch.Tensor) -> _Form | str:
     return unusual(tensor) or _Form(tensor.dtype, tuple(tensor.shape))
 
 
-def _merge(a: Call, b: Call) -> Call:
+def _merge(a: ModuleCall, b: ModuleCall) -> ModuleCall:
     if a.form != b.form:
         raise CaptureError(f"module {a.path!r} returns different structures for 2 and for 3 samples")
     leaves: list[Any] = []

@@ -21,7 +21,7 @@ from torch import nn
 
 from upriver.errors import CaptureError, ConfigError, ModelError
 from upriver.program.capture.prefix import capture
-from upriver.program.example_inputs import Example, Inputs, Source
+from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.freeze import check_trainable, frozen_units, without_written
 from upriver.program.graph.autocast import autocast_dtype, autocasting
 from upriver.program.graph.executor import Program
@@ -68,7 +68,10 @@ def _as_ships(example: Example) -> list[Ship]:
         base = tuple(tensor.shape) if not batched else (0, *tensor.shape[1:])
         slope = tuple(int(batched and dim == 0) for dim in range(tensor.dim()))
         ships.append(
-            Ship(source=Source(path=None, leaf=leaf), shape=Shape(dtype=tensor.dtype, base=base, slope=slope))
+            Ship(
+                source=TensorSource(path=None, leaf=leaf),
+                shape=Shape(dtype=tensor.dtype, base=base, slope=slope),
+            )
         )
     return ships
 

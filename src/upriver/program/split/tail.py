@@ -29,7 +29,7 @@ from upriver.program.module_state.structure import HARMLESS
 from upriver.program.split.crossing_values import Values
 from upriver.program.split.forward_pass import Pass
 from upriver.program.split.freeze_point import FreezePoint
-from upriver.program.split.module_trace import Call, Shape, Trace
+from upriver.program.split.module_trace import ModuleCall, Shape, Trace
 
 Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 """What crosses: one tensor, or a tuple of several."""
@@ -370,7 +370,7 @@ class _Recipe:
                 result = self._result(call) if call.index in self.skipped else None
                 self.results.setdefault(call.path, []).append(result)
 
-    def _result(self, call: Call) -> tuple[list[Any], Any]:
+    def _result(self, call: ModuleCall) -> tuple[list[Any], Any]:
         """A call's result as its stub gives it, flattened."""
         values = iter(call.values)
         made: list[Any] = []

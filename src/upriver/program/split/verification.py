@@ -23,13 +23,13 @@ from torch import nn
 
 from upriver.errors import CaptureError
 from upriver.program.eval_mode import calls_in_eval, no_fast_path
-from upriver.program.example_inputs import Example, Source, random_like, tensors_in
+from upriver.program.example_inputs import Example, TensorSource, random_like, tensors_in
 from upriver.program.freeze import keep_in_eval, switch
 from upriver.program.graph.alignment import through_cuts
 from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.devices import seed
 from upriver.program.graph.executor import Program
-from upriver.program.module_state.restoration import Kept, state_kept, unattended
+from upriver.program.module_state.restoration import SavedState, state_kept, unattended
 from upriver.program.split.freeze_point import EvalPlan, Ship
 from upriver.program.split.tail import Tail
 from upriver.program.tensor_layouts import dense_parts, same_bits
@@ -236,7 +236,7 @@ class _Step:
         return torch.stack(terms).sum()
 
 
-def _left(kept: Kept) -> dict[str, list[torch.Tensor]]:
+def _left(kept: SavedState) -> dict[str, list[torch.Tensor]]:
     found: dict[str, list[torch.Tensor]] = {}
     written = kept.written()
     for each in (*(each for each in kept.tensors if each.name in written), *kept.left()):
@@ -268,7 +268,7 @@ class _Crossing(contextlib.ExitStack):
         def look(_module: nn.Module, _args: Any, result: Any) -> None:
             number = next(numbers)
             for leaf, tensor in enumerate(tensors_in(result)):
-                source = Source(path=path, number=number, leaf=leaf)
+                source = TensorSource(path=path, number=number, leaf=leaf)
                 if source in self._found:
                     self._found[source] = tensor.requires_grad
 

@@ -15,15 +15,15 @@ from upriver.protocol import RunRequest
 from upriver.server.execution.worker_process import Job, Result
 from upriver.server.observability import tracing
 from upriver.server.programs.program_files import ProgramFiles
-from upriver.server.programs.registry import Known
-from upriver.server.scheduling.admission_queue import Admitted
-from upriver.server.scheduling.memory_hold import Use
+from upriver.server.programs.registry import KnownProgram
+from upriver.server.scheduling.admission_queue import Admission
+from upriver.server.scheduling.memory_hold import MemoryUse
 from upriver.server.tenants import Tenant
 from upriver.types import MicroBatch, Timings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class ResolvedRequest:
     """A run request that was read, with everything that it names looked up.
 
     Attributes:
@@ -39,15 +39,15 @@ class Asked:
     tenant: Tenant
     dataset: Dataset | None
     batches: Sequence[MicroBatch]
-    known: Mapping[int, Known]
+    known: Mapping[int, KnownProgram]
     deadline: float
-    body: Use | None = None
+    body: MemoryUse | None = None
     body_nbytes: int = 0
     received_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Order:
+class AdmittedRequest:
     """A run request that may go.
 
     Attributes:
@@ -61,10 +61,10 @@ class Order:
         waited_s: For its admission.
     """
 
-    asked: Asked
-    admitted: Admitted
+    asked: ResolvedRequest
+    admitted: Admission
     program: ProgramFiles | None
-    use: Use
+    use: MemoryUse
     groups: tuple[range, ...]
     to_end: bool = False
     ahead: bool = False
@@ -74,23 +74,23 @@ class Order:
 class Computes(Protocol):
     """What does the work of an order."""
 
-    async def job(self, order: Order, index: int, clock: Clock) -> Job:
+    async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job:
         """The work of one forward pass, with what it works on."""
 
     async def compute(
-        self, order: Order, index: int, job: Job, clock: Clock, begun: Callable[[], None]
+        self, order: AdmittedRequest, index: int, job: Job, clock: Clock, begun: Callable[[], None]
     ) -> tuple[Result, Timings]:
         """One forward pass, when it is this request's turn; ``begun`` is told when it is."""
 
 
-class Work:
+class RequestWork:
     """What is under way for one request: a forward pass or two, and the reading of the next.
 
     A group is begun when the one before it is out but for its end; or, where the order may work ahead, when
     that one is being computed and the one before that is out.
     """
 
-    def __init__(self, order: Order, runner: Computes) -> None:
+    def __init__(self, order: AdmittedRequest, runner: Computes) -> None:
         self._order, self._runner = order, runner
         self._reading: dict[int, asyncio.Task[tuple[Job, Clock]]] = {}
         self._computing: dict[int, asyncio.Task[tuple[Result, Timings]]] = {}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from upriver.protocol import CodeRef
-from upriver.server.execution.run_context import Asked
+from upriver.server.execution.run_context import ResolvedRequest
 from upriver.server.ipc.messages import RunCode
 from upriver.server.scheduling.footprint import ANSWER_BYTES, COPIES
 
@@ -20,7 +20,7 @@ MAX_KINDS = 1024
 """Datasets whose largest answers are remembered."""
 
 
-class Kind(NamedTuple):
+class WorkloadKind(NamedTuple):
     """What decides, as far as names tell, how long samples take and how large they are.
 
     Attributes:
@@ -33,12 +33,12 @@ class Kind(NamedTuple):
     collate: str
 
     @classmethod
-    def of(cls, run: RunCode) -> Kind:
+    def of(cls, run: RunCode) -> WorkloadKind:
         """That of a micro-batch."""
         return cls(run.name, hashlib.sha256(run.arguments).hexdigest(), run.collate)
 
 
-def code_run(asked: Asked, code: CodeRef, index: int) -> RunCode:
+def code_run(asked: ResolvedRequest, code: CodeRef, index: int) -> RunCode:
     """The work of one micro-batch of a request, without what was sent along."""
     request, collate = asked.request, code.collate
     return RunCode(
@@ -63,16 +63,16 @@ class Answers:
 
     def __init__(self, least_bytes: int) -> None:
         self._least_bytes = least_bytes
-        self._largest: OrderedDict[Kind, int] = OrderedDict()
+        self._largest: OrderedDict[WorkloadKind, int] = OrderedDict()
 
-    def saw(self, kind: Kind, nbytes: int) -> None:
+    def saw(self, kind: WorkloadKind, nbytes: int) -> None:
         """An answer had so many bytes."""
         self._largest[kind] = max(nbytes, self._largest.get(kind, 0))
         self._largest.move_to_end(kind)
         if len(self._largest) > MAX_KINDS:
             self._largest.popitem(last=False)
 
-    def bytes_of(self, asked: Asked, code: CodeRef, *, most_bytes: int) -> int:
+    def bytes_of(self, asked: ResolvedRequest, code: CodeRef, *, most_bytes: int) -> int:
         """What a request takes beside its body.
 
         A larger answer asks for what is missing when it is there, so what was learned turns none away that
@@ -84,6 +84,6 @@ class Answers:
             most_bytes: What requests can have together.
         """
         sent = max((sum(tensor.nbytes for tensor in batch.tensors) for batch in asked.batches), default=0)
-        seen = self._largest.get(Kind.of(code_run(asked, code, 0)), 0)
+        seen = self._largest.get(WorkloadKind.of(code_run(asked, code, 0)), 0)
         learned = ANSWER_BYTES + SEEN_FACTOR * seen + COPIES * sent
         return max(ANSWER_BYTES + self._least_bytes, min(learned, most_bytes - asked.body_nbytes))

@@ -55,7 +55,6 @@ from upriver.server.ipc.messages import (
     LoadProgram,
     MapSlot,
     Measure,
-    Measured,
     NeedRoom,
     NeedSlot,
     NeedWeights,
@@ -63,13 +62,14 @@ from upriver.server.ipc.messages import (
     Run,
     RunCode,
     Setup,
+    StageMeasurements,
     UseSlot,
     Weigh,
     Weighed,
 )
 from upriver.server.ipc.shared_memory import Bytes, map_privately, map_shared
 from upriver.server.scheduling.footprint import DECODING_BYTES, WEIGHED_BYTES
-from upriver.server.scheduling.program_footprint import Scale
+from upriver.server.scheduling.program_footprint import FootprintEstimator
 from upriver.text import error_text
 from upriver.types import MicroBatch
 
@@ -94,7 +94,7 @@ def work(fd: int, *, network: bool, sandbox: str = "none") -> None:
         if setup.allow:
             channel.stay_apart()
         channel.send(hello)
-        Worker(channel, setup).serve()
+        ComputeWorker(channel, setup).serve()
     except ChannelClosed:
         return
 
@@ -156,7 +156,7 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0][:500]
 
 
-class Worker:
+class ComputeWorker:
     """What a worker keeps between jobs: mapped slots and loaded programs, both as the front says."""
 
     def __init__(self, channel: Channel[FromFront], setup: Setup) -> None:
@@ -165,7 +165,7 @@ class Worker:
         self._caps = graph_caps(setup.memory_bytes)
         self._slots: dict[int, Bytes] = {}
         self._programs: dict[str, Program] = {}
-        self._weighing: OrderedDict[str, Scale] = OrderedDict()
+        self._weighing: OrderedDict[str, FootprintEstimator] = OrderedDict()
         self._warm: set[tuple[str, int]] = set()
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
         self._code = Code(setup.allow)
@@ -271,7 +271,7 @@ class Worker:
         scale = self._weighing.pop(message.key, None)
         if scale is None:
             graph = map_privately(fds[0], message.graph_nbytes)
-            scale = Scale(graph, torch.device(self._setup.device), self._caps)
+            scale = FootprintEstimator(graph, torch.device(self._setup.device), self._caps)
         found = scale.weigh(message.start, message.stop)
         self._weighing[message.key] = scale
         while sum(each.nbytes for each in self._weighing.values()) > WEIGHED_BYTES:
@@ -310,7 +310,7 @@ class Worker:
             frames = (self._write(take_apart(run, made, most_tensors=self._setup.caps.tensors)),)
         self._channel.send(Done(frames=frames, phases=dict(clock.phases), stages={}))
 
-    def _measure(self, measure: Measure) -> Measured:
+    def _measure(self, measure: Measure) -> StageMeasurements:
         program = self._programs[measure.program]
         stop = program.num_stages if measure.stop is None else measure.stop
         if stop > program.num_stages:
@@ -323,7 +323,7 @@ class Worker:
         clock = Clock()
         program.run(inputs, 0, stop, on_stage=clock.stage)
         stages = program.stages[:stop]
-        return Measured(
+        return StageMeasurements(
             micro_batch=program.micro_batch,
             names=tuple(stage.name for stage in stages),
             seconds=tuple(clock.stages[position] for position in range(1, stop + 1)),

@@ -16,13 +16,13 @@ from upriver.engine.clock import Clock
 from upriver.errors import ConfigError, Overloaded, UpriverError, WorkerCrashed
 from upriver.server.execution.resident_memory import proportional_bytes
 from upriver.server.execution.worker_process import BROKE_OFF, Job, Result, WorkerHandle
-from upriver.server.ipc.messages import Hello, Measured, Run, Setup, Weighed
+from upriver.server.ipc.messages import Hello, Run, Setup, StageMeasurements, Weighed
 from upriver.server.ipc.shared_memory import SealedFile
 from upriver.server.observability.load import LoadMeter
 from upriver.server.observability.snapshot import WorkerRow, short
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.sandbox.bubblewrap import NOT_SHUT_IN, Enclosure
-from upriver.server.scheduling.footprint import Stretch
+from upriver.server.scheduling.footprint import StageRange
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ job. Longer than any pause between two deaths."""
 _T = TypeVar("_T")
 
 
-class Use(Protocol):
+class JobResources(Protocol):
     """What is in use as long as a worker has the job."""
 
     def enter(self) -> None:
@@ -60,7 +60,7 @@ class Use(Protocol):
         """It has ended, whatever came of it."""
 
 
-class Watch(NamedTuple):
+class WorkerWatch(NamedTuple):
     """How a worker that is there is watched.
 
     Attributes:
@@ -103,7 +103,7 @@ class WorkerPool:
         self._count = count
         self.load = load if load is not None else LoadMeter(count)
         self._idle: asyncio.Queue[WorkerHandle] = asyncio.Queue()
-        self._alive: dict[WorkerHandle, Watch] = {}
+        self._alive: dict[WorkerHandle, WorkerWatch] = {}
         self._resting: dict[WorkerHandle, asyncio.TimerHandle] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="upriver-worker")
@@ -141,7 +141,7 @@ class WorkerPool:
             return self.hello is not None
         return self._wait_until is not None and time.monotonic() < self._wait_until
 
-    async def run(self, job: Job, clock: Clock, use: Use | None = None) -> Result:
+    async def run(self, job: Job, clock: Clock, use: JobResources | None = None) -> Result:
         """Do one job; what it waits for a worker counts as ``queue``.
 
         Args:
@@ -161,7 +161,7 @@ class WorkerPool:
             self.load.saw(pid, (job.program.digest, job.run.micro_batch), result.timings.stages)
         return result
 
-    async def weigh(self, graph: SealedFile, stretch: Stretch, use: Use | None = None) -> Weighed:
+    async def weigh(self, graph: SealedFile, stretch: StageRange, use: JobResources | None = None) -> Weighed:
         """What a stretch of a program takes, worked out from its graph.
 
         Args:
@@ -173,7 +173,9 @@ class WorkerPool:
         """
         return await self._on_worker(lambda worker: worker.weigh(graph, stretch), Clock(), use)
 
-    async def measure(self, program: ProgramFiles, *, stop: int | None, use: Use | None = None) -> Measured:
+    async def measure(
+        self, program: ProgramFiles, *, stop: int | None, use: JobResources | None = None
+    ) -> StageMeasurements:
         """Run a program's stages [0, stop) once on made-up inputs.
 
         Args:
@@ -184,14 +186,14 @@ class WorkerPool:
             UpriverError: If it cannot be done.
         """
 
-        def measure(worker: WorkerHandle) -> tuple[int, Measured]:
+        def measure(worker: WorkerHandle) -> tuple[int, StageMeasurements]:
             return worker.pid, worker.measure(program, stop=stop)
 
         pid, measured = await self._on_worker(measure, Clock(), use)
         self.load.saw(pid, (program.digest, measured.micro_batch), dict(enumerate(measured.seconds, start=1)))
         return measured
 
-    async def check(self, program: ProgramFiles, use: Use | None = None) -> bytes:
+    async def check(self, program: ProgramFiles, use: JobResources | None = None) -> bytes:
         """Have a worker load a program, which checks everything about it; what is to lie beside its weights.
 
         Args:
@@ -244,7 +246,7 @@ class WorkerPool:
             self._enclosure.groups.close()
 
     async def _on_worker(
-        self, work: Callable[[WorkerHandle], _T], clock: Clock, use: Use | None = None
+        self, work: Callable[[WorkerHandle], _T], clock: Clock, use: JobResources | None = None
     ) -> _T:
         reason: _Died | None = None
         for _ in range(ATTEMPTS):
@@ -423,7 +425,7 @@ class WorkerPool:
         if self._closed:
             worker.kill()
             return
-        self._alive[worker] = Watch(pidfd=self._watch(worker), since=time.monotonic())
+        self._alive[worker] = WorkerWatch(pidfd=self._watch(worker), since=time.monotonic())
         if self.hello is None and hello.network and not self._enclosure.own_code:
             log.warning("workers cannot be cut off from the network here: neither root nor user namespaces")
         if self.hello is None and self._enclosure.sandbox.warning:

@@ -39,7 +39,6 @@ from upriver.server.ipc.messages import (
     LoadProgram,
     MapSlot,
     Measure,
-    Measured,
     NeedRoom,
     NeedSlot,
     NeedWeights,
@@ -47,6 +46,7 @@ from upriver.server.ipc.messages import (
     Run,
     RunCode,
     Setup,
+    StageMeasurements,
     UseSlot,
     Weigh,
     Weighed,
@@ -58,7 +58,7 @@ from upriver.server.sandbox.bubblewrap import NOT_SHUT_IN, Enclosure
 from upriver.server.sandbox.cgroup import Group
 from upriver.server.sandbox.environment import environment_of
 from upriver.server.sandbox.rlimits import limits
-from upriver.server.scheduling.footprint import Stretch
+from upriver.server.scheduling.footprint import StageRange
 from upriver.types import Timings
 
 START_TIMEOUT_S = 120.0
@@ -272,7 +272,7 @@ class WorkerHandle:
         finally:
             self._slots.give_back(slot)
 
-    def measure(self, program: ProgramFiles, *, stop: int | None) -> Measured:
+    def measure(self, program: ProgramFiles, *, stop: int | None) -> StageMeasurements:
         """Run a program's stages once on made-up inputs.
 
         Raises:
@@ -281,7 +281,7 @@ class WorkerHandle:
         """
         self.load(program)
         self._send(Measure(program=program.key, stop=stop))
-        return self._answered(Measured, program)
+        return self._answered(StageMeasurements, program)
 
     def check(self, program: ProgramFiles) -> bytes:
         """Have a program in the worker, which checks all of it; what is to lie beside its weights.
@@ -294,7 +294,7 @@ class WorkerHandle:
         self._send(Describe(program=program.key))
         return self._answered(Described).manifest
 
-    def weigh(self, graph: SealedFile, stretch: Stretch) -> Weighed:
+    def weigh(self, graph: SealedFile, stretch: StageRange) -> Weighed:
         """Work out what a stretch of a program takes, from its graph.
 
         Raises:

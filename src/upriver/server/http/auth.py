@@ -21,7 +21,7 @@ from upriver.server.http.light_requests import HEALTH, MAX_STRANGERS, STRANGERS,
 from upriver.server.http.limits import ABORT, KNOWN, PEER_CERTIFICATE
 from upriver.server.http.tls import names_in
 from upriver.server.observability.audit_log import Audit
-from upriver.server.scheduling.concurrency_limit import Places
+from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
 from upriver.server.tenants import ANYONE, Tenant
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
@@ -37,7 +37,7 @@ TENANT = "tenant"
 _BASIC = 'Basic realm="upriver", charset="UTF-8"'
 
 
-class Access:
+class Authenticator:
     """Finds out whose request it is, and lets it through; what is nobody's is answered with 401.
 
     A request that is let through keeps its connection busy, for as long as its client takes. Some connections
@@ -69,7 +69,7 @@ class Access:
         self._app, self._on_refused = app, on_refused
         self._looks = looks or Looks()
         self._tenants = config.everyone()
-        self._places = Places(config.max_connections, (tenant.name for tenant in self._tenants))
+        self._places = ConcurrencyLimit(config.max_connections, (tenant.name for tenant in self._tenants))
         self._wants_certificates = config.tls_client_ca is not None
         self._audit = audit or Audit(None)
 

@@ -23,7 +23,7 @@ from upriver.errors import (
     bare,
 )
 from upriver.protocol import error_body, error_from
-from upriver.server.observability.metrics import Metrics
+from upriver.server.observability.metrics import ServerMetrics
 from upriver.store import Store
 from upriver.text import printable
 
@@ -101,7 +101,7 @@ class Wording:
         return error if after == before else error_from({"error": after})
 
 
-def counted(route: Route, metrics: Metrics, wording: Wording) -> Route:
+def counted(route: Route, metrics: ServerMetrics, wording: Wording) -> Route:
     """The route, answering errors in our form and counting every answer."""
     endpoint: Callable[[Request], Awaitable[Response]] = route.endpoint
 
@@ -123,7 +123,7 @@ def counted(route: Route, metrics: Metrics, wording: Wording) -> Route:
     return Route(route.path, call, methods=sorted(route.methods or ()))
 
 
-def http_errors(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
+def http_errors(metrics: ServerMetrics) -> Callable[[Request, Exception], Awaitable[Response]]:
     """What answers where Starlette refuses by itself: in our form, and counted."""
 
     async def answer(request: Request, error: Exception) -> Response:

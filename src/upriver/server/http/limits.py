@@ -77,7 +77,7 @@ def bounded_http(limits: HttpLimits) -> type[HttpToolsProtocol]:
     return type("LimitedHttp", (BoundedHttp,), {"limits": limits})
 
 
-class Held:
+class HeldConnection:
     """A connection, as far as making room for another one goes.
 
     Attributes:
@@ -98,12 +98,12 @@ class Held:
         return False
 
 
-def make_room(connections: Collection[object], newcomer: Held) -> bool:
+def make_room(connections: Collection[object], newcomer: HeldConnection) -> bool:
     """End connections, strangers' first, then tenants' without a request. False if there is none to end.
 
     Among each the one goes first that has gone longest without a request.
     """
-    others = (other for other in connections if isinstance(other, Held) and other is not newcomer)
+    others = (other for other in connections if isinstance(other, HeldConnection) and other is not newcomer)
     unused = [other for other in others if not (other.known and other.busy) and not other.given_up]
     for oldest in nsmallest(max(1, len(connections) // MADE_AT_ONCE), unused, key=_claim):
         oldest.given_up = True
@@ -111,11 +111,11 @@ def make_room(connections: Collection[object], newcomer: Held) -> bool:
     return bool(unused)
 
 
-def _claim(held: Held) -> tuple[bool, bool, float]:
+def _claim(held: HeldConnection) -> tuple[bool, bool, float]:
     return held.known, held.busy, held.since
 
 
-class BoundedHttp(Held, HttpToolsProtocol):
+class BoundedHttp(HeldConnection, HttpToolsProtocol):
     """One connection.
 
     While no request is being answered one of two clocks runs: uvicorn's own between two requests, and ours

@@ -57,7 +57,7 @@ async def zeros(nbytes: int) -> AsyncIterator[memoryview]:
         await asyncio.sleep(0)
 
 
-class Arriving:
+class IncomingBody:
     """A body as it comes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Arriving:
         self._first_at = 0.0
         self.num_bytes, self.seconds = 0, 0.0
 
-    def __aiter__(self) -> Arriving:
+    def __aiter__(self) -> IncomingBody:
         return self
 
     async def __anext__(self) -> bytes:

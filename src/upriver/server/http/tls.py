@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 from upriver.errors import ConfigError
 from upriver.secret_files import check_secret
 from upriver.server.config import ServerConfig
-from upriver.server.http.limits import Held, HttpLimits, bounded_http, make_room
+from upriver.server.http.limits import HeldConnection, HttpLimits, bounded_http, make_room
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def bounded_https(limits: HttpLimits, context: ssl.SSLContext) -> type[asyncio.P
     return type("LimitedHttps", (Door,), {"limits": limits, "context": context, "http": bounded_http(limits)})
 
 
-class Door(Held, asyncio.Protocol):
+class Door(HeldConnection, asyncio.Protocol):
     """One connection, until it is encrypted or has failed to be.
 
     What the client sends right behind its part of the handshake may come before HTTP is there: it is kept.

@@ -129,7 +129,7 @@ class RunCode(_Message):
 
 
 class Measure(_Message):
-    """Run model stages [0, stop) once on made-up inputs; answered by `Measured` or `Failed`."""
+    """Run model stages [0, stop) once on made-up inputs; answered by `StageMeasurements` or `Failed`."""
 
     program: str
     stop: int | None
@@ -257,7 +257,7 @@ class Described(_Message):
     manifest: bytes
 
 
-class Measured(_Message):
+class StageMeasurements(_Message):
     """Seconds and peak bytes per sample of each stage, in order."""
 
     micro_batch: int
@@ -295,5 +295,14 @@ class Failed(_Message):
 
 
 FromWorker = (
-    Hello | Loaded | NeedSlot | NeedRoom | NeedWeights | Done | Measured | Described | Weighed | Failed
+    Hello
+    | Loaded
+    | NeedSlot
+    | NeedRoom
+    | NeedWeights
+    | Done
+    | StageMeasurements
+    | Described
+    | Weighed
+    | Failed
 )

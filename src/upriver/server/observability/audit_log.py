@@ -262,7 +262,7 @@ class Audit:
         self._failing = True
 
 
-class Came:
+class Outcome:
     """What has come of a request.
 
     Attributes:
@@ -272,7 +272,7 @@ class Came:
     bytes_in = 0
 
 
-class Entry(Came):
+class AuditEntry(Outcome):
     """The line of one run request, from its first byte to its end.
 
     Args:

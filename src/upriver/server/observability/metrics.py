@@ -66,7 +66,7 @@ CODES = frozenset(
 """Codes of the errors that a server tells. A worker that was taken over may say others."""
 
 
-class Metrics:
+class ServerMetrics:
     """Every wait and every failure shows in one of these.
 
     Args:

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from upriver import tracing
 from upriver.engine.clock import Clock
 from upriver.server.observability.logging import request_context
-from upriver.server.observability.metrics import ANYONE, Metrics
+from upriver.server.observability.metrics import ANYONE, ServerMetrics
 from upriver.store import ObjectInfo, Store
 from upriver.store.direct import Direct
-from upriver.store.places import PIECE_BYTES, Places
+from upriver.store.places import PIECE_BYTES, BufferSequence
 from upriver.store.store import _ignore, _ignore_async
 from upriver.types import Timings
 
@@ -39,7 +39,7 @@ WORKER_PHASES = ("input", "weights", "forward", "encode")
 class Traced:
     """Gives each request an id, for the log and the answer, and those that work a span.
 
-    Comes after `upriver.server.http.auth.Access`, which knows the tenant and lets no stranger in.
+    Comes after `upriver.server.http.auth.Authenticator`, which knows the tenant and lets no stranger in.
 
     Args:
         app: What answers.
@@ -139,7 +139,7 @@ def computed(timings: Timings, group: int) -> None:
 
 
 @contextlib.contextmanager
-def sending(metrics: Metrics, group: int) -> Iterator[None]:
+def sending(metrics: ServerMetrics, group: int) -> Iterator[None]:
     """A micro-batch leaves while the block runs; there may be a ``yield`` in it."""
     began = time.perf_counter()
     try:
@@ -210,7 +210,7 @@ class TracedStore(Store):
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         """`Store.read_into`, traced."""
-        with self._span(path, start, start + Places(into).left):
+        with self._span(path, start, start + BufferSequence(into).left):
             super().read_into(path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes)
 
     async def read_into_async(
@@ -225,7 +225,7 @@ class TracedStore(Store):
         direct: Direct | None = None,
     ) -> None:
         """`Store.read_into_async`, traced."""
-        with self._span(path, start, start + Places(into).left):
+        with self._span(path, start, start + BufferSequence(into).left):
             await super().read_into_async(
                 path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes, direct=direct
             )

@@ -31,7 +31,7 @@ class _Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class CachedProgram:
     """One program, for those who want to see.
 
     Attributes:
@@ -47,7 +47,7 @@ class Kept:
     loaded: bool
 
 
-class Shelf:
+class ProgramCache:
     """Keeps programs under a budget, least recently used out first.
 
     Args:
@@ -72,9 +72,9 @@ class Shelf:
     def __contains__(self, key: object) -> bool:
         return key in self._entries
 
-    def __iter__(self) -> Iterator[Kept]:
+    def __iter__(self) -> Iterator[CachedProgram]:
         for key, entry in self._entries.items():
-            yield Kept(
+            yield CachedProgram(
                 key=key,
                 owner=entry.owner,
                 nbytes=entry.hold.nbytes,

@@ -45,15 +45,15 @@ from upriver.program.graph.fetch import get_at_most
 from upriver.protocol import MAX_GRAPH_BYTES, Caps
 from upriver.server.ipc.messages import Weighed
 from upriver.server.ipc.shared_memory import SealedFile
-from upriver.server.observability.metrics import Metrics
-from upriver.server.programs.cache import Shelf
+from upriver.server.observability.metrics import ServerMetrics
+from upriver.server.programs.cache import ProgramCache
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.streaming_weights import ColdFile, kept_bytes
 from upriver.server.programs.upload_builder import ProgramBuilder, fill
-from upriver.server.scheduling.admission_queue import Program
+from upriver.server.scheduling.admission_queue import NeededProgram
 from upriver.server.scheduling.footprint import program_bytes
 from upriver.server.scheduling.memory_budget import Hold
-from upriver.server.scheduling.memory_hold import Use
+from upriver.server.scheduling.memory_hold import MemoryUse
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
 from upriver.text import bytes_text
@@ -89,7 +89,7 @@ STEP_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ProgramLocation:
     """Where a program's files lie: in which store, under which prefix."""
 
     store: Store
@@ -97,7 +97,7 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class KnownProgram:
     """A program as far as its graph tells; its weights need not be here.
 
     Attributes:
@@ -113,16 +113,16 @@ class Known:
     digest: str
     nbytes: int
     graph: SealedFile
-    weights: Place
+    weights: ProgramLocation
     weights_digest: str
     weights_nbytes: int
 
-    def need(self, weighed: Weighed, *, workers: int) -> Program:
+    def need(self, weighed: Weighed, *, workers: int) -> NeededProgram:
         """The same for the line, with what loading it makes in each worker."""
-        return Program(key=self.key, nbytes=self.nbytes + workers * weighed.constant_bytes)
+        return NeededProgram(key=self.key, nbytes=self.nbytes + workers * weighed.constant_bytes)
 
 
-class Programs:
+class ProgramRegistry:
     """Finds programs by tenant and digest, and brings them onto the shelf.
 
     A tenant's uploads go to a place of its own; what stands at the server's own prefix is for everyone who
@@ -145,12 +145,12 @@ class Programs:
         stores: Mapping[str, Store],
         *,
         prefix: str,
-        shelf: Shelf,
+        shelf: ProgramCache,
         caps: Caps,
         most_bytes: int,
         stored_bytes: int,
         workers: int,
-        metrics: Metrics,
+        metrics: ServerMetrics,
         copies: int = 1,
         device: torch.device = _CPU,
         limits: StreamLimits | None = None,
@@ -163,7 +163,7 @@ class Programs:
         self._noting: set[asyncio.Task[None]] = set()
         self._limits, self._device = limits, device
         self._forged: set[tuple[str, str, str]] = set()
-        self._known: OrderedDict[str, Known] = OrderedDict()
+        self._known: OrderedDict[str, KnownProgram] = OrderedDict()
         # Programs of one network at several sizes have the same weights: one copy serves them all.
         self._weights: WeakValueDictionary[tuple[str, str], SealedFile | ColdFile] = WeakValueDictionary()
         self._cold: WeakSet[ColdFile] = WeakSet()
@@ -178,7 +178,7 @@ class Programs:
         ]
         return any(found)
 
-    async def know(self, tenant: Tenant, digest: str) -> Known:
+    async def know(self, tenant: Tenant, digest: str) -> KnownProgram:
         """The program, as far as its graph tells.
 
         Raises:
@@ -193,7 +193,7 @@ class Programs:
         self._note_use(self._known[key])
         return self._known[key]
 
-    async def load(self, tenant: Tenant, known: Known, weighed: Weighed) -> ProgramFiles:
+    async def load(self, tenant: Tenant, known: KnownProgram, weighed: Weighed) -> ProgramFiles:
         """The program, with what a stretch of it reads on its way; the shelf must be holding on to it.
 
         Raises:
@@ -230,7 +230,7 @@ class Programs:
         """Let go of programs that nobody uses until so many bytes are free, if that can be."""
         return self._shelf.make_room(nbytes)
 
-    def _note_use(self, known: Known) -> None:
+    def _note_use(self, known: KnownProgram) -> None:
         """Have the store say that a program is used, beside what is done with it, once an hour."""
         now = time.monotonic()
         if now - self._noted.get(known.key, -math.inf) < TOUCH_S:
@@ -282,7 +282,7 @@ class Programs:
             )
 
     @contextmanager
-    def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[Hold, Use]]:
+    def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[Hold, MemoryUse]]:
         """Memory for an upload, as much as has come, and who uses it: the block, and workers that enter.
 
         When the last one has left it is given back, unless the program was `put`.
@@ -294,7 +294,7 @@ class Programs:
         self._own(tenant)
         self._check_size(tenant, body_nbytes)
         hold = self._shelf.coming(owner=tenant.name)
-        with Use(lambda: self._shelf.over(key_of(tenant, digest), hold)) as use:
+        with MemoryUse(lambda: self._shelf.over(key_of(tenant, digest), hold)) as use:
             yield hold, use
 
     async def receive(
@@ -381,7 +381,7 @@ class Programs:
 
     @asynccontextmanager
     async def _room(
-        self, tenant: Tenant, place: Place, objects: Mapping[str, int], digests: Collection[str]
+        self, tenant: Tenant, place: ProgramLocation, objects: Mapping[str, int], digests: Collection[str]
     ) -> AsyncIterator[None]:
         """Note in the store what the block writes, so that others count it and nobody removes it.
 
@@ -411,20 +411,23 @@ class Programs:
 
     # ------------------------------------------------------------------------------------- finding
 
-    def _places(self, tenant: Tenant) -> list[Place]:
+    def _places(self, tenant: Tenant) -> list[ProgramLocation]:
         seen = [store for name, store in self._stores.items() if tenant.may_read(name)]
-        common = [Place(store=store, prefix=self._prefix) for store in seen]
+        common = [ProgramLocation(store=store, prefix=self._prefix) for store in seen]
         if tenant.name == ANYONE.name:
             return common
-        return [*(Place(store=store, prefix=own_prefix(self._prefix, tenant)) for store in seen), *common]
+        return [
+            *(ProgramLocation(store=store, prefix=own_prefix(self._prefix, tenant)) for store in seen),
+            *common,
+        ]
 
-    def _own(self, tenant: Tenant) -> Place:
+    def _own(self, tenant: Tenant) -> ProgramLocation:
         places = self._places(tenant)
         if not places:
             raise Forbidden(f"{tenant.name} may use no store here, so programs have no place")
         return places[0]
 
-    def _remember(self, known: Known) -> None:
+    def _remember(self, known: KnownProgram) -> None:
         self._known[known.key] = known
         self._known.move_to_end(known.key)
         nbytes = sum(each.graph.nbytes for each in self._known.values())
@@ -438,7 +441,7 @@ class Programs:
             nbytes, graph_nbytes=graph_nbytes, workers=count, copies=min(count, self._copies)
         )
 
-    async def _find(self, tenant: Tenant, digest: str) -> Known:
+    async def _find(self, tenant: Tenant, digest: str) -> KnownProgram:
         for place in self._places(tenant):
             try:
                 path = graph_path(place.prefix, digest)
@@ -450,7 +453,9 @@ class Programs:
             return await self._known_from(tenant, digest, place, graph)
         raise ProgramNotFound(f"no program {digest} here; push or upload it first")
 
-    async def _known_from(self, tenant: Tenant, digest: str, place: Place, graph: bytes) -> Known:
+    async def _known_from(
+        self, tenant: Tenant, digest: str, place: ProgramLocation, graph: bytes
+    ) -> KnownProgram:
         builder = ProgramBuilder(key_of(tenant, digest), digest)
         builder.add_graph(graph)
         try:
@@ -462,7 +467,7 @@ class Programs:
         file = SealedFile()
         file.append(graph)
         file.seal()
-        return Known(
+        return KnownProgram(
             key=builder.key,
             digest=digest,
             nbytes=nbytes,
@@ -472,7 +477,7 @@ class Programs:
             weights_nbytes=info.size,
         )
 
-    async def _read(self, tenant: Tenant, known: Known) -> ProgramFiles:
+    async def _read(self, tenant: Tenant, known: KnownProgram) -> ProgramFiles:
         builder = ProgramBuilder(known.key, known.digest)
         builder.add_graph(bytes(known.graph.view()))
         shared = self._weights_here(tenant, builder.weights_digest)
@@ -496,7 +501,7 @@ class Programs:
         shared = self._weights.get((tenant.name, digest))
         return None if isinstance(shared, ColdFile) and shared.error is not None else shared
 
-    async def _coming(self, known: Known, weights_digest: str) -> ColdFile | None:
+    async def _coming(self, known: KnownProgram, weights_digest: str) -> ColdFile | None:
         """A weights file of which nothing is asked for yet; None where it has to be read whole.
 
         So it is where nothing says what is in it, where what said so turned out to be wrong, and where that
@@ -540,7 +545,7 @@ class Programs:
         self._cold.add(file)
         return file
 
-    async def _add_stored_weights(self, place: Place, builder: ProgramBuilder) -> None:
+    async def _add_stored_weights(self, place: ProgramLocation, builder: ProgramBuilder) -> None:
         info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
         for start in range(0, info.size, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, info.size)

@@ -18,7 +18,7 @@ from upriver.server.tenants import Tenant
 
 
 class EvictablePrograms(Protocol):
-    """Programs that the queue may evict for memory; `upriver.server.programs.cache.Shelf` is one."""
+    """Programs that the queue may evict for memory; `upriver.server.programs.cache.ProgramCache` is one."""
 
     @property
     def keys(self) -> frozenset[str]:
@@ -77,7 +77,7 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class NeededProgram:
     """A program that a request needs.
 
     Attributes:
@@ -90,7 +90,7 @@ class Program:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
+class AdmissionRequest:
     """What a request asks for.
 
     Attributes:
@@ -101,7 +101,7 @@ class Wanted:
 
     tenant: Tenant
     nbytes: Mapping[int, int]
-    programs: Mapping[int, Program]
+    programs: Mapping[int, NeededProgram]
     body_nbytes: int = 0
 
     def takes(self, size: int) -> int:
@@ -115,7 +115,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admitted:
+class Admission:
     """A request that may go.
 
     Attributes:
@@ -145,11 +145,11 @@ class _Waiter:
 
     number: int
     since: float
-    wanted: Wanted
+    wanted: AdmissionRequest
     ask: Ask
     nbytes: int
     others: float
-    future: asyncio.Future[Admitted] = field(repr=False)
+    future: asyncio.Future[Admission] = field(repr=False)
 
     @property
     def keys(self) -> frozenset[str]:
@@ -157,7 +157,7 @@ class _Waiter:
         return frozenset(program.key for program in self.wanted.programs.values())
 
 
-class Line:
+class AdmissionQueue:
     """Everyone who waits. All of it belongs to the event loop's thread.
 
     Args:
@@ -220,7 +220,7 @@ class Line:
         """Requests of a tenant that were admitted and are not through."""
         return self._admitted[tenant]
 
-    async def wait(self, wanted: Wanted) -> Admitted:
+    async def wait(self, wanted: AdmissionRequest) -> Admission:
         """Wait for memory; whoever is admitted calls `leave`.
 
         Raises:
@@ -243,7 +243,7 @@ class Line:
                 self._waiting.remove(waiter)
                 self._soon()
 
-    def leave(self, admitted: Admitted, tenant: Tenant) -> None:
+    def leave(self, admitted: Admission, tenant: Tenant) -> None:
         """A request is through, and nobody works for it any more; its memory is given back apart."""
         self._admitted[tenant.name] -= 1
         self._holding[tenant.name] -= admitted.nbytes
@@ -275,7 +275,7 @@ class Line:
 
     # ------------------------------------------------------------------------------------ coming in
 
-    def _waiter(self, wanted: Wanted) -> _Waiter:
+    def _waiter(self, wanted: AdmissionRequest) -> _Waiter:
         """Of the sizes, those from the fewest that make sense on; fewer where only those can ever fit.
 
         Raises:
@@ -294,7 +294,7 @@ class Line:
         ask = ask_for(number, wanted, sizes)
         if ask.fixed_bytes + ask.least * ask.bytes_per_sample + ask.program_bytes > most:
             ask = ask_for(number, wanted, sizes[:1])  # it would wait for more than there can be
-        future: asyncio.Future[Admitted] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
         others = self._others_share(wanted.tenant.name)
         return _Waiter(number, self._now(), wanted, ask, nbytes, others, future)
 
@@ -380,7 +380,7 @@ class Line:
         self._next_place = now + seconds + nbytes * (self._seconds_per_byte() or 0.0)
         return Overloaded(why, retry_after_s=math.ceil(seconds))
 
-    async def _turn(self, waiter: _Waiter) -> Admitted:
+    async def _turn(self, waiter: _Waiter) -> Admission:
         """Wait to be admitted; whoever gives up in that very moment gives everything back."""
         try:
             return await waiter.future
@@ -483,7 +483,7 @@ class Line:
         more = waiter.wanted.nbytes[size] + self._new_bytes(program)
         return held + promised + more <= tenant.memory_share * self._budget.total_bytes
 
-    def _new_bytes(self, program: Program | None) -> int:
+    def _new_bytes(self, program: NeededProgram | None) -> int:
         """What a program takes that is not there yet."""
         return program.nbytes if program is not None and program.key not in self._shelf else 0
 
@@ -500,7 +500,7 @@ class Line:
                 return True
         return False
 
-    def _begin(self, waiter: _Waiter, size: int, nbytes: int, program: Program | None) -> None:
+    def _begin(self, waiter: _Waiter, size: int, nbytes: int, program: NeededProgram | None) -> None:
         tenant = waiter.wanted.tenant
         if program is not None:
             self._shelf.take(program.key, program.nbytes, owner=tenant.name)
@@ -511,11 +511,11 @@ class Line:
         key = None if program is None else program.key
         waited_s = (self._now() - waiter.since) * waiter.others
         waiter.future.set_result(
-            Admitted(hold=hold, nbytes=nbytes, size=size, program=key, waited_s=waited_s)
+            Admission(hold=hold, nbytes=nbytes, size=size, program=key, waited_s=waited_s)
         )
 
 
-def ask_for(number: int, wanted: Wanted, sizes: Sequence[int]) -> Ask:
+def ask_for(number: int, wanted: AdmissionRequest, sizes: Sequence[int]) -> Ask:
     """A request as the policy sees it: a line in the samples that is nowhere under what the sizes take.
 
     Args:

@@ -10,7 +10,7 @@ KEPT_SHARE = 0.5
 nothing to those who do."""
 
 
-class Places:
+class ConcurrencyLimit:
     """So many at once. Belongs to the event loop's thread.
 
     Who has a place already leaves one for each other tenant that has none, see `KEPT_SHARE`.

@@ -71,7 +71,7 @@ END = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class StageRange:
     """Stages [start, stop) of a program; `END` as ``stop`` means all from there on."""
 
     key: str
@@ -82,7 +82,7 @@ class Stretch:
 class Scales(Protocol):
     """Works out what a stretch takes: a worker does, for a graph is a stranger's."""
 
-    async def weigh(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> Weighed:
+    async def weigh(self, graph: SealedFile, stretch: StageRange, tenant: Tenant) -> Weighed:
         """Its peak, and what crosses at its end; in the tenant's turn."""
 
 
@@ -95,11 +95,11 @@ class Weights:
 
     def __init__(self, scales: Scales) -> None:
         self._scales = scales
-        self._known: OrderedDict[Stretch, Weighed] = OrderedDict()
-        self._asked: dict[Stretch, asyncio.Task[Weighed]] = {}
-        self._waiting: Counter[Stretch] = Counter()
+        self._known: OrderedDict[StageRange, Weighed] = OrderedDict()
+        self._asked: dict[StageRange, asyncio.Task[Weighed]] = {}
+        self._waiting: Counter[StageRange] = Counter()
 
-    async def of(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> Weighed:
+    async def of(self, graph: SealedFile, stretch: StageRange, tenant: Tenant) -> Weighed:
         """What the stretch of a tenant's program takes.
 
         Raises:
@@ -119,7 +119,7 @@ class Weights:
             if not self._waiting[stretch]:
                 self._nobody_waits(stretch, task)
 
-    def _ask(self, graph: SealedFile, stretch: Stretch, tenant: Tenant) -> asyncio.Task[Weighed]:
+    def _ask(self, graph: SealedFile, stretch: StageRange, tenant: Tenant) -> asyncio.Task[Weighed]:
         async def weigh() -> Weighed:
             return await self._scales.weigh(graph, stretch, tenant)
 
@@ -128,14 +128,14 @@ class Weights:
         task.add_done_callback(lambda done: self._settle(stretch, done))
         return task
 
-    def _nobody_waits(self, stretch: Stretch, task: asyncio.Task[Weighed]) -> None:
+    def _nobody_waits(self, stretch: StageRange, task: asyncio.Task[Weighed]) -> None:
         """Then it need not be worked out any more."""
         del self._waiting[stretch]
         if not task.done():
             del self._asked[stretch]
             task.cancel()
 
-    def _settle(self, stretch: Stretch, task: asyncio.Task[Weighed]) -> None:
+    def _settle(self, stretch: StageRange, task: asyncio.Task[Weighed]) -> None:
         if self._asked.get(stretch) is task:
             del self._asked[stretch]
         if task.cancelled() or task.exception() is not None:
@@ -174,7 +174,7 @@ class _Body(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
+class PositionFootprint:
     """What a program takes at a position.
 
     Attributes:
@@ -222,7 +222,7 @@ class Form:
                     )
 
 
-class Forms:
+class ProgramFootprints:
     """What programs take, as their graphs say: read here, once a worker has found them sound.
 
     Args:
@@ -231,10 +231,10 @@ class Forms:
 
     def __init__(self, hold: Callable[[int, Tenant], AbstractContextManager[object]]) -> None:
         self._hold = hold
-        self._known: OrderedDict[tuple[str, int], Form] = OrderedDict()
+        self._known: OrderedDict[tuple[str, int], PositionFootprint] = OrderedDict()
         self._num_tensors = 0
 
-    def of(self, key: str, graph: SealedFile, position: int, tenant: Tenant) -> Form:
+    def of(self, key: str, graph: SealedFile, position: int, tenant: Tenant) -> PositionFootprint:
         """What a tenant's program takes at a position that it has.
 
         Raises:
@@ -254,7 +254,7 @@ class Forms:
         return found
 
 
-def read_form(graph: bytes | memoryview, position: int) -> Form:
+def read_form(graph: bytes | memoryview, position: int) -> PositionFootprint:
     """What a sound graph takes at a position that it has."""
     head = msgspec.json.decode(graph, type=_Head)
     values = {value.name: value for value in head.inputs}
@@ -265,7 +265,7 @@ def read_form(graph: bytes | memoryview, position: int) -> Form:
         made = {value.name: value for node in body.nodes for value in node.outputs if value is not None}
         values |= made
     specs = [values[name].spec for name in live[: DEFAULT_CAPS.tensors]]
-    return Form(
+    return PositionFootprint(
         micro_batch=head.micro_batch,
         count=len(live),
         tensors=tuple((spec.dtype, spec.shape) for spec in specs),

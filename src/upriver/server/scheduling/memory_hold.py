@@ -23,7 +23,7 @@ DECISION_S = 10.0
 closed never does."""
 
 
-class Use:
+class MemoryUse:
     """Memory that is given back when the last user has left: the request, or a worker that is still at it.
 
     As a context manager it has one more user while the block runs.
@@ -43,7 +43,7 @@ class Use:
         if not self._users:
             self._release()
 
-    def __enter__(self) -> Use:
+    def __enter__(self) -> MemoryUse:
         self.enter()
         return self
 
@@ -123,7 +123,7 @@ class Coming:
             self._bodies.release(self._hold)
 
 
-class Room:
+class AnswerRoom:
     """Whether an answer fits what a request holds; asked by a worker's thread, decided in the loop's.
 
     Args:

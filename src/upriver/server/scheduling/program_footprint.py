@@ -25,7 +25,7 @@ MOST_RUNS = 64
 """Of the weights of a stretch, which are one where no weight is read twice."""
 
 
-class Scale:
+class FootprintEstimator:
     """Weighs stretches of one graph.
 
     Args:

@@ -14,7 +14,7 @@ SMOOTH = 0.3
 """Weight of the newest in the mean of what work of a kind takes."""
 
 
-class Costs:
+class ServiceCosts:
     """Seconds of compute by kind of work, as they were of late."""
 
     def __init__(self) -> None:

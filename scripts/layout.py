@@ -1,0 +1,55 @@
+"""Refuse folders that nobody can survey, public classes of one name, and tests that mirror no folder of the package."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+MOST_MODULES = 20
+"""Modules of one folder, without its ``__init__``."""
+
+OWN_TESTS = {"benchmarks"}
+"""Folders of tests that are not of the package."""
+
+
+def crowded(root: Path) -> Iterator[str]:
+    """Name folders with more than `MOST_MODULES` modules."""
+    for folder in sorted({path.parent for path in root.rglob("*.py")}):
+        modules = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        if len(modules) > MOST_MODULES:
+            yield f"{folder}: {len(modules)} modules; at most {MOST_MODULES}"
+
+
+def twice(root: Path) -> Iterator[str]:
+    """Name public classes that two modules define."""
+    places = defaultdict(list)
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places[node.name].append(f"{path}:{node.lineno}")
+    for name, found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"class {name} is defined by {' and '.join(found)}"
+
+
+def astray(root: Path, tests: Path) -> Iterator[str]:
+    """Name folders of tests for which the package has no folder."""
+    for folder in sorted({path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}):
+        if folder.parts and folder.parts[0] not in OWN_TESTS and not (root / folder).is_dir():
+            yield f"{tests / folder}: there is no {root / folder}"
+
+
+def main(root: Path, tests: Path) -> int:
+    """Print each problem; return 1 if there is any."""
+    found = [*crowded(root), *twice(root), *astray(root, tests)]
+    print(
+        "\n".join(found) or f"{root} and {tests} are laid out alike, and no two public classes share a name"
+    )
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
