@@ -61,16 +61,16 @@ KINDS = (*CHANGES, "weights header", "weights body", "weights bytes", "graph byt
 OUTCOMES = ("not reached", "accepted", "refused", "failed", "crashed", "hung")
 PARTS = (
     "",
-    "program",
-    "reading",
+    "executor",
+    "parser",
     "operators",
-    "calls",
-    "kernels",
-    "check",
-    "steps",
-    "weights",
-    "graph",
-    "precision",
+    "call_validator",
+    "kernel_validator",
+    "validator",
+    "schedule",
+    "weights_file",
+    "schema",
+    "autocast",
 )
 """Modules that refuse; the deeper ones come late."""
 

@@ -1,4 +1,4 @@
-"""Refuse folders that nobody can survey, public classes of one name, and tests that mirror no folder of the package."""
+"""Refuse crowded folders, two public classes of one name, and tests that mirror no folder of the package."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             occasions[call.signature] = occasions.get(call.signature, 0) + 1
             return 1e-9 * call.made[0].numel * (2 if occasions[call.signature] == 1 else 1)
 
-    monkeypatch.setattr(latency_models, "Bench", Scripted)
+    monkeypatch.setattr(latency_models, "OpBenchmark", Scripted)
     monkeypatch.setattr(latency_models, "NETWORKS", {"small": 8})
     model = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.ReLU())
     monkeypatch.setattr(latency_models, "build", lambda name: (capture(model, x := torch.randn(1, 8)), x))

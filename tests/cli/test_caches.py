@@ -42,8 +42,8 @@ def large():
 COMMAND = """
 import sys
 from upriver.cli import main
-from upriver.profile import calibrate
-calibrate.RANGES = {kind: calibrate.RANGES[kind] for kind in ("conv", "bias", "matmul")}
+from upriver.profile.latency import calibration
+calibration.RANGES = {kind: calibration.RANGES[kind] for kind in ("conv", "bias", "matmul")}
 sys.exit(main())
 """
 """The command, which calibrates three kinds of operators."""

@@ -41,10 +41,11 @@ def small():
 
 HELD = """
 import sys, time
-from upriver.cli import main, train, training
+from upriver.cli import main
+from upriver.cli.train import command, loop
 
 asked, told = [], []
-request, tell, logits = training.Stop._request, train._tell, training.logits
+request, tell, logits = loop.StopSignal._request, command._tell, loop.logits
 
 def noted_request(self, signum, frame):
     request(self, signum, frame)
@@ -59,7 +60,7 @@ def held_logits(outputs):
         time.sleep(0.01)
     return logits(outputs)
 
-training.Stop._request, train._tell, training.logits = noted_request, noted_tell, held_logits
+loop.StopSignal._request, command._tell, loop.logits = noted_request, noted_tell, held_logits
 sys.exit(main())
 """
 """The command, which waits within its third epoch until it is interrupted."""

@@ -181,7 +181,8 @@ import asyncio, sys, threading, time
 from torch import nn
 import torch
 from upriver.coldstart import load
-from upriver.coldstart import model_load, source
+from upriver.coldstart import load_model
+from upriver.coldstart.format import checkpoint
 from upriver.store import Store
 
 """
@@ -204,7 +205,7 @@ def test_a_process_ends_that_nobody_gives_an_answer(what: str, tmp_path: Path) -
             assert begun.wait(50)
             raise TypeError("mine")
 
-        setattr(model_load if "{what}" == "find" else source, "{what}", silent)
+        setattr(load_model if "{what}" == "find" else checkpoint, "{what}", silent)
         load(build, sys.argv[1])
         """,
         f"{tmp_path.as_uri()}/model.safetensors.index.json",
@@ -217,7 +218,7 @@ def test_a_process_may_end_while_a_weight_is_copied(tmp_path: Path) -> None:
     save_file(nn.Linear(4, 4).state_dict(), tmp_path / "model.safetensors")
     ended = a_process(
         """
-        from upriver.coldstart.model.assignment import Memory
+        from upriver.coldstart.model.assignment import WeightMemory
 
         copies, one, other = threading.Event(), torch.zeros(10**6), torch.ones(10**6)
 
@@ -227,7 +228,7 @@ def test_a_process_may_end_while_a_weight_is_copied(tmp_path: Path) -> None:
             while time.monotonic() < until_s:
                 one.copy_(other)
 
-        Memory.settle = settle
+        WeightMemory.settle = settle
         model = load(lambda: nn.Linear(4, 4), sys.argv[1])
         assert copies.wait(50)
         """,

@@ -451,7 +451,7 @@ def test_a_copy_of_a_program_arrives_as_the_original_does(monkeypatch: pytest.Mo
     store, program, inputs = published("small")
     path = weights_of(program)
     store.put(path, store.get(path))
-    monkeypatch.setattr(under_test.files, "load", None)  # so it is not read whole
+    monkeypatch.setattr(under_test.artifact_store, "load", None)  # so it is not read whole
     cold = under_test.open(store=store, digest=program.digest)
     assert same(cold.run(inputs, 0, cold.num_stages), whole("small").run(inputs, 0, cold.num_stages))
     damaged = bytearray(store.get(path))

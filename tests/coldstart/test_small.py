@@ -115,7 +115,7 @@ def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
 
     # 1 MB comes meanwhile, which two layers have together, the second 1.8.
     far = StoreLink(latency_s=0.01, bandwidth_bytes_per_s=1e8)
-    monkeypatch.setattr(strategy.links, "link_to", lambda *_: far)
+    monkeypatch.setattr(strategy.link_cache, "link_to", lambda *_: far)
     store, limits = connected(server), StreamLimits(request_bytes=64 << 10, in_flight_bytes=128 << 10)
     publish_model(wide(), store, "net.safetensors", (X,))
     model, handle = begin(wide, "net", store=store, grouping=grouping_name, limits=limits)

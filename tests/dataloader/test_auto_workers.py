@@ -293,7 +293,7 @@ def named_rows(batch: list[Any]) -> list[Any]:
         (rows, ["tests.dataloader.toy_datasets:Noisy"]),
         (
             named_rows,
-            ["tests.dataloader.toy_datasets:Noisy", "tests.dataloader.test_auto_workers:named_rows"],
+            ["tests.dataloader.test_auto_workers:named_rows", "tests.dataloader.toy_datasets:Noisy"],
         ),
     ],
 )

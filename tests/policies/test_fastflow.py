@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from upriver.errors import ConfigError
-from upriver.policies.fastflow import Offload, decide, estimate, lower, workers_needed
+from upriver.policies.fastflow import OffloadDecision, decide, estimate, lower, workers_needed
 from upriver.profile.throughput import Candidate, Metrics, metrics_from_json, metrics_to_json
 
 
@@ -21,7 +21,7 @@ def metrics(*candidates: Candidate, gthp: float = 100, lthp: float = 40, pcycle:
     return Metrics(gthp=gthp, lthp=lthp, pcycle=pcycle, candidates=candidates)
 
 
-def chosen(decision: Offload) -> tuple[bool, str | None, float]:
+def chosen(decision: OffloadDecision) -> tuple[bool, str | None, float]:
     return decision.offload, decision.candidate, decision.ratio
 
 

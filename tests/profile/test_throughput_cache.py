@@ -466,7 +466,7 @@ import os, random, signal, sys, time
 from dataclasses import replace
 from pathlib import Path
 from upriver.profile.throughput import Candidate
-from upriver.profile.throughput_cache import Known, MetricsStore
+from upriver.profile.throughput_cache import KnownThroughput, MetricsStore
 from tests.profile.test_throughput_cache import KEY
 
 folder = sys.argv[1]
@@ -486,7 +486,7 @@ def job(work):
 
 def known(number):
     candidates = tuple(Candidate(name=name, rthp=number, ocycle=number / 2) for name in ("p1", "p2"))
-    return Known(gthp=number, lthp=number, pcycle=number, candidates=candidates)
+    return KnownThroughput(gthp=number, lthp=number, pcycle=number, candidates=candidates)
 """
 
 
@@ -568,8 +568,8 @@ def test_jobs_that_save_at_once_lose_nothing_of_each_others(folder):
         folder,
         """
         whole = known(4)
-        parts = [Known(gthp=4), Known(lthp=4), Known(pcycle=4)]
-        parts += [Known(candidates=(each,)) for each in whole.candidates]
+        parts = [KnownThroughput(gthp=4), KnownThroughput(lthp=4), KnownThroughput(pcycle=4)]
+        parts += [KnownThroughput(candidates=(each,)) for each in whole.candidates]
 
         def saves(part):
             for size in range(1, 21):

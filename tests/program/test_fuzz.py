@@ -35,7 +35,9 @@ def test_broken_programs_are_refused_or_run(
     assert summary["deep_share"] >= 0.3
     assert set(summary["kinds"]) == set(KINDS)
     # Every check has had its turn, and not all that is changed is wrong.
-    assert {"reading", "operators", "calls", "check", "weights"} <= set(summary["refused_by"])
+    assert {"parser", "operators", "call_validator", "validator", "weights_file"} <= set(
+        summary["refused_by"]
+    )
     assert summary["outcomes"]["accepted"] > inputs // 50
 
 

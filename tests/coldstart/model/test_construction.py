@@ -495,7 +495,9 @@ def test_nothing_is_kept_alive() -> None:
     made = construct(lambda: nn.Linear(20, 20))
     gc.collect()
     assert not [
-        thing for thing in gc.get_objects() if type(thing) in (deferred_init.FillWatch, deferred_init.Notes)
+        thing
+        for thing in gc.get_objects()
+        if type(thing) in (deferred_init.FillWatch, deferred_init.DeferredFills)
     ]
     assert made.weight.shape == (20, 20)
 

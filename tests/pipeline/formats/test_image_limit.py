@@ -146,7 +146,7 @@ def test_nothing_is_decoded_where_there_is_no_room() -> None:
 
 MEASURED = """
 import os, sys
-from upriver.pipeline import image
+from upriver.pipeline.formats import image
 
 def status(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))

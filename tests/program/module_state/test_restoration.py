@@ -225,7 +225,7 @@ def test_contexts_inside_another_walk_through_the_model_anew_only_for_other_obje
             walked.append(model)
             super().__init__(model)
 
-    monkeypatch.setattr("upriver.program.module_state.restoration.Held", Walking)
+    monkeypatch.setattr("upriver.program.module_state.restoration.ReachableObjects", Walking)
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     with state_kept(model):
         for _ in range(2):

@@ -300,7 +300,7 @@ def test_settings_that_cannot_be_meant(root, settings):
 
 LOGGED = f"""
 import logging
-from upriver.server import logs
+from upriver.server.observability import logging as logs
 logs.configure("json", logging.WARNING, secrets=[{SECRET!r}])
 """
 """As ``upriver serve`` does first."""
