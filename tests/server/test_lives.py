@@ -53,6 +53,7 @@ def test_workers_that_die_idle_are_replaced_before_anyone_asks(world):
             (worker,) = server.wait_workers()
             os.kill(worker, signal.SIGKILL)
             wait_for(lambda: server.metric("upriver_worker_restarts_total") > number)  # noqa: B023
+        server.wait_workers()  # meanwhile jobs are refused: a worker that replaced another has died soon
         assert len(run(server, world.request((0, 1), (2, 3)))) == 2
 
 
