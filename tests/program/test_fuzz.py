@@ -15,7 +15,7 @@ import pytest
 import torch
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+sys.path.append(str(SCRIPTS))
 
 from fuzz_mutations import Files, make, seeds  # noqa: E402
 from fuzz_program import KINDS, fuzz, main, read  # noqa: E402

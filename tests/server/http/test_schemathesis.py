@@ -39,7 +39,7 @@ with warnings.catch_warnings():
         status_code_conformance,
     )
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
+sys.path.append(str(Path(__file__).parents[3] / "scripts"))
 
 from fuzz_mutations import make as make_program
 from fuzz_mutations import seeds as valid_programs
