@@ -1,4 +1,4 @@
-"""The forms in which a model is called: each is captured once, and there are not many."""
+"""Cache the captured networks of a model, one for each form of call."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from upriver.text import printable
 log = logging.getLogger("upriver")
 
 MOST_FORMS = 8
-"""Forms that a model is captured for: each takes seconds, and on every server a program of its own."""
+"""Forms captured per model: each takes seconds, and a program of its own on every server."""
 
 MOST_REFUSED = 64
-"""Forms of which it is remembered why they are none."""
+"""Refused forms whose reason is remembered."""
 
 Leaf: TypeAlias = "tuple[Any, ...]"
-"""Of one input what a program depends on: a tensor's type, shape and strides; all of what is no tensor."""
+"""The part of one input that a program depends on: a tensor's type, shape and strides, or any other value
+whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """A model for calls of one form.
+    """A model captured for one form of call.
 
     Attributes:
-        captured: It.
+        captured: The captured model.
         device_s: Seconds of each stage on the device.
-        total_s: Of all of them.
-        threads: That torch computed with when it was captured; None where low bits do not count.
+        total_s: Seconds of all stages on the device.
+        threads: Number of torch threads at the capture; None where low bits do not count.
     """
 
     captured: CapturedModel
@@ -47,7 +48,7 @@ class Network:
 
     @property
     def other_threads(self) -> str:
-        """Why no server may be asked now: its bits were compared with those of another number."""
+        """The reason that no server may be asked now: the check compared bits of another thread count."""
         now = torch.get_num_threads()
         if self.threads is None or now == self.threads:
             return ""
@@ -66,10 +67,10 @@ class _Known:
 
 
 class CaptureCache:
-    """Finds what a call is to run. Thread-safe.
+    """Find the captured network of a call. Thread-safe.
 
     Args:
-        example: The form that is captured at once.
+        example: Form that is captured at once.
         make: Captures the model for a form.
     """
 
@@ -86,15 +87,15 @@ class CaptureCache:
 
     @property
     def networks(self) -> tuple[Network, ...]:
-        """One for each form so far."""
+        """The networks captured so far, one for each form."""
         return tuple(known.network for known in self._known if known.network is not None)
 
     def forked(self) -> None:
-        """In a child of this process: one that was captured for another thread is not there."""
+        """Reset in a forked child, where captures of other threads do not exist."""
         self._lock = threading.Lock()
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Network, list[torch.Tensor]]:
-        """The network for a call and the call's tensors.
+        """Return the network for a call and the call's tensors.
 
         Raises:
             ConfigError: If the call has another form than the example and cannot be captured; the message
@@ -141,7 +142,7 @@ class CaptureCache:
             raise ConfigError(f"inputs lie on {device}, where the model is, and not on {min(elsewhere)}")
 
     def _difference(self, given: Example) -> str:
-        """The first argument that is another than in the example, in words."""
+        """Describe the first argument that differs from the example."""
         wanted, got = _named_leaves(self._example), _named_leaves(given)
         for (name, theirs), (other, ours) in zip(wanted, got, strict=False):
             if name != other:
@@ -160,7 +161,7 @@ def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
 
 
 def _copied(example: Example) -> Example:
-    """The same call on copies: what the caller does with its tensors later must not change the example."""
+    """Copy a call's tensors: later writes by the caller must not change the example."""
     return example.with_tensors([_copy(tensor) for tensor in example.tensors])
 
 
@@ -170,28 +171,28 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it has a shape and strides."""
+    """Return whether a tensor has a shape and strides."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _key(leaf: object) -> Leaf:
-    """What tells inputs apart; of a thing that is no input its type."""
+    """Return what distinguishes an input from others; for an unsupported value, its type."""
     if isinstance(leaf, torch.Tensor):
         if not _is_dense(leaf):
             return leaf.dtype, leaf.layout, leaf.device
-        # A dimension of one element has no step that anybody takes.
+        # The stride of a dimension of size 1 is never used.
         steps = tuple(step for size, step in zip(leaf.shape, leaf.stride(), strict=True) if size != 1)
         return leaf.dtype, leaf.shape, steps, leaf.device
-    if isinstance(leaf, float):  # 0.0 and -0.0 are equal, and not the same; NaN is the same, and not equal
+    if isinstance(leaf, float):  # 0.0 == -0.0 but they differ; NaN != NaN but it is the same
         return type(leaf), leaf.hex()
     return type(leaf), leaf if isinstance(leaf, bool | int | str) else None
 
 
 def _leaf(leaf: object, name: str) -> Leaf:
-    """The same, of what may be an input.
+    """Return the key of an input.
 
     Raises:
-        ConfigError: If it is none; the message names it.
+        ConfigError: If the value cannot be an input; the message names it.
     """
     if not isinstance(leaf, torch.Tensor | bool | int | float | str | None):
         raise ConfigError(f"{name} must be a tensor, a number, a word or None, got a {type(leaf).__name__}")
@@ -203,7 +204,7 @@ def _leaf(leaf: object, name: str) -> Leaf:
 
 
 def _named_leaves(example: Example) -> list[tuple[str, Any]]:
-    """Every input with its argument's name and its place in there."""
+    """Return every input with its argument's name and its path within the argument."""
     leaves, _ = pytree.tree_flatten_with_path((example.args, dict(example.kwargs)))
     named = []
     for (_, argument, *inside), leaf in leaves:

@@ -1,4 +1,4 @@
-"""Notices what changes of a model after it was captured: servers have what it was."""
+"""Detect changes to a model after its capture: servers hold the captured state."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from upriver.program.module_state.structure import Modules
 from upriver.program.tensor_layouts import unusual
 
 PIECE_BYTES, MOST_TENSORS = 64 * 1024, 32
-"""Compared with each request, of at most so many tensors: some 10 us, 25 us where all of these are small.
-Where all weights were written to, any piece shows it."""
+"""Bytes and tensors compared with each request: about 10 us, or 25 us where all these tensors are small. If
+all weights were written to, any piece shows it."""
 
 Piece: TypeAlias = "tuple[str, torch.Tensor, int]"
-"""Name of a tensor, some of its bytes, and what they are to be."""
+"""Name of a tensor, a piece of its bytes, and the piece's expected digest."""
 
 
 Place: TypeAlias = "tuple[int, torch.dtype, torch.Size]"
-"""Tell where a tensor lies, and in which form."""
+"""Address, dtype and shape of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One that is looked at.
+    """A watched tensor.
 
     Attributes:
-        name: In the model.
-        tensor: It.
-        version: It had this before its values were looked at.
-        digest: Of these.
-        read: Whether programs read it, so that other values would be other answers.
+        name: Name in the model.
+        tensor: The tensor.
+        version: Its version before its values were read.
+        digest: Digest of its values.
+        read: Whether programs read it, so that other values change answers.
     """
 
     name: str
@@ -59,7 +59,7 @@ class _Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Tensors, how often each was written to, and which of them are parts of one module."""
+    """The watched tensors, their versions, and the groups of them that belong to one module."""
 
     entries: tuple[_Tensor, ...] = ()
     tensors: tuple[torch.Tensor, ...] = ()
@@ -67,13 +67,13 @@ class _Seen:
     states: tuple[frozenset[int], ...] = ()
 
     def beside(self, moved: frozenset[int]) -> set[int]:
-        """Those that programs read among these and among all that lies in one module with one of these."""
+        """Return the tensors that programs read among ``moved`` and in the modules of ``moved``."""
         found = moved.union(*(state for state in self.states if not state.isdisjoint(moved)))
         return {at for at in found if self.entries[at].read}
 
 
 class _Held:
-    """Parameters and buffers that modules have, some 40 us for the 320 of a ResNet-50."""
+    """Parameters and buffers of the modules; a look at the 320 of a ResNet-50 takes about 40 us."""
 
     def __init__(self, model: nn.Module) -> None:
         self._paths = [path for path, _ in model.named_modules() for _ in range(2)]
@@ -86,11 +86,11 @@ class _Held:
         now = list(itertools.chain.from_iterable(map(operator.methodcaller("values"), self._dicts)))
         if len(now) != len(self._seen) or not all(map(operator.is_, now, self._seen)):
             return True
-        # Another type or device for a whole model puts other values into the same parameter.
+        # A new type or device for a whole model puts other values into the same parameter.
         return list(map(torch.Tensor.data_ptr, self._placed)) != self._pointers
 
     def look(self, read: Mapping[Place, int]) -> None:
-        """Remember what there is now.
+        """Remember the present parameters and buffers.
 
         Args:
             read: Digest of each tensor that programs read.
@@ -104,7 +104,7 @@ class _Held:
         self._pointers = [tensor.data_ptr() for tensor in self._placed]
 
     def others(self) -> Iterator[tuple[str, _Was | None, torch.Tensor | None]]:
-        """Name, what was there, and what is there now."""
+        """Yield the name, the former and the present tensor of each entry that was replaced."""
         for path, were, now in zip(self._paths, self._were, self._dicts, strict=True):
             for name in were | now:
                 was, tensor = were.get(name), now.get(name)
@@ -115,38 +115,41 @@ class _Held:
 
 
 class _Was:
-    """A parameter or buffer as it was: where, in which form, and its digest where programs read it."""
+    """A parameter or buffer as it was: its place, its form, and its digest where programs read it."""
 
     def __init__(self, tensor: torch.Tensor, read: Mapping[Place, int]) -> None:
-        self.tensor = tensor  # so that no other one has its identity
+        self.tensor = tensor  # keeps its identity unique
         where = _place(tensor) if _is_plain(tensor) else None
         self.place = (id(tensor), where)
-        shape = () if unusual(tensor) else tensor.shape  # nested ones have none
+        shape = () if unusual(tensor) else tensor.shape  # nested tensors have no shape
         self.form = (tensor.dtype, tensor.device, shape, tensor.stride() if where else ())
         self.digest = read.get(where) if where else None
 
 
 class Unchanged:
-    """Weights that programs share with the user's model, and its modules. Thread-safe.
+    """Watch the weights that programs share with the user's model, and the model's modules. Thread-safe.
 
-    In-place changes move a tensor's version, which is looked at with each request: some 20 us for the 320
-    tensors of a ResNet-50. A batch norm in training moves that of its counter only, which no program reads:
-    where anything of a module was written to, the values of all that programs read of it are compared. Writes
-    through ``.data`` and by fused optimizers move none: for these the values of some are compared with each
-    request, of others each time, and of all when the next form of call is captured. A tensor that
-    comes in the place of another one with the same values is no change. Modules that are replaced, hooks that
-    come or go, and attributes that the forward has read and that have other values are an error, but for the
-    time of a capture, which has hooks of its own.
+    An in-place change raises a tensor's version. Each request compares the versions: about 20 us for the 320
+    tensors of a ResNet-50. A batch norm in training raises only the version of its counter, which no program
+    reads. So a write to any tensor of a module makes the next request compare all values that programs read
+    in it.
+
+    Writes through ``.data`` and by fused optimizers raise no version. For these, each request compares the
+    values of some tensors in turn. The capture of the next form compares all values.
+
+    A tensor that replaces one with the same values is no change. Replaced modules, hooks added or removed,
+    and other values of attributes that the forward read are errors. They are ignored during a capture, which
+    has hooks of its own.
 
     Args:
-        model: Whose modules are looked at; none without it.
+        model: Model whose modules are watched; None watches no modules.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._modules = None if model is None else Modules(model.named_modules())
         self._held = None if model is None else _Held(model)
         self._attributes: Attributes | None = None
-        self._captures = 0  # odd while one is under way
+        self._captures = 0  # odd during a capture
         self._lock = threading.Lock()
         self._digests: dict[str, int] = {}
         self._seen = _Seen()
@@ -154,16 +157,16 @@ class Unchanged:
         self._at = 0
 
     def forked(self) -> None:
-        """In a child of this process: nobody there holds the lock, or captures."""
+        """Reset in a forked child, where no thread holds the lock or captures."""
         self._lock = threading.Lock()
         self._captures += self._captures % 2
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """While the model is captured anew, one form at a time.
+        """Mark a new capture of the model; one form is captured at a time.
 
         Raises:
-            FrozenChanged: If its modules, hooks or attributes are others.
+            FrozenChanged: If modules, hooks or attributes changed.
         """
         self._check_model()
         self._captures += 1
@@ -178,22 +181,22 @@ class Unchanged:
         states: Iterable[Mapping[str, torch.Tensor]] = (),
         attributes: Attributes | None = None,
     ) -> None:
-        """They count from here on, beside those that do.
+        """Watch further weights from here on.
 
         Args:
-            weights: Name to tensor.
-            states: For each module of the model all that it has, by name (`module_states`).
-            attributes: What the forward has read.
+            weights: Tensors by name.
+            states: All own tensors of each module of the model, by name (`module_states`).
+            attributes: Attributes that the forward read.
 
         Raises:
-            FrozenChanged: If one has other values than what had its name before.
+            FrozenChanged: If a weight has other values than an earlier one of the same name.
         """
         with self._lock:
             known = {(entry.name, entry.tensor.data_ptr()) for entry in self._seen.entries if entry.read}
             new_versions = {
                 name: tensor._version
                 for name, tensor in weights.items()
-                if (name, tensor.data_ptr()) not in known and not tensor.is_inference()  # has no version
+                if (name, tensor.data_ptr()) not in known and not tensor.is_inference()  # no version
             }
             digests = {name: fold(tensor) for name, tensor in weights.items()}
             for name in digests.keys() & self._digests.keys():
@@ -213,16 +216,16 @@ class Unchanged:
 
     def _take_in(self, new: Sequence[_Tensor]) -> None:
         pieces = [(each.name, piece, _fold(piece)) for each in new for piece in _pieces(each.tensor)]
-        random.Random(0).shuffle(pieces)  # large weights have many
+        random.Random(0).shuffle(pieces)  # large weights have many pieces
         self._pieces = (*self._pieces, *_together(pieces))
         self._seen = _with(self._seen, new)
 
     def check(self) -> None:
-        """Whether they are as they were.
+        """Check that weights, modules, hooks and attributes are unchanged.
 
         Raises:
-            FrozenChanged: If one has other values; the same ones written once more are no change. Or if the
-                model has other modules, hooks, or values of attributes.
+            FrozenChanged: If a weight has other values, or the model has other modules, hooks or values of
+                attributes. A write of the same values is no change.
         """
         self._check_model()
         seen = self._seen
@@ -232,7 +235,7 @@ class Unchanged:
         if self._pieces:
             for name, piece, digest in self._pieces[at := self._at]:
                 if _fold(piece) != digest:
-                    raise _changed(name)  # and so does the next one
+                    raise _changed(name)  # the next request raises too
             self._at = (at + 1) % len(self._pieces)
 
     def _check_model(self) -> None:
@@ -242,7 +245,7 @@ class Unchanged:
         try:
             changed = self._modules.changed or (self._attributes.changed if self._attributes else "")
             changed = changed or self._replaced()
-        except Exception:  # a capture that begins meanwhile puts tensors without values there
+        except Exception:  # a capture that begins meanwhile puts tensors without values into the model
             if before == self._captures:
                 raise
             return
@@ -250,14 +253,14 @@ class Unchanged:
             raise FrozenChanged(f"{changed} {_CHANGED}")
 
     def _replaced(self) -> str:
-        """The first tensor with other values than that in whose place it is, where programs read this."""
+        """Return the first replaced tensor with other values, where programs read the replaced one."""
         if self._held is None or not self._held.changed:
             return ""
         with self._lock:
             known = self._read()
             new: list[_Tensor] = []
             for name, was, now in self._held.others():
-                if was is None or was.digest is None:  # read by no program: attributes tell if that changes
+                if was is None or was.digest is None:  # read by no program
                     continue
                 if now is None:
                     return repr(name)
@@ -281,14 +284,14 @@ class Unchanged:
             if seen.entries[at].changed:
                 raise _changed(seen.entries[at].name)
         for at in moved:
-            # A counter moves before its statistics do: as long as it is another one, each request compares.
+            # A counter moves before its statistics do. While the counter differs, each request compares.
             if not seen.entries[at].read and seen.entries[at].changed:
                 versions[at] = seen.versions[at]
         self._seen = replace(seen, versions=versions)
 
 
 def module_states(model: nn.Module) -> list[dict[str, torch.Tensor]]:
-    """For each module the parameters and buffers that are its own, not its children's, by name."""
+    """Return the own parameters and buffers of each module, without its children's, by name."""
     states = []
     for path, module in model.named_modules():
         own = (module.named_parameters(path, recurse=False), module.named_buffers(path, recurse=False))
@@ -306,7 +309,7 @@ def _with(seen: _Seen, new: Sequence[_Tensor]) -> _Seen:
 
 
 def _with_states(seen: _Seen, states: Iterable[Mapping[str, torch.Tensor]]) -> _Seen:
-    """The same, and what lies in one module with something that programs read."""
+    """Add the other tensors of each module that has a tensor read by programs."""
     places: dict[int, set[int]] = {}
     for at, entry in enumerate(seen.entries):
         places.setdefault(entry.tensor.data_ptr(), set()).add(at)
@@ -334,14 +337,14 @@ def _place(tensor: torch.Tensor) -> Place:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has a version, and values that can be looked at; what programs read always has."""
+    """Return whether a tensor has a version and readable values; tensors that programs read always do."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_inference():
         return False
     return not (unusual(tensor) or tensor.is_meta) and tensor.numel() > 0
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Its bytes where it has them in main memory: to look at others takes as long as a small request."""
+    """Return the bytes of a tensor in main memory; reading other devices takes as long as a small request."""
     if not tensor.is_cpu or not tensor.numel():
         return ()
     flat = storage_order(tensor.detach()).reshape(-1).view(torch.uint8)
@@ -349,7 +352,7 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def _together(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
-    """Those that are compared with one request, in the order in which they come."""
+    """Group the pieces that one request compares, in their given order."""
     found: list[tuple[Piece, ...]] = []
     room = 0
     for piece in pieces:

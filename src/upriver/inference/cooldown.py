@@ -1,4 +1,4 @@
-"""For how long what has failed is left alone."""
+"""Compute the pauses of a failed server or network."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from upriver.retry import Backoff
 
 
 class Rest:
-    """Pauses that grow from failure to failure, until something has gone well again.
-
-    Not thread-safe.
+    """Growing pauses from failure to failure, until a success. Not thread-safe.
 
     Args:
-        backoff: How long they are.
+        backoff: Length of the pauses.
 
     Attributes:
-        error: What is held against it; None where nothing is.
-        failures: In a row.
+        error: The last failure; None after a success.
+        failures: Failures in a row.
     """
 
     def __init__(self, backoff: Backoff) -> None:
@@ -30,22 +28,22 @@ class Rest:
 
     @property
     def left_s(self) -> float:
-        """Until the pause is over; 0 where there is none."""
+        """Seconds until the pause ends; 0 where there is none."""
         return max(0.0, self._until_s - time.monotonic())
 
     def begin(self, error: UpriverError, *, least_s: float = 0.0) -> None:
-        """It has failed, once more.
+        """Begin a pause after a failure.
 
         Args:
-            error: By this.
-            least_s: The pause is that long at least.
+            error: The failure.
+            least_s: Shortest length of the pause.
         """
         self.failures += 1
         self._until_s = time.monotonic() + max(least_s, self._backoff.wait_s(self.failures))
         self.error = error
 
     def answered(self) -> None:
-        """It has done what it was asked for: the next pause is a short one."""
+        """Note a success: the next pause is short again."""
         self.failures = 0
         if not self.left_s:
             self.error = None

@@ -1,6 +1,6 @@
-"""What the stages of a captured network take on the device and on a server, and what crosses each cut.
+"""Hold the costs of a captured network's stages on device and server, and the bytes that cross each cut.
 
-Here one request is one sample, however many rows it has: seconds and bytes are those of all of them.
+Here one request is one sample, however many rows it has. Seconds and bytes cover all its rows.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from upriver.types import (
 log = logging.getLogger("upriver")
 
 Measure: TypeAlias = "Literal['predict', 'measure'] | Predictor"
-"""How the device's seconds are found: by the models that ``upriver calibrate`` has kept, by running every
-stage some times, or by these models."""
+"""Source of the device's seconds: the models kept by ``upriver calibrate``, several runs of every stage, or
+the given models."""
 
 WAYS = ("predict", "measure")
 
 ANY_TIME = Now(upload_bytes_per_s=1.0)
-"""When sums are made, which no moment's link and load are part of."""
+"""Placeholder while sums are made: they do not depend on the present link and load."""
 
 
 def device_seconds(captured: CapturedModel, measure: Measure) -> tuple[float, ...]:
-    """Of each stage on this device.
+    """Return the seconds of each stage on this device.
 
-    Predicted where that is asked for and there are models of this device; else each is measured.
+    The seconds are predicted if ``measure`` allows it and models of this device exist. Otherwise each stage
+    is measured.
     """
     program = captured.program
     predictor = measure if isinstance(measure, Predictor) else None
@@ -61,20 +62,20 @@ def device_seconds(captured: CapturedModel, measure: Measure) -> tuple[float, ..
 
 
 def crossing_bytes(program: Program, cut: int) -> int:
-    """What crosses a cut in one request."""
+    """Return the bytes that cross a cut in one request."""
     return sum(value.spec.nbytes for value in program.live(cut))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handling:
-    """What a request takes beside stages, a round trip and its tensors on the link.
+    """Times of a request apart from stages, the round trip and its tensors on the link.
 
     Attributes:
-        front_s: On the way, whatever crosses: what is done before a worker has it, and with the answer here.
-        beside_s: On the server beside its stages, whatever crosses: as it tells with each answer.
-        encode_s_per_byte: Of what crosses, on the device.
-        decode_s_per_byte: The same on the server.
-        told_bytes: Of an answer beside its tensors: the seconds of stages, above all.
+        front_s: Fixed time on the way: before a worker has the request, and for the answer on the device.
+        beside_s: Fixed time on the server apart from its stages, as each answer reports it.
+        encode_s_per_byte: Packing on the device, per crossing byte.
+        decode_s_per_byte: Unpacking on the server, per crossing byte.
+        told_bytes: Bytes of an answer apart from its tensors, mostly the stages' seconds.
     """
 
     front_s: float = 0.0
@@ -84,24 +85,24 @@ class Handling:
     told_bytes: float = 0.0
 
     def fixed_s(self, download: float | None) -> float:
-        """Of a request, whatever crosses; ``download`` is what the way down carries, if that is known."""
+        """Return the fixed seconds of a request; ``download`` is the download bandwidth, if known."""
         return self.front_s + self.beside_s + (self.told_bytes / download if download is not None else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutCosts:
-    """A network between the device and one server.
+    """Costs of a network between the device and one server.
 
     Attributes:
         program: The network.
         device_s: Seconds of each stage on the device.
-        server_s: Of each stage on the server when nothing else keeps it busy.
-        handling: What a request takes besides.
-        process: Of the server, which has shown that it gives what the device gives.
-        sums: Of all that, added up once.
+        server_s: Seconds of each stage on the otherwise idle server.
+        handling: Other times of a request.
+        process: Server process that has passed the check.
+        sums: The sums of all these costs, made once.
 
     Raises:
-        ConfigError: If a number in it is beyond what anything takes, as the server may say.
+        ConfigError: If a number is beyond any plausible value, which a server may report.
     """
 
     program: Program
@@ -117,12 +118,12 @@ class CutCosts:
             raise ConfigError(
                 f"{self.program.num_stages} stages have seconds each on both sides, got {sorted(counts)}"
             )
-        # Here, where the server is let in, and not with the first request.
+        # Sums are made when the server is checked, not with the first request.
         object.__setattr__(self, "sums", LatencyModel(self.profile, self.cluster(ANY_TIME)).sums)
 
     @cached_property
     def profile(self) -> Profile:
-        """As the planner has it: the device is the compute tier, the server the storage tier."""
+        """Profile for the planner: the device is the compute tier, the server the storage tier."""
         program = self.program
         rows = program.micro_batch
         return Profile(
@@ -148,7 +149,7 @@ class CutCosts:
         )
 
     def cluster(self, now: Now) -> Cluster:
-        """The two machines and the link, as they are now."""
+        """Return the two machines and the link in their present state."""
         return Cluster(
             link=Link(
                 bandwidth_bytes_per_s=now.upload_bytes_per_s,

@@ -1,4 +1,4 @@
-"""Why a request is cut where it is: the numbers that decided, in a sentence and as a table."""
+"""Explain a request's cut: the deciding numbers, in sentences and as a table."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from upriver.types import Cost, Plan, Route, Segment, Tier
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Decision:
-    """A cut and what led to it.
+    """A cut and the numbers behind it.
 
     Attributes:
         rule: How cuts are chosen.
-        network: What is cut.
-        choice: The cut.
-        server: Address of the one that is asked; empty where none is.
-        costs: What stages take here and on that server, or on one that could have been asked; None where
-            there is none.
-        now: The link and that server at this moment; None where nothing was known.
-        deadline_s: When the device would have gone on by itself.
+        network: Network that is cut.
+        choice: The chosen cut.
+        server: Address of the server that is asked; empty where none is.
+        costs: Costs with that server, or with one that could have been asked; None where there is none.
+        now: Present state of the link and of that server; None where unknown.
+        deadline_s: Time after which the device goes on by itself.
         not_used: Why other servers are not asked.
     """
 
@@ -45,17 +44,17 @@ class Decision:
 
     @property
     def cut(self) -> int:
-        """Stages that the device runs."""
+        """Number of stages that the device runs."""
         return self.choice.cut
 
     @property
     def num_stages(self) -> int:
-        """All stages: the cut at which no server is asked."""
+        """Number of all stages: the cut at which no server is asked."""
         return self.network.captured.program.num_stages
 
     @property
     def predicted_s(self) -> float:
-        """Seconds of the request; infinite where nobody knows."""
+        """Predicted seconds of the request; infinite where unknown."""
         return self.choice.seconds
 
     @property
@@ -85,7 +84,7 @@ class Decision:
 
     @property
     def why(self) -> str:
-        """The same in some sentences."""
+        """The decision in a few sentences."""
         return " ".join((self._what(), *(f"Not asked: {reason}." for reason in self.not_used)))
 
     def _what(self) -> str:
@@ -110,7 +109,7 @@ class Decision:
         return f"{where}{asked}: {seconds_text(self.predicted_s)} s ({parts}{self._state()}); {alone}."
 
     def _no_cut(self) -> str:
-        """Why none is taken, as far as the server goes that is shown."""
+        """Return the reason that no cut is taken, for the shown server."""
         if self.costs is not None and self.now is not None:
             seconds = ESTIMATES[self.rule.policy](self.costs.sums, self.now)
             if self.deadline_s < seconds.min() < self.network.total_s:
@@ -119,7 +118,7 @@ class Decision:
         return "no cut takes less"
 
     def _state(self) -> str:
-        """What a policy was told of the moment."""
+        """Describe the link and the load that the policy used."""
         if self.now is None:
             return ""
         now = self.now

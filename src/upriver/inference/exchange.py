@@ -1,4 +1,4 @@
-"""One request to a server: what crosses the cut goes up, what the network gives comes down."""
+"""Exchange one request with a server: send what crosses the cut, receive the network's output."""
 
 from __future__ import annotations
 
@@ -20,32 +20,31 @@ from upriver.rpc.server_verification import only
 from upriver.types import MicroBatch, Timings
 
 RECEIVE = "receive"
-"""The phase in which what was sent arrives: the link's time, told by the server."""
+"""Phase in which the sent bytes arrive: the link's time, reported by the server."""
 
 QUEUE = "queue"
-"""The phase in which others' work is waited for."""
+"""Phase in which the request waits for other requests."""
 
 ID_BITS = 32
-"""Samples are named by numbers that hardly any other request has: whatever the reason that its answer comes
-here, it is not taken."""
+"""Random bits of sample numbers, which hardly any other request shares: a stray answer is not accepted."""
 
 PACKED_BYTES = 4 << 20
-"""Packed and unpacked to see what a byte takes: some milliseconds on a slow device."""
+"""Bytes packed and unpacked to measure the time per byte: some milliseconds on a slow device."""
 
 PACKINGS = 3
-"""Of which the quickest counts."""
+"""Repetitions; the quickest counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finished:
-    """An answer.
+    """The answer to a request.
 
     Attributes:
-        tensors: What the network gives, on the device.
-        timings: What the server says that it took.
-        took_s: From the question to the answer's last byte.
-        down_s: Of that, from the answer's first byte to its last.
-        down_bytes: Of the answer, all that is not a tensor among them.
+        tensors: Output of the network, on the device.
+        timings: Times that the server reports.
+        took_s: From the request to the answer's last byte.
+        down_s: From the answer's first byte to its last, within ``took_s``.
+        down_bytes: Size of the answer, including all that is not a tensor.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -56,40 +55,40 @@ class Finished:
 
     @property
     def server_s(self) -> float:
-        """Of that, on the server: waiting there included."""
+        """Seconds of the request on the server, including the wait in its queue."""
         phases = self.timings.phases
         return min(self.took_s, sum(seconds for name, seconds in phases.items() if name != RECEIVE))
 
     @property
     def link_s(self) -> float:
-        """The rest: on the way, and packed or unpacked."""
+        """Remaining seconds: transfer, packing and unpacking."""
         return self.took_s - self.server_s
 
     @property
     def up_s(self) -> float:
-        """On the way until the answer begins to arrive."""
+        """Seconds of transfer until the answer begins to arrive."""
         return max(0.0, self.link_s - self.down_s)
 
     @property
     def beside_s(self) -> float:
-        """On the server, beside its stages and the wait for others."""
+        """Seconds on the server apart from its stages and its queue."""
         phases = self.timings.phases
         there = sum(seconds for name, seconds in phases.items() if name not in (RECEIVE, QUEUE))
         return min(self.took_s, max(0.0, there - sum(self.timings.stages.values())))
 
 
 class Exchange:
-    """A question; it is sent when its answer is waited for.
+    """A request to a server; `finish` sends it.
 
     Args:
         client: The server.
         captured: The network.
-        cut: Where the device has stopped.
-        tensors: What crosses there.
-        process: That is to answer: the one that was let in.
+        cut: Number of stages that the device has run.
+        tensors: Tensors that cross the cut.
+        process: Server process that must answer: the one that passed the check.
 
     Attributes:
-        sent_bytes: Of these.
+        sent_bytes: Size of the crossing tensors.
     """
 
     def __init__(
@@ -117,12 +116,12 @@ class Exchange:
         self._answer = client.run(request, [sent], process=process)
 
     def finish(self, seconds: float) -> Finished:
-        """Send it and wait for the answer.
+        """Send the request and wait for the answer.
 
         Raises:
-            ServerUnavailable: If it is not there after so many seconds, or another process answers.
-            ProtocolError: If it is not of the form that the network gives.
-            UpriverError: Whatever else went wrong.
+            ServerUnavailable: If no answer arrives within ``seconds``, or another process answers.
+            ProtocolError: If the answer does not have the form of the network's output.
+            UpriverError: For any other failure.
         """
         began = time.perf_counter()
         batch, timings = only(self._answer, seconds, url=self._url)
@@ -137,7 +136,7 @@ class Exchange:
         )
 
     def close(self) -> None:
-        """Nobody wants the answer any more; from any thread."""
+        """Cancel the request. May be called from any thread."""
         self._answer.close()
 
     def _checked(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -153,9 +152,9 @@ class Exchange:
 
 @cache
 def packing() -> tuple[float, float]:
-    """Seconds that a byte takes here to be packed for the way, and to be unpacked behind it.
+    """Return the seconds per byte to pack and to unpack on this machine.
 
-    What a frame takes by itself is no part of them.
+    The fixed cost of a frame is excluded.
     """
     (encode_small_s, decode_small_s), (encode_s, decode_s) = (_packing_s(each) for each in (64, PACKED_BYTES))
     return (

@@ -1,8 +1,8 @@
-"""One request, answered whatever happens: the device up to the cut, a server from there, or the device again.
+"""Execute one request, whatever happens: the device up to the cut, then a server, or the device again.
 
-A server that is late, refuses, breaks off or talks nonsense costs time, never the answer: the device still
-has what crosses the cut and goes on from there. Where the answer is late the device may also begin before all
-hope is gone; who is first then wins.
+A server that is late, refuses, breaks off or answers garbage costs time, never the answer. The device keeps
+what crosses the cut and continues from there. With hedging, the device starts the rest while a late server
+still works; the first answer wins.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestPatience:
-    """How long a server is waited for.
+    """Limits on the wait for a server.
 
     Attributes:
-        deadline_s: From the beginning of a request until the device does the rest itself.
-        hedge_s: From the question until it begins to do so beside the server.
-        helpers: Wait for servers meanwhile; None where ``hedge_s`` is.
+        deadline_s: From the start of a request until the device computes the rest itself.
+        hedge_s: From sending until the device starts the rest in parallel with the server.
+        helpers: Threads that wait for servers during a hedge; None where ``hedge_s`` is None.
     """
 
     deadline_s: float
@@ -40,19 +40,19 @@ class RequestPatience:
 
 @dataclass(kw_only=True, slots=True)
 class Served:
-    """How a request was answered.
+    """Record of how a request was answered.
 
     Attributes:
-        cut: Where the device stopped, or was to.
-        server: That ran the rest; empty where the device did.
-        total_s: All of it, ``decide_s`` included.
-        decide_s: Looking for the network and the cut.
-        device_s: What the device computed, the rest included where no server did it.
-        link_s: On the way there and back.
-        server_s: There, waiting included.
-        sent_bytes: What crossed the cut.
-        hedged: Whether the device began with the rest while the server was at it.
-        why_not: Why the server that was asked did not answer; empty where it did, or none was.
+        cut: Cut of the request, even where the device also computed the rest.
+        server: Address of the server that ran the rest; empty where the device did.
+        total_s: Total time, including ``decide_s``.
+        decide_s: Time to find the network and to decide the cut.
+        device_s: Time of the device's stages, including the rest where no server answered.
+        link_s: Time of the transfers up and down.
+        server_s: Time on the server, including the wait in its queue.
+        sent_bytes: Bytes that crossed the cut.
+        hedged: Whether the device started the rest while the server worked.
+        why_not: Why the server did not answer; empty where it did, or none was asked.
     """
 
     cut: int
@@ -68,21 +68,21 @@ class Served:
 
 
 class _Overtaken(Exception):
-    """The server's answer is there: the device need not go on."""
+    """Raised when the server's answer has arrived, so that the device stops."""
 
 
 @dataclass(kw_only=True)
 class InferenceRequest:
-    """A request on its way.
+    """One request in progress.
 
     Attributes:
         captured: The network.
         tensors: Its inputs.
-        cut: Where the device stops.
-        far: That runs the rest; None where the device does.
-        process: Of that server, when the cut was chosen: no other one has shown what it computes.
-        patience: With it.
-        served: How it was answered, once it is.
+        cut: Number of stages that the device runs.
+        far: Server that runs the rest; None where the device does.
+        process: Server process at the decision: no other process has passed the check.
+        patience: Limits on the wait for the server.
+        served: How the request was answered, complete once it is.
     """
 
     captured: CapturedModel
@@ -97,10 +97,10 @@ class InferenceRequest:
         self.served = Served(cut=self.cut)
 
     def run(self) -> Tensors:
-        """What the network gives.
+        """Compute the network's output.
 
         Raises:
-            ProgramError: If it cannot be computed on these inputs, on the device either.
+            ProgramError: If the device cannot compute these inputs either.
         """
         began = time.perf_counter()
         crossing = self._here(self.tensors, 0, self.cut)
@@ -120,7 +120,7 @@ class InferenceRequest:
         return done
 
     def _fetched(self, tensors: Tensors) -> Tensors:
-        """The same in the machine's memory; an accelerator is waited for, which computes after the call."""
+        """Copy tensors to main memory, and wait for an accelerator that computes asynchronously."""
         began = time.perf_counter()
         fetched = tuple(tensor.cpu() for tensor in tensors)
         self.served.device_s += time.perf_counter() - began
@@ -133,7 +133,8 @@ class InferenceRequest:
             with far.under_way():
                 return self._asked(far, exchange, crossing, left_s)
         except UpriverError as error:
-            # First: what is wrong with the caller's own input is raised here, and no server's fault.
+            # Compute first: an error in the caller's own input is raised here and is not blamed on the
+            # server.
             done = self._here(crossing, self.cut, self.captured.program.num_stages)
             self._gave_up(far, error)
             return done
@@ -143,7 +144,7 @@ class InferenceRequest:
             return self._took(far, exchange.finish(left_s))
         try:
             waiting = self.patience.helpers.submit(exchange.finish, left_s)
-        except RuntimeError:  # closed meanwhile, as the server is: it says so
+        except RuntimeError:  # closed meanwhile; the closed server raises an error that says so
             return self._took(far, exchange.finish(left_s))
         try:
             return self._took(far, waiting.result(timeout=self.patience.hedge_s))
@@ -151,7 +152,7 @@ class InferenceRequest:
             return self._race(far, exchange, waiting, crossing)
 
     def _race(self, far: Far, exchange: Exchange, waiting: Future[Finished], crossing: Tensors) -> Tensors:
-        """Compute beside the server; whose answer is there first counts."""
+        """Compute in parallel with the server; the first answer counts."""
         self.served.hedged = True
 
         def look(_position: int, _seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""``upriver.offload()``: a model that answers from here, from a server or from both, as is fastest now."""
+"""Provide ``upriver.offload()``: run a model on a device, a server or both, whichever is fastest now."""
 
 from __future__ import annotations
 
@@ -44,39 +44,42 @@ from upriver.text import printable
 from upriver.types import Plan, require_finite, require_type
 
 DEADLINE_S = 10.0
-"""For a request where nothing is said: the input of VGG16 takes 5 s over 1 Mbit/s, the thinnest link of
-LoADPart's evaluation (section V-B)."""
+"""Default deadline of a request. The input of VGG16 needs 5 s over 1 Mbit/s, the thinnest link of LoADPart's
+evaluation (section V-B)."""
 
 CACHED_CUTS = 8
-"""Cuts that `Offload.warm` prepares where nothing is said: that evaluation uses at most four of a network."""
+"""Default number of cuts that `Offload.warm` prepares. That evaluation uses at most four cuts of a
+network."""
 
 LEAST_S = 1.0
-"""For a connection, and for what is not part of a request, however short its deadline."""
+"""Shortest timeout for a connection and for calls outside a request, however short the request's deadline
+is."""
 
 START_S = 60.0
-"""How long servers are waited for at the start; one that takes longer is used when it is ready."""
+"""Longest wait for servers at the start. A slower server joins when it is ready."""
 
 COUNTED = ("requests", "device", "server", "gave_up", "hedged")
 
 HELPERS = 32
-"""Requests that are hedged at once; of those beyond the device does the rest after ``hedge_s`` as well."""
+"""Requests hedged at the same time. For further requests the device starts the rest after ``hedge_s`` as
+well."""
 
 
 class Offload:
-    """A model to be called; `offload` makes it. Thread-safe.
+    """Run a model on the device, on servers or on both. `offload` makes it. Thread-safe.
 
     Args:
-        forms: What calls are to run.
-        fars: Servers. The forms' too: others are put in their place in a forked child.
-        fars_anew: Makes these.
+        forms: Finds the captured network for each form of call.
+        fars: Servers. ``forms`` shares this list; a forked child replaces its entries.
+        fars_anew: Makes the servers again.
         unchanged: Watches the weights and the modules.
         autocast: Type that the model was captured under; None where autocast was off.
-        rule: How requests are cut.
-        patience: With servers.
-        cached_cuts: Cuts that `warm` prepares at most.
+        rule: Chooses the cut of a request.
+        patience: Deadline and hedging of requests to servers.
+        cached_cuts: Largest number of cuts that `warm` prepares.
 
     Attributes:
-        last: How the last request to end was answered; None before the first.
+        last: How the most recently finished request was answered; None before the first.
     """
 
     def __init__(
@@ -104,18 +107,17 @@ class Offload:
 
     # --------------------------------------------------------------------------------------- asking
 
-    @as_written  # a compiled caller goes on as it is, around what may ask a server
+    @as_written  # a compiled caller keeps its graph around a call that may contact a server
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives for these inputs in eval.
+        """Return the model's output for these inputs in eval mode.
 
         Raises:
-            ConfigError: If they have another form than the example and cannot be captured, in words that name
-                the argument; if autocast or torch's default dtype are not as they were when the model was
-                captured; if a function of ``torch.func`` or ``torch.jit.trace`` is at work; or if this object
-                was closed.
-            FrozenChanged: If weights were written to, modules replaced, hooks registered or removed, or
-                attributes that the forward reads set to other values since the model was captured.
-            ProgramError: If the network cannot be computed on them.
+            ConfigError: If the inputs have another form than the example and cannot be captured; the message
+                names the argument. If autocast or torch's default dtype differ from those at capture. If a
+                function of ``torch.func`` or ``torch.jit.trace`` is active. Or if this object was closed.
+            FrozenChanged: If, since the capture, weights were written to, modules replaced, hooks registered
+                or removed, or attributes that the forward reads set to other values.
+            ProgramError: If the network cannot be computed on these inputs.
         """
         began = time.perf_counter()
         self._check_open()
@@ -133,13 +135,13 @@ class Offload:
             patience=self._patience,
         )
         answer = network.captured.answer(request.run())
-        self._unchanged.check()  # behind it: nor meanwhile
+        self._unchanged.check()  # again, for changes during the request
         request.served.decide_s, request.served.total_s = decide_s, time.perf_counter() - began
         self._note(request.served)
         return answer
 
     def decide(self) -> Decision:
-        """How a request of the example's form would be cut now."""
+        """Decide how a request of the example's form would be cut now."""
         self._check_open()
         return self._decide(self._forms.first)[0]
 
@@ -184,7 +186,7 @@ class Offload:
 
     @property
     def decision(self) -> Decision:
-        """The last one; one for the example before the first request."""
+        """The last decision; before the first request, the decision for the example."""
         return self._decision or self.decide()
 
     @property
@@ -194,33 +196,33 @@ class Offload:
 
     @property
     def why(self) -> str:
-        """The last decision in some sentences, and why servers are not asked."""
+        """The last decision in a few sentences, with the reason why each unused server is not asked."""
         return self.decision.why
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Requests so far.
+        """Number of requests so far, by outcome.
 
-        ``device`` and ``server`` gave the answer to so many, ``gave_up`` counts those that a server was asked
-        for in vain, ``hedged`` those that the device began beside a server.
+        ``device`` and ``server`` count the requests that each answered. ``gave_up`` counts requests whose
+        server failed to answer. ``hedged`` counts requests that the device started in parallel with a server.
         """
         with self._lock:
             return {name: self._counts[name] for name in COUNTED}
 
     @property
     def program(self) -> Program:
-        """The captured network, for the example's form."""
+        """The captured network for the example's form."""
         return self._forms.first.captured.program
 
     # ------------------------------------------------------------------------------------ preparing
 
     def warm(self) -> dict[str, tuple[int, ...]]:
-        """Have the likely cuts ready: those that win somewhere over a sweep of bandwidths and loads.
+        """Prepare the likely cuts: those that win somewhere over a sweep of bandwidths and loads.
 
-        The example runs through each of them once on both sides, and its answer is compared.
+        The example runs once through each cut on both sides, and the answers are compared.
 
         Returns:
-            For each server's address the cuts that are ready there.
+            The cuts that are ready, by server address.
 
         Raises:
             ConfigError: If this object was closed.
@@ -239,29 +241,29 @@ class Offload:
         return ready
 
     def wait(self, seconds: float | None = None) -> tuple[str, ...]:
-        """Until each server may be asked, or cannot be: one that is sent a program first may be so late.
+        """Wait until each server is ready or has failed, for every form of call captured so far.
 
-        That goes for each form of call that has come so far, also while this waits.
+        A server that first receives a program may need that long. Forms captured during the wait count too.
 
         Args:
-            seconds: At most; as long as it takes if None.
+            seconds: Longest wait; unlimited if None.
 
         Returns:
-            Addresses of those of which neither is so yet for all of them.
+            Addresses of the servers that are neither ready nor failed for every form.
 
         Raises:
             ConfigError: If this object was closed.
-            ProgramNotFound: If one has not a program and is not to be sent it.
+            ProgramNotFound: If a server lacks a program and must not be sent it.
         """
         self._check_open()
         late = _wait_for(self._fars, seconds)
-        self._check_open()  # nor meanwhile
+        self._check_open()  # again, in case it was closed during the wait
         return late
 
     # -------------------------------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Let go of the servers; requests are refused from here on. May be called again."""
+        """Release the servers and refuse further requests. May be called again."""
         self._close()
 
     def _check_open(self) -> None:
@@ -271,7 +273,7 @@ class Offload:
             self._begin_anew()
 
     def forked(self) -> None:
-        """In a child of this process, where nothing looks after servers, and a lock may be held by nobody."""
+        """Reset in a forked child, where no server thread runs and a lock may stay held for ever."""
         if self._close.detach() is None:
             return
         self._lock, self._decision, self._in_child = threading.Lock(), None, True
@@ -296,7 +298,7 @@ class Offload:
             )
 
     def _begin_anew(self) -> None:
-        """At the first question there: not every child has one."""
+        """Connect to the servers at the child's first request; many children never make one."""
         with self._lock:
             if not self._in_child:
                 return
@@ -333,45 +335,45 @@ def offload(
     certificate: FilePath | None = None,
     key: FilePath | None = None,
 ) -> Offload:
-    """Let a model answer from this device, from servers, or from both, whatever is fastest at the moment.
+    """Run a model on this device, on servers, or on both, whichever is fastest at the moment.
 
-    The answer is bit for bit what ``model(...)`` gives in eval under ``torch.no_grad()``, with PyTorch's
-    fused transformer path off, and under autocast where this is called so (calls are to be, then, too);
-    whatever becomes of the servers, there is one. Threads that look after these end with ``close()``, or with
-    the object.
+    The answer equals, bit for bit, ``model(...)`` in eval mode under ``torch.no_grad()``, with PyTorch's
+    fused transformer path off. If `offload` is called under autocast, the answer equals the model's under
+    that autocast; later calls must use the same autocast. A request is answered whatever happens to the
+    servers. The threads that track the servers end with ``close()``, or with the object.
 
     Args:
-        model: Captured as it is now, in eval; it is left as it was. Its parameters are not copied: once they
-            are written to, or an attribute that its forward reads has another value, requests raise
-            `FrozenChanged`, and another one is to be made.
-        example_inputs: What it is called with: a tensor, a tuple of positional inputs, or a mapping of
-            keyword inputs, on the model's device. Calls of other forms are captured when they first come, up
-            to 8 in all.
+        model: Captured in its present state, in eval mode; the model itself is left unchanged. Its parameters
+            are not copied. If they are written to, or an attribute that its forward reads changes, requests
+            raise `FrozenChanged`; call `offload` again.
+        example_inputs: Inputs of a call: a tensor, a tuple of positional inputs, or a mapping of keyword
+            inputs, on the model's device. A call of another form is captured at its first use, up to 8 forms
+            in all.
         servers: Addresses; without any the device answers alone.
-        policy: ``inference`` (ours, and what counts where neither it nor ``cut`` is given), ``loadpart``,
-            ``neurosurgeon`` (the same without the server's load), ``local`` or ``remote``.
-        cut: Let the device always run so many stages, in place of a policy.
-        deadline_s: After so long the device does the rest of a request itself.
-        hedge_s: After so long it begins to do so beside the server; never if None.
-        push: Whether a server that has not the program is sent it.
+        policy: ``inference`` (ours, and the default where neither ``policy`` nor ``cut`` is given),
+            ``loadpart``, ``neurosurgeon`` (the same without the server's load), ``local`` or ``remote``.
+        cut: Number of stages that the device always runs, instead of a policy.
+        deadline_s: Time after which the device computes the rest of a request itself.
+        hedge_s: Time after which the device starts the rest in parallel with the server; never if None.
+        push: Whether to send the program to a server that lacks it.
         exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance.
-        measure: Whether the device's seconds are predicted, if ``upriver calibrate`` has made models of it,
-            or measured; or such models.
-        probe_s: Between two probes of the link to a server, where no request has shown it.
-        load_s: Between two questions for its load, likewise; a tenth of it where requests would go there if
-            it were free.
-        window: Transfers that a link is judged by.
-        cached_cuts: Cuts that ``warm()`` prepares at most.
-        token: Sent with everything that servers are asked.
-        ca: As for ``upriver.connect``, as are the two that follow.
-        certificate: Shown to servers.
-        key: Its key.
+        measure: ``predict`` uses the device's models from ``upriver calibrate``, and measures where there are
+            none; ``measure`` measures the device. Or a `Predictor` to use.
+        probe_s: Interval between probes of the link to a server, where no request has shown its rate.
+        load_s: Interval between queries of a server's load, likewise; a tenth of that where only the load
+            keeps requests away.
+        window: Transfers from which a link is estimated.
+        cached_cuts: Largest number of cuts that ``warm()`` prepares.
+        token: Sent with every request to a server.
+        ca: As for ``upriver.connect``, like the next two.
+        certificate: Certificate presented to servers.
+        key: Private key of the certificate.
 
     Raises:
         CaptureError: If the model cannot be captured; the message says why.
         ModelError: If a parameter is not initialized yet.
-        ConfigError: If an argument is outside what is allowed.
-        ProgramNotFound: If a server has not the program and is not to be sent it.
+        ConfigError: If an argument is outside its allowed range.
+        ProgramNotFound: If a server lacks the program and must not be sent it.
     """
     require_type("model", model, nn.Module, "in eval or not")
     check_initialized(model)
@@ -415,7 +417,7 @@ def offload(
 
 
 def _check_untraced(tensors: Sequence[torch.Tensor]) -> None:
-    """A tracer would see no operator of a server's, and take its answer for a constant."""
+    """Refuse tracers. They would see no operator of a server and take its answer for a constant."""
     if torch._C._get_tracing_state() is not None:
         raise ConfigError(_TRACED.format("torch.jit.trace"))
     for tensor in tensors:
@@ -488,7 +490,7 @@ def _make(
     exact: Exact,
     example: Example,
 ) -> Network:
-    """Capture a model for one form of call, and let servers have it."""
+    """Capture a model for one form of call, and have servers prepare it."""
     with unchanged.capturing():
         captured = capture_whole(model, example, autocast=autocast)
     unchanged.watch(captured.weights, module_states(model), captured.attributes)
@@ -517,4 +519,4 @@ def _end(fars: Sequence[Far], helpers: Executor | None) -> None:
     for far in fars:
         far.close()
     if helpers is not None:
-        helpers.shutdown(wait=False)  # a finalizer may run in one of them
+        helpers.shutdown(wait=False)  # the finalizer may run in a helper thread

@@ -1,8 +1,8 @@
-"""Where the next request is cut, and which server runs what is behind the cut: pure, once per request.
+"""Decide the next request's cut and server: pure functions, called once per request.
 
-What does not change from request to request is added up before (`upriver.latency.Sums`); what does is a
-`Now`. Of several servers the one with the least predicted seconds is asked. Every decision may also leave all
-to the device, which wins where they are equal.
+`upriver.latency.Sums` adds up in advance what stays equal from request to request. A `Now` holds what
+changes. Among several servers the decision takes the one with the least predicted seconds. A decision may
+also leave all stages to the device, which wins ties.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from upriver.latency import Sums, last_of_least
 from upriver.types import BANDWIDTH, require_finite
 
 DEFAULT_POLICY = "inference"
-"""Ours: LoADPart's sum with all else that a request takes."""
+"""Ours: LoADPart's sum plus all other times of a request."""
 
 
 SWEEP_BYTES_PER_S = tuple(2.0**power for power in range(14, 31))
-"""From 131 kbit/s to 8.6 Gbit/s in doublings: links that a device may have."""
+"""Links that a device may have: 131 kbit/s to 8.6 Gbit/s in doublings."""
 
 SWEEP_LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Up to where hardly a server is worth asking."""
+"""Loads up to a server that is hardly worth asking."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Now:
-    """What is known at this moment of a server and of the way there.
+    """Present state of a server and of the link to it.
 
     Attributes:
-        upload_bytes_per_s: Above 0.
-        download_bytes_per_s: None where an answer is free to fetch, as far as anybody knows.
-        rtt_s: What a request takes beside its bytes and the work there.
+        upload_bytes_per_s: Upload bandwidth, above 0.
+        download_bytes_per_s: Download bandwidth; None where unknown, which counts the answer as free to
+            fetch.
+        rtt_s: Time of a request apart from its bytes and the server's work.
         load: The server's factor k.
-        slowed: The factor of the last request there, where that was much more than k; else 1.
-        wait_s: What a request would wait there for others.
+        slowed: The last request's factor where it was much larger than k; else 1.
+        wait_s: Time that a request would wait in the server's queue.
     """
 
     upload_bytes_per_s: float
@@ -91,17 +92,17 @@ ESTIMATES: Mapping[str, Estimate] = MappingProxyType(
         "remote": _inference,
     }
 )
-"""Policies by name. ``neurosurgeon`` is what LoADPart is compared with: the same without k. The last two have
-no choice of a cut, and look at the seconds to choose among servers."""
+"""Policies by name. LoADPart is compared with ``neurosurgeon``, which is the same without k. ``local`` and
+``remote`` have no choice of a cut and use the seconds to choose among servers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
-    """How requests are cut.
+    """Rule by which requests are cut.
 
     Attributes:
         policy: One of `ESTIMATES`.
-        cut: The only cut that may be taken; None where the policy chooses.
+        cut: The only allowed cut; None where the policy chooses.
     """
 
     policy: str = DEFAULT_POLICY
@@ -112,23 +113,24 @@ class Rule:
             raise ConfigError(f"policy must be one of {', '.join(ESTIMATES)}, got {self.policy!r}")
 
     def cut_of(self, num_stages: int) -> int | None:
-        """The only cut that may be taken of a network with so many stages."""
+        """Return the only allowed cut of a network of so many stages; None where the policy chooses."""
         only = {"local": num_stages, "remote": 0}.get(self.policy)
         return self.cut if only is None else only
 
     @property
     def must(self) -> bool:
-        """Whether a server is to be asked even where nobody knows yet how long that takes."""
+        """Return whether to ask a server even where its seconds are unknown."""
         return self.policy == "remote" or self.cut is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A cut.
+    """A chosen cut.
 
     Attributes:
-        server: Which of those that were offered runs what is behind it; None where nothing is.
-        seconds: Predicted for the request; infinite where nobody knows.
+        cut: Number of stages that the device runs.
+        server: Index of the offered server that runs the other stages; None where there are none.
+        seconds: Predicted seconds of the request; infinite where unknown.
     """
 
     cut: int
@@ -144,18 +146,17 @@ def choose(
     *,
     deadline_s: float = np.inf,
 ) -> Choice:
-    """The cut and the server with the least predicted seconds of a request, the device alone among equals.
+    """Return the cut and the server with the least predicted seconds; the device alone wins ties.
 
-    A server that is predicted to be late is asked in vain: the device then does the rest, and all of it takes
-    longer than without.
+    A server that is predicted to miss the deadline is not chosen. The device would compute the rest after it,
+    and the whole would take longer than without the server.
 
     Args:
-        rule: How it is cut.
+        rule: How the request is cut.
         device_s: Seconds of all stages on the device.
-        num_stages: Of the network; also the cut at which no server is asked.
-        offers: For each server that may be asked what its stages add up to, and how it stands now, if that
-            is known.
-        deadline_s: When the device goes on by itself. Where a server must be asked it is asked all the same.
+        num_stages: Stages of the network; also the cut at which no server is asked.
+        offers: For each available server, the sums of its stages and its present state, if known.
+        deadline_s: Time after which the device goes on by itself. It is ignored where a server must be asked.
     """
     only = rule.cut_of(num_stages)
     best = Choice(cut=num_stages, server=None, seconds=device_s)
@@ -182,13 +183,13 @@ def choose(
 def kept_away(
     rule: Rule, choice: Choice, offers: Sequence[tuple[Sums, Now | None]], *, deadline_s: float = np.inf
 ) -> list[int]:
-    """Servers that would be faster than what was chosen if they were free; only our own policy looks.
+    """Return the servers that would be faster than the choice if they were idle; only for our own policy.
 
     Args:
         rule: How the request is cut.
-        choice: What `choose` has made of the same offers and deadline.
-        offers: As there.
-        deadline_s: As there.
+        choice: Result of `choose` for the same offers and deadline.
+        offers: As for `choose`.
+        deadline_s: As for `choose`.
     """
     if rule.policy != DEFAULT_POLICY or rule.cut is not None:
         return []
@@ -206,12 +207,12 @@ def kept_away(
 
 
 def likely(rule: Rule, sums: Sums, *, most: int) -> tuple[int, ...]:
-    """The cuts that win anywhere over a sweep of bandwidths and loads, those that win most often first.
+    """Return the cuts that win anywhere over a sweep of bandwidths and loads, most frequent winners first.
 
     Args:
         rule: How requests are cut.
-        sums: Of the network, the device and a server.
-        most: So many at most. The cut at which no server is asked is none of them.
+        sums: Sums of the network, the device and a server.
+        most: Largest number of cuts. The cut at which no server is asked is never returned.
     """
     last = len(sums.device_s) - 1
     only = rule.cut_of(last)

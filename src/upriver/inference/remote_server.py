@@ -1,9 +1,9 @@
-"""One server as a device sees it: whether it may be asked, what it costs, what the link and its load are now.
+"""Track one server as a device sees it: its readiness, its costs, its link and its load.
 
-A thread of its own lets the server in, probes the way to it and asks for its load, as LoADPart's runtime
-profiler does (ICDCS 2022, section IV); where requests have brought the same of late, they do instead. A
-server that has failed is left alone for pauses that grow, and then let in again like a new one. One that has
-refused a network is left alone with that one.
+A thread checks the server, probes the link and asks for the load, like LoADPart's runtime profiler (ICDCS
+2022, section IV). Recent requests that showed the same values replace a probe or a query. A failed server is
+left alone for growing pauses and then checked again like a new one. A server that refused a network is left
+alone for that network only.
 """
 
 from __future__ import annotations
@@ -38,31 +38,32 @@ from upriver.types import BANDWIDTH, MOST_FACTOR, require_finite
 log = logging.getLogger("upriver")
 
 PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""For how long a server that has failed, or refused a network, is left alone, the first time and at most."""
+"""First and longest pause after a server failed or refused a network."""
 
 SOONER = 0.1
-"""Of the time between two questions for its load, for a server that is left alone because of that while
-requests come: no answer tells then that it is free again."""
+"""Fraction of ``load_s`` between load queries while the load keeps requests away: no answer tells then that
+the server is free again."""
 
 SLOWED, LATE = 2.0, 0.1
-"""An answer is news of a load where its stages took so many times what k says, and what is beyond that is so
-much of the request."""
+"""Factor and share that make an answer news of a load. Its stages took more than ``SLOWED`` times the time
+that k predicts, and the excess is more than ``LATE`` of the request."""
 
 OF_ONE = (ProgramNotFound, Forbidden)
-"""Said of one program where a server is to be let in: it may have others, or be sent them by others."""
+"""Errors about one program during the check of a server. The server may have other programs, or receive this
+one from another client."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """How servers are used.
+    """Options for the use of servers.
 
     Attributes:
-        push: Whether one that has not the program is sent it.
-        exact: Whether its bits must be the device's.
-        probe_s: Between two probes of the link (5 s: LoADPart, section V-A).
-        load_s: Between two questions for its load (10 s: likewise); a tenth of it while requests come that
-            are kept away by that.
-        window: Transfers that the link is judged by.
+        push: Whether to send the program to a server that lacks it.
+        exact: Whether the server's bits must equal the device's.
+        probe_s: Interval between probes of the link (5 s: LoADPart, section V-A).
+        load_s: Interval between queries of the load (10 s: likewise); a tenth of that while the load keeps
+            requests away.
+        window: Transfers from which the link is estimated.
     """
 
     push: bool = True
@@ -78,7 +79,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """A network that the server is to be asked for, and its pauses where it refuses that one."""
+    """A network to request from the server, and the pauses after refusals of that network."""
 
     captured: CapturedModel
     device_s: Sequence[float]
@@ -86,15 +87,15 @@ class _Form:
 
 
 class Far:
-    """A server.
+    """Connect a device to one server.
 
     Args:
-        client: Talks to it; closed with this object.
-        terms: How it is used.
+        client: Client of the server; closed with this object.
+        terms: Options for the use of the server.
         uplink: Shared with the device's other servers.
 
     Attributes:
-        link: What the way up to it carries.
+        link: Estimate of the link up to the server.
     """
 
     def __init__(self, client: ServerClient, terms: Terms, uplink: Uplink | None = None) -> None:
@@ -120,19 +121,19 @@ class Far:
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """Address of the server."""
         return self._client.url
 
     @property
     def lacks_program(self) -> ProgramNotFound | None:
-        """Set where it has not a program, and is not to be sent it."""
+        """The error of a server that lacks a program and must not be sent it; None where there is none."""
         if self._terms.push:
             return None
         errors = [form.rest.error for form in list(self._wanted.values())]
         return next((error for error in errors if isinstance(error, ProgramNotFound)), None)
 
     def why_not(self, captured: CapturedModel) -> str:
-        """Why it is not asked for a network; empty where it is."""
+        """Return the reason that the server is not asked for a network; empty where it is asked."""
         if self.costs(captured) is not None:
             return ""
         error = self._rest.error or self._wanted[captured.program.digest].rest.error
@@ -144,7 +145,7 @@ class Far:
     # ------------------------------------------------------------------------------------- requests
 
     def serve(self, captured: CapturedModel, device_s: Sequence[float]) -> None:
-        """Have a network ready there, soon.
+        """Have the thread prepare a network on the server.
 
         Args:
             captured: The network.
@@ -159,11 +160,11 @@ class Far:
         self._wake.set()
 
     def wait(self, seconds: float | None, captured: CapturedModel | None = None) -> bool:
-        """Until it has been let in with a network or has failed to be; whether it has by then.
+        """Wait until the server has passed or failed the check of a network; return whether it has.
 
         Args:
-            seconds: At most; as long as it takes if None.
-            captured: The network; None for all that it is to be asked for, also those that come meanwhile.
+            seconds: Longest wait; unlimited if None.
+            captured: The network; None for all requested networks, including those added during the wait.
         """
 
         def done() -> bool:
@@ -174,7 +175,7 @@ class Far:
             return self._changed.wait_for(done, seconds)
 
     def costs(self, captured: CapturedModel) -> CutCosts | None:
-        """What the network takes with it; None where it may not be asked for that now."""
+        """Return the costs of a network on this server; None where the network may not be requested now."""
         self._heed_flags()
         digest = captured.program.digest
         if self._rest.left_s or self._wanted[digest].rest.left_s:
@@ -182,12 +183,12 @@ class Far:
         return self._costs.get(digest)
 
     def _heed_flags(self) -> None:
-        """Have it let in anew, at once, where what it was let in with holds no more in this process."""
+        """Check the server again at once, if this process's flags changed since the last check."""
         now = flags()
         if now == self._flags:
             return
         with self._lock:
-            if now == self._flags:  # as another thread has found
+            if now == self._flags:  # another thread was first
                 return
             self._flags, self._costs, self._looked_up = now, {}, set()
             self._wanted = {
@@ -196,7 +197,7 @@ class Far:
         self._wake.set()
 
     def now(self, costs: CutCosts) -> Now | None:
-        """The link and the server at this moment, for a network; None where nothing is known of the link."""
+        """Return the present link and server state for a network; None where the link is unknown."""
         link, download = self.link, self._download()
         upload = link.bandwidth_bytes_per_s
         if upload is None:
@@ -213,25 +214,25 @@ class Far:
     def ask(
         self, captured: CapturedModel, cut: int, tensors: Sequence[torch.Tensor], *, process: str
     ) -> Exchange:
-        """A question for what the network gives from a cut on, to the process that was let in."""
+        """Make a request for the stages from a cut on, to the server process that passed the check."""
         return Exchange(self._client, captured, cut, tensors, process=process)
 
     def seek(self) -> None:
-        """Have its load asked for soon, as a request was kept away by it."""
+        """Have the load queried soon, as the load kept a request away."""
         if not self._sought:
             self._sought = True
             self._wake.set()
 
     def under_way(self) -> AbstractContextManager[None]:
-        """While a request is: probes are put off, since both would see a part of the link."""
+        """Mark a request as under way. Probes wait, since both would see only a part of the link."""
         return self._uplink.in_use()
 
     def answered(self, captured: CapturedModel, cut: int, finished: Finished) -> None:
-        """Take in what an answer shows of the link and of the load.
+        """Update the link and the load from an answer.
 
-        The first one from a cut says nothing of the link: the server has looked up what crosses there. k is a
-        median over some seconds; an answer that took much longer there than by it is news of the load, which
-        counts until there is other news, or the machine there is not busy, or ``load_s`` is over.
+        The first answer from a cut says nothing of the link: the server has looked up what crosses there. k
+        is a median over some seconds. An answer that took much longer than k predicts is news of the load.
+        That news counts until the next news, until the machine is not busy, or for ``load_s``.
         """
         program, costs = captured.program, self._costs.get(captured.program.digest)
         shown = False
@@ -249,12 +250,13 @@ class Far:
             if alone_s > 0 and spent_s - SLOWED * self._load * alone_s > LATE * finished.took_s:
                 self._slowed = min(spent_s / alone_s, MOST_FACTOR)
                 self._slowed_until = now + self._terms.load_s
-            # Whether it is free again only /v1/load tells.
+            # Only /v1/load tells whether the machine is free again.
             self._heard_at = self._heard_at if self._provisional else now
             self._sought = False
             if shown:
                 self._shown_at = now
-                # What it alone says is made sure of at once, behind it; not again and again where links jump.
+                # A probe confirms at once a new rate that only this answer shows. Where links jump, it does
+                # not do so again and again.
                 if self.link.unsettled and now >= self._doubted_at + self._terms.probe_s:
                     self._shown_at, self._doubted_at = now - self._terms.probe_s, now
             self._rest.answered()
@@ -262,7 +264,7 @@ class Far:
             self._looked_up.add((program.digest, cut))
 
     def prepare(self, captured: CapturedModel, cut: int) -> bool:
-        """Run the example from a cut on once, for the server to have all that it needs; whether it did."""
+        """Run the example from a cut on once, so the server has all it needs; return whether it succeeded."""
         costs = self.costs(captured)
         if costs is None:
             return False
@@ -278,13 +280,13 @@ class Far:
         return True
 
     def failed(self, captured: CapturedModel | None, error: UpriverError) -> None:
-        """Leave it alone for a while, or only with a network that it has refused.
+        """Pause the server, or pause only a network that it refused.
 
-        One of which the error says that another may be there now, or none, is let in anew.
+        If the error says that another process, or none, may be there now, the server is checked again.
 
         Args:
-            captured: The network that it was asked for; None where it was asked for none.
-            error: What it has failed by.
+            captured: The requested network; None where no network was requested.
+            error: The failure.
         """
         lost = (captured is None or is_lost(error)) and not isinstance(error, Overloaded)
         with self._lock:
@@ -296,15 +298,15 @@ class Far:
         self._wake.set()
 
     def _drop(self, captured: CapturedModel) -> None:
-        """Have it let in anew with one network, before it is asked for that; with the lock held."""
+        """Have the server checked again with one network; the caller holds the lock."""
         self._costs = {at: costs for at, costs in self._costs.items() if at != captured.program.digest}
 
     def _leave(self, captured: CapturedModel | None, error: UpriverError) -> None:
-        """Alone for a while, if it is not already: all of it, or with one network."""
+        """Begin a pause of the server, or of one network on it, unless a pause is running."""
         least_s = min(error.retry_after_s, LONGEST_PAUSE_S) if isinstance(error, Overloaded) else 0.0
         with self._lock:
             rest = self._rest if captured is None else self._wanted[captured.program.digest].rest
-            if rest.left_s:  # as another request has found
+            if rest.left_s:  # another request was first
                 return
             known = str(rest.error)
             rest.begin(error, least_s=least_s)
@@ -313,7 +315,7 @@ class Far:
         log.log(level, "%s is not asked%s for now: %s", self.url, what, error)
 
     def close(self) -> None:
-        """End its thread, and break off whatever is under way."""
+        """End the thread and cancel all that is under way."""
         self._closed = True
         self._client.close()
         self._uplink.close()
@@ -337,8 +339,8 @@ class Far:
             except UpriverError as error:
                 if not self._closed:
                     self.failed(None, error)
-            except Exception as error:  # whatever it is, the server must not be left half let in
-                if not self._closed:  # which breaks off whatever it is about
+            except Exception as error:  # any other error too: the server must not stay half checked
+                if not self._closed:  # closing breaks off the thread's work
                     log.exception("%s cannot be looked after", self.url)
                     self.failed(None, UpriverError(error_text(error)))
             with self._lock:
@@ -365,19 +367,20 @@ class Far:
 
     @property
     def _may_probe(self) -> bool:
-        """Whether nothing is under way any more that was when the probe became due.
+        """Return whether every request has ended that was under way when the probe became due.
 
-        Later requests do not count: where they follow each other without a gap it would never be sent.
+        Later requests do not count. Where they follow each other without a gap, the probe would never be
+        sent.
         """
         return self._uplink.busy_since_s > self._probe_at
 
     def _turn(self) -> float:
-        """Do what is due; the seconds until the next thing is."""
+        """Do the work that is due and return the seconds until the next is due."""
         if self._rest.left_s:
             return self._rest.left_s
         self._heed_flags()
         known = self._rest.error
-        # Last those that it may have failed by: they are not to keep the others out.
+        # Networks that failed come last: they must not keep the others out.
         for form in sorted(self._wanted.values(), key=lambda form: form.rest.failures):
             if form.captured.program.digest not in self._costs and not form.rest.left_s:
                 self._try(form)
@@ -386,24 +389,24 @@ class Far:
         if self._costs and time.monotonic() >= self._hear_at:
             self._ask_load()
         with self._lock:
-            if self._rest.error is known:  # nor has it failed meanwhile
+            if self._rest.error is known:  # no failure during this turn
                 self._rest.error = None
             return self._due_s()
 
     def _due_s(self) -> float:
-        """Until there is something to be done."""
+        """Return the seconds until the next work is due."""
         due_s = [form.rest.left_s for digest, form in self._wanted.items() if digest not in self._costs]
         if self._costs:
             now, hear_at = time.monotonic(), self._hear_at
-            waits = now >= self._probe_at and not self._may_probe  # until it is told that a request has ended
+            waits = now >= self._probe_at and not self._may_probe  # until a request has ended
             due_s.append(max(0.0, (hear_at if waits else min(self._probe_at, hear_at)) - now))
         return min(due_s)
 
     def _try(self, form: _Form) -> None:
-        """Let it in with a network; what it refuses of that one says nothing of the others.
+        """Check the server with one network; a refusal says nothing of the other networks.
 
         Raises:
-            UpriverError: If nothing at all may be asked of it now.
+            UpriverError: If the server cannot be used at all now.
         """
         try:
             self._let_in(form.captured, form.device_s)
@@ -418,11 +421,11 @@ class Far:
                     raise
             self._leave(form.captured, error)
             if lost:
-                self._probed_at = -math.inf  # does it live?
+                self._probed_at = -math.inf  # a probe shows whether the server is alive
 
     def _let_in(self, captured: CapturedModel, device_s: Sequence[float]) -> None:
         terms, began_with = self._terms, self._flags
-        if not self._costs:  # it may have failed because the way there is another one now
+        if not self._costs:  # the link may have changed, and so caused the failure
             self.link = LinkWindow(terms.window)
         admitted = admit(
             self._client,
@@ -435,7 +438,7 @@ class Far:
         )
         load = admitted.load
         with self._lock:
-            if self._flags is not began_with:  # nor put back meanwhile
+            if self._flags is not began_with:  # nor when they changed back
                 return
             self._costs = {**self._costs, captured.program.digest: admitted.costs}
             self._looked_up |= {(captured.program.digest, cut) for cut in admitted.cuts}
@@ -447,9 +450,9 @@ class Far:
         log.info("%s may be asked for stages of %s", self.url, captured.program.digest[:12])
 
     def _probe(self) -> None:
-        """The round trip, and the rate where no request has shown it.
+        """Probe the round trip, and the rate where no request has shown it.
 
-        That once, and again at once where the link seems to be another one and is free.
+        A large probe is sent once. It repeats at once where the link seems changed and is free.
         """
         every_s = self._terms.probe_s
         with self._uplink.probing(self._probe_at):
@@ -463,7 +466,7 @@ class Far:
         self._shown_at = self._probed_at if large else self._shown_at
 
     def _ask_load(self) -> None:
-        """And where it was busy when stages were measured, and is not any more, have that done again."""
+        """Query the load. Repeat measurements that were made on a busy server, once it is free."""
         load = self._client.load()
         with self._lock:
             self._load, self._wait_s = load.k, load.expected_wait_s

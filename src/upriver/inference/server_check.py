@@ -1,7 +1,7 @@
-"""What has to hold before a server runs the rest of requests, and what is measured on that occasion.
+"""Check a server before it runs the rest of requests, and measure its costs meanwhile.
 
-As in a fine-tuning job: version, fingerprint, program, and a canary. Here that is the example that the
-network was captured with, which both sides compute, whole and from the cut that the least crosses.
+As in a fine-tuning job, the checks are version, fingerprint, program and a canary. The canary is the example
+of the capture. Both sides compute it, whole and from the cut with the fewest crossing bytes.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from upriver.types import Tier, Timings
 log = logging.getLogger("upriver")
 
 PROBES = 3
-"""Transfers of more than a byte that a server's link is first known by; the first one is small, and only says
-how large the others may be."""
+"""Large transfers of the first link estimate. The first probe is small and only sets the size of the
+others."""
 
 CANARIES = 2
-"""Runs from the narrowest cut: the first one also has the server look up what crosses there."""
+"""Runs from the narrowest cut; the first run also makes the server look up what crosses there."""
 
 BUSY = 0.9
-"""Share of a server's machine in use from which on what stages take at best cannot be seen there: LoADPart's
-threshold, as servers have it by default."""
+"""Share of a server's machine in use from which on measured stage times are not the best ones. This is
+LoADPart's threshold and the servers' default."""
 
 REPEATS = 3
-"""Runs of each stage that count where a server measures what they take."""
+"""Counted runs of each stage where a server measures its stages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,11 +48,11 @@ class AdmittedNetwork:
     """A network that a server may be asked for.
 
     Attributes:
-        costs: What its stages take here and there, and what requests take besides.
-        provisional: Whether what its stages take at best is not known: they were measured while it was busy,
-            or it had no time to measure them.
-        cuts: Those that the example ran from.
-        load: How busy the server is.
+        costs: Seconds of its stages on both sides, and the handling of requests.
+        provisional: Whether the best stage times are unknown, because the server was busy during the
+            measurement or had no time for it.
+        cuts: Cuts from which the example ran.
+        load: Load of the server.
     """
 
     costs: CutCosts
@@ -71,21 +71,21 @@ def admit(
     link: LinkWindow,
     uplink: Uplink,
 ) -> AdmittedNetwork:
-    """Let a server show that it gives what the device gives, and measure it and the way there.
+    """Check that a server computes what the device computes, and measure the server and the link.
 
     Args:
         client: The server.
         captured: The network.
         device_s: Seconds of its stages on the device.
-        push: Whether it is sent the program if it has it not.
-        exact: Whether its bits must be the device's.
-        link: Takes in what crosses.
-        uplink: By which all of it goes.
+        push: Whether to send the program to a server that lacks it.
+        exact: Whether the server's bits must equal the device's.
+        link: Records the transfers.
+        uplink: The device's link out, which all transfers use.
 
     Raises:
-        NotExact: If its fingerprint or its answer differs.
-        ProgramNotFound: If it has not the program and is not to be sent it.
-        UpriverError: If it cannot be used now.
+        NotExact: If the server's fingerprint or answer differs.
+        ProgramNotFound: If the server lacks the program and must not be sent it.
+        UpriverError: If the server cannot be used now.
     """
     process, program = client.process(), captured.program
     info = client.info(process=process)
@@ -103,9 +103,9 @@ def admit(
     before, today = _kept(key, program), _at_best(program, seen)
     known = bool(before) and sum(before) / UNCHANGED <= sum(today) <= sum(before) * UNCHANGED
     measured, later = ((), False) if known else _measured(client, program)
-    load = client.load(process=process)  # the same to the end, whatever has failed in between
+    load = client.load(process=process)  # the same process to the end, even after failures in between
     seconds = tuple(each / load.k for each in measured) or today
-    if known or (later and sum(before) < sum(today)):  # a first run takes longer than those after it
+    if known or (later and sum(before) < sum(today)):  # a first run takes longer than later ones
         seconds = before or today
     costs = CutCosts(program=program, device_s=device_s, server_s=seconds, handling=handling, process=process)
     provisional = not known and (later or load.machine >= BUSY)
@@ -115,7 +115,7 @@ def admit(
 
 
 def allowed_by(exact: Exact, captured: CapturedModel) -> Tolerance | None:
-    """How far a server's answer may be from the device's; None asks for equal bits."""
+    """Return the allowed difference between a server's answer and the device's; None asks for equal bits."""
     return None if exact == "bitwise" else tolerance([tensor.dtype for tensor in captured.reference])
 
 
@@ -130,7 +130,7 @@ def _bring(client: ServerClient, captured: CapturedModel, *, push: bool) -> None
 
 
 def _push_command(captured: CapturedModel) -> str:
-    """How a store comes to have the program; empty where no command makes it."""
+    """Return the command that puts the program into a store; empty where no command makes it."""
     program = captured.program
     if captured.granularity == "end":
         return ""
@@ -144,14 +144,14 @@ def _push_command(captured: CapturedModel) -> str:
 
 
 def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:
-    """Send what means nothing, and note how long it took.
+    """Send meaningless bytes and record how long they took.
 
     Args:
         client: The server.
-        link: Takes it in, and says how large a probe is to be.
-        small: Transfers of one byte.
-        large: Others.
-        every_s: How often that is done.
+        link: Records the transfers and sizes the large probes.
+        small: Number of one-byte transfers.
+        large: Number of large transfers.
+        every_s: Interval between probes.
 
     Raises:
         UpriverError: If the server does not answer.
@@ -164,18 +164,18 @@ def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, eve
 def canary(
     client: ServerClient, captured: CapturedModel, cut: int, allowed: Tolerance | None, *, process: str
 ) -> Finished:
-    """Have a server finish the example from a cut on, and compare.
+    """Have a server compute the example from a cut on, and compare the answer.
 
     Args:
         client: The server.
         captured: The network.
-        cut: Where the device stops.
-        allowed: How far the answer may be from the device's; None asks for equal bits.
-        process: That is to answer.
+        cut: Number of stages that the device runs.
+        allowed: Allowed difference from the device's answer; None asks for equal bits.
+        process: Server process that must answer.
 
     Raises:
-        NotExact: If it gives something else.
-        UpriverError: If it cannot be asked now.
+        NotExact: If the server's answer differs.
+        UpriverError: If the server cannot be asked now.
     """
     crossing = captured.program.run(captured.example.tensors, 0, cut)
     finished = Exchange(client, captured, cut, crossing, process=process).finish(MEASURE_S)
@@ -190,16 +190,16 @@ def canary(
 
 
 def handling_of(program: Program, cut: int, seen: Sequence[Finished], link: LinkWindow) -> Handling:
-    """What requests take beside what stages and the link do, by some of which little crosses.
+    """Return what requests cost apart from stages and link, from some requests with few crossing bytes.
 
-    What a byte takes is measured on this side, for both: over a thin link none of it shows in a request, and
-    a server is hardly slower than the device that asks it.
+    The device measures the seconds per byte for both sides. A request over a thin link does not show them,
+    and a server is hardly slower than the device.
 
     Args:
         program: The network.
-        cut: Where these requests were cut.
-        seen: These; the quickest counts.
-        link: What it carries, and how long a round trip takes.
+        cut: Cut of these requests.
+        seen: Answers of these requests; the quickest counts.
+        link: Estimate of the link's rate and round trip.
     """
     encode, decode = packing()
     crossing, bandwidth = crossing_bytes(program, cut), link.bandwidth_bytes_per_s
@@ -216,13 +216,16 @@ def handling_of(program: Program, cut: int, seen: Sequence[Finished], link: Link
 
 
 def _kept(key: ProfileKey, program: Program) -> tuple[float, ...]:
-    """Seconds of each stage as an earlier process had them measured; none where none has."""
+    """Return the seconds of each stage that an earlier process measured; empty where there are none."""
     kept = load_profile(key, stages=[stage.name for stage in program.stages], input_stages=())
     return () if kept is None else tuple(sum(stage.seconds[Tier.STORAGE]) for stage in kept.profile.stages)
 
 
 def _measured(client: ServerClient, program: Program) -> tuple[tuple[float, ...], bool]:
-    """Seconds of each stage as it measures them now; none where it does not, and whether it may later."""
+    """Return the seconds of each stage as the server measures them now, and whether it may measure later.
+
+    The seconds are empty where the server does not measure.
+    """
     positions = range(1, program.num_stages + 1)
     try:
         found = client.profile([program.digest], repeats=REPEATS)
@@ -234,7 +237,7 @@ def _measured(client: ServerClient, program: Program) -> tuple[tuple[float, ...]
 
 
 def _at_best(program: Program, seen: Sequence[Timings]) -> tuple[float, ...]:
-    """Seconds of each stage as some answers show them, on a server that has nothing else to do."""
+    """Return the seconds of each stage on an otherwise idle server, from some answers."""
     return tuple(
         min((each.stages[at] / each.k for each in seen if at in each.stages), default=0.0)
         for at in range(1, program.num_stages + 1)

@@ -1,4 +1,4 @@
-"""The device's way out, which its requests and its probes share."""
+"""Share the device's link out among its requests and probes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 LONGEST_WAIT_S = 10.0
-"""For a probe, until it is sent all the same: a server that hangs is to keep no other one out."""
+"""Longest wait of a probe before it is sent anyway: a hanging server must not keep other servers out."""
 
 
 class Uplink:
-    """Requests and probes that are under way, to whichever server. Thread-safe."""
+    """Track the requests and probes under way, to all servers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class Uplink:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """While a request is under way."""
+        """Mark a request as under way."""
         request = object()
         with self._lock:
             self._began[request] = time.monotonic()
@@ -40,12 +40,12 @@ class Uplink:
 
     @contextmanager
     def probing(self, due_s: float) -> Iterator[None]:
-        """While probes are sent; waits for those to other servers, and for requests that were there before.
+        """Mark probes as under way, after probes to other servers and earlier requests have ended.
 
-        Two that overlap share the link and end together, so that the next ones would overlap again.
+        Two overlapping probes share the link and end together, so that the next ones would overlap again.
 
         Args:
-            due_s: Since when they have been due; later requests are not waited for.
+            due_s: Time since when the probes are due; they do not wait for later requests.
         """
 
         def free() -> bool:
@@ -64,19 +64,19 @@ class Uplink:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """End all waits, now and later."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     @property
     def busy_since_s(self) -> float:
-        """When the oldest request under way began; infinite where none is."""
+        """Start of the oldest request under way; infinite where there is none."""
         with self._lock:
             return self._busy_since_s()
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Call it, with no lock held, whenever a request has ended."""
+        """Call a listener whenever a request has ended, with no lock held."""
         with self._lock:
             self._listeners.append(listener)
 
