@@ -1,4 +1,4 @@
-"""What each stage costs on each tier: measured, predicted, kept."""
+"""Hold each stage's costs on each tier: measured, predicted, cached."""
 
 from __future__ import annotations
 

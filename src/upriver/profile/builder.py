@@ -1,10 +1,10 @@
-"""From a short measurement to a profile and a cluster.
+"""Build a profile and a cluster from a short measurement.
 
-Both tiers run the same few micro-batches through every stage before a job starts; what they report as
-`Timings` becomes seconds per sample here. Medians, since a machine that does other work now and then makes
-single micro-batches slow, never fast. These are of one size, so nothing is known of fixed costs: they are 0
-and what a call costs is in the seconds per sample of that size, which is the size the job runs at. Where
-model stages were measured at a second size, too (`upriver.profile.stage_timing`), `with_lines` puts that in.
+Both tiers run the same few micro-batches through every stage before a job starts. This module turns their
+`Timings` into seconds per sample. Medians count, since other work on a machine makes single micro-batches
+slow, never fast. All micro-batches have one size, so fixed costs are unknown and set to 0. The seconds per
+sample include the cost of a call at that size, which is the size of the job. `with_lines` adds measurements
+of model stages at a second size (`upriver.profile.stage_timing`).
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ _CPU = torch.device("cpu")
 
 
 class InputStageLike(Protocol):
-    """What is needed of an input stage."""
+    """Required interface of an input stage."""
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
 
     @property
     def kind(self) -> str:
-        """What sort of work it does."""
+        """Kind of work."""
 
 
 class StageLike(InputStageLike, Protocol):
-    """What is needed of a captured model stage; sizes and work are per sample."""
+    """Required interface of a captured model stage; sizes and work are per sample."""
 
     @property
     def out_bytes(self) -> float:
-        """What crosses a cut right after it."""
+        """Bytes that cross a cut right after the stage."""
 
     @property
     def param_bytes(self) -> float:
-        """Weights it reads, in all."""
+        """Bytes of all weights that the stage reads."""
 
     @property
     def flops(self) -> float:
-        """Floating-point operations."""
+        """Number of floating-point operations."""
 
     @property
     def peak_bytes(self) -> float:
-        """Activations alive at once."""
+        """Bytes of activations alive at once."""
 
 
 def build_profile(
@@ -83,26 +83,26 @@ def build_profile(
     cpus_apart: bool = False,
     tail: TailProfile | None = None,
 ) -> Profile:
-    """Put measurements together.
+    """Build a profile from measurements.
 
     Args:
-        model: A name for people.
-        freeze: The freeze point; later stages, where ``stages`` has them, need no measurement.
+        model: Name to display.
+        freeze: The freeze point; later stages in ``stages`` need no measurement.
         stages: The model stages, as captured.
         chain: The input stages of the dataset, in order.
         stored_bytes: Mean stored size of a sample.
         tensor_bytes: Size of one sample of the model's input.
-        storage: What the storage tier reported, one a micro-batch, in the order they ran. The first is taken
-            for warm-up when there is more than one.
-        compute: What the compute tier reported, likewise.
+        storage: Reports of the storage tier, one for each micro-batch, in running order. If there are
+            several, the first counts as warm-up.
+        compute: Reports of the compute tier, likewise.
         samples_per_timing: Samples in each of those micro-batches.
-        input_bytes: Position to the mean size of a sample there, after each input stage; one that is not
-            known counts as a finished sample.
-        cpus_apart: Whether the compute tier has cores for input stages beside what runs the model.
+        input_bytes: Mean size of a sample after each input stage, by position; an unknown one counts as a
+            finished sample.
+        cpus_apart: Whether the compute tier has other cores for input stages than for the model.
         tail: Cost of the trainable rest; None counts it as free.
 
     Raises:
-        ConfigError: If a frozen stage was not measured on a tier; names the stage and the tier.
+        ConfigError: If a frozen stage was not measured on a tier; the message names the stage and the tier.
     """
     require_finite("samples_per_timing", samples_per_timing, at_least=1)
     steady = {Tier.STORAGE: _without_warm_up(storage), Tier.COMPUTE: _without_warm_up(compute)}
@@ -135,7 +135,7 @@ def build_profile(
             name=stage.name,
             kind=stage.kind,
             out_bytes=sizes.get(position, tensor_bytes),
-            # What it is given, what it gives, and the finished sample.
+            # Input, output and finished sample.
             peak_bytes=sizes.get(position - 1, tensor_bytes)
             + sizes.get(position, tensor_bytes)
             + tensor_bytes,
@@ -154,13 +154,14 @@ def build_profile(
 
 
 def with_lines(profile: Profile, lines: Mapping[Tier, Sequence[Seconds]]) -> Profile:
-    """The same profile, with model stages as they were measured at two sizes of micro-batch.
+    """Return the profile with model stages as measured at two sizes of micro-batch.
 
     Args:
-        lines: For a tier (fixed per call, per sample) of each stage up to the freeze point, in order.
+        profile: The profile.
+        lines: For a tier, (fixed per call, per sample) of each stage up to the freeze point, in order.
 
     Raises:
-        ConfigError: If there are more or fewer of them.
+        ConfigError: If the number of lines differs from the freeze point.
     """
     for tier, of_tier in lines.items():
         if len(of_tier) != profile.freeze:
@@ -175,10 +176,10 @@ def with_lines(profile: Profile, lines: Mapping[Tier, Sequence[Seconds]]) -> Pro
 
 
 def with_peaks(profile: Profile, peaks: Sequence[float]) -> Profile:
-    """The same profile, with each model stage's bytes alive at once, per sample.
+    """Return the profile with the given peak bytes per sample of each model stage.
 
     Raises:
-        ConfigError: If there are more or fewer of them than stages.
+        ConfigError: If the number of peaks differs from the number of stages.
     """
     if len(peaks) != len(profile.stages):
         raise ConfigError(f"{len(profile.stages)} stages need as many peaks, got {len(peaks)}")
@@ -187,9 +188,10 @@ def with_peaks(profile: Profile, peaks: Sequence[float]) -> Profile:
 
 
 def has_lines(profile: Profile) -> bool:
-    """Whether model stages were measured at two sizes: on one tier at least some then cost something a call.
+    """Return whether model stages were measured at two sizes.
 
-    On the other one a line through what was measured may have no fixed part at any stage.
+    If so, some stage has a fixed cost on at least one tier. On the other tier a line through the measurements
+    may have no fixed part at any stage.
     """
     frozen = profile.stages[: profile.freeze]
     return any(stage.seconds[tier][0] > 0 for stage in frozen for tier in (Tier.STORAGE, Tier.COMPUTE))
@@ -212,24 +214,24 @@ def cluster_from(
     load: float = 1.0,
     device: torch.device = _CPU,
 ) -> Cluster:
-    """Put together what is known of the machines and the link.
+    """Build a cluster from the known facts about the machines and the link.
 
     Args:
-        bandwidth_bytes_per_s: Of the link, storage to compute.
-        rtt_s: Of the link.
-        micro_batch: The job's size, the same on both tiers.
+        bandwidth_bytes_per_s: Bandwidth of the link, storage to compute.
+        rtt_s: Round trip time of the link.
+        micro_batch: The job's micro-batch size, the same on both tiers.
         stored_bytes: Mean stored size of a sample.
-        sent_bytes: What crossed the link for one sample while ``storage`` and ``compute`` were measured.
+        sent_bytes: Bytes that crossed the link for one sample during the measurement of ``storage`` and
+            ``compute``.
         samples_per_timing: Samples in each of those micro-batches.
-        storage: What the storage tier reported; its ``read`` and ``encode`` phases give seconds per byte.
-        compute: What the compute tier reported; its ``decode`` phase, where there is one, gives seconds per
-            byte.
-        storage_memory_bytes: As the server says; None where it does not, which rules no cut out.
-        compute_memory_bytes: None asks what is available now where ``device`` computes.
+        storage: Reports of the storage tier; its ``read`` and ``encode`` phases give seconds per byte.
+        compute: Reports of the compute tier; its ``decode`` phase, if present, gives seconds per byte.
+        storage_memory_bytes: Memory that the server reports; None where it does not, which rules no cut out.
+        compute_memory_bytes: Memory of the compute tier; None uses the memory available now on ``device``.
         concurrency: Requests that the servers run at once.
         inputs_at_once: Micro-batches whose input stages run at once on the compute tier.
         load: Factor on the storage tier's compute seconds.
-        device: On which the compute tier, this process, runs the model.
+        device: Device of the compute tier (this process) that runs the model.
     """
     require_finite("samples_per_timing", samples_per_timing, at_least=1)
     unlimited = float("inf")
@@ -256,7 +258,7 @@ def cluster_from(
 
 
 def _without_warm_up(timings: Sequence[Timings]) -> Sequence[Timings]:
-    """The first micro-batch pays for lazy set-up and cold caches; alone it is better than nothing."""
+    """Drop the first micro-batch, which pays for lazy set-up and cold caches, unless it is the only one."""
     return timings[1:] if len(timings) > 1 else timings
 
 

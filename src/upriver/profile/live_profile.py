@@ -1,11 +1,11 @@
-"""A profile that follows the running job: every answer's own timings go in, a fresh profile comes out.
+"""Track a running job: each answer's timings go in, an up-to-date profile comes out.
 
-What was measured before the job starts ages: other jobs come, links change, caches warm up. Medians over a
-short window follow that and forget single slow micro-batches. A stage that runs elsewhere now is not seen; it
-is taken to have become slower or faster as the stages beside it have since it was seen, or measured.
+Measurements from before the job age: other jobs arrive, links change, caches warm up. Medians over a short
+window follow these changes and ignore single slow micro-batches. A stage that now runs elsewhere is not seen.
+It is assumed to have changed like the stages seen on its tier, since it was last seen or measured.
 
-Seconds of stages hold no waiting. Where servers work for others, too, a job's micro-batches wait for theirs;
-what that comes to follows from what servers say with each answer, and is a factor on the storage tier's load.
+Seconds of stages include no waiting. Where servers also work for others, a job's micro-batches wait for
+theirs. The servers report this wait with each answer, and it becomes a factor on the storage tier's load.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from typing import TypeVar
 from upriver.types import Cluster, Profile, StageProfile, Tier, Timings, require_finite
 
 WINDOW = 24
-"""Micro-batches that a stage's seconds look back on: on a machine that others use, too, a processor may be a
-fifth slower for seconds, and a plan that follows that changes all the time."""
+"""Micro-batches in the window of a stage's seconds. On a shared machine a processor may be a fifth slower for
+seconds; a plan that followed this would change all the time."""
 
 ENOUGH = 4
-"""Micro-batches before what a stage takes in the job counts for more than what was measured before it."""
+"""Micro-batches from which on a stage's times in the job replace the earlier measurement."""
 
 STEPS = 8
-"""Training steps that a figure looks back on: an odd slow one shows in none of them."""
+"""Training steps in the window of the tail's seconds: a single slow one does not show."""
 
 UNSEEN = 4
-"""Windows of its tier's micro-batches after which a stage that ran in none of them counts as not seen now: a
-route with a small share has few."""
+"""A stage counts as not seen after this many windows of its tier's micro-batches without it: a route with a
+small share has few."""
 
 LINK_WINDOW = 5
-"""Of the bandwidths told, the median of so many counts: a meter has smoothed them already, and three that
-agree are no accident."""
+"""Latest bandwidths whose median counts: a meter has smoothed them already, and three that agree are no
+accident."""
 
 TOLD_WINDOW = 3
-"""Of the waits told apart from answers, the median of so many counts: each is a look at one moment."""
+"""Latest waits reported apart from answers whose median counts: each shows a single moment."""
 
 MOST_SLOWED = 1000.0
-"""More makes no difference: a tier that takes so many times as long gets nothing to do."""
+"""Largest slowdown. More makes no difference: such a tier gets no work."""
 
 LEAST_S = 1e-9
-"""A worker that took less for a micro-batch tells nothing of it."""
+"""Shortest believable worker time of a micro-batch; shorter ones carry no information."""
 
 APART = ("receive", "queue", "read", "weights")
-"""Phases in which a micro-batch keeps no other one from a server's workers: it comes, waits, or is read. A
-worker may wait, too, for `weights` of a program that is still being read, but only once."""
+"""Phases in which a micro-batch does not keep a server's worker from others: transfer, waiting, reading. A
+worker may also wait for `weights` of a program that is still being read, but only once."""
 
 _Sums = deque[float]
 _Line = tuple[float, float]
@@ -59,9 +59,9 @@ class _Seen:
     """A stage on one tier.
 
     Attributes:
-        seconds: Of a sample, in the last micro-batches.
-        last: How many micro-batches its tier had run when it was seen last.
-        beside: Seconds of the stages that ran on its tier at that time.
+        seconds: Seconds per sample in the last micro-batches.
+        last: Number of micro-batches on its tier when the stage was last seen.
+        beside: Seconds of all stages that ran on its tier at that time.
     """
 
     seconds: _Sums
@@ -71,14 +71,13 @@ class _Seen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AtServers:
-    """What a job has at servers at once, to tell its own micro-batches from others' in what one waits for.
+    """A job's load on servers, to separate its own micro-batches from others' in a wait.
 
     Attributes:
         in_flight: Micro-batches of the job at one server, all ranks together.
         at_once: Micro-batches that one server computes at once.
-        slowed: By others' work, how many times as long micro-batches took when the profile was measured; the
-            cluster's load holds that.
-        micro_batch_s: What one of the job's took a worker then; 0 where nobody knows.
+        slowed: Slowdown by others' work when the profile was measured; the cluster's load includes it.
+        micro_batch_s: Worker seconds of one of the job's micro-batches at that time; 0 where unknown.
     """
 
     in_flight: float = 1.0
@@ -92,32 +91,34 @@ class AtServers:
         require_finite("at_servers.micro_batch_s", self.micro_batch_s)
 
     def slowed_by(self, wait_s: float, micro_batch_s: float) -> float:
-        """How many times as long as alone work takes where one more micro-batch would wait so long.
+        """Return the slowdown, relative to a job alone, where one more micro-batch would wait this long.
 
-        This job's own are part of that wait, at most all but the one that has just come, and no reason to go
-        elsewhere. What is left is others' work, which comes once for all that this job has there.
+        That wait includes the job's own micro-batches, at most all but the newest. These are no reason to go
+        elsewhere. The remaining wait is others' work, which counts once for all of the job's micro-batches
+        there.
         """
         each = micro_batch_s / self.at_once
         others = wait_s - max(0.0, self.in_flight - 1.0) * each
         return min(MOST_SLOWED, 1.0 + max(0.0, others) / (self.in_flight * each))
 
     def slowed_at_first(self, wait_s: float, micro_batch_s: float) -> float:
-        """The same where the job has none there: each that it sent would wait for a turn of everybody else.
+        """Return the slowdown where the job has no micro-batch there: each would wait for all others' turns.
 
-        Where others' requests are its own tenant's that is too much, and it goes on elsewhere for a little
-        longer.
+        Where the others' requests are its own tenant's, the result is too high. The job then stays elsewhere
+        for a little longer.
         """
         return min(MOST_SLOWED, 1.0 + wait_s * self.at_once / micro_batch_s)
 
 
 class LiveProfile:
-    """What is known now of a chain and its machines.
+    """Keep an up-to-date profile of a chain and its machines.
 
     Args:
-        profile: As measured before the job started.
-        cluster: Likewise.
-        samples: Of a micro-batch: what the seconds of a `Timings` are for.
-        at_servers: What the job has there at once.
+        profile: Profile measured before the job.
+        cluster: Cluster measured before the job.
+        samples: Samples of a micro-batch, which the seconds of a `Timings` cover.
+        window: Micro-batches in the window of a stage's seconds.
+        at_servers: The job's load on servers.
     """
 
     def __init__(
@@ -144,11 +145,12 @@ class LiveProfile:
         self._bandwidths: _Sums = deque(maxlen=window)
 
     def saw(self, tier: Tier, timings: Timings, *, sent_bytes: float = 0.0) -> None:
-        """Take in one micro-batch.
+        """Record one micro-batch.
 
         Args:
-            tier: Where it ran.
-            sent_bytes: What crossed the link for it, for the seconds a byte takes to encode.
+            tier: Tier that ran it.
+            timings: Its times.
+            sent_bytes: Bytes that crossed the link for it, for the encoding seconds per byte.
         """
         self._ran[tier] += 1
         for position, seconds in timings.stages.items():
@@ -163,19 +165,19 @@ class LiveProfile:
             self._waited(timings)
 
     def waits(self, wait_s: float) -> None:
-        """Take in what a server says that a micro-batch would wait there, while this job has none there."""
+        """Record the wait that a server predicts for a micro-batch, while the job has none there."""
         require_finite("wait_s", wait_s)
         self._waits.clear()
         self._told_waits.append(wait_s)
 
     @property
     def answers(self) -> int:
-        """Micro-batches that servers have made so far."""
+        """Number of micro-batches that servers have returned so far."""
         return self._ran[Tier.STORAGE]
 
     @property
     def slowed(self) -> float:
-        """How many times as long as alone micro-batches take at servers now, by the work of others there."""
+        """Present slowdown of micro-batches at servers by others' work, relative to a job alone."""
         took_s = fmean(self._took) if self._took else self._at.micro_batch_s
         if took_s >= LEAST_S and len(self._waits) >= min(ENOUGH, self._window):
             return self._at.slowed_by(median(self._waits), took_s)
@@ -184,21 +186,21 @@ class LiveProfile:
         return self._at.slowed
 
     def trained(self, seconds: float, samples: int) -> None:
-        """Take in one training step: the tail, the optimizer, and whatever else the loop does."""
+        """Record one training step: the tail, the optimizer, and the rest of the loop."""
         if samples > 0:
             self._steps.append(seconds / samples)
 
     def carried(self, bandwidth_bytes_per_s: float) -> None:
-        """Take in what the link has lately carried."""
+        """Record a recent bandwidth of the link."""
         require_finite("bandwidth_bytes_per_s", bandwidth_bytes_per_s, positive=True)
         self._bandwidths.append(bandwidth_bytes_per_s)
 
     def recent_bandwidths(self, most: int) -> tuple[float, ...]:
-        """What the link has carried, as told the last ``most`` times."""
+        """Return the last ``most`` recorded bandwidths."""
         return tuple(self._bandwidths)[-most:]
 
     def now(self) -> tuple[Profile, Cluster]:
-        """The profile and the cluster as they are now."""
+        """Return the present profile and cluster."""
         tail = self._profile.tail
         if len(self._steps) == STEPS:  # the first steps warm up
             tail = replace(tail, seconds=(0.0, median(self._steps)))
@@ -211,7 +213,7 @@ class LiveProfile:
         return profile, self._fresh_cluster()
 
     def _waited(self, timings: Timings) -> None:
-        """What a server says with answers counts for more than what it said before, once it is enough."""
+        """Record the wait reported with an answer. Enough of these replace other reported waits."""
         self._waits.append(timings.expected_wait_s)
         self._took.append(worker_s(timings))
         if len(self._waits) >= min(ENOUGH, self._window):
@@ -232,7 +234,7 @@ class LiveProfile:
         return (*fresh, *stages[len(measured) :])
 
     def _lines(self, tier: Tier, measured: Mapping[int, _Line]) -> dict[int, _Line]:
-        """What stages take on a tier now: those that run as seen, others as those beside them."""
+        """Return the present lines of stages on a tier: running stages as seen, others scaled like those."""
         told = {at: seen for at in measured if (seen := self._told(tier, at)) is not None}
         seconds = {at: median(seen.seconds) for at, seen in told.items()}
         recent = self._ran[tier] - UNSEEN * self._window
@@ -245,7 +247,7 @@ class LiveProfile:
         return lines | {at: (0.0, seconds[at] * _change(running, told[at].beside)) for at in told}
 
     def _told(self, tier: Tier, position: int) -> _Seen | None:
-        """What was seen of a stage, once that says more than what was measured."""
+        """Return the observations of a stage once there are enough to replace the measurement, else None."""
         seen = self._stages.get((tier, position))
         return seen if seen is not None and len(seen.seconds) >= min(ENOUGH, self._window) else None
 
@@ -256,24 +258,24 @@ class LiveProfile:
         link = cluster.link
         if self._bandwidths:
             link = replace(link, bandwidth_bytes_per_s=median(self.recent_bandwidths(LINK_WINDOW)))
-        # What was waited for when the profile was measured is in the load already.
+        # The load already includes the wait during the measurement.
         load = cluster.storage.load * (self.slowed / self._at.slowed)
         storage = replace(cluster.storage, load=load, seconds_per_byte=rates)
         return replace(cluster, link=link, storage=storage)
 
 
 def worker_s(timings: Timings) -> float:
-    """For how long a micro-batch kept a server's worker from all others."""
+    """Return the seconds for which a micro-batch kept a server's worker from others."""
     return sum(seconds for phase, seconds in timings.phases.items() if phase not in APART)
 
 
 def _key(tier: Tier, seconds: Mapping[str, _Line]) -> str:
-    """Under which name a stage has its seconds on a tier; empty where it has none."""
+    """Return the resource name of a stage's seconds on a tier; empty where it has none."""
     return next((key for key in (str(tier), f"{tier}.cpu") if key in seconds), "")
 
 
 def _change(now: Mapping[int, float], before: Mapping[int, float]) -> float:
-    """How many times as long as before the stages take that are in both; 1 where there are none."""
+    """Return the ratio of present to earlier seconds over common stages; 1 where there are none."""
     both = now.keys() & before.keys()
     was = sum(before[position] for position in both)
     return sum(now[position] for position in both) / was if was > 0 else 1.0

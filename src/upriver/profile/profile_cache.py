@@ -1,11 +1,11 @@
-"""Profiles are measured once: what a job measured is kept, and the next one like it starts from there.
+"""Cache profiles: the next job like an earlier one starts from the earlier measurement.
 
-A profile is named by everything that it depends on: the program, the dataset (what is stored, and the stages
-before the model), the micro-batch, and for each tier the machine, its device, threads, versions and flags.
-Each is two files as ``upriver plan --profile P --cluster C`` reads them, in the folder where proofs are
-remembered, too. Losing one costs the seconds of a new measurement; so does one that cannot be read, which the
-next job replaces. The machines may be busier today than they were then: `slowdown` and `as_of_today` bring a
-profile up to the one micro-batch that every job runs anyway.
+The key of a profile holds all its dependencies. They are the program, the dataset (the stored samples, and
+the stages before the model) and the micro-batch. For each tier they are the machine, its device, threads,
+versions and flags. Each profile is two files in the format of ``upriver plan --profile P --cluster C``, in
+the folder that also holds remembered proofs. A lost or unreadable file costs the seconds of a new
+measurement; the next job replaces it. The machines may be busier now: `slowdown` and `as_of_today` adjust a
+profile to the one micro-batch that every job runs anyway.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from upriver.profile.serialization import (
 from upriver.types import Cluster, Profile, StageProfile, Tier, Timings
 
 _PROFILES = Cache("profiles", max_files=2 * 256)
-"""Some hundred kB each for a network of a thousand stages."""
+"""Size: some hundred kB each for a network of a thousand stages."""
 
 MAX_AGE_S = 30 * 86_400.0
-"""A month: machines change in ways that no version tells, and measuring once a month costs nothing."""
+"""A month: machines change in ways that no version shows, and a monthly measurement costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TierIdentity:
-    """What decides the speed of a tier.
+    """Facts that decide the speed of a tier.
 
     Attributes:
-        host: The machine's name; a server's without its port, which is another one each time for some.
-        device: Where model stages run.
-        threads: Of each process that computes.
-        workers: Processes that compute.
-        versions: The fingerprint there.
+        host: The machine's name; a server's without its port, which for some servers changes each time.
+        device: Device of the model stages.
+        threads: Threads of each computing process.
+        versions: The tier's fingerprint.
+        workers: Number of computing processes.
     """
 
     host: str
@@ -55,7 +55,7 @@ class TierIdentity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileKey:
-    """What a profile is of: all that it depends on."""
+    """Everything that a profile depends on."""
 
     program: str
     dataset: str
@@ -65,17 +65,18 @@ class ProfileKey:
 
     @property
     def digest(self) -> str:
-        """Names the profile."""
+        """Name of the profile: a SHA-256."""
         facts = [upriver.__version__, PROFILE_SCHEMA, CLUSTER_SCHEMA, asdict(self)]
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedProfile:
-    """What an earlier job measured.
+    """The measurement of an earlier job.
 
     Attributes:
-        cluster: Its link and its memory are those of then.
+        profile: The profile.
+        cluster: The cluster, with link and memory as they were then.
     """
 
     profile: Profile
@@ -85,10 +86,11 @@ class CachedProfile:
 def load_profile(
     key: ProfileKey, *, stages: Sequence[str], input_stages: Sequence[str]
 ) -> CachedProfile | None:
-    """The profile that was kept, or None where there is none that can be used.
+    """Return the cached profile, or None where there is no usable one.
 
     Args:
-        stages: Names of the model stages it must have.
+        key: What the profile depends on.
+        stages: Names of the model stages that it must have.
         input_stages: Names of the stages before the model, likewise.
     """
     profile = _PROFILES.load(f"{key.digest}.profile", profile_from_json, max_age_s=MAX_AGE_S)
@@ -106,19 +108,21 @@ def load_profile(
 
 
 def save_profile(key: ProfileKey, profile: Profile, cluster: Cluster) -> None:
-    """Keep what was measured. A folder that cannot be written is no error: the next job measures again."""
+    """Save a measurement. An unwritable folder is no error: the next job measures again."""
     _PROFILES.save(f"{key.digest}.profile", profile_to_json(profile) + "\n")
     _PROFILES.save(f"{key.digest}.cluster", cluster_to_json(cluster) + "\n")
 
 
 def slowdown(profile: Profile, tier: Tier, timings: Sequence[Timings], *, samples: int) -> float:
-    """How many times as long as kept a tier takes now for the frozen stages, by the fastest of some runs.
+    """Return the present slowdown of a tier's frozen stages against the profile, by the fastest run.
 
-    The fastest, since the first run pays for lazy set-up, and other work makes runs slow, never fast.
+    The fastest run counts: the first one pays for lazy set-up, and other work makes runs slow, never fast.
 
     Args:
-        timings: Of at least one micro-batch, run up to the freeze point.
-        samples: In each of them.
+        profile: The profile.
+        tier: The tier.
+        timings: Timings of at least one micro-batch, run up to the freeze point.
+        samples: Samples in each micro-batch.
     """
     lines = {position: profile.stage(position).seconds for position in _frozen(profile)}
     kept = sum(line[tier][0] + line[tier][1] * samples for line in lines.values() if tier in line)
@@ -127,7 +131,7 @@ def slowdown(profile: Profile, tier: Tier, timings: Sequence[Timings], *, sample
 
 
 def as_of_today(profile: Profile, factors: Mapping[Tier, float]) -> Profile:
-    """The same profile on tiers that take so many times as long for every frozen stage."""
+    """Return the profile with the seconds of every frozen stage multiplied by its tier's factor."""
 
     def scaled(stage: StageProfile) -> StageProfile:
         today = {
@@ -146,5 +150,5 @@ def as_of_today(profile: Profile, factors: Mapping[Tier, float]) -> Profile:
 
 
 def _frozen(profile: Profile) -> range:
-    """Positions of the stages that run before the freeze point, input stages among them."""
+    """Return the positions of the stages before the freeze point, input stages included."""
     return range(profile.unsplit + 1, profile.freeze + 1)

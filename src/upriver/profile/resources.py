@@ -1,8 +1,8 @@
-"""Memory and CPUs that this process can take: what machine and control groups leave it, or its accelerator.
+"""Find the memory and CPUs available to this process: of the machine, its control groups, or an accelerator.
 
-A container, a batch system or a service manager puts a process into a control group, which may have less than
-the machine, as may each group around it (Linux, "Control Group v2"; "Memory Resource Controller" and "CFS
-Bandwidth Control" of v1).
+A container, a batch system or a service manager puts a process into a control group. The group may have less
+than the machine, and so may each group around it (Linux, "Control Group v2"; "Memory Resource Controller" and
+"CFS Bandwidth Control" of v1).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 
 UNLIMITED = 1 << 60
-"""Version 1 says that there is no limit by a number near 2**63."""
+"""Limit that counts as none: version 1 reports a number near 2**63 for no limit."""
 
 LONGEST = 20
-"""Digits of the largest number of 64 bits."""
+"""Digits of the largest 64-bit number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Version:
-    """Names of a group's files, and of what ``memory.stat`` calls page cache that can be dropped."""
+    """Names of a group's files, and of the droppable page cache in ``memory.stat``."""
 
     limit: str
     usage: str
@@ -40,9 +40,9 @@ _VERSIONS = {1: _V1, 2: _V2}
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that computing on a device can still take.
+    """Return the bytes that computations on a device can still allocate.
 
-    On an accelerator those that nobody holds, and those that torch holds for later.
+    On an accelerator these are the free bytes, and those that torch caches.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -51,47 +51,47 @@ def available_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Bytes that a device has at all, or that this process may have of the machine's."""
+    """Return the total bytes of a device, or the share of the machine's that this process may use."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return host_total_bytes()
 
 
 def host_total_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """What the machine has, or the group of this process may have, or any group around it: the least.
+    """Return the least of the machine's memory and the limits of this process's groups and their parents.
 
     Args:
-        groups: As of `host_bytes`.
-        membership: As of `host_bytes`.
+        groups: As for `host_bytes`.
+        membership: As for `host_bytes`.
     """
     limits = [limit for _, _, limit in _limits(groups, membership)]
     return min([int(psutil.virtual_memory().total), *limits])
 
 
 def host_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """What the machine has, or what the group of this process leaves, or any group around it: the least.
+    """Return the least available memory of the machine, of this process's groups and of their parents.
 
     Args:
-        groups: Where control groups are mounted; those of version 1 in a folder for each controller.
-        membership: The file that says which groups the process is in.
+        groups: Mount point of control groups; version 1 has a folder for each controller.
+        membership: File that lists the groups of the process.
     """
     left = [max(0, limit - _held(group, version)) for group, version, limit in _limits(groups, membership)]
     return min([int(psutil.virtual_memory().available), *left])
 
 
 def available_cpus(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """CPUs that processes like this can keep busy: where it may run, or what its groups allow; at least 1.
+    """Return the number of CPUs that this process may use, by affinity and by its groups; at least 1.
 
     Args:
-        groups: As of `host_bytes`.
-        membership: As of `host_bytes`.
+        groups: As for `host_bytes`.
+        membership: As for `host_bytes`.
     """
     least = min([len(os.sched_getaffinity(0)), *_shares(groups, membership)])
     return max(1, int(least))
 
 
 def _limits(groups: Path, membership: Path) -> Iterator[tuple[Path, _Version, int]]:
-    """Each group that has a limit of memory, and the bytes of it."""
+    """Yield each group with a memory limit, and the limit in bytes."""
     for group, number in _groups("memory", groups, membership):
         version = _VERSIONS[number]
         limit = _number(group / version.limit)
@@ -100,19 +100,19 @@ def _limits(groups: Path, membership: Path) -> Iterator[tuple[Path, _Version, in
 
 
 def _shares(groups: Path, membership: Path) -> Iterator[float]:
-    """CPUs that each group may keep busy that has a limit of them."""
+    """Yield the number of CPUs that each group with a CPU limit may use."""
     for group, number in _groups("cpu", groups, membership):
         if number == 2:
             quota, _, period = _read(group / "cpu.max").strip().partition(b" ")
         else:
             quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
         allowed, every = _parsed(quota), _parsed(period)
-        if allowed and every:  # version 1 says that there is no limit by -1, version 2 by "max"
+        if allowed and every:  # version 1 writes -1 for no limit, version 2 "max"
             yield allowed / every
 
 
 def _groups(controller: str, groups: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """Each group that this process is in and that a controller may limit, with its version."""
+    """Yield each group of this process that a controller may limit, with its version."""
     try:
         lines = os.fsdecode(membership.read_bytes()).split("\n")
     except OSError:  # not Linux
@@ -132,7 +132,7 @@ def _groups(controller: str, groups: Path, membership: Path) -> Iterator[tuple[P
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """A group and all those around it. In a container its path may be the host's: the mount is the group."""
+    """Yield a group and its parents. In a container the path may be the host's: the mount is the group."""
     group = Path(os.path.normpath(mount / path.lstrip("/")))
     if not (group.is_relative_to(mount) and os.path.isdir(group)):
         group = mount
@@ -141,7 +141,7 @@ def _upwards(mount: Path, path: str) -> Iterator[Path]:
 
 
 def _held(group: Path, version: _Version) -> int:
-    """What a group uses and cannot drop."""
+    """Return the bytes that a group uses and cannot drop."""
     return max(0, (_number(group / version.usage) or 0) - _cache(group, version))
 
 
@@ -158,7 +158,7 @@ def _number(path: Path) -> int | None:
 
 
 def _parsed(text: bytes) -> int | None:
-    """A number; None for whatever else stands there: ``max``, for example."""
+    """Return a number, or None for any other text, such as ``max``."""
     text = text.strip()
     return int(text) if text.isdigit() and len(text) <= LONGEST else None
 
@@ -166,5 +166,5 @@ def _parsed(text: bytes) -> int | None:
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except (OSError, ValueError):  # it is not there, or the path is none
+    except (OSError, ValueError):  # missing file, or an invalid path
         return b""

@@ -1,8 +1,8 @@
-"""A profile and a cluster as JSON, ``upriver.profile/1`` and ``upriver.cluster/1``: strict in, complete out.
+"""Read and write profiles and clusters as JSON: ``upriver.profile/1`` and ``upriver.cluster/1``.
 
-An unknown field, a missing field, a value of the wrong kind, or a number that is negative, NaN, infinite or
-larger than anybody's is an error that names the field. The shape is checked here, the values by the nouns
-themselves. Memory that nobody stated is ``null``.
+Reading is strict. An unknown or missing field, a value of the wrong kind, or a number that is negative, NaN,
+infinite or implausibly large is an error that names the field. This module checks the shape; the types
+themselves check their values. Unstated memory is ``null``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ PROFILE_SCHEMA = "upriver.profile/1"
 CLUSTER_SCHEMA = "upriver.cluster/1"
 
 MOST_DIGITS = 100
-"""Of a whole number that are read: one that has more is refused, whatever the others are."""
+"""Digits of a whole number that are read: a longer number is too large whatever the other digits are."""
 
 _Memory: TypeAlias = Annotated[float, msgspec.Meta(le=MOST_BYTES)] | None
-"""In a file it is not infinite, as in a noun, but null."""
+"""Unstated memory is null in a file, and infinite in the cluster."""
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """A JSON object that has exactly the fields written here."""
+    """A JSON object with exactly the declared fields."""
 
 
 class _Input(_Strict):
@@ -124,7 +124,7 @@ def profile_from_json(text: str | bytes) -> Profile:
 
 
 def profile_to_json(profile: Profile) -> str:
-    """Write a profile; `profile_from_json` gives an equal one back."""
+    """Write a profile; `profile_from_json` returns an equal one."""
     return _write({"schema": PROFILE_SCHEMA, **msgspec.to_builtins(profile)}, _Profile)
 
 
@@ -142,7 +142,7 @@ def cluster_from_json(text: str | bytes) -> Cluster:
 
 
 def cluster_to_json(cluster: Cluster) -> str:
-    """Write a cluster; `cluster_from_json` gives an equal one back, rates of 0 aside."""
+    """Write a cluster; `cluster_from_json` returns an equal one, except for rates of 0."""
     fields = {"schema": CLUSTER_SCHEMA, **msgspec.to_builtins(cluster)}
     for tier, required in (("storage", "encode"), ("compute", "decode")):
         fields[tier]["seconds_per_byte"].setdefault(required, 0.0)
@@ -160,14 +160,14 @@ def _require_seconds(stage: _Stage, elsewhere: tuple[str, ...]) -> None:
 
 def _read(text: str | bytes, shape: type[_Shape], schema: str) -> _Shape:
     try:
-        # The standard parser lets a NaN through, so that the error can name the field that holds it.
+        # The standard parser lets a NaN through, so that the error can name its field.
         return msgspec.convert(json.loads(text, parse_int=_whole), shape)
     except ValueError as error:
         raise ConfigError(f"not a valid {schema} file: {error}") from None
 
 
 def _whole(digits: str) -> int:
-    """A whole number, or the beginning of a far too long one, which Python would not read."""
+    """Return a whole number, cut to the first digits where Python would refuse to read it."""
     return int(digits[:MOST_DIGITS])
 
 

@@ -1,9 +1,9 @@
-"""Seconds of every stage as (fixed per call, per sample), from runs at two sizes of micro-batch or more.
+"""Measure seconds of every stage as (fixed per call, per sample), at two or more micro-batch sizes.
 
-A stage costs something for being called and something for each sample. One size cannot tell these apart, two
-can: each program runs some times over, the programs take turns so that a machine that slows down does so for
-all of them, the median of each stage and size counts, and a line with no negative part is laid through them.
-Of these sizes the first is the one that is meant: there the line says what was measured.
+A stage costs something for each call and for each sample. One size cannot separate these costs, two can. Each
+program runs several times. The programs take turns, so that a machine that slows down does so for all of
+them. The median of each stage and size counts, and a line without negative parts is fitted to the medians.
+The first size is the size of the job: there the line equals the measurement.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from upriver.errors import ConfigError
 from upriver.types import require_finite
 
 Seconds = tuple[float, float]
-"""(fixed per call, per sample)."""
+"""Fixed seconds per call, and seconds per sample."""
 
 REPEATS = 5
-"""Runs that count: the median of five stands two that were disturbed."""
+"""Counted runs: the median of five survives two disturbed ones."""
 
 WARM_UPS = 1
-"""Runs before them, which pay for lazy set-up and cold caches."""
+"""Uncounted first runs, which pay for lazy set-up and cold caches."""
 
 
 class Named(Protocol):
-    """What is needed of a stage."""
+    """Required interface of a stage."""
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Name in tables."""
 
 
 class Runnable(Protocol):
-    """What is needed of a program."""
+    """Required interface of a program."""
 
     @property
     def micro_batch(self) -> int:
-        """Samples a run takes."""
+        """Samples per run."""
 
     @property
     def stages(self) -> Sequence[Named]:
-        """The stages it runs."""
+        """The program's stages."""
 
     def run(
         self,
@@ -54,11 +54,11 @@ class Runnable(Protocol):
         *,
         on_stage: Callable[[int, float], None] | None = None,
     ) -> Sequence[torch.Tensor]:
-        """Run stages [start, stop), telling the seconds of each once its device is done with it."""
+        """Run stages [start, stop), and report the seconds of each once its device has finished it."""
 
 
 def sizes(micro_batch: int) -> tuple[int, int]:
-    """The micro-batch that is meant, and another one four times off, so that fixed costs show."""
+    """Return the job's micro-batch and one four times larger or smaller, so that fixed costs show."""
     return micro_batch, micro_batch // 4 if micro_batch >= 8 else 4 * micro_batch
 
 
@@ -69,19 +69,19 @@ def measure_stages(
     repeats: int = REPEATS,
     warm_ups: int = WARM_UPS,
 ) -> tuple[Seconds, ...]:
-    """Measure the stages that some programs have in common, each made for another micro-batch.
+    """Measure the common stages of programs that were made for different micro-batches.
 
     Args:
-        programs: The same network at two sizes of micro-batch or more, the one that is meant first.
-        inputs: For each of them the model's inputs, of its own micro-batch.
-        repeats: Runs of each that count.
-        warm_ups: Runs of each before those.
+        programs: The same network at two or more micro-batch sizes, the job's size first.
+        inputs: For each program the model's inputs, in its micro-batch size.
+        repeats: Counted runs of each program.
+        warm_ups: Uncounted runs of each program before those.
 
     Returns:
         Seconds of each stage, in order.
 
     Raises:
-        ConfigError: If there are not two sizes, the programs have not the same stages, or ``repeats`` or
+        ConfigError: If there are fewer than two sizes, the programs have different stages, or ``repeats`` or
             ``warm_ups`` is too small.
     """
     require_finite("repeats", repeats, at_least=1)
@@ -109,13 +109,13 @@ def measure_stages(
 def stage_medians(
     program: Runnable, tensors: Sequence[torch.Tensor], *, repeats: int = REPEATS, warm_ups: int = WARM_UPS
 ) -> tuple[float, ...]:
-    """Seconds of each stage of one program, in order: medians of some runs.
+    """Return the median seconds of each stage of one program, in order.
 
     Args:
-        program: At the one size that is of interest.
+        program: Program of the size of interest.
         tensors: The model's inputs.
-        repeats: Runs that count.
-        warm_ups: Runs before those.
+        repeats: Counted runs.
+        warm_ups: Uncounted runs before those.
 
     Raises:
         ConfigError: If ``repeats`` or ``warm_ups`` is too small.
@@ -127,9 +127,9 @@ def stage_medians(
 
 
 def through_first(points: Sequence[tuple[int, float]]) -> Seconds:
-    """The line of :func:`fit`, stretched so that it goes through the first point.
+    """Return the line of :func:`fit`, scaled to pass through the first point.
 
-    Two points need it only where the line between them had a negative part.
+    Two points need the scaling only where the line between them has a negative part.
 
     Raises:
         ConfigError: As :func:`fit`.
@@ -142,10 +142,10 @@ def through_first(points: Sequence[tuple[int, float]]) -> Seconds:
 
 
 def fit(points: Sequence[tuple[int, float]]) -> Seconds:
-    """The line ``fixed + per_sample * samples`` with the least squared error and no negative part.
+    """Return the line ``fixed + per_sample * samples`` of least squared error without negative parts.
 
     Args:
-        points: (samples, seconds); seconds of the same number of samples may stand there more than once.
+        points: (samples, seconds); a number of samples may appear more than once.
 
     Raises:
         ConfigError: If there are fewer than two numbers of samples, or a number is negative or not finite.
@@ -161,8 +161,8 @@ def fit(points: Sequence[tuple[int, float]]) -> Seconds:
     fixed = mean_s - slope * mean_n
     if slope >= 0 and fixed >= 0:
         return fixed, slope
-    # The error is convex, so with the free optimum outside the best allowed line lies on the border: one part
-    # is 0, and the other the best that it can be alone.
+    # The error is convex. If the free optimum lies outside, the best allowed line lies on the border: one
+    # part is 0, and the other is the best for that case.
     proportional = sum(n * s for n, s in points) / sum(n * n for n, _ in points)
     return min(((0.0, proportional), (mean_s, 0.0)), key=lambda line: _error(line, points))
 
@@ -173,7 +173,7 @@ def _error(line: Seconds, points: Sequence[tuple[int, float]]) -> float:
 
 
 def _run(program: Runnable, tensors: Sequence[torch.Tensor]) -> list[float]:
-    """One run; seconds of each stage in order."""
+    """Run a program once; return the seconds of each stage in order."""
     took = [0.0] * len(program.stages)
 
     def note(position: int, seconds: float) -> None:

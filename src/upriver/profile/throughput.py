@@ -1,8 +1,8 @@
-"""What FastFlow measures of a training job, and the file that it is kept in, ``upriver.metrics/1``.
+"""Hold FastFlow's metrics of a training job, and read and write their file, ``upriver.metrics/1``.
 
 Um, Oh, Seo, Kweun, Kim, Lee, "FastFlow: Accelerating Deep Learning Model Training with Smart Offloading of
-Input Data Pipeline", PVLDB 16(5), 2023, Table 1. Throughputs are megabytes of finished batches per second,
-cycles are CPU seconds of the trainer and its loader's processes over one number of samples; only ratios of
+Input Data Pipeline", PVLDB 16(5), 2023, Table 1. Throughputs are megabytes of finished batches per second.
+Cycles are CPU seconds of the trainer and its loader's processes for a fixed number of samples. Only ratios of
 either count.
 """
 
@@ -20,10 +20,10 @@ from upriver.types import require_finite
 METRICS_SCHEMA = "upriver.metrics/1"
 
 SPEEDUP_THRESHOLD = 1.1
-"""FastFlow's default (section 4.1): where no more than a tenth can be won, nothing is offloaded."""
+"""FastFlow's default (section 4.1): if offloading gains no more than a tenth, nothing is offloaded."""
 
 MOST = 1e12
-"""More than any machine's megabytes per second, or any job's seconds."""
+"""Upper bound of a machine's megabytes per second, and of a job's seconds."""
 
 MAX_CANDIDATES = 4096
 """More stretches than a chain of 64 stages has."""
@@ -34,12 +34,12 @@ MAX_NAME = 200
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """One way to offload: which stages run elsewhere.
+    """One way to offload: a choice of stages that run elsewhere.
 
     Attributes:
-        name: Such as ``p2``.
-        rthp: Training throughput with everything offloaded in that way, MB/s; 0 where nothing came.
-        ocycle: CPU seconds that this costs the training node.
+        name: Name, such as ``p2``.
+        rthp: Training throughput with everything offloaded in this way, MB/s; 0 where nothing arrived.
+        ocycle: CPU seconds of the training node in this way.
 
     Raises:
         ConfigError: If a number is negative, not finite or too large, or the name is empty or too long.
@@ -60,19 +60,20 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """What decides whether, which stages, and how much to offload.
+    """Inputs of the decision whether to offload, which stages, and how much.
 
     Attributes:
         gthp: Throughput of the model alone, its input ready in memory, MB/s.
-        lthp: Training throughput with all of the input pipeline on the training node, MB/s.
-        pcycle: CPU seconds that this costs the training node.
-        pseconds: Seconds that this takes with ``lthp``: more than ``pcycle`` where the input pipeline waits
-            more than it computes; None where it is not known, or cycles are no seconds.
-        speedup_threshold: The least that offloading must promise, as a factor.
-        candidates: In the order in which one wins a tie; empty where nothing stalls and none was measured.
+        lthp: Training throughput with the whole input pipeline on the training node, MB/s.
+        pcycle: CPU seconds of the training node at ``lthp``.
+        pseconds: Seconds at ``lthp``: more than ``pcycle`` where the input pipeline waits more than it
+            computes; None where unknown, or where cycles are not seconds.
+        speedup_threshold: Least speedup that offloading must promise, as a factor.
+        candidates: Candidates in the order that decides ties; empty where nothing stalls and none was
+            measured.
 
     Raises:
-        ConfigError: If a number is not positive, not finite or too large, or two candidates have one name.
+        ConfigError: If a number is not positive, not finite or too large, or two candidates share a name.
     """
 
     gthp: float
@@ -117,7 +118,7 @@ def metrics_from_json(text: str | bytes) -> Metrics:
         ConfigError: If the text is not such metrics; the message names the field.
     """
     try:
-        # The standard parser lets a NaN through, so that the error can name the field that holds it.
+        # The standard parser lets a NaN through, so that the error can name its field.
         fields: Any = msgspec.to_builtins(msgspec.convert(json.loads(text), _Metrics))
     except ValueError as error:
         raise ConfigError(f"not a valid {METRICS_SCHEMA} file: {error}") from None
@@ -127,7 +128,7 @@ def metrics_from_json(text: str | bytes) -> Metrics:
 
 
 def metrics_to_json(metrics: Metrics) -> str:
-    """Write metrics; `metrics_from_json` gives equal ones back."""
+    """Write metrics; `metrics_from_json` returns equal ones."""
     known = {name: value for name, value in msgspec.to_builtins(metrics).items() if value is not None}
     fields = {"schema": METRICS_SCHEMA, **known}
     return msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()

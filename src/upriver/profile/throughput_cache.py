@@ -1,22 +1,22 @@
-"""What was measured of input pipelines, kept between runs: ``upriver.metrics-store/1``.
+"""Cache measurements of input pipelines between runs: ``upriver.metrics-store/1``.
 
 Um, Oh, Seo, Kweun, Kim, Lee, "FastFlow: Accelerating Deep Learning Model Training with Smart Offloading of
 Input Data Pipeline", PVLDB 16(5), 2023, section 5.2, Table 2: a job that was measured before need not be
-measured again, and one that shares its model with another knows a part.
+measured again, and a job that shares its model with another knows a part.
 
     M                        Gthp
     (P, M)                   Lthp, Pcycle, and the seconds at Lthp
     (P, M, RemoteNodeInfo)   Rthp, P', Ocycle
 
 Departures
-    - Local resources and versions belong to every key. The paper reloads "with the same resources", too.
-    - Gthp is of the form of a sample as well, where that is told: a PyTorch module takes inputs of many
-      forms, and the same rate is four times the MB/s where a pipeline ends in floats instead of bytes.
-    - What a candidate was measured to be is found again whichever others there are.
+    - Local resources and versions belong to every key. The paper also reloads "with the same resources".
+    - Gthp also depends on the form of a sample, where given. A PyTorch module accepts inputs of many forms.
+      The same rate is four times the MB/s where a pipeline ends in floats instead of bytes.
+    - A candidate's measurement is found again whatever other candidates exist.
 
-What was measured at once is one small file, named by the digest of its key and written whole. Nobody reads
-before writing, so jobs that save at once lose nothing of each other's; of the same figure the last one stays.
-Losing a file costs the seconds of a new measurement, so no trouble with one is an error.
+Each measurement is one small file, named by the digest of its key and written whole. No process reads before
+it writes. So jobs that save at once lose none of each other's figures; of the same figure the last one stays.
+A lost file costs the seconds of a new measurement, so no problem with a file is an error.
 """
 
 from __future__ import annotations
@@ -58,18 +58,18 @@ _MAY_BE_0 = frozenset(_OF_CANDIDATE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalResources:
-    """What a training process has.
+    """Resources of a training process.
 
     Attributes:
-        cpus: That it can keep busy.
+        cpus: CPUs that it can keep busy.
         num_workers: Loader processes.
-        threads: Of PyTorch.
+        threads: Threads of PyTorch.
         device: Name of the CUDA device that trains, else the type of device, such as ``cpu``.
         machine: Architecture and instruction set.
         ranks: Processes that train together.
 
     Raises:
-        ConfigError: If a number is no whole one or too small, or a name is empty.
+        ConfigError: If a number is not whole or too small, or a name is empty.
     """
 
     cpus: int
@@ -87,12 +87,12 @@ class LocalResources:
 
     @classmethod
     def here(cls, num_workers: int, device: str | torch.device | None = None) -> LocalResources:
-        """Those of this process.
+        """Return the resources of this process.
 
         Args:
-            num_workers: Of the loader.
-            device: The one that trains; if None, the current CUDA device where CUDA is in use already, since
-                asking must not be what puts it to use.
+            num_workers: Processes of the loader.
+            device: Device that trains. If None, the current CUDA device where CUDA is already in use, since
+                this query must not initialize CUDA.
         """
         together = distributed.is_available() and distributed.is_initialized()
         return cls(
@@ -107,15 +107,15 @@ class LocalResources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteWorker:
-    """One worker, as far as it has told.
+    """One worker, with the facts that it has reported.
 
     Attributes:
-        address: Its URL; some other name where that is another one in each run.
-        cpus: That it can keep busy.
-        processes: That make samples.
+        address: Its URL, or another name where the URL changes from run to run.
+        cpus: CPUs that it can keep busy.
+        processes: Processes that make samples.
 
     Raises:
-        ConfigError: If the address is empty, or a number is none.
+        ConfigError: If the address is empty, or a number is not valid.
     """
 
     address: str
@@ -131,14 +131,14 @@ class RemoteWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteResources:
-    """Who else may make samples, and which part of the work.
+    """Workers that may make samples, and the parts of the work that they may do.
 
     Attributes:
-        workers: In any order.
-        candidates: Names of what could be offloaded; each is looked up and kept on its own.
+        workers: The workers, in any order.
+        candidates: Names of what could be offloaded; each is stored and looked up separately.
 
     Raises:
-        ConfigError: If there is no worker, two candidates have one name, or a name is empty or too long.
+        ConfigError: If there is no worker, two candidates share a name, or a name is empty or too long.
     """
 
     workers: tuple[RemoteWorker, ...]
@@ -151,21 +151,21 @@ class RemoteResources:
 
     @property
     def facts(self) -> list[Any]:
-        """The workers as JSON, the same in whatever order they were named."""
+        """The workers as JSON, independent of their order."""
         return sorted(([each.address, each.cpus, each.processes] for each in self.workers), key=json.dumps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreKey:
-    """What the figures of a job depend on.
+    """Everything that the figures of a job depend on.
 
     Attributes:
-        model: By `model_key`.
-        pipeline: By `pipeline_key`.
-        batch_size: Samples of a batch; None where they come one by one.
-        local: What the training process has.
-        remote: None where nobody else makes samples; then there are no candidates.
-        sample: By `sample_key`. If empty, Gthp is that of the model whatever the samples are (Table 2).
+        model: Key by `model_key`.
+        pipeline: Key by `pipeline_key`.
+        batch_size: Samples of a batch; None where samples come one by one.
+        local: Resources of the training process.
+        remote: Remote resources; None where no worker makes samples, and then there are no candidates.
+        sample: Key by `sample_key`. If empty, Gthp is that of the model for all samples (Table 2).
 
     Raises:
         ConfigError: If a key is empty, or the batch size is less than 1.
@@ -185,11 +185,11 @@ class StoreKey:
             _require_whole("batch_size", self.batch_size, 1)
 
     def plain(self, figure: str) -> str:
-        """The digest that names Gthp, Lthp or Pcycle."""
+        """Return the digest that names Gthp, Lthp or Pcycle."""
         return self._digest(figure, self.sample if figure == "gthp" else self.pipeline)
 
     def candidates(self) -> dict[str, str]:
-        """The digests that name what candidates were measured to be, by their names."""
+        """Return the digest of each candidate's measurement, by the candidate's name."""
         if self.remote is None:
             return {}
         workers = self.remote.facts
@@ -205,17 +205,17 @@ class StoreKey:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownThroughput:
-    """Figures of a job, as far as they are known; units as in `upriver.profile.throughput.Metrics`.
+    """Known figures of a job; units as in `upriver.profile.throughput.Metrics`.
 
     Attributes:
         gthp: Throughput of the model alone, MB/s.
-        lthp: Of training with all of the input pipeline on the training node, MB/s.
-        pcycle: CPU seconds of a batch there.
-        pseconds: Seconds of a batch there.
-        candidates: Those that were measured, `Candidate.ocycle` in CPU seconds of a batch.
+        lthp: Training throughput with the whole input pipeline on the training node, MB/s.
+        pcycle: CPU seconds per batch at ``lthp``.
+        pseconds: Seconds per batch at ``lthp``.
+        candidates: Measured candidates, with `Candidate.ocycle` in CPU seconds per batch.
 
     Raises:
-        ConfigError: If a number is not positive, not finite or too large, or two candidates have one name.
+        ConfigError: If a number is not positive, not finite or too large, or two candidates share a name.
     """
 
     gthp: float | None = None
@@ -231,9 +231,9 @@ class KnownThroughput:
         _require_names([candidate.name for candidate in self.candidates])
 
     def beyond(self, before: KnownThroughput) -> KnownThroughput:
-        """What of it was not known before, or is another now.
+        """Return the figures that are new or different from ``before``.
 
-        A job that saves no more than this does not make what it was only told look as if measured today.
+        A job that saves only these does not date figures that it loaded as if measured today.
         """
         plain = {name: getattr(self, name) for name in _PLAIN}
         new = {name: value for name, value in plain.items() if value != getattr(before, name)}
@@ -245,14 +245,14 @@ class KnownThroughput:
 
 
 def model_key(model: str | nn.Module) -> str:
-    """Names a model by what its user calls it, or by its architecture, never by what it has learned.
+    """Return the key of a model: its given name, or its architecture, never its learned values.
 
-    The architecture is classes and names of all modules, the settings that PyTorch's own print (a stride is
-    in no shape), and name, shape, type and ``requires_grad`` of each parameter. So a model that is compiled,
-    wrapped or partly frozen is another one: it trains at another speed.
+    The architecture is the class and name of each module, the settings that PyTorch's own modules print (a
+    stride is in no shape), and the name, shape, type and ``requires_grad`` of each parameter. So a compiled,
+    wrapped or partly frozen model is another one: it trains at another speed.
 
     Raises:
-        ConfigError: If it is neither, or the name is empty or longer than 200 characters.
+        ConfigError: If ``model`` is neither, or the name is empty or longer than 200 characters.
     """
     if isinstance(model, nn.Module):
         return f"module:{_digest_of(list(_architecture(model)))}"
@@ -263,16 +263,16 @@ def model_key(model: str | nn.Module) -> str:
 def pipeline_key(
     name: str, arguments: Mapping[str, Any], collate_name: str | None = None, *, code: object = None
 ) -> str:
-    """Names an input pipeline.
+    """Return the key of an input pipeline.
 
     Args:
-        name: What makes the dataset, ``package.module:callable``.
-        arguments: Its keyword arguments, which must be what JSON can say.
-        collate_name: What makes a batch of samples, by name; None where that has none.
-        code: The dataset's class or function; where it is given, a change of its file is another pipeline.
+        name: Callable that makes the dataset, ``package.module:callable``.
+        arguments: Its keyword arguments, which must fit JSON.
+        collate_name: Name of the function that makes a batch of samples; None where it has none.
+        code: The dataset's class or function. If given, a change of its file makes another pipeline.
 
     Raises:
-        ConfigError: If the name is empty, or an argument is nothing that JSON can say.
+        ConfigError: If the name is empty, or an argument does not fit JSON.
     """
     _require_text("name", name, most=None)
     try:
@@ -283,14 +283,14 @@ def pipeline_key(
 
 
 def sample_key(sample: Any) -> str:
-    """Names the form of a finished sample or batch: shapes and types of its tensors and arrays, no values."""
+    """Return the key of a sample's or batch's form: shapes and types of tensors and arrays, no values."""
     return _digest_of(_form(sample))
 
 
 def _architecture(model: nn.Module) -> Iterator[list[Any]]:
     for name, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
-        # A user's own may print anything, containers print the device that a parameter is on.
+        # A user's module may print anything; containers print the device of a parameter.
         tells = kind.__module__.startswith("torch.nn.") and not kind.__module__.endswith(".container")
         yield [name, kind.__module__, kind.__qualname__, module.extra_repr() if tells else ""]
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -310,11 +310,11 @@ def _form(value: Any) -> Any:
 
 
 def _source_digest(code: Any) -> str:
-    """Of the file that a class or function stands in; empty where there is none, or none can be read."""
+    """Return the digest of the source file of a class or function; empty where it cannot be read."""
     try:
         file = inspect.getsourcefile(code) if code is not None else None
         return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file is not None else ""
-    except (TypeError, OSError):  # it is built in, or was made at run time
+    except (TypeError, OSError):  # built in, or made at run time
         return ""
 
 
@@ -325,7 +325,7 @@ def _device_name(device: str | torch.device | None) -> str:
     try:
         found = torch.device(device)
         return torch.cuda.get_device_name(found) if found.type == "cuda" else found.type
-    except (RuntimeError, TypeError, AssertionError) as error:  # the last where there is no CUDA
+    except (RuntimeError, TypeError, AssertionError) as error:  # AssertionError where there is no CUDA
         given = printable(repr(device), 80)
         raise ConfigError(
             f"device must be one that PyTorch has here, got {given}: {error_text(error)}"
@@ -347,16 +347,16 @@ class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class MetricsStore:
-    """Figures of jobs, in a folder that all of them share.
+    """Store figures of jobs in a folder that all jobs share.
 
-    Trouble with the folder or a file in it is told in the log, once, and never raised.
+    A problem with the folder or a file is logged once, and never raised.
 
     Args:
-        folder: Where the files are; if None, ``metrics`` in ``$UPRIVER_CACHE`` or the user's cache folder.
-            In ``/dev/null`` nothing is kept, and nothing said of it.
+        folder: Folder of the files; if None, ``metrics`` in ``$UPRIVER_CACHE`` or the user's cache folder. In
+            ``/dev/null`` nothing is stored, and nothing is logged.
 
     Raises:
-        ConfigError: If the folder is no path.
+        ConfigError: If the folder is not a path.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -365,11 +365,11 @@ class MetricsStore:
         self._cache = Cache("metrics" if folder is None else _absolute(folder))
 
     def load(self, key: StoreKey, *, max_age_s: float | None = None) -> KnownThroughput:
-        """What is known of a job; candidates in the order of the key.
+        """Return the known figures of a job, with candidates in the order of the key.
 
         Args:
             key: The job.
-            max_age_s: Seconds since it was saved, at most; of any age if None.
+            max_age_s: Largest age in seconds; any age if None.
 
         Raises:
             ConfigError: If ``max_age_s`` is negative or not finite.
@@ -385,10 +385,10 @@ class MetricsStore:
         return KnownThroughput(**plain, candidates=candidates)
 
     def save(self, key: StoreKey, known: KnownThroughput) -> None:
-        """Keep what a job has measured, as of now. What it does not know stays as it was.
+        """Save a job's figures as of now. Unknown figures keep their stored values.
 
         Raises:
-            ConfigError: If there is a candidate that is none of the key's.
+            ConfigError: If a candidate is not in the key.
         """
         candidates = key.candidates()
         plain = {name: getattr(known, name) for name in _PLAIN}
@@ -405,9 +405,9 @@ class MetricsStore:
             self._cache.save(digest, text.decode() + "\n")
 
     def _figures(self, digest: str, names: Sequence[str], oldest_s: float) -> dict[str, float]:
-        """What a file says; nothing where it is not there, too old, or cannot be used."""
+        """Return the figures of a file; empty where it is missing, too old or unusable."""
         found = self._cache.load(digest, lambda data: _checked(data, digest, names))
-        # An age below 0 is that of a clock that was put back; it is no better known than one above.
+        # A negative age means that a clock was set back; it is no better known than a positive age.
         return found.figures if found is not None and abs(time.time() - found.saved) <= oldest_s else {}
 
 
@@ -419,10 +419,10 @@ def _absolute(folder: str | os.PathLike[str]) -> Path:
 
 
 def _checked(data: bytes, digest: str, names: Sequence[str]) -> _File:
-    """A file that is what its name says.
+    """Return the content of a file after checking it against the file's name.
 
     Raises:
-        ValueError: If it is something else; or an error of msgspec.
+        ValueError: If the content does not match; or an error of msgspec.
     """
     found = msgspec.json.decode(data, type=_File)
     if found.key != digest:

@@ -1,8 +1,9 @@
-"""Which configurations of each kind are measured: ranges as real networks use them, fixed beforehand.
+"""Define the measured configurations of each kind: ranges as real networks use them, fixed beforehand.
 
-Every number is drawn on its own: uniformly from what stands there, and where that is a span, uniformly in its
-logarithm, for spans go over orders of magnitude. A draw that no network would make (too much work, larger
-tensors, channels that do not divide) is drawn again. Seeds are fixed, so each machine measures the same.
+Each number is drawn independently and uniformly from its listed values. A span is drawn uniformly in its
+logarithm, since spans cover orders of magnitude. A draw that no network would make (too much work, larger
+tensors, indivisible channels) is repeated. Seeds are fixed, so every machine measures the same
+configurations.
 
 Channels, sides, windows, widths and lengths are those of AlexNet, VGG, ResNet, SqueezeNet, Xception,
 MobileNet, EfficientNet, DenseNet, ConvNeXt, ViT, Swin, BERT and GPT-2 at their published sizes.
@@ -26,7 +27,7 @@ from upriver.types import require_finite
 SEED = 2022
 
 _TRIES = 400
-"""Draws for each configuration that is asked for, at most."""
+"""Largest number of draws for each requested configuration."""
 
 _BATCHES = (1, 1, 1, 1, 2, 4, 8)
 _CHANNELS = (16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512, 728, 1024, 2048, Span(8, 2048, 8))
@@ -253,17 +254,19 @@ _COPIES: dict[str, Range] = {
 }
 
 RANGES: dict[str, Range] = {**_HEAVY, **_EACH, **_ROWS, **_COPIES}
-"""Kind to the configurations that are measured of it."""
+"""The measured configurations, by kind."""
 
 
 def sample(kind: str, count: int | None = None, seed: int = SEED) -> list[OpCall]:
-    """Calls of one kind, no two alike; fewer than asked for where there are no more.
+    """Draw distinct calls of one kind; fewer than requested where no more exist.
 
     Args:
-        count: How many; as many as its range says, if not given.
+        kind: Kind of operator.
+        count: Number of calls; the count of the kind's range if None.
+        seed: Seed of the draws.
 
     Raises:
-        ConfigError: If no range is stated for the kind, or fewer than one is asked for.
+        ConfigError: If the kind has no range, or ``count`` is below 1.
     """
     if kind not in RANGES:
         raise ConfigError(f"kind must be one of {', '.join(RANGES)}, got {kind!r}")

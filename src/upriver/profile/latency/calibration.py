@@ -1,9 +1,9 @@
-"""A device's latency models from operators timed on it one by one, and how far they are off.
+"""Fit a device's latency models to operators timed one by one, and measure the models' errors.
 
-Each configuration of `upriver.profile.latency.benchmark_configs` is timed on three occasions, minutes apart,
-and the shortest time counts: other work on a machine makes an operator slow, never fast. Kinds take turns, so
-a calibration that runs out of time has some of each. Every fifth configuration of a kind is held out: the
-models are not fitted to it, and what they are off is told by these alone.
+Each configuration of `upriver.profile.latency.benchmark_configs` is timed on three occasions, minutes apart.
+The shortest time counts: other work on a machine makes an operator slow, never fast. Kinds take turns, so a
+calibration that runs out of time has some of each. Every fifth configuration of a kind is held out: the
+models are not fitted to it, and their errors are measured on these alone.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from upriver.profile.profile_cache import TierIdentity
 from upriver.types import require_finite
 
 OCCASIONS = 3
-"""Times that each configuration is timed."""
+"""Number of timings of each configuration."""
 
 HELD_OUT = 5
-"""Of so many configurations one is held out."""
+"""One of this many configurations is held out."""
 
 QUICK = 8
-"""By what a quick calibration divides the configurations of each kind."""
+"""Divisor of each kind's configurations in a quick calibration."""
 
 LONG_S = 50e-6
-"""From here on an operator counts as long: below, a call costs as much as its work."""
+"""Duration from which an operator counts as long: below, a call costs as much as its work."""
 
 TABLE_III: dict[str, Mapping[Side, tuple[float, float]]] = {
     "conv": {"edge": (401.81, 16.71), "device": (41325.68, 40.09)},
@@ -51,19 +51,20 @@ TABLE_III: dict[str, Mapping[Side, tuple[float, float]]] = {
     "batch_norm": {"edge": (24.34, 10.97), "device": (2023.16, 9.36)},
     "activation.relu": {"edge": (4.52, 12.59), "device": (1451.52, 17.67)},
 }
-"""What LoADPart's models were off on its own machines (ICDCS 2022, Table III): RMSE in microseconds, MAPE in
+"""Errors of LoADPart's models on its own machines (ICDCS 2022, Table III): RMSE in microseconds, MAPE in
 percent."""
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""Told the kind that was timed, how many timings are done, and how many there are."""
+"""Callback with the timed kind, the number of finished timings, and the number of all timings."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredConfig:
-    """A configuration that was timed.
+    """A timed configuration.
 
     Attributes:
-        works: Of its call: one, or two with the bias that it adds.
+        works: Works of its call: one, or two with a bias that the call adds.
+        seconds: Shortest time of the call.
         held_out: Whether no model is fitted to it.
     """
 
@@ -82,20 +83,20 @@ def calibrate(
     timing: Timing | None = None,
     progress: Progress | None = None,
 ) -> Predictor:
-    """Time operators on a device and fit its latency models.
+    """Time operators on a device and fit the device's latency models.
 
     Args:
-        device: Where to; nothing else should run there meanwhile.
-        minutes: How long it may take, drawing and fitting aside.
-        quick: Whether an eighth of the configurations will do.
-        kinds: Of operators; all that there are ranges for, if not given.
-        seed: Decides the configurations.
-        timing: How each is timed.
+        device: Device to calibrate; nothing else should run there meanwhile.
+        minutes: Time limit, drawing and fitting excluded.
+        quick: Whether to measure only an eighth of the configurations.
+        kinds: Kinds of operators; all kinds with a range if None.
+        seed: Seed of the configurations.
+        timing: How each configuration is timed.
         progress: Called after each timing.
 
     Raises:
-        ConfigError: If torch cannot compute on the device, a kind has no range, ``minutes`` is not above 0 or
-            was too little for any model.
+        ConfigError: If torch cannot compute on the device, a kind has no range, or ``minutes`` is not above 0
+            or too short for any model.
     """
     require_finite("minutes", minutes, positive=True)
     place, bench = place_of(device), OpBenchmark(device)
@@ -106,7 +107,7 @@ def calibrate(
 def plan(
     *, quick: bool = False, kinds: Sequence[str] | None = None, seed: int = SEED
 ) -> list[tuple[OpCall, bool]]:
-    """The configurations in the order in which they are timed, each with whether it is held out."""
+    """Return the configurations in timing order, each with a flag that marks it as held out."""
     found: list[tuple[float, OpCall, bool]] = []
     for kind in RANGES if kinds is None else kinds:
         count = RANGES[kind].count if kind in RANGES else 1
@@ -126,7 +127,7 @@ def measure(
     timing: Timing | None = None,
     progress: Progress | None = None,
 ) -> list[MeasuredConfig]:
-    """Time configurations until all are done on every occasion, or the time is over."""
+    """Time configurations until all are done on every occasion, or time runs out."""
     until = time.monotonic() + 60 * minutes
     works = [works_of(call) for call, _ in planned]
     shortest: dict[int, float] = {}
@@ -146,12 +147,12 @@ def measure(
 
 
 def fit(measured: Sequence[MeasuredConfig], place: TierIdentity) -> Predictor:
-    """Latency models of what was measured on a device.
+    """Fit the latency models of a device to its measurements.
 
-    LoADPart's are fitted to calls of one work alone: its convolutions add no bias.
+    LoADPart's models are fitted to calls of a single work: its convolutions add no bias.
 
     Raises:
-        ConfigError: If it is too little for any model.
+        ConfigError: If there are too few measurements for any model.
     """
     fitted = [each for each in measured if not each.held_out]
     ours = OwnModel.fit(TimedWork(each.works[0], each.seconds) for each in fitted)
@@ -172,7 +173,7 @@ def fit(measured: Sequence[MeasuredConfig], place: TierIdentity) -> Predictor:
 
 
 def errors(predictor: Predictor, measured: Iterable[MeasuredConfig]) -> list[KindError]:
-    """How far each model is off, kind by kind, in the order of `RANGES`."""
+    """Return the errors of each model by kind, in the order of `RANGES`."""
     by_kind: dict[str, list[MeasuredConfig]] = {}
     for each in measured:
         by_kind.setdefault(each.works[0].kind, []).append(each)

@@ -1,4 +1,4 @@
-"""Convolutions, matrix products, attention and pooling as works: what has more to it than its elements."""
+"""Turn convolutions, matrix products, attention and pooling into works with more than element counts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from upriver.profile.latency.op_features import OpWork, fused_bias, moved, one
 from upriver.program.graph.schema import TensorSpec
 
 FEW_CHANNELS = 8
-"""With fewer a convolution reads pixels: other kernels, and far fewer operations a second."""
+"""Input channels below which a convolution reads pixels: with other kernels, and far fewer operations a
+second."""
 
 
 def convolution(call: OpCall) -> tuple[OpWork, ...] | None:
-    """A convolution of any number of dimensions, and the bias that it adds."""
+    """Return the work of a convolution of any number of dimensions, and of the bias that it adds."""
     given = call.arguments
     x, w, y = call.spec(given["input"]), call.spec(given["weight"]), call.made[0]
     if x is None or w is None:
@@ -66,7 +67,7 @@ def _convolution_kind(transposed: bool, depthwise: bool, groups: int) -> str:
 
 
 def _padded(padding: Any, dilation: Any, before: list[int], window: list[int]) -> list[int]:
-    """Sizes of the input with its border."""
+    """Return the sizes of the input including its border."""
     dimensions = len(before)
     if isinstance(padding, str):
         steps = each_of(dilation, dimensions)
@@ -85,11 +86,11 @@ OPERANDS = {
     "bmm": ("self", "mat2", ""),
     "baddbmm": ("batch1", "batch2", "self"),
 }
-"""Of matrix products: left, right, and what is added."""
+"""Argument names of matrix products: left operand, right operand, addend."""
 
 
 def product(call: OpCall) -> tuple[OpWork, ...] | None:
-    """A matrix product, or a batch of them, and the bias that it adds."""
+    """Return the work of one or a batch of matrix products, and of the bias that it adds."""
     given = call.arguments
     names = OPERANDS[call.name]
     left, right, y = call.spec(given[names[0]]), call.spec(given[names[1]]), call.made[0]
@@ -124,12 +125,12 @@ def product(call: OpCall) -> tuple[OpWork, ...] | None:
 
 
 def _are_matrices(left: TensorSpec, right: TensorSpec) -> bool:
-    """Whether there are rows and columns; the left one may be a single row."""
+    """Return whether both operands have rows and columns; the left one may be a single row."""
     return len(right.shape) == 2 or min(len(left.shape), len(right.shape)) >= 2
 
 
 def attention(call: OpCall) -> tuple[OpWork, ...] | None:
-    """Both products of attention and the softmax between them."""
+    """Return the work of both products of attention and the softmax between them."""
     given = call.arguments
     query, key, value = (call.spec(given[name]) for name in ("query", "key", "value"))
     if query is None or key is None or value is None or given["enable_gqa"]:
@@ -156,7 +157,7 @@ def attention(call: OpCall) -> tuple[OpWork, ...] | None:
 
 
 def pooling(call: OpCall) -> tuple[OpWork, ...] | None:
-    """Pooling; one that gives every element as it is costs nothing."""
+    """Return the work of pooling; pooling that returns every element unchanged has none."""
     given = call.arguments
     x = call.spec(given["self"])
     if x is None:

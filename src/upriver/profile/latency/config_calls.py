@@ -16,7 +16,7 @@ from upriver.program.graph.schema import TensorSpec
 
 
 def convolution(draw: Draw, *, groups: int = 1) -> OpCall | None:
-    """A convolution of an image."""
+    """Make a convolution of an image."""
     (window, stride), side = draw["window"], draw["side"]
     padding = window // 2 if draw["padded"] and stride < max(window, 2) else 0
     ins, outs = draw["in_channels"], draw["out_channels"]
@@ -32,18 +32,18 @@ def convolution(draw: Draw, *, groups: int = 1) -> OpCall | None:
 
 
 def depthwise(draw: Draw) -> OpCall | None:
-    """One filter for each channel."""
+    """Make a depthwise convolution: one filter for each channel."""
     channels = draw["channels"]
     return convolution({**draw, "in_channels": channels, "out_channels": channels}, groups=channels)
 
 
 def group_convolution(draw: Draw) -> OpCall | None:
-    """Channels in groups."""
+    """Make a convolution with channels in groups."""
     return convolution(draw, groups=draw["groups"])
 
 
 def transposed(draw: Draw) -> OpCall | None:
-    """A convolution that doubles an image's sides."""
+    """Make a transposed convolution that doubles an image's sides."""
     window, side, ins, outs = draw["window"], draw["side"], draw["in_channels"], draw["out_channels"]
     if draw["batch"] * side**2 * window**2 * ins * outs > MOST_MACS:
         return None
@@ -54,7 +54,7 @@ def transposed(draw: Draw) -> OpCall | None:
 
 
 def linear(draw: Draw) -> OpCall | None:
-    """A linear layer."""
+    """Make a linear layer."""
     rows, ins, outs = draw["rows"], draw["inner"], draw["outer"]
     if rows * ins * outs > MOST_MACS:
         return None
@@ -73,7 +73,7 @@ def _bias_of(weights: Mapping[str, TensorSpec]) -> str | None:
 
 
 def batched_product(draw: Draw) -> OpCall | None:
-    """A batch of matrix products, the right operand as it is or turned."""
+    """Make a batch of matrix products; the right operand may be transposed."""
     copies, rows, inner, outer = draw["copies"], draw["rows"], draw["inner"], draw["outer"]
     if copies * rows * inner * outer > MOST_MACS:
         return None
@@ -82,11 +82,11 @@ def batched_product(draw: Draw) -> OpCall | None:
 
 
 def attention(draw: Draw) -> OpCall | None:
-    """Attention of some tokens to each other."""
+    """Make an attention of some tokens to each other."""
     heads, tokens, width = draw["heads"], draw["tokens"], draw["width"]
     if draw["batch"] * heads * tokens**2 * 2 * width > MOST_MACS:
         return None
-    # As a linear layer gives them: the heads of a token lie together.
+    # A linear layer's output keeps the heads of a token together.
     spec = tensor([draw["batch"], heads, tokens, width], (0, 2, 1, 3) if draw["together"] else None)
     names = ["query", "key", "value"]
     args = [*names, None, 0.0, bool(draw["causal"])]
@@ -97,17 +97,17 @@ def attention(draw: Draw) -> OpCall | None:
 
 
 def image(draw: Draw) -> TensorSpec:
-    """Some square images."""
+    """Return the spec of a batch of square images."""
     return tensor([draw["batch"], draw["channels"], draw["side"], draw["side"]])
 
 
 def max_pool(draw: Draw) -> OpCall | None:
-    """The most of a window."""
+    """Make a max pooling over a window."""
     return call_on("max_pool2d.default", ["self", *_window(draw)], {"self": image(draw)})
 
 
 def avg_pool(draw: Draw) -> OpCall | None:
-    """The mean of a window, or of as many as give an image of some size."""
+    """Make an average pooling over a window, or an adaptive one to a given image size."""
     given = {"self": image(draw)}
     if draw["window"] is not None:
         return call_on("avg_pool2d.default", ["self", *_window(draw)], given) if _fits(draw) else None
@@ -126,7 +126,7 @@ def _fits(draw: Draw) -> bool:
 
 
 def resized(op: str) -> Make:
-    """An image with larger sides."""
+    """Return a maker of calls that enlarge an image."""
 
     def make(draw: Draw) -> OpCall | None:
         size = [draw["side"] * draw["scale"]] * 2
@@ -139,7 +139,7 @@ def resized(op: str) -> Make:
 
 
 def form(draw: Draw) -> TensorSpec:
-    """Images, tokens, or one row of numbers for each sample."""
+    """Return the spec of images, tokens, or one row of numbers for each sample."""
     if draw["form"] == "image":
         return image(draw)
     middle = [draw["tokens"]] if draw["form"] == "tokens" else []
@@ -147,7 +147,7 @@ def form(draw: Draw) -> TensorSpec:
 
 
 def unary(op: str, *more: Any) -> Make:
-    """An operator on one tensor."""
+    """Return a maker of calls of an operator on one tensor."""
 
     def make(draw: Draw) -> OpCall | None:
         return call_on(op, ["self", *more], {"self": form(draw)}, in_place=bool(draw["in_place"]))
@@ -156,7 +156,10 @@ def unary(op: str, *more: Any) -> Make:
 
 
 def binary(op: str) -> Make:
-    """An operator on two tensors alike, on one and a number for each of its channels, or on one number."""
+    """Return a maker of calls of a binary operator.
+
+    The second operand is a tensor alike, one number for each channel, or a single number.
+    """
 
     def make(draw: Draw) -> OpCall | None:
         x, in_place = form(draw), bool(draw["in_place"])
@@ -170,14 +173,14 @@ def binary(op: str) -> Make:
 
 
 def bias(draw: Draw) -> OpCall | None:
-    """One weight for each channel."""
+    """Make an addition of one weight for each channel."""
     x = form(draw)
     channels = [x.shape[1], 1, 1] if draw["form"] == "image" else [x.shape[-1]]
     return call_on("add.Tensor", ["self", "other"], {"self": x}, {"other": tensor(channels)})
 
 
 def batch_norm(draw: Draw) -> OpCall | None:
-    """By running statistics."""
+    """Make a batch norm by running statistics."""
     names = ["weight", "bias", "mean", "variance"]
     args = ["input", *names, False, 0.1, 1e-5, False]
     weights = dict.fromkeys(names, tensor([draw["channels"]]))
@@ -185,7 +188,7 @@ def batch_norm(draw: Draw) -> OpCall | None:
 
 
 def layer_norm(op: str) -> Make:
-    """Of tokens."""
+    """Return a maker of normalisations of tokens."""
 
     def make(draw: Draw) -> OpCall | None:
         names = ["weight", "bias"] if op == "layer_norm.default" else ["weight"]
@@ -197,7 +200,7 @@ def layer_norm(op: str) -> Make:
 
 
 def group_norm(draw: Draw) -> OpCall | None:
-    """Of images."""
+    """Make a group normalisation of images."""
     if draw["channels"] % draw["groups"]:
         return None
     weights = dict.fromkeys(["weight", "bias"], tensor([draw["channels"]]))
@@ -206,7 +209,7 @@ def group_norm(draw: Draw) -> OpCall | None:
 
 
 def softmax(draw: Draw) -> OpCall | None:
-    """Of attention's scores, or of classes."""
+    """Make a softmax of attention scores or of classes."""
     shape = [draw["batch"], draw["classes"]]
     if draw["form"] == "scores":
         shape = [draw["batch"], draw["heads"], draw["tokens"], draw["tokens"]]
@@ -214,7 +217,7 @@ def softmax(draw: Draw) -> OpCall | None:
 
 
 def reduced(op: str) -> Make:
-    """Over pixels or tokens, or over the last dimension."""
+    """Return a maker of reductions over pixels or tokens, or over the last dimension."""
 
     def make(draw: Draw) -> OpCall | None:
         x = form(draw)
@@ -228,7 +231,7 @@ def reduced(op: str) -> Make:
 
 
 def joined(op: str) -> Make:
-    """Several tensors as one."""
+    """Return a maker of calls that join several tensors into one."""
 
     def make(draw: Draw) -> OpCall | None:
         x = form(draw)
@@ -245,11 +248,11 @@ _ORDERS: dict[str, tuple[tuple[int, ...], ...]] = {
     "tokens": ((0, 1, 2), (0, 2, 1), (1, 0, 2)),
     "rows": ((0, 1), (1, 0)),
 }
-"""In which a copy finds the dimensions of its operand in memory."""
+"""Memory orders of the dimensions of a copy's operand, by form."""
 
 
 def copy(draw: Draw) -> OpCall | None:
-    """As it lies there, or put in order."""
+    """Make a copy that keeps the memory order, or makes the tensor contiguous."""
     orders = _ORDERS[draw["form"]]
     x = tensor(form(draw).shape, orders[draw["order"] % len(orders)])
     if draw["as_it_is"]:
@@ -258,36 +261,36 @@ def copy(draw: Draw) -> OpCall | None:
 
 
 def pad(draw: Draw) -> OpCall | None:
-    """A border of zeros."""
+    """Make a padding with zeros."""
     return call_on("constant_pad_nd.default", ["self", [draw["border"]] * 4, 0.0], {"self": image(draw)})
 
 
 def roll(draw: Draw) -> OpCall | None:
-    """Windows that move on, channels last."""
+    """Make a roll of windows, channels last."""
     x = tensor([draw["batch"], draw["side"], draw["side"], draw["channels"]])
     return call_on("roll.default", ["self", [draw["by"]] * 2, [1, 2]], {"self": x})
 
 
 def flip(draw: Draw) -> OpCall | None:
-    """The last dimension the other way round."""
+    """Make a reversal of the last dimension."""
     return call_on("flip.default", ["self", [-1]], {"self": form(draw)})
 
 
 def repeat(draw: Draw) -> OpCall | None:
-    """The first dimension several times."""
+    """Make a repetition along the first dimension."""
     x = form(draw)
     return call_on("repeat.default", ["self", [draw["times"]] + [1] * (len(x.shape) - 1)], {"self": x})
 
 
 def index_select(draw: Draw) -> OpCall | None:
-    """Rows by their numbers."""
+    """Make a selection of rows by index."""
     index = tensor([draw["tokens"]], dtype="int64")
     given = {"self": tensor([draw["table"], draw["width"]]), "index": index}
     return call_on("index_select.default", ["self", 0, "index"], given)
 
 
 def embedding(draw: Draw) -> OpCall | None:
-    """Rows of a table of weights."""
+    """Make a look-up of rows in a table of weights."""
     given = {"indices": tensor([draw["batch"], draw["tokens"]], dtype="int64")}
     weights = {"weight": tensor([draw["table"], draw["width"]])}
     return call_on("embedding.default", ["weight", "indices"], given, weights)

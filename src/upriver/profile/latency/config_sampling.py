@@ -1,4 +1,4 @@
-"""Configurations to calibrate with: what they are drawn from, and calls made of what was drawn."""
+"""Draw configurations for a calibration, and make calls from the drawn numbers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from upriver.program.graph.schedule import ScheduledNode, Values
 from upriver.program.graph.schema import Node, TensorSpec, Value
 
 MOST_MACS = 2.5e9
-"""Of one call: VGG's largest convolution has 1.85e9."""
+"""Largest number of operations of one call: VGG's largest convolution has 1.85e9."""
 
 MOST_ELEMENTS = 4 << 20
-"""Of one tensor that is not a weight: VGG's largest has 3.2 million."""
+"""Largest number of elements of a tensor other than a weight: VGG's largest has 3.2 million."""
 
 MOST_WEIGHTS = 104 << 20
-"""Elements: VGG's first linear layer has 103 million."""
+"""Largest number of elements of a weight: VGG's first linear layer has 103 million."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,19 @@ class Span:
     step: int = 1
 
     def draw(self, chance: random.Random) -> int:
-        """One of them."""
+        """Draw one number."""
         drawn = math.exp(chance.uniform(math.log(self.low), math.log(self.high)))
         return min(max(round(drawn / self.step) * self.step, self.low), self.high)
 
 
 Choices: TypeAlias = Mapping[str, Sequence[Any]]
-"""Name to what it is drawn from: values, and spans of them."""
+"""Values and spans to draw from, by name."""
 
 Draw: TypeAlias = Mapping[str, Any]
-"""What was drawn, by name."""
+"""Drawn values, by name."""
 
 Make: TypeAlias = Callable[[Draw], OpCall | None]
-"""The call of a draw; None where no network makes such a call."""
+"""Function that makes the call of a draw; None where no network makes such a call."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +53,9 @@ class Range:
     """Configurations of one kind.
 
     Attributes:
-        count: How many are measured.
-        choices: What they are drawn from.
-        make: Their calls.
+        count: Number of measured configurations.
+        choices: Values to draw from.
+        make: Makes their calls.
     """
 
     count: int
@@ -63,7 +63,7 @@ class Range:
     make: Make
 
     def draw(self, chance: random.Random) -> OpCall | None:
-        """One configuration, or None."""
+        """Draw one configuration; None where no network makes such a call."""
         drawn = {}
         for name, among in self.choices.items():
             chosen = chance.choice(among)
@@ -72,7 +72,7 @@ class Range:
 
 
 def tensor(shape: Sequence[int], order: Sequence[int] | None = None, dtype: str = "float32") -> TensorSpec:
-    """A tensor whose dimensions lie in memory in this order, outermost first."""
+    """Return the spec of a tensor whose dimensions lie in memory in this order, outermost first."""
     stride, step = [0] * len(shape), 1
     for dimension in reversed(order or range(len(shape))):
         stride[dimension] = step
@@ -88,10 +88,14 @@ def call_on(
     *,
     in_place: bool = False,
 ) -> OpCall | None:
-    """A call on these tensors, whose results are what the operator says; None if one is too large or empty.
+    """Make a call on these tensors, with the operator's own results; None if one is too large or empty.
 
     Args:
-        args: As a graph has them; a text stands for the tensor of that name.
+        op: Operator and overload.
+        args: Arguments as in a graph; a string stands for the tensor of that name.
+        given: Specs of the operands that are not weights, by name.
+        weights: Specs of the weights, by name.
+        in_place: Whether the result overwrites the first operand.
     """
     weights = weights or {}
     fits = all(0 < spec.numel <= MOST_ELEMENTS for spec in given.values())

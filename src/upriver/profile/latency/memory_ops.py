@@ -1,4 +1,4 @@
-"""Element-wise operators, normalisations, reductions and copies as works: what memory has most to do with."""
+"""Turn element-wise operators, normalisations, reductions and copies into works, which memory dominates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from upriver.program.graph.schema import TensorSpec
 
 
 def on_each(kind: str) -> Maker:
-    """Operations on each element."""
+    """Return a maker of works of element-wise operators."""
     return lambda call: one(kind, call, run=_run(call))
 
 
@@ -20,7 +20,7 @@ def _run(call: OpCall) -> float:
 
 
 def added(call: OpCall) -> tuple[OpWork, ...]:
-    """An addition; of one weight for each channel it is what the paper calls a bias."""
+    """Return the work of an addition; adding one weight for each channel is the paper's bias."""
     given = call.arguments
     names = [call.spec(given["self"]), call.spec(given["other"])]
     weights = [call.specs[name] for name in call.read if name in call.fixed]
@@ -31,7 +31,7 @@ def added(call: OpCall) -> tuple[OpWork, ...]:
 
 
 def normalised(kind: str) -> Maker:
-    """Normalisations over the last dimensions."""
+    """Return a maker of works of normalisations over the last dimensions."""
 
     def maker(call: OpCall) -> tuple[OpWork, ...]:
         return one(kind, call, row=float(math.prod(call.arguments["normalized_shape"])))
@@ -40,7 +40,7 @@ def normalised(kind: str) -> Maker:
 
 
 def grouped(kind: str) -> Maker:
-    """Normalisations over the pixels of a group of channels, or of one channel."""
+    """Return a maker of works of normalisations over the pixels of a channel or group of channels."""
 
     def maker(call: OpCall) -> tuple[OpWork, ...]:
         shape = call.made[0].shape
@@ -51,7 +51,7 @@ def grouped(kind: str) -> Maker:
 
 
 def softmax(call: OpCall) -> tuple[OpWork, ...]:
-    """Softmax, or its logarithm: of rows that lie in order, or apart."""
+    """Return the work of a softmax or its logarithm, over contiguous or strided rows."""
     made, dimension = call.made[0], int(call.arguments["dim"])
     kind = "log_softmax" if "log" in call.name else "softmax"
     if not made.shape:
@@ -62,7 +62,7 @@ def softmax(call: OpCall) -> tuple[OpWork, ...]:
 
 
 def reduction(kind: str) -> Maker:
-    """Sums, means and the like over some dimensions."""
+    """Return a maker of works of reductions such as sums and means over some dimensions."""
 
     def maker(call: OpCall) -> tuple[OpWork, ...] | None:
         given = call.arguments
@@ -82,12 +82,12 @@ def reduction(kind: str) -> Maker:
 
 
 def nothing(_call: OpCall) -> tuple[OpWork, ...]:
-    """A view."""
+    """Return no work, as for a view."""
     return ()
 
 
 def copied(call: OpCall) -> tuple[OpWork, ...] | None:
-    """A copy of the first operand, in another type or order where that is what was asked for."""
+    """Return the work of a copy of the first operand, in another type or order where requested."""
     source = _first(call)
     if source is None:
         return None
@@ -98,19 +98,19 @@ def copied(call: OpCall) -> tuple[OpWork, ...] | None:
 
 
 def _leap(made: TensorSpec, source: TensorSpec) -> int:
-    """How far apart elements lie in the source that come to lie beside each other."""
+    """Return the distance in the source between elements that become neighbours in the result."""
     dimensions = zip(made.shape, made.stride, source.stride, strict=True)
     return next((theirs for size, mine, theirs in dimensions if size > 1 and mine == 1), 1)
 
 
 def reshaped(call: OpCall) -> tuple[OpWork, ...] | None:
-    """A view where the strides allow one, else a copy."""
+    """Return no work where the strides allow a view, else the work of a copy."""
     source = _first(call)
     return () if source is not None and is_view(source, call.made[0].shape) else copied(call)
 
 
 def converted(call: OpCall) -> tuple[OpWork, ...] | None:
-    """What gives its operand back where that is in the type and the order that were asked for."""
+    """Return no work where the operand already has the requested type and order, else a copy's work."""
     source, made = _first(call), call.made[0]
     if source is not None and source.dtype == made.dtype and is_same_layout(source, made):
         return () if not call.arguments.get("copy") else copied(call)
@@ -123,7 +123,7 @@ def _first(call: OpCall) -> TensorSpec | None:
 
 
 def joined(kind: str) -> Maker:
-    """Several tensors as one."""
+    """Return a maker of works that join several tensors into one."""
 
     def maker(call: OpCall) -> tuple[OpWork, ...]:
         made, parts = call.made[0], call.arguments["tensors"]
@@ -136,25 +136,25 @@ def joined(kind: str) -> Maker:
 
 
 def bordered(call: OpCall) -> tuple[OpWork, ...] | None:
-    """A border of one number around a tensor; others, mirrored say, are measured."""
+    """Return the work of a constant padding; other modes, such as mirroring, are measured."""
     if call.arguments.get("mode", "constant") != "constant":
         return None
     return one("copy.pad", call, run=float(call.made[0].shape[-1]))
 
 
 def by_last(kind: str) -> Maker:
-    """Copies that go by the last dimension."""
+    """Return a maker of works of copies along the last dimension."""
     return lambda call: one(kind, call, run=float(call.made[0].shape[-1] if call.made[0].shape else 1))
 
 
 def picked(call: OpCall) -> tuple[OpWork, ...]:
-    """Slices by their numbers."""
+    """Return the work of a selection of slices by index."""
     behind = call.made[0].shape[int(call.arguments["dim"]) :][1:] if call.made[0].shape else []
     return one("copy.index_select", call, run=float(math.prod(behind)))
 
 
 def embedding(call: OpCall) -> tuple[OpWork, ...]:
-    """Rows of a table, whose own bytes are not read."""
+    """Return the work of a look-up of rows; the whole table's bytes are not read."""
     table = call.spec(call.arguments["weight"])
     rows = float(table.shape[0]) if table is not None else 0.0
     (work,) = one("embedding", call, row=float(call.made[0].shape[-1]), table=rows)
@@ -162,7 +162,7 @@ def embedding(call: OpCall) -> tuple[OpWork, ...]:
 
 
 def interpolation(kind: str) -> Maker:
-    """An image of another size."""
+    """Return a maker of works of image resizing."""
 
     def maker(call: OpCall) -> tuple[OpWork, ...] | None:
         x, made = _first(call), call.made[0]

@@ -1,7 +1,7 @@
-"""What one operator takes when it runs alone, again and again, on random tensors, as it would in a program.
+"""Time one operator alone, in repeated runs on random tensors, as it would run in a program.
 
-So it runs as the step of a program that it is, and finds caches as it would there: what it reads was just
-written; its weights, and its code, were last used when other operators had not run yet.
+The operator runs as the step of a program and finds caches in the same state. Its input was just written. Its
+weights and code were last used before other operators ran.
 """
 
 from __future__ import annotations
@@ -21,33 +21,34 @@ from upriver.program.graph.schedule import ScheduledNode, Values, first_line
 from upriver.program.graph.schema import DTYPES, reference
 
 POOL_BYTES = 96 << 20
-"""Random numbers that tensors are cut out of: more than the caches of most machines hold."""
+"""Size of the random numbers that tensors are cut from: larger than the caches of most machines."""
 
 MOST_SETS = 64
-"""Sets of weights that runs take in turn, at most."""
+"""Largest number of sets of weights that runs use in turn."""
 
 ALIGNMENT = 64
-"""Bytes: where torch's own tensors begin."""
+"""Alignment in bytes of torch's own tensors."""
 
 GROWN_BYTES = 31 << 20
-"""The C library asks the system for memory for tensors larger than it has ever seen freed, up to 32 MiB, and
-each new page costs. A program has freed larger ones after its first run."""
+"""Size of a tensor allocated and freed at the start. The C library requests new memory for tensors larger
+than any freed before, up to 32 MiB, and each new page costs time. A program has freed larger tensors after
+its first run."""
 
 EVICTED_BYTES = 32 << 20
-"""Read between two runs: the weights of the operators that run there in a program. They take caches from what
-an operator reads, and from its very code, which makes short ones two times slower and more."""
+"""Bytes read between two runs, for the weights of other operators in a program. They evict an operator's
+input and even its code from caches, which makes short operators at least twice as slow."""
 
 QUEUED_RUNS = 32
-"""An accelerator is given so many runs at a time: in a program it does not wait between operators, either."""
+"""Runs queued at a time on an accelerator: in a program it does not wait between operators either."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """How an operator is timed.
+    """Limits on the runs that time an operator.
 
     Attributes:
-        runs: Of which the lower quartile counts: other work on a machine makes some slow, and none fast.
-        most_s: Once they have taken so long, three will do.
+        runs: Number of runs. The lower quartile counts: other work makes some runs slow, and none fast.
+        most_s: Total time after which three runs are enough.
     """
 
     runs: int = 5
@@ -55,7 +56,7 @@ class Timing:
 
 
 class OpBenchmark:
-    """A device on which operators are timed one at a time."""
+    """Time operators on a device, one at a time."""
 
     def __init__(self, device: str | torch.device = "cpu", *, seed: int = 0) -> None:
         """Draw the numbers that all tensors are made of.
@@ -71,7 +72,7 @@ class OpBenchmark:
 
     @torch.no_grad()
     def seconds(self, call: OpCall, timing: Timing | None = None) -> float:
-        """Seconds of a call, on a machine that does nothing else meanwhile.
+        """Return the seconds of a call on an otherwise idle machine.
 
         Raises:
             ProgramError: If the operator refuses random tensors of these forms.
@@ -81,14 +82,14 @@ class OpBenchmark:
                 return self._seconds(call, timing or Timing())
             except (MemoryError, torch.OutOfMemoryError):
                 raise
-            except Exception as error:  # an operator raises whatever it likes
+            except Exception as error:  # an operator may raise any exception
                 raise ProgramError(f"{call.node.op} cannot be timed alone: {first_line(error)}") from error
 
     def _seconds(self, call: OpCall, timing: Timing) -> float:
         operands = {name: self._numbers(call, name).clone() for name in call.read if name not in call.fixed}
         values = {name: _formed(call, name, numbers) for name, numbers in operands.items()}
         steps = cycle(self._steps(call))
-        for _ in range(2):  # which makes kernels and finds memory
+        for _ in range(2):  # compiles kernels and allocates memory
             next(steps).run(values)
         taken: list[float] = []
         while len(taken) < 3 or (len(taken) < timing.runs and sum(taken) < timing.most_s):
@@ -113,7 +114,7 @@ class OpBenchmark:
             torch.cuda.synchronize(self.device)
 
     def _steps(self, call: OpCall) -> list[ScheduledNode]:
-        """The operator with its weights, once for each set of them."""
+        """Return the operator bound to each of its sets of weights."""
         names = [name for name in call.read if name in call.fixed]
         nbytes = sum(call.specs[name].nbytes for name in names)
         sets = min(max(1, POOL_BYTES // max(nbytes, 1)), MOST_SETS) if names else 1
@@ -127,7 +128,7 @@ class OpBenchmark:
         return found
 
     def _numbers(self, call: OpCall, name: str) -> torch.Tensor:
-        """What a tensor is made of: random numbers, or integers that are valid where they are indices."""
+        """Return the numbers of a tensor: random ones, or integers that are valid indices."""
         spec = call.specs[name]
         dtype, count = DTYPES[spec.dtype], max(1, spec.span)
         if dtype.is_floating_point:
@@ -137,7 +138,7 @@ class OpBenchmark:
         return torch.randint(0, below, (count,), generator=generator, device="cpu").to(self.device, dtype)
 
     def _stretch(self, count: int) -> torch.Tensor:
-        """The next random numbers of the pool, in place if it has so many."""
+        """Return the next random numbers of the pool; repeated if the pool is too small."""
         if count > len(self._pool):
             return self._pool.repeat(-(-count // len(self._pool)))[:count]
         if self._next + count > len(self._pool):
@@ -153,7 +154,7 @@ def _formed(call: OpCall, name: str, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _random(count: int, seed: int) -> torch.Tensor:
-    """Numbers of either sign between a half and one and a half: no kernel is slow at these."""
+    """Return numbers of either sign with magnitudes from 0.5 to 1.5: no kernel is slow at these."""
     generator = torch.Generator().manual_seed(seed)
     numbers = torch.rand(count, generator=generator, dtype=torch.float32, device="cpu").add_(0.5)
     signs = torch.randint(0, 2, (count,), dtype=torch.float32, generator=generator, device="cpu")
@@ -161,11 +162,11 @@ def _random(count: int, seed: int) -> torch.Tensor:
 
 
 _TABLES = {"embedding": "weight", "index_select": "self"}
-"""Operators that pick by number, and what they pick from."""
+"""Operators that select by index, and the argument that they select from."""
 
 
 def _places(call: OpCall, name: str) -> int:
-    """Below what the integers of a tensor must stay."""
+    """Return the upper bound, exclusive, of the integers of a tensor."""
     arguments = call.arguments
     table = call.spec(arguments[_TABLES[call.name]]) if call.name in _TABLES else None
     if table is None or reference(arguments.get("indices", arguments.get("index"))) != name:

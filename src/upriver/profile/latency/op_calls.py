@@ -1,4 +1,4 @@
-"""One operator call with the forms of all it reads and gives: what its seconds can depend on."""
+"""Describe one operator call by the forms of its operands and results: all that its seconds can depend on."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from upriver.program.graph.schema import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpCall:
-    """A node, and the tensors around it without their data.
+    """A node and the tensors around it, without their data.
 
     Attributes:
-        specs: Name of each tensor that it reads or gives to its form.
+        node: The node.
+        specs: Form of each tensor that the node reads or makes, by name.
         fixed: Names among them that are weights or constants.
-        in_place: Whether the result is written over the first operand.
+        in_place: Whether the result overwrites the first operand.
     """
 
     node: Node
@@ -42,33 +43,33 @@ class OpCall:
 
     @property
     def name(self) -> str:
-        """The operator's, without its overload."""
+        """Name of the operator without its overload."""
         return self.node.op.partition(".")[0]
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Each argument by its name as the graph has it, defaults where none is given."""
+        """Each argument by name as in the graph, with the defaults of omitted ones."""
         names, defaults = _signature(self.node.op)
         return defaults | dict(zip(names, self.node.args, strict=False)) | self.node.kwargs
 
     @property
     def read(self) -> tuple[str, ...]:
-        """Names of the tensors that it reads, each once."""
+        """Names of the tensors that the call reads, each once."""
         return tuple(dict.fromkeys(references([self.node.args, self.node.kwargs])))
 
     @property
     def made(self) -> list[TensorSpec]:
-        """Forms of what it gives and somebody reads."""
+        """Forms of the results that are used."""
         return [output.spec for output in self.node.outputs if output is not None]
 
     def spec(self, argument: Any) -> TensorSpec | None:
-        """The form of an argument that is a tensor."""
+        """Return the form of an argument that is a tensor, else None."""
         name = reference(argument)
         return self.specs[name] if name is not None else None
 
     @property
     def signature(self) -> str:
-        """SHA-256 of all that its seconds depend on, the same in every graph that makes such a call."""
+        """SHA-256 of all that the call's seconds depend on, equal in every graph with such a call."""
         names = {name: f"%{number}" for number, name in enumerate(self.read)}
         weights = [names[name] for name in self.read if name in self.fixed]
         forms = [self.specs[name] for name in self.read]
@@ -78,7 +79,7 @@ class OpCall:
 
 
 def calls(graph: Graph) -> Iterator[OpCall | None]:
-    """Each node as a call; None for one that runs once, when a program is bound."""
+    """Yield each node as a call; None for a node that runs once, when a program is bound."""
     given: list[Value | Weight] = [*graph.inputs, *graph.weights]
     specs = {value.name: value.spec for value in given}
     weights = frozenset(weight.name for weight in graph.weights)
@@ -101,7 +102,7 @@ def calls(graph: Graph) -> Iterator[OpCall | None]:
 
 @functools.cache
 def _signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Names of an operator's arguments, and the values of those that may be left out."""
+    """Return the names of an operator's arguments, and their default values."""
     arguments = resolve(op)._schema.arguments
     return tuple(each.name for each in arguments), {
         each.name: each.default_value if each.has_default_value() else None for each in arguments
@@ -109,7 +110,7 @@ def _signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def _renamed(argument: Any, names: Mapping[str, str]) -> Any:
-    """An encoded argument with other names for the tensors in it."""
+    """Return an encoded argument with its tensors renamed."""
     name = reference(argument)
     if name is not None:
         return {"tensor": names[name]}
@@ -124,7 +125,7 @@ def _renamed(argument: Any, names: Mapping[str, str]) -> Any:
 
 
 def in_order(spec: TensorSpec) -> TensorSpec:
-    """The same with its elements one behind the other, the last dimension innermost."""
+    """Return the contiguous spec of the same shape and type."""
     shape = spec.shape
     return TensorSpec(
         dtype=spec.dtype, shape=shape, stride=[math.prod(shape[d + 1 :]) for d in range(len(shape))]
@@ -132,21 +133,21 @@ def in_order(spec: TensorSpec) -> TensorSpec:
 
 
 def is_contiguous(spec: TensorSpec) -> bool:
-    """Whether its elements lie so."""
+    """Return whether the elements are contiguous."""
     return spec.numel == 0 or is_same_layout(spec, in_order(spec))
 
 
 def is_same_layout(one: TensorSpec, other: TensorSpec) -> bool:
-    """Whether two tensors of one shape lie in memory alike."""
+    """Return whether two tensors of one shape have the same layout in memory."""
     steps = zip(one.shape, one.stride, other.stride, strict=True)
     return all(size == 1 or mine == theirs for size, mine, theirs in steps)
 
 
 def is_view(spec: TensorSpec, shape: Sequence[int]) -> bool:
-    """Whether a tensor can have another shape without a copy, by the rule of torch."""
+    """Return whether a tensor can take another shape without a copy, by torch's rule."""
     if spec.numel == 0:
         return True
-    stretches: list[list[int]] = []  # dimensions that can be walked as one, innermost first: elements, step
+    stretches: list[list[int]] = []  # runs of dimensions walked as one, innermost first
     for size, step in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
         if stretches and step == math.prod(stretches[-1]):
             stretches[-1][0] *= size
@@ -163,9 +164,9 @@ def is_view(spec: TensorSpec, shape: Sequence[int]) -> bool:
 
 
 def run_length(made: TensorSpec, read: Sequence[TensorSpec]) -> int:
-    """How many elements a loop walks through without a jump, in the result and in each operand.
+    """Return the number of elements that a loop passes without a jump, in the result and each operand.
 
-    An operand may stand still meanwhile, where it is broadcast.
+    A broadcast operand may stand still meanwhile.
     """
     steps = [_steps_along(spec, len(made.shape)) for spec in read]
     still: list[bool] = []
@@ -184,18 +185,18 @@ def run_length(made: TensorSpec, read: Sequence[TensorSpec]) -> int:
 
 
 def _steps_along(spec: TensorSpec, dimensions: int) -> list[int]:
-    """Strides along the dimensions of a result, to whose last ones a tensor is broadcast."""
+    """Return a tensor's strides along the dimensions of a result that it is broadcast to."""
     steps = [step if size != 1 else 0 for size, step in zip(spec.shape, spec.stride, strict=True)]
     return [0] * (dimensions - len(steps)) + steps
 
 
 def image(spec: TensorSpec, dimensions: int) -> tuple[int, int, list[int]]:
-    """Samples, channels and sizes of a tensor whose last dimensions are space; samples may be missing."""
+    """Return samples, channels and spatial sizes of a tensor; samples may be missing."""
     ahead = spec.shape[: len(spec.shape) - dimensions]
     return math.prod(ahead[:-1]), ahead[-1], spec.shape[len(ahead) :]
 
 
 def each_of(value: Any, count: int) -> list[int]:
-    """A number for each dimension, where one may stand for all."""
+    """Return a number for each dimension, where one may stand for all."""
     numbers = value if isinstance(value, list) else [value]
     return [int(number) for number in numbers] if len(numbers) == count else [int(numbers[0])] * count

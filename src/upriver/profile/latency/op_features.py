@@ -1,6 +1,6 @@
-"""One work of a latency model: its kind, the paper's features of it, and our own facts.
+"""Describe one work of a latency model: its kind, the paper's features, and our own facts.
 
-What the letters mean, and where we depart from the paper, stands in `upriver.profile.latency.op_kinds`.
+`upriver.profile.latency.op_kinds` explains the symbols and the departures from the paper.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from upriver.profile.latency.op_calls import OpCall, is_contiguous
 from upriver.program.graph.schema import TensorSpec
 
 UNKNOWN = "unknown"
-"""Family of what no model is made for: it has to be measured, and never counts as nothing."""
+"""Family without a model: such a work must be measured, and never counts as free."""
 
 Numbers: TypeAlias = Mapping[str, float]
 
@@ -43,12 +43,12 @@ _DEPTHWISE: dict[Side, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpWork:
-    """What one operator call does, or one part of it.
+    """The work of one operator call, or of a part of it.
 
     Attributes:
-        kind: Family, and behind a dot which member of it: ``conv``, ``elementwise.add``.
-        features: What the paper's models take, both columns of Table II.
-        facts: What ours takes.
+        kind: Family, and after a dot the member: ``conv``, ``elementwise.add``.
+        features: Inputs of the paper's models, both columns of Table II.
+        facts: Inputs of our model.
     """
 
     kind: str
@@ -57,28 +57,28 @@ class OpWork:
 
     @property
     def family(self) -> str:
-        """What decides on features and facts."""
+        """Family of the kind, which decides the features and facts."""
         return family_of(self.kind)
 
     @property
     def fused(self) -> bool:
-        """Whether it is part of the same kernel as the work before it."""
+        """Return whether the work is part of the same kernel as the previous work."""
         return self.facts.get("fused", 0.0) > 0
 
 
 def family_of(kind: str) -> str:
-    """The family of a kind."""
+    """Return the family of a kind."""
     return kind.partition(".")[0]
 
 
 def features_of(kind: str, side: Side) -> tuple[str, ...]:
-    """A row of Table II."""
+    """Return the feature names of a kind: a row of Table II."""
     family = family_of(kind)
     return _DEPTHWISE[side] if family == "dwconv" else _TABLE_II.get(family, ("flops",))
 
 
 def moved(call: OpCall) -> dict[str, float]:
-    """What is read and written."""
+    """Return the facts about bytes read and written."""
     given = [call.specs[name] for name in call.read if name not in call.fixed]
     weights = [call.specs[name] for name in call.read if name in call.fixed]
     return {
@@ -92,16 +92,16 @@ def moved(call: OpCall) -> dict[str, float]:
 
 
 def one(kind: str, call: OpCall, flops: float | None = None, **facts: float) -> tuple[OpWork, ...]:
-    """A work of a kind whose one feature is its operations: as many as it gives elements, if not said."""
+    """Return a work of a kind with operations as its only feature; by default one for each result element."""
     found = moved(call)
     features = {"flops": found["elements"] if flops is None else float(flops)}
     return (OpWork(kind=kind, features=features, facts=found | facts),)
 
 
 def fused_bias(made: TensorSpec) -> OpWork:
-    """A bias that the kernel before it adds."""
+    """Return the work of a bias that the previous kernel adds."""
     return OpWork(kind="bias", features={"flops": float(made.numel)}, facts={"fused": 1.0})
 
 
 Maker: TypeAlias = Callable[[OpCall], "tuple[OpWork, ...] | None"]
-"""The works of a call; None where the call is one that no model is made for."""
+"""Function that returns the works of a call; None where no model covers the call."""

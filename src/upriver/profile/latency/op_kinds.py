@@ -1,27 +1,26 @@
-"""What an operator call is for a latency model: of which kind, and which numbers its seconds follow.
+"""Classify operator calls for the latency models: their kinds, and the numbers that their seconds follow.
 
-The kinds, their floating-point operations (Table I) and their features (Table II) are those of Liu, Zheng,
-Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural Networks for Edge Offloading", ICDCS 2022; a
-bias that a convolution or a linear layer adds is a work of its own. What the paper has no row for goes by
-the size of its result, as its element-wise kinds do.
+The kinds, their floating-point operations (Table I) and their features (Table II) come from Liu, Zheng, Li,
+Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural Networks for Edge Offloading", ICDCS 2022. A bias
+that a convolution or a linear layer adds is a work of its own. Operators without a row in the paper go by the
+size of their result, like the paper's element-wise kinds.
 
 Symbols
-    N, C_in, C_out, H, W         samples, channels, height and width of what goes in and out
+    N, C_in, C_out, H, W         samples, channels, height and width of input and output
     K_H, K_W                     the window
-    s_f = C_in K_H K_W           ``s_f``: size of one filter; C_in is that of a group where there are groups
-    FLOPs                        ``flops``; of two that belong together (a product and its sum) one counts
+    s_f = C_in K_H K_W           ``s_f``: size of one filter; with groups, C_in is that of a group
+    FLOPs                        ``flops``; a product and its sum count as one
 
 Departures
-    - A depthwise convolution with several filters a channel has operations for each of them; its ``s_f`` has
-      all channels, as the text defines it.
-    - A convolution of one or three dimensions has its first one for a height.
-    - A number that is added to every element of a channel is a bias wherever it comes from.
-    - A batch of matrix products, a convolution in groups and a transposed one are kinds of their own: other
+    - A depthwise convolution with several filters a channel has operations for each filter; its ``s_f``
+      covers all channels, as the text defines it.
+    - A convolution of one or three dimensions uses its first one as height.
+    - A number added to every element of a channel is a bias wherever it comes from.
+    - Batches of matrix products, convolutions in groups and transposed ones are kinds of their own: other
       kernels compute them.
-    - Types other than float32 make kinds of their own, too.
+    - Types other than float32 also make kinds of their own.
 
-Beside the features every work has ``facts``: what our own model (`upriver.profile.latency.regression`) goes
-by.
+Every work also has ``facts``: the inputs of our own model (`upriver.profile.latency.regression`).
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ __all__ = ["SIDES", "UNKNOWN", "OpWork", "Side", "family_of", "features_of", "wo
 
 
 def works(graph: Graph) -> tuple[tuple[OpWork, ...], ...]:
-    """The works of each node: none for a view, and for what is computed once, when a program is bound."""
+    """Return the works of each node; empty for views and for nodes that run once, when a program is bound."""
     return tuple(() if call is None else works_of(call) for call in calls(graph))
 
 
 def works_of(call: OpCall) -> tuple[OpWork, ...]:
-    """The works of one call; one of the unknown kind where no model is made for such a call."""
+    """Return the works of one call; one of the unknown kind where no model covers the call."""
     maker = _MAKERS.get(call.node.op) or _MAKERS.get(call.name)
     if maker is None and gives_view(call.node.op):
         return ()
@@ -84,7 +83,7 @@ def works_of(call: OpCall) -> tuple[OpWork, ...]:
 
 
 def _computes_in(call: OpCall) -> str:
-    """The type of its first tensor of floating-point numbers, if it has one."""
+    """Return the type of the first floating-point tensor, or of the first tensor if there is none."""
     types = [spec.dtype for spec in (*(call.specs[name] for name in call.read), *call.made)]
     return next((dtype for dtype in types if "float" in dtype), types[0])
 
@@ -92,7 +91,7 @@ def _computes_in(call: OpCall) -> str:
 # ------------------------------------------------------------------------------------- who is who
 
 _VIEWS = ("meshgrid", "broadcast_tensors", "unsafe_split")
-"""Whose signatures do not say that they are."""
+"""Views whose signatures do not mark them as views."""
 
 _ACTIVATIONS = (
     "relu gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu softplus mish "
@@ -167,4 +166,5 @@ _MAKERS: dict[str, Maker] = {
     ),
     "upsample_bicubic2d": interpolation("bicubic"),
 }
-"""By the name of an operator, or by that of one overload, which goes first. What is not here is unknown."""
+"""Makers by operator name, or by the name of one overload, which goes first. Operators not listed here are
+unknown."""

@@ -1,8 +1,8 @@
-"""What a device computes and reads in a second by its latency models: all that a cold start asks of them.
+"""Derive a device's compute and read rates from its latency models, for cold starts.
 
-A cold start knows how much a network computes, not with which operators. So two rates stand for a device:
-operations of convolutions such as most networks are made of, and bytes of a linear layer of one sample, which
-does little but read its weights.
+A cold start knows how much a network computes, but not with which operators. So two rates stand for a device.
+One is the operations per second of convolutions that most networks are made of. The other is the bytes per
+second of a linear layer of one sample, which mostly reads its weights.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _CONVOLUTIONS: tuple[Draw, ...] = tuple(
     }
     for window, side, channels in ((3, 56, 64), (1, 28, 256), (3, 14, 256))
 )
-"""From the middle of ResNets, where most of their operations lie."""
+"""Convolutions from the middle of ResNets, where most of their operations lie."""
 
 _LINEAR: Draw = {"rows": 1, "inner": 4096, "outer": 4096, "bias": False}
-"""VGG's second: 64 MiB, more than caches hold."""
+"""VGG's second linear layer: 64 MiB, larger than caches."""
 
 
 def pace_from(predictor: Predictor) -> Pace | None:
-    """The rates of a device; None where its models do not tell them."""
+    """Return the rates of a device; None where its models do not cover these operators."""
     computing = [work for draw in _CONVOLUTIONS for work in _works(convolution(draw))]
     reading = _works(linear(_LINEAR))
     computing_s, reading_s = _seconds(predictor, computing), _seconds(predictor, reading)
@@ -53,6 +53,6 @@ def _works(call: OpCall | None) -> Sequence[OpWork]:
 
 
 def _seconds(predictor: Predictor, works: Sequence[OpWork]) -> float:
-    """Of all of them; 0 where there is no model of one."""
+    """Return the seconds of all works together; 0 where a work has no model."""
     known = [seconds for seconds in predictor.work_seconds(works) if seconds is not None]
     return sum(known) if len(known) == len(works) else 0.0

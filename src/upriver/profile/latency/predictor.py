@@ -1,7 +1,7 @@
-"""Seconds of every node and stage of a network on a device, before it has run there.
+"""Predict the seconds of every node and stage of a network on a device before it has run there.
 
-`upriver calibrate` makes a `Predictor` for a device once. What no model was made for (an operator of an
-unknown kind, a type other than float32) is measured by itself: it never counts as nothing.
+`upriver calibrate` makes a `Predictor` for a device once. An operator without a model (of an unknown kind, or
+of a type other than float32) is measured by itself. It never counts as free.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ __all__ = [
 ]
 
 ModelName: TypeAlias = Literal["ours", "edge", "device"]
-"""Ours, or LoADPart's with the features of one of its columns."""
+"""Our model, or LoADPart's with the features of one of its columns."""
 
 MODELS: tuple[ModelName, ...] = get_args(ModelName)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KindError:
-    """How far a model is off for configurations of a kind that it was not fitted to.
+    """Error of a model on configurations of a kind that it was not fitted to.
 
     Attributes:
-        count: How many they are.
+        kind: Kind of the configurations.
+        model: The model.
+        count: Number of configurations.
         rmse_us: Root of the mean squared error, in microseconds.
-        mape_percent: Mean absolute error relative to what was measured.
-        count_long: Those of them that last 50 microseconds or more.
-        mape_long_percent: The same over these; None where there is none.
+        mape_percent: Mean absolute error relative to the measurement, in percent.
+        count_long: Number of configurations of 50 microseconds or more.
+        mape_long_percent: ``mape_percent`` of these; None where there are none.
     """
 
     kind: str
@@ -68,12 +70,12 @@ class Predictor:
     """The latency models of one device.
 
     Attributes:
-        place: The device: the models hold for no other.
-        fitted_at: When, in ISO 8601.
-        configurations: How many were measured.
+        place: The device; the models hold for no other.
+        fitted_at: Time of the fit, in ISO 8601.
+        configurations: Number of configurations that the models were fitted to.
         papers: LoADPart's models.
         ours: Our model.
-        errors: Of each model and kind, on configurations held out.
+        errors: Errors of each model and kind on held-out configurations.
     """
 
     place: TierIdentity
@@ -84,7 +86,7 @@ class Predictor:
     errors: tuple[KindError, ...] = ()
 
     def work_seconds(self, works: Sequence[OpWork], model: ModelName = "ours") -> list[float | None]:
-        """Of each work; None where there is no model of its kind.
+        """Return the seconds of each work; None where its kind has no model.
 
         Raises:
             ConfigError: If there is no such model.
@@ -94,19 +96,21 @@ class Predictor:
         return self.ours.seconds(works) if model == "ours" else self.papers[model].seconds(works)
 
     def node_seconds(self, graph: Graph, model: ModelName = "ours") -> list[float | None]:
-        """Of each node: 0 for views and constants, None for what has to be measured."""
+        """Return the seconds of each node: 0 for views and constants, None for nodes to be measured."""
         return self._seconds(list(calls(graph)), model)
 
     def stage_seconds(
         self, graph: Graph, *, measured: Mapping[str, float] | None = None, model: ModelName = "ours"
     ) -> list[float]:
-        """Of each stage: the sum over its nodes.
+        """Return the seconds of each stage: the sum over its nodes.
 
         Args:
-            measured: What `measure_unknown` has found, of the nodes that no model was made for.
+            graph: The network.
+            measured: Seconds from `measure_unknown` of the nodes without a model.
+            model: Name of the model.
 
         Raises:
-            ConfigError: If it lacks one; the message names the operator.
+            ConfigError: If ``measured`` lacks a node; the message names the operator.
         """
         measured = measured or {}
         every = list(calls(graph))
@@ -123,7 +127,7 @@ class Predictor:
         return [sum(seconds or 0.0 for seconds in nodes[start:stop]) for start, stop in pairwise(stops)]
 
     def unknown(self, graph: Graph, model: ModelName = "ours") -> dict[str, OpCall]:
-        """Signature to call of the nodes that no model was made for."""
+        """Return the calls of nodes without a model, by signature."""
         every = list(calls(graph))
         nodes = self._seconds(every, model)
         return {
@@ -133,7 +137,7 @@ class Predictor:
         }
 
     def _seconds(self, every: Sequence[OpCall | None], model: ModelName) -> list[float | None]:
-        """Of each call: what its works take together."""
+        """Return the seconds of each call: the sum over its works."""
         parts = [() if call is None else works_of(call) for call in every]
         each = iter(self.work_seconds([work for works in parts for work in works], model))
         found: list[float | None] = []
@@ -152,7 +156,7 @@ def measure_unknown(
     model: ModelName = "ours",
     timing: Timing | None = None,
 ) -> dict[str, float]:
-    """Seconds of each node that no model was made for, alone, on random inputs, by signature.
+    """Measure each node without a model, alone, on random inputs; return the seconds by signature.
 
     Raises:
         ConfigError: If torch cannot compute on the device.
@@ -166,7 +170,7 @@ def measure_unknown(
 
 
 def place_of(device: str | torch.device = "cpu") -> TierIdentity:
-    """This machine, with the threads that this process computes with.
+    """Return the identity of this machine, with this process's number of compute threads.
 
     Raises:
         ConfigError: If torch cannot compute on the device.

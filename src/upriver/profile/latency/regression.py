@@ -1,15 +1,15 @@
-"""Seconds of a work from its kind and its numbers: LoADPart's linear regression, and ours beside it.
+"""Predict the seconds of a work from its kind and numbers: LoADPart's linear regression, and our own model.
 
-**LoADPart's** (ICDCS 2022, section III-B): for each kind non-negative least squares without an intercept on
-the features of Table II, so that nothing takes no time and more never takes less.
+**LoADPart's** (ICDCS 2022, section III-B) fits, for each kind, non-negative least squares without an
+intercept to the features of Table II. So no work takes no time, and more work never takes less.
 
-**Ours** is the same with an intercept (a call costs something), on what is computed and moved, each row by
-one over its seconds, so that the relative error counts. What it leaves is smooth where configurations are
-alike and no line at all (blocks of channels, sizes of caches), so the logarithm of what is left is
-interpolated between calibrated configurations: simple kriging (Matheron 1963), which comes down to nothing
-far from all of them. How far a fact reaches is what predicts each calibrated configuration best from the
-others. Where the plain line predicts a quarter of the configurations, which it did not see, as well, the
-plain line it is.
+**Ours** adds an intercept, since a call costs something. It uses the amounts computed and moved, and weights
+each row by one over its seconds, so that the relative error counts. Its residual is smooth where
+configurations are alike, but not linear (blocks of channels, sizes of caches). So the logarithm of the
+residual is interpolated between calibrated configurations by simple kriging (Matheron 1963), which vanishes
+far from all of them. The reach of each fact is chosen so that each calibrated configuration is best predicted
+from the others. The correction is kept only if it predicts an unseen quarter of the configurations better
+than the plain line.
 """
 
 from __future__ import annotations
@@ -29,29 +29,28 @@ from upriver.types import require_finite
 Array: TypeAlias = npt.NDArray[np.float64]
 
 FEWEST = 12
-"""Configurations of a kind, below which no model is made for it."""
+"""Fewest configurations of a kind that get a model."""
 
 _ITERATIONS = 100
-"""Of the solver, for each column; its own limit is 3, which some inputs reach."""
+"""Solver iterations for each column; the solver's own limit is 3, which some inputs reach."""
 
 
 class TimedWork(NamedTuple):
-    """A work that was measured."""
+    """A measured work."""
 
     work: OpWork
     seconds: float
 
 
 def nnls_fit(rows: Array, seconds: Array) -> Array:
-    """Coefficients, none negative, with which the rows come nearest to the seconds; no intercept.
+    """Return non-negative coefficients that fit the rows to the seconds best; no intercept.
 
     Args:
-        rows: Features, a row for each measurement.
-        seconds: Of each measurement.
+        rows: Features, one row for each measurement.
+        seconds: Seconds of each measurement.
 
     Raises:
-        ConfigError: If scipy is not installed, the two have not one length, or a number is negative or not
-            finite.
+        ConfigError: If scipy is not installed, the lengths differ, or a number is negative or not finite.
     """
     if importlib.util.find_spec("scipy") is None:
         raise ConfigError("scipy is not installed; install 'upriver[calibrate]' to fit latency models")
@@ -62,7 +61,7 @@ def nnls_fit(rows: Array, seconds: Array) -> Array:
     for name, numbers in (("rows", rows), ("seconds", seconds)):
         require_finite(name, float(numbers.min()))
         require_finite(name, float(numbers.max()))
-    # Features lie ten orders of magnitude apart, and the solver compares them with one tolerance.
+    # Features differ by ten orders of magnitude, and the solver compares them with one tolerance.
     scale = rows.max(axis=0)
     scale[scale == 0] = 1.0
     most = float(seconds.max()) or 1.0
@@ -72,7 +71,7 @@ def nnls_fit(rows: Array, seconds: Array) -> Array:
 
 
 def by_kind(timed: Iterable[TimedWork]) -> dict[str, list[TimedWork]]:
-    """Measurements of each kind."""
+    """Group measurements by kind."""
     found: dict[str, list[TimedWork]] = {}
     for each in timed:
         found.setdefault(each.work.kind, []).append(each)
@@ -87,7 +86,8 @@ class PaperModel:
     """LoADPart's models of one side.
 
     Attributes:
-        coefficients: Kind to feature to seconds for one of it.
+        side: Column of Table II.
+        coefficients: Seconds for one unit of each feature, by kind and feature.
     """
 
     side: Side
@@ -95,7 +95,7 @@ class PaperModel:
 
     @classmethod
     def fit(cls, timed: Iterable[TimedWork], side: Side) -> PaperModel:
-        """The model of what was measured; kinds with fewer than `FEWEST` configurations have none."""
+        """Fit the models to measurements; kinds with fewer than `FEWEST` configurations get none."""
         coefficients = {}
         for kind, points in by_kind(timed).items():
             if len(points) >= FEWEST:
@@ -106,7 +106,7 @@ class PaperModel:
         return cls(side=side, coefficients=coefficients)
 
     def seconds(self, works: Sequence[OpWork]) -> list[float | None]:
-        """Of each work; None where no model was made for its kind."""
+        """Return the seconds of each work; None where its kind has no model."""
         found: list[float | None] = []
         for work in works:
             each = self.coefficients.get(work.kind)
@@ -132,7 +132,7 @@ _AMOUNTS: dict[str, tuple[str, ...]] = {
     "max_pool": ("macs", *_MOVED),
     "avg_pool": ("macs", *_MOVED),
 }
-"""Facts that seconds grow with, by family; others go by what is moved."""
+"""Facts that seconds grow with, by family; other families go by the bytes moved."""
 
 _CONVOLUTION = (
     "batch",
@@ -174,31 +174,31 @@ _COORDINATES: dict[str, tuple[str, ...]] = {
     "interpolation": (*_USUAL, "scale", "maps", "width"),
     "copy": (*_USUAL, "run"),
 }
-"""Facts that say which configurations are alike, by family."""
+"""Facts that decide which configurations are alike, by family."""
 
 _OF_COPIES = {"copy.cat": ("parts",), "copy.stack": ("parts",), "copy.clone": ("leap",)}
 
 
 def amounts_of(kind: str) -> tuple[str, ...]:
-    """The facts that seconds of a kind grow with."""
+    """Return the facts that seconds of a kind grow with."""
     return _AMOUNTS.get(family_of(kind), _MOVED)
 
 
 def coordinates_of(kind: str) -> tuple[str, ...]:
-    """The facts by which configurations of a kind are alike."""
+    """Return the facts by which configurations of a kind are alike."""
     return (*_COORDINATES.get(family_of(kind), _USUAL), *_OF_COPIES.get(kind, ()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Correction:
-    """What a line leaves, as a smooth function of some facts.
+    """Residual of a line as a smooth function of some facts.
 
     Attributes:
         names: The facts.
-        reach: For each of them how many octaves apart configurations still say something of each other.
-        points: The calibrated configurations: a row of facts for each.
-        weights: What each of them adds to the logarithm of the seconds where it is met.
-        most: The most that the logarithm may be off: what was seen.
+        reach: For each fact, the distance in octaves over which configurations inform each other.
+        points: The calibrated configurations, one row of facts each.
+        weights: Contribution of each configuration to the logarithm of the seconds at its own facts.
+        most: Largest correction of the logarithm: the largest residual seen.
     """
 
     names: tuple[str, ...]
@@ -208,20 +208,20 @@ class Correction:
     most: float
 
     def __call__(self, facts: Array) -> Array:
-        """What to add to the logarithm of the seconds, for each row of facts."""
+        """Return the correction of the logarithm of the seconds, for each row of facts."""
         rows, points = _octaves(facts) / self.reach, _octaves(self.points) / self.reach
         found: Array = _likeness(rows, points) @ self.weights
         return np.clip(found, -self.most, self.most)
 
     @classmethod
     def fit(cls, names: Sequence[str], facts: Array, left: Array) -> Correction | None:
-        """The correction for what is left at some configurations; None where they are all alike.
+        """Fit the correction to the residuals of some configurations; None where all are alike.
 
-        The squares of what is left at these very configurations never add up to more than before.
+        The sum of squared residuals at these configurations never grows.
 
         Args:
-            names: Of the facts.
-            facts: A row for each configuration.
+            names: Names of the facts.
+            facts: One row for each configuration.
             left: Logarithm of measured over predicted seconds.
         """
         differs = np.ptp(facts, axis=0) > 0
@@ -236,17 +236,17 @@ class Correction:
 
 
 REACHES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Octaves that are tried for each fact."""
+"""Reaches tried for each fact, in octaves."""
 
 NOISES = (0.003, 0.03, 0.1, 0.3)
-"""Parts of what is left that are taken for chance, tried likewise."""
+"""Shares of the residual taken for chance, tried likewise."""
 
 ROUNDS = 2
-"""Times that all facts are gone through."""
+"""Passes over all facts."""
 
 
 def _best_reach(octaves: Array, left: Array) -> tuple[Array, float]:
-    """Reach of each fact and part of chance with which the others predict each configuration best."""
+    """Return the reaches and share of chance that predict each configuration best from the others."""
     squares = [np.square(column[:, None] - column[None, :]) for column in octaves.T]
     reach, noise = np.full(len(squares), 2.0), NOISES[1]
     total: Array = np.sum([square / r**2 for square, r in zip(squares, reach, strict=True)], axis=0)
@@ -267,26 +267,26 @@ def _best_reach(octaves: Array, left: Array) -> tuple[Array, float]:
 
 
 def _left_out(squares: Array, noise: float, left: Array) -> float:
-    """Mean error at each configuration of a correction that has not seen it (Dubrule 1983)."""
+    """Return the mean error at each configuration of a correction fitted without it (Dubrule 1983)."""
     inverse = np.linalg.inv(_of_distance(squares) + noise * np.eye(len(left)))
     return float(np.abs(inverse @ left / np.diag(inverse)).mean())
 
 
 def _likeness(rows: Array, points: Array) -> Array:
-    """How alike configurations are, for each row and each point."""
+    """Return the similarity of each row to each point."""
     squares = (rows**2).sum(1)[:, None] + (points**2).sum(1)[None, :] - 2 * rows @ points.T
     return _of_distance(squares)
 
 
 def _of_distance(squares: Array) -> Array:
-    """Matérn's function with 3/2: smooth, and not so smooth that a jump makes waves."""
-    distance = np.sqrt(3 * np.maximum(squares, 0.0))  # rounding may leave a little less than nothing
+    """Return Matérn's function with 3/2: smooth, but not so smooth that a jump makes waves."""
+    distance = np.sqrt(3 * np.maximum(squares, 0.0))  # rounding may leave slightly less than 0
     alike: Array = (1 + distance) * np.exp(-distance)
     return alike
 
 
 def _octaves(facts: Array) -> Array:
-    """Logarithms of base 2, of counts that may be 0."""
+    """Return logarithms to base 2 of counts that may be 0."""
     found: Array = np.log2(1 + facts)
     return found
 
@@ -296,9 +296,9 @@ class OperatorModel:
     """Our model of one kind.
 
     Attributes:
-        factors: Fact to seconds for one of it.
-        fixed_s: What a call takes at least.
-        correction: What to multiply by; None for the plain line.
+        factors: Seconds for one unit of each fact.
+        fixed_s: Least seconds of a call.
+        correction: Factor on the line; None for the plain line.
     """
 
     factors: Mapping[str, float]
@@ -307,7 +307,7 @@ class OperatorModel:
 
     @classmethod
     def fit(cls, kind: str, points: Sequence[TimedWork]) -> OperatorModel:
-        """The line of some measurements, corrected if that predicts what it has not seen better."""
+        """Fit a line to measurements, with a correction if that predicts unseen measurements better."""
         seen = [point for place, point in enumerate(points) if place % 4]
         unseen = points[::4]
         plain, corrected = cls.plain(kind, seen), cls.corrected(kind, seen)
@@ -316,19 +316,19 @@ class OperatorModel:
 
     @classmethod
     def plain(cls, kind: str, points: Sequence[TimedWork]) -> OperatorModel:
-        """Without a correction."""
+        """Fit a line without a correction."""
         names = amounts_of(kind)
         seconds = np.array([point.seconds for point in points])
         rows = np.column_stack([_columns([p.work.facts for p in points], names), np.ones(len(points))])
         *factors, fixed = nnls_fit(rows / seconds[:, None], np.ones(len(points))).tolist()
-        # Never nothing: no call is free.
+        # Never 0: no call is free.
         return cls(
             factors=dict(zip(names, factors, strict=True)), fixed_s=max(fixed, float(seconds.min()) / 10)
         )
 
     @classmethod
     def corrected(cls, kind: str, points: Sequence[TimedWork]) -> OperatorModel:
-        """With one."""
+        """Fit a line with a correction."""
         plain, names = cls.plain(kind, points), coordinates_of(kind)
         facts = [point.work.facts for point in points]
         left = np.log([point.seconds for point in points]) - np.log(plain.seconds(facts))
@@ -336,7 +336,7 @@ class OperatorModel:
         return cls(factors=plain.factors, fixed_s=plain.fixed_s, correction=correction)
 
     def seconds(self, facts: Sequence[Mapping[str, float]]) -> Array:
-        """Of each work by its facts."""
+        """Return the seconds of each work from its facts."""
         rows = _columns(facts, tuple(self.factors))
         found: Array = rows @ np.array(list(self.factors.values())) + self.fixed_s
         if self.correction is not None:
@@ -344,7 +344,7 @@ class OperatorModel:
         return found
 
     def error(self, points: Sequence[TimedWork]) -> float:
-        """Mean relative error."""
+        """Return the mean relative error."""
         measured = np.array([point.seconds for point in points])
         predicted = self.seconds([point.work.facts for point in points])
         return float(np.abs(predicted / measured - 1).mean())
@@ -355,23 +355,23 @@ class OwnModel:
     """Our models of one device.
 
     Attributes:
-        lines: Kind to its model.
+        lines: Model of each kind.
     """
 
     lines: Mapping[str, OperatorModel] = field(default_factory=dict)
 
     @classmethod
     def fit(cls, timed: Iterable[TimedWork]) -> OwnModel:
-        """The model of what was measured; kinds with fewer than `FEWEST` configurations have none."""
+        """Fit the models to measurements; kinds with fewer than `FEWEST` configurations get none."""
         kinds = by_kind(timed).items()
         return cls(
             lines={kind: OperatorModel.fit(kind, points) for kind, points in kinds if len(points) >= FEWEST}
         )
 
     def seconds(self, works: Sequence[OpWork]) -> list[float | None]:
-        """Of each work, 0 where it is part of the kernel before it; None where there is no model of its kind.
+        """Return the seconds of each work; None where its kind has no model.
 
-        All works of a kind are worked out at once.
+        A work fused into the previous kernel takes 0. All works of a kind are computed at once.
         """
         found: list[float | None] = [None] * len(works)
         places: dict[str, list[int]] = {}
@@ -388,7 +388,7 @@ class OwnModel:
 
 
 def _columns(numbers: Sequence[Mapping[str, float]], names: Sequence[str]) -> Array:
-    """A row of these numbers for each work."""
+    """Return one row of these numbers for each work."""
     return np.array([[each[name] for name in names] for each in numbers], dtype=np.float64).reshape(
         len(numbers), len(names)
     )

@@ -1,8 +1,8 @@
-"""Latency models as JSON, ``upriver.latency/1``, and where those of this machine are kept.
+"""Read and write latency models as JSON, ``upriver.latency/1``, and keep those of this machine.
 
-Strict in, complete out: an unknown field, a missing one, a value of the wrong kind or a number that is not
-finite is an error that names the field. Models that cannot be read are as good as none: `upriver calibrate`
-makes new ones.
+Reading is strict: an unknown or missing field, a value of the wrong kind or a number that is not finite is an
+error that names the field. Kept models that cannot be read count as missing; `upriver calibrate` makes new
+ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MODELS = Cache("latency")
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A JSON object that has exactly the fields written here."""
+    """A JSON object with exactly the declared fields."""
 
 
 class _Place(_Strict):
@@ -90,7 +90,7 @@ class _File(_Strict):
 
 
 def predictor_to_json(predictor: Predictor) -> str:
-    """Write latency models; `predictor_from_json` gives ones that predict the same."""
+    """Write latency models; `predictor_from_json` returns ones that predict the same."""
     file = _File(
         schema=SCHEMA,
         place=_Place(**{**asdict(predictor.place), "versions": dict(predictor.place.versions)}),
@@ -130,7 +130,7 @@ def predictor_from_json(text: str | bytes) -> Predictor:
         ConfigError: If the text holds none; the message names the field.
     """
     try:
-        # The standard parser lets a NaN through, so that the error can name the field that holds it.
+        # The standard parser lets a NaN through, so that the error can name its field.
         file = msgspec.convert(json.loads(text), _File)
         for name, number in _numbers(msgspec.to_builtins(file), ""):
             require_finite(name, number, at_least=-math.inf if name.endswith(".weights") else 0.0)
@@ -185,14 +185,14 @@ def _line_from(kind: str, line: _Line) -> OperatorModel:
 
 
 def _require_known(where: str, names: Iterable[str], known: Collection[str]) -> None:
-    """A model may only ask for numbers that a work of its kind has."""
+    """Refuse a model that needs numbers which works of its kind do not have."""
     for name in names:
         if name not in known:
             raise ConfigError(f"{where}: {printable(name, 40)!r} is none of {', '.join(known)}")
 
 
 def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Every number of a document with where it stands."""
+    """Yield every number of a document with its path."""
     match value:
         case bool() | str() | None:
             return
@@ -210,7 +210,7 @@ def _numbers(value: Any, name: str) -> Iterator[tuple[str, float]]:
 
 
 def keep(predictor: Predictor) -> Path:
-    """Keep the models of a device in place of those that were kept before, and for cold starts its rates.
+    """Keep a device's models in place of earlier ones, and its rates for cold starts.
 
     Raises:
         OSError: If the cache folder cannot be written.
@@ -222,7 +222,7 @@ def keep(predictor: Predictor) -> Path:
 
 
 def kept(device: str | torch.device = "cpu") -> Predictor | None:
-    """The models that were kept for a device of this machine, as it is; None where there are none.
+    """Return the models kept for a device of this machine in its present state; None where there are none.
 
     Raises:
         ConfigError: If torch cannot compute on the device.

@@ -1,1 +1,1 @@
-"""Bound the memory of stages: tensors, kernel workspaces and what libraries keep."""
+"""Bound the memory of stages: tensors, kernel workspaces and memory that libraries keep."""

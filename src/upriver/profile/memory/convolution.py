@@ -1,10 +1,10 @@
-"""What a convolution takes beside its arguments and results: an upper bound, phase by phase.
+"""Bound a convolution's memory besides its arguments and results, phase by phase.
 
-On a CPU oneDNN computes most of them, in layouts of its own: it copies the input, the weights and the
+On a CPU oneDNN computes most convolutions, in layouts of its own. It copies the input, the weights and the
 output into blocks of channels and the output back, one phase after the other. All other kernels unfold the
-input into a matrix. What each phase holds was read off the allocations and the log of oneDNN 3.12 under
-torch 2.13; where kernels differ, the largest counts. On other devices the libraries choose their workspace
-at run time: there a copy of both sides and of the weights stands in for it.
+input into a matrix. The memory of each phase was read off the allocations and the log of oneDNN 3.12 under
+torch 2.13. Where kernels differ, the largest counts. On other devices the libraries choose their workspace at
+run time. There a copy of both sides and of the weights stands in for it.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from typing import Any, TypeAlias
 import torch
 
 BLOCK = 16
-"""oneDNN pads channels to its block: 16 with AVX-512, 8 below."""
+"""Multiple that oneDNN pads channels to: 16 with AVX-512, 8 below."""
 
 FEW_CHANNELS = 3
-"""With no more than these oneDNN reads an input as it is: the pixels of an image."""
+"""Largest number of channels of an input that oneDNN reads without copying: the pixels of an image."""
 
 WIDE_KERNEL = 14
-"""oneDNN's own kernels for gradients of weights are narrower; wider ones are unfolded."""
+"""Kernel width from which oneDNN unfolds to compute gradients of weights; its own kernels are narrower."""
 
 NAMELESS = "???"
-"""The name of oneDNN's transposed convolution, the one library on a CPU that torch has none for in Python."""
+"""Name of oneDNN's transposed convolution, the only CPU library without a name for it in torch's Python."""
 
 THREAD_BYTES = 64 << 10
-"""What a kernel keeps for each thread, where it keeps little."""
+"""Memory per thread of a kernel that keeps little."""
 
 FEW_SAMPLES = (1, 15)
-"""Up to so many torch may leave a convolution to other kernels than oneDNN's: one small sample, and fewer
-than 16 samples of a pointwise one on a single thread."""
+"""Sample counts up to which torch may choose other kernels than oneDNN's: one small sample, or fewer than 16
+samples of a pointwise convolution on a single thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Bytes beside arguments and results.
+    """Bytes besides arguments and results.
 
     Attributes:
-        growing: What grows with the number of samples, at most.
-        fixed: What does not, at most.
-        at_once: The two together, where they are not held at one time; None where they are.
-        few: All that it takes with so few samples that torch chooses another kernel; 0 if it never does.
+        growing: Upper bound of the bytes that grow with the number of samples.
+        fixed: Upper bound of the other bytes.
+        at_once: Both together, where they are not held at the same time; None where they are.
+        few: All bytes with so few samples that torch chooses another kernel; 0 if it never does.
     """
 
     growing: int = 0
@@ -54,18 +54,18 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Most bytes at one time."""
+        """Largest number of bytes at one time."""
         return self.growing + self.fixed if self.at_once is None else self.at_once
 
 
 NOTHING = Workspace()
 
 Phase: TypeAlias = "tuple[int, int]"
-"""What is held at one time beyond the final results: growing, fixed; below zero before they are there."""
+"""Bytes held at one time beyond the final results: growing, fixed; negative before the results exist."""
 
 
 def largest(phases: Iterable[Phase]) -> Workspace:
-    """What the phases take, one after the other."""
+    """Return the workspace of phases that run one after the other."""
     phases = list(phases)
     return Workspace(
         growing=max(0, *(growing for growing, _ in phases)),
@@ -75,10 +75,10 @@ def largest(phases: Iterable[Phase]) -> Workspace:
 
 
 def convolution(args: Sequence[Any], results: Sequence[torch.Tensor]) -> Workspace:
-    """Of ``aten.convolution``.
+    """Return the workspace of ``aten.convolution``.
 
-    A transposed one is the gradient of the input of the convolution that it transposes: the same kernels,
-    with the sides swapped.
+    A transposed convolution is the gradient of the input of the convolution that it transposes: the same
+    kernels, with the sides swapped.
     """
     x, w, bias, stride, padding, dilation, transposed, output_padding, groups = args
     backend = _backend(x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
@@ -91,7 +91,7 @@ def convolution(args: Sequence[Any], results: Sequence[torch.Tensor]) -> Workspa
 
 
 def convolution_backward(args: Sequence[Any], results: Sequence[torch.Tensor]) -> Workspace:
-    """Of ``aten.convolution_backward``: the gradient of the input, then that of the weights."""
+    """Return the workspace of ``aten.convolution_backward``: the input's gradient, then the weights'."""
     grad, x, w, bias_sizes, stride, padding, dilation, transposed, output_padding, groups, wanted = args
     bias = x.new_empty(bias_sizes) if bias_sizes and wanted[2] else None
     backend = _backend(x, w, bias, stride, padding, dilation, transposed, output_padding, groups)
@@ -99,7 +99,7 @@ def convolution_backward(args: Sequence[Any], results: Sequence[torch.Tensor]) -
     sizes = _Sizes.of(sides[0], sides[1], w, stride=stride, groups=groups, backend=backend)
     phases: list[Phase] = [(0, 0)]
     if wanted[0]:
-        before = w.nbytes * wanted[1]  # the gradient of the weights is not there yet
+        before = w.nbytes * wanted[1]  # the gradient of the weights does not exist yet
         first = sizes.to_output() if transposed else sizes.to_input()
         phases += [(growing, fixed - before) for growing, fixed in first]
     if wanted[1]:
@@ -111,9 +111,9 @@ def convolution_backward(args: Sequence[Any], results: Sequence[torch.Tensor]) -
 
 
 def _with_few(sizes: _Sizes, copied: int, x: torch.Tensor, *call: Any) -> int:
-    """Bytes with as many samples as leave the convolution to another kernel, at most."""
+    """Return the largest bytes with so few samples that torch chooses another kernel."""
     if not sizes.onednn and sizes.samples > max(FEW_SAMPLES):
-        return 0  # no number of samples makes oneDNN's of it
+        return 0  # oneDNN computes it with no number of samples
     growing, fixed = sizes.elsewhere
     others = [n for n in FEW_SAMPLES if "Mkldnn" not in _backend(x.new_empty(n, *x.shape[1:]), *call)]
     return math.ceil((growing + copied) * max(others) / sizes.samples) + fixed if others else 0
@@ -121,25 +121,25 @@ def _with_few(sizes: _Sizes, copied: int, x: torch.Tensor, *call: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """Bytes that play a part in a convolution from ``x`` to ``y``, or back.
+    """Byte sizes in a convolution from ``x`` to ``y``, or back.
 
     Attributes:
-        x: The input.
-        y: The output.
-        w: The weights.
-        x_blocked: The input in blocks of channels.
-        y_blocked: The output likewise.
-        w_blocked: The weights likewise.
-        unfolded: The matrix that one sample of the input unfolds to.
-        bordered: One sample of the output with a border.
-        samples: How many there are.
-        onednn: Whether oneDNN computes it.
-        reorders: Whether it has to change layouts: not where channels already lie innermost.
-        few: Whether the input has so few channels that it is read as it is.
+        x: Size of the input.
+        y: Size of the output.
+        w: Size of the weights.
+        x_blocked: Size of the input in blocks of channels.
+        y_blocked: Size of the output in blocks of channels.
+        w_blocked: Size of the weights in blocks of channels.
+        unfolded: Size of the matrix that one sample of the input unfolds to.
+        bordered: Size of one sample of the output with a border.
+        samples: Number of samples.
+        onednn: Whether oneDNN computes the convolution.
+        reorders: Whether oneDNN changes layouts: not where channels already lie innermost.
+        few: Whether the input has so few channels that oneDNN reads it without copying.
         strided: Whether windows lie apart.
-        gathers: Whether a kernel gathers what it reads of each sample.
-        unfolds: Whether the gradient of the weights is one of a matrix product.
-        widened: How much larger a sum in single precision is than the weights.
+        gathers: Whether a kernel gathers its input from each sample.
+        unfolds: Whether the gradient of the weights is that of a matrix product.
+        widened: Size of a sum in single precision relative to a weight.
     """
 
     x: int
@@ -170,7 +170,7 @@ class _Sizes:
         groups: int,
         backend: str,
     ) -> _Sizes:
-        """Work them out."""
+        """Compute the sizes."""
         rows, columns = w.shape[:2]
         kernel, spots = math.prod(w.shape[2:]), math.prod(y.shape[2:])
         samples = max(1, math.prod(x.shape[:1]))
@@ -199,17 +199,17 @@ class _Sizes:
 
     @property
     def kept(self) -> int:
-        """Of all threads."""
+        """Bytes of all threads."""
         return torch.get_num_threads() * (self.unfolded * self.gathers + THREAD_BYTES)
 
     @property
     def elsewhere(self) -> Phase:
-        """Of other libraries: the unfolded input, and room for what oneDNN would reorder."""
+        """Bytes in other libraries: the unfolded input, and room for what oneDNN would reorder."""
         growing = self.samples * self.unfolded + self.x_blocked + self.y_blocked
         return growing, 2 * self.w_blocked + torch.get_num_threads() * THREAD_BYTES
 
     def to_output(self) -> list[Phase]:
-        """Input, weights and output reordered; then the output again as torch has it."""
+        """Return the phases to the output: reorder input, weights and output, then the output back."""
         if not self.onednn:
             return [self.elsewhere]
         if not self.reorders:
@@ -218,7 +218,7 @@ class _Sizes:
         return [(given + self.y_blocked - self.y, self.w_blocked + self.kept), (self.y_blocked, 0)]
 
     def to_input(self) -> list[Phase]:
-        """The way back; what strided kernels give is copied once more on the way to torch's layout."""
+        """Return the phases to the input; the result of strided kernels is copied once more."""
         if not self.onednn:
             return [self.elsewhere]
         fixed = self.w_blocked * (BLOCK if self.few else 1) + self.kept
@@ -231,7 +231,7 @@ class _Sizes:
         ]
 
     def to_weights(self) -> list[Phase]:
-        """Both sides reordered, and the result once for each thread."""
+        """Return the phases to the weights: both sides reordered, and the result once for each thread."""
         if not self.onednn:
             return [self.elsewhere]
         threads = torch.get_num_threads()
@@ -249,14 +249,14 @@ def _padded(channels: int) -> int:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Channels do not lie innermost."""
+    """Return whether channels do not lie innermost."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     innermost = tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()])
     return tensor.is_contiguous() or not innermost
 
 
 def _copied(like: torch.Tensor, *given: torch.Tensor) -> int:
-    """Bytes of what does not lie in memory like the result does."""
+    """Return the bytes of tensors whose memory layout differs from the result's."""
     plain = _is_plain(like)
     return sum(
         tensor.nbytes for tensor in given if (not tensor.is_contiguous() if plain else _is_plain(tensor))
@@ -264,7 +264,7 @@ def _copied(like: torch.Tensor, *given: torch.Tensor) -> int:
 
 
 def _backend(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> str:
-    """The library that torch would choose, by name."""
+    """Return the name of the library that torch would choose."""
     stride, padding, dilation, transposed, output_padding, groups = rest
     chosen = torch._C._select_conv_backend(
         x,

@@ -1,12 +1,12 @@
-"""Peak memory of a stretch of a program, and of training the tail, before either has run.
+"""Estimate peak memory of a stretch of a program, and of training the tail, before either has run.
 
-The very steps of the program, or the user's own tail with its backward and the optimizer's step, run once on
-tensors without data while every storage is watched (see ``ledger``); rules add what operators take beside
-their results (see ``workspace`` and ``convolution``). Nothing is known of any model.
+The program's own steps, or the user's own tail with its backward and the optimizer's step, run once on
+tensors without data. Every storage is watched meanwhile (see ``ledger``). Rules add the memory of operators
+besides their results (see ``workspace`` and ``convolution``). No rule depends on a particular model.
 
-What an estimate covers: tensors that a run makes or is given, the workspaces of its kernels, and what
-libraries keep however large the tensors are (see ``libraries``). What it does not: weights, which are loaded
-before, and what an allocator keeps for later after tensors are gone.
+An estimate covers tensors that a run makes or is given, and the workspaces of its kernels. It covers memory
+that libraries keep however large the tensors are (see ``libraries``). It does not cover weights, which are
+loaded before, nor memory that an allocator caches after tensors are gone.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ FeaturesOf: TypeAlias = "Callable[[int], Sequence[torch.Tensor]]"
 
 
 FEWEST = max(FEW_SAMPLES) + 1
-"""A line in the number of samples is taken from here on: below, kernels are others (see ``convolution``)."""
+"""Least number of samples of a line: below, torch chooses other kernels (see ``convolution``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Peak bytes of one run, weights not counted.
+    """Peak bytes of one run, weights excluded.
 
     Attributes:
-        samples: How many samples the run takes at once.
-        low_bytes: Tensors alone: no run takes less. Of training, those that forward has made and saved, and
-            those alive in the optimizer's step: what backward adds, a run with data may partly write over.
-        high_bytes: With all that operators may take beside them, and what libraries keep.
-        fixed_bytes: With ``growing_bytes`` for each sample a bound at any number of samples.
-        growing_bytes: The same.
-        reserve_bytes: How much of ``high_bytes`` libraries keep, run after run.
+        samples: Samples that the run processes at once.
+        low_bytes: Tensors alone: no run needs less. Of training, the tensors that forward has made and saved,
+            and those alive in the optimizer's step. A run with data may partly overwrite what backward adds.
+        high_bytes: Upper bound with the workspaces of operators and the memory that libraries keep.
+        fixed_bytes: Fixed part of a bound for any number of samples.
+        growing_bytes: Part of that bound for each sample.
+        reserve_bytes: Part of ``high_bytes`` that libraries keep from run to run.
     """
 
     samples: int
@@ -95,7 +95,7 @@ def _check_samples(samples: object) -> None:
 
 
 def stretch_peak(program: Program, start: int, stop: int) -> MemoryEstimate:
-    """Peak of running stages [start, stop) on one micro-batch, what crosses at both ends included.
+    """Return the peak of stages [start, stop) on one micro-batch, with the tensors that cross at both ends.
 
     Raises:
         ConfigError: If the program has no such stretch.
@@ -104,17 +104,17 @@ def stretch_peak(program: Program, start: int, stop: int) -> MemoryEstimate:
 
 
 def stage_peaks(program: Program) -> tuple[float, ...]:
-    """Peak bytes of each stage for one sample, of which the micro-batch's multiple is never under.
+    """Return each stage's peak bytes for one sample; times the micro-batch it is never too low.
 
-    The largest of a stretch's stages is never under the stretch's own peak: counted in are what the stretch
-    was given, which whoever runs it holds until its end, and what libraries keep after all stages. What does
-    not grow with the samples is spread over them.
+    The largest peak of a stretch's stages is never below the stretch's own peak. It includes the input of the
+    stretch, which its caller holds until the end, and the memory that libraries keep after all stages. Bytes
+    that do not grow with the samples are spread over them.
     """
     return StretchPeaks(program.graph, program.device).stages()
 
 
 def known_peaks(program: Program) -> tuple[float, ...]:
-    """:func:`stage_peaks`; where the stages cannot run without data, what is alive of their tensors alone."""
+    """Return :func:`stage_peaks`, or the tensors alone where the stages cannot run without data."""
     try:
         return stage_peaks(program)
     except UpriverError as error:
@@ -123,11 +123,11 @@ def known_peaks(program: Program) -> tuple[float, ...]:
 
 
 class StretchPeaks:
-    """The peaks of all stretches of one program; what they have in common is worked out once.
+    """Compute the peaks of all stretches of one program; their common parts are computed once.
 
     Args:
-        graph: A checked one; its weights need not be there.
-        device: Where the program is to run.
+        graph: A checked graph; its weights need not be loaded.
+        device: Device of the program.
     """
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
@@ -140,7 +140,7 @@ class StretchPeaks:
         self._known = storages(self._fixed.values())
 
     def of(self, start: int, stop: int) -> MemoryEstimate:
-        """The peak of [start, stop).
+        """Return the peak of [start, stop).
 
         Raises:
             ConfigError: If the program has no such stretch.
@@ -155,7 +155,7 @@ class StretchPeaks:
             samples=self._graph.micro_batch,
             low_bytes=low,
             high_bytes=high,
-            # A program is made for one micro-batch, so what of it does not grow is not known.
+            # A program is made for one micro-batch, so the part that does not grow is unknown.
             fixed_bytes=tensors + ledger.kept.most,
             growing_bytes=tensors / self._graph.micro_batch,
             reserve_bytes=ledger.kept.nbytes,
@@ -164,7 +164,7 @@ class StretchPeaks:
     def _ledger(
         self, start: int, stop: int, kept: LibraryMemory | None = None, *, held: bool = True
     ) -> Ledger:
-        """What running [start, stop) makes and takes; ``held`` if whoever runs it holds what it is given."""
+        """Return the ledger of running [start, stop); ``held`` if the caller keeps the stretch's input."""
         with self._running():
             values = {value.name: value.spec.empty(self._device) for value in self._live[start]}
             given, ledger = dict(values) if held else {}, Ledger(kept, self._known)
@@ -178,7 +178,7 @@ class StretchPeaks:
         return ledger
 
     def stages(self) -> tuple[float, ...]:
-        """Peak bytes of each stage for one sample of the micro-batch; see :func:`stage_peaks`."""
+        """Return each stage's peak bytes for one sample of the micro-batch; see :func:`stage_peaks`."""
         kept, stages = LibraryMemory(), range(len(self._graph.stages))
         given = [sum(value.spec.nbytes for value in live) for live in self._live]
         first = [self._ledger(k, k + 1, kept).high for k in stages]
@@ -198,10 +198,10 @@ class StretchPeaks:
 
 
 def _covering(first: Sequence[int], later: Sequence[int], given: Sequence[int]) -> list[int]:
-    """The least that stages can be said to take for the largest of a stretch to cover the stretch.
+    """Return the least stage peaks whose largest one in any stretch covers that stretch.
 
-    A stretch from ``start`` takes ``first[start]`` in its first stage, and ``given[start] + later[k]`` in
-    stage ``k`` behind it. Where an earlier stage of the stretch takes as much anyway, nothing is added.
+    A stretch from ``start`` needs ``first[start]`` in its first stage, and ``given[start] + later[k]`` in a
+    later stage ``k``. Where an earlier stage of the stretch needs as much anyway, nothing is added.
     """
     peaks: list[int] = []
     for stage, peak in enumerate(first):
@@ -215,7 +215,7 @@ def _covering(first: Sequence[int], later: Sequence[int], given: Sequence[int]) 
 
 
 def _fixed_values(graph: Graph, device: torch.device) -> Values:
-    """Weights and constants of a graph, without data."""
+    """Return the weights and constants of a graph, without data."""
     weights = {weight.name: weight.spec.empty(device) for weight in graph.weights}
     plan = schedule(graph)
     values: Values = {}
@@ -246,28 +246,28 @@ def tail_peak(
     optimizer: OptimizerFor = torch.optim.Adam,
     features_of: FeaturesOf | None = None,
 ) -> MemoryEstimate:
-    """Peak of one iteration of training: forward, backward and step, as in every iteration but the first.
+    """Estimate the peak of one training iteration (forward, backward, step) after the first one.
 
-    Counted are the features, what backward has saved, gradients of parameters and of activations on their
-    way, the optimizer's state and what its step takes. Gradients are taken to be gone when an iteration
-    begins (``zero_grad()`` sets them to None unless told otherwise). The model runs as it trains, its frozen
-    units in eval, whatever mode it is in; nothing of it is changed.
+    The estimate counts the features, the tensors saved for backward, the gradients of parameters and
+    activations, the optimizer's state and the memory of its step. Gradients are assumed to be freed before
+    each iteration (``zero_grad()`` sets them to None by default). The model runs as in training, with its
+    frozen units in eval, whatever its present mode. The model is not changed.
 
-    Forward and backward run with two numbers of samples, so that what grows with them is known. A tail that
-    runs with ``samples`` only has ``fixed_bytes`` that are all of it.
+    Forward and backward run with two numbers of samples, which shows the growth with samples. If a tail runs
+    with ``samples`` only, its ``fixed_bytes`` hold the whole peak.
 
     Args:
-        model: Whose parameters are trained: those that require a gradient.
-        features: What ``run`` takes, of a training batch; only their form matters, so they may be on the
+        model: Model whose parameters are trained: those that require a gradient.
+        features: Inputs of ``run`` for a training batch; only their form matters, so they may be on the
             ``meta`` device.
-        samples: How many samples that is.
-        run: From the features (the one tensor where there is one) to the answer; the model itself by default.
+        samples: Number of samples in ``features``.
+        run: From the features (the tensor itself if there is only one) to the answer; the model by default.
         loss: From the answer to a number; the mean of squares by default.
         optimizer: Makes the optimizer.
         features_of: Makes the features of another number of samples; their first dimension grows by default.
 
     Raises:
-        ConfigError: If no parameter requires a gradient, or ``samples`` or ``features`` are none.
+        ConfigError: If no parameter requires a gradient, or ``samples`` or ``features`` are not valid.
         ModelError: If the tail cannot run on tensors without data, or its answer depends on no parameter.
     """
     _check_samples(samples)
@@ -301,10 +301,13 @@ def tail_peak(
 def _lines(
     iteration: Callable[[Sequence[torch.Tensor]], Ledger], of: FeaturesOf, given: Ledger, samples: int
 ) -> list[MemoryLine]:
-    """Of forward and backward; none if runs with other numbers of samples cannot be compared.
+    """Return the lines of forward and backward; empty if other numbers of samples are not comparable.
 
     Args:
+        iteration: Runs forward and backward.
+        of: Makes the features of a number of samples.
         given: The run with ``samples``.
+        samples: Number of samples of that run.
     """
     fewest = max(samples, FEWEST)
     try:
@@ -322,7 +325,10 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _first_dimension(features: Sequence[torch.Tensor], samples: int, number: int) -> tuple[torch.Tensor, ...]:
-    """The same for another number of samples, without data; what has no rows for each of them stays."""
+    """Return features of another number of samples, without data.
+
+    A tensor without rows for each sample keeps its shape.
+    """
     made = []
     for tensor in features:
         rows = tensor.shape[0] if tensor.dim() else 0
@@ -335,7 +341,7 @@ def _first_dimension(features: Sequence[torch.Tensor], samples: int, number: int
 
 @contextlib.contextmanager
 def _without_data(model: nn.Module) -> Iterator[None]:
-    """Train a user's module, but for its frozen units, on tensors without data and leave it as it was."""
+    """Train a user's module, except its frozen units, without data, and restore the module afterwards."""
     with state_kept(model), mode(model, training=True):
         keep_in_eval(model, frozen_units(model))
         with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad(), uncompiled():
@@ -349,11 +355,11 @@ def _iteration(
     run: Callable[[Any], Any],
     loss: Loss,
 ) -> Ledger:
-    """Forward and backward; gradients stay until the end."""
+    """Run forward and backward; gradients stay until the end."""
     ledger = Ledger()
     device = parameters[0].device
     given = tuple(_like(tensor, device) for tensor in features)
-    weights = _without_data_of([*model.parameters(), *model.buffers()])  # kept: torch forgets them otherwise
+    weights = _without_data_of([*model.parameters(), *model.buffers()])  # kept alive: torch would forget them
     ledger.ignore(weights)
     ledger.hold(given)
     try:
@@ -372,7 +378,7 @@ def _iteration(
 def _step(
     parameters: Sequence[nn.Parameter], optimizer: OptimizerFor, kept: LibraryMemory
 ) -> tuple[Ledger, int]:
-    """Two steps, the first of which makes the optimizer's state; with the bytes of gradients and state."""
+    """Run two steps, the first of which makes the optimizer's state; also return its and gradients' bytes."""
     ledger = Ledger(kept)
     twins = [nn.Parameter(torch.empty_like(p)) for p in parameters]
     ledger.ignore(twins)
@@ -387,7 +393,7 @@ def _step(
 
 
 def _as_with_data(stepper: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let an optimizer that was not told how step by lists, as torch's do with data on an accelerator."""
+    """Let an undecided optimizer step by lists, as torch's do with data on an accelerator."""
     for group in stepper.param_groups:
         if (
             device.type != "cpu"
@@ -399,7 +405,7 @@ def _as_with_data(stepper: torch.optim.Optimizer, device: torch.device) -> None:
 
 
 def _without_data_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """What stands in for these while a run has no data."""
+    """Return stand-ins for these tensors during a run without data."""
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     return [mode.from_tensor(tensor) for tensor in tensors]
 

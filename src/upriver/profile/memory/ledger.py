@@ -1,8 +1,7 @@
-"""Bytes of tensors alive at once while code runs: every storage is watched from its making to its end.
+"""Count bytes of tensors alive at once while code runs: every storage is watched from start to end.
 
-The code may run on tensors without data. What keeps a tensor alive is then the same as ever: a name in
-Python, a node of autograd's graph that has saved it. So nothing has to be said about lifetimes: they
-happen.
+The code may run on tensors without data. A tensor then lives for the usual reasons: a name in Python, or a
+node of autograd's graph that has saved it. So lifetimes need no rules: they happen.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class LedgerCall(NamedTuple):
     """One call of an operator.
 
     Attributes:
-        name: The operator's.
-        live: Bytes of tensors alive, its results among them.
-        taken: What it takes beside them.
-        backward: Whether autograd called it: with data it adds up gradients in place where it can.
+        name: Name of the operator.
+        live: Bytes of tensors alive, including its results.
+        taken: Its workspace.
+        backward: Whether autograd called it: with data autograd adds up gradients in place where it can.
     """
 
     name: str
@@ -40,23 +39,23 @@ class LedgerCall(NamedTuple):
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages that operators make, as long as they live.
+    """Count the storages that operators make, as long as they live.
 
     Attributes:
         live: Bytes alive now.
         moments: Each call so far.
-        kept: What libraries keep after them.
-        backward: Whether autograd runs; set by whoever calls it.
+        kept: Memory that libraries keep after the calls.
+        backward: Whether autograd runs; the caller sets it.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, kept: LibraryMemory | None = None, known: Container[int] = ()) -> None:
-        """Begin with nothing.
+        """Start with no storages.
 
         Args:
-            kept: Goes on counting what libraries keep.
-            known: Storages never to count, as :func:`storages` names them.
+            kept: Continues an earlier count of the memory that libraries keep.
+            known: Storages never to count, as named by :func:`storages`.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._known = known
@@ -68,17 +67,17 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def high(self) -> int:
-        """Most bytes at once so far, with what operators take beside tensors."""
+        """Largest number of bytes at once so far, workspaces included."""
         return max((moment.live + moment.taken.nbytes for moment in self.moments), default=0)
 
     @property
     def most_live(self) -> int:
-        """Most bytes of tensors at once so far."""
+        """Largest number of bytes of tensors at once so far."""
         return max((moment.live for moment in self.moments), default=0)
 
     @property
     def most_live_forward(self) -> int:
-        """The same before autograd ran."""
+        """Largest number of bytes of tensors at once before autograd ran."""
         return max((moment.live for moment in self.moments if not moment.backward), default=0)
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -88,23 +87,23 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.moments.append(LedgerCall("", self.live, NOTHING, False))
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Never count these: weights, which are there before and after."""
+        """Never count these tensors: weights, which exist before and after."""
         for tensor in tensors:
             self._add(tensor, counted=False)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call an operator; count what it made and what it took."""
+        """Call an operator; count its results and its workspace."""
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):  # what its functions do is seen by itself
+        if isinstance(func, HigherOrderOperator):  # its functions' operators are seen one by one
             args, kwargs = under(self, (args, kwargs))
             given = func(*args, **kwargs)
             for tensor in tensors_of(given):
                 self._add(tensor, counted=True)
             return given
         given = func(*args, **kwargs)
-        if func.namespace == "prim":  # asks a tensor for its device, say
+        if func.namespace == "prim":  # such as asking a tensor for its device
             return given
         results = list(tensors_of(given))
         for tensor in results:
@@ -130,5 +129,5 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
-    """Names of the storages of tensors, as long as these live."""
+    """Return names of the storages of tensors, valid as long as the tensors live."""
     return frozenset(storage._cdata for tensor in tensors for storage in storages_of(tensor))

@@ -1,12 +1,12 @@
-"""What libraries keep in a process once a call was made, however large its tensors: an upper bound.
+"""Bound the memory that libraries keep in a process after calls, however large the tensors.
 
-It stays from run to run, beside whatever tensors are alive. Three things are counted, each measured with
-torch 2.13, oneDNN 3.12 and MKL 2024.2 (``benchmarks/memory_model.py`` shows what a process has taken):
+This memory stays from run to run, in addition to all live tensors. Three parts are counted. Each was measured
+with torch 2.13, oneDNN 3.12 and MKL 2024.2 (``benchmarks/memory_model.py`` shows a process's memory):
 
 - a start: pools, tables and pages half used;
 - the code that oneDNN generates for each form of convolution, one kernel a direction;
-- the buffers into which a matrix product packs its operands. MKL keeps each that was larger than those
-  before, for each thread.
+- the buffers into which a matrix product packs its operands. For each thread, MKL keeps each buffer that was
+  larger than the earlier ones.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any
 import torch
 
 START_BYTES = 2 << 20
-"""Of a process that has done next to nothing: 0.2 to 1.3 MB were seen."""
+"""Memory of a process that has done next to nothing: 0.2 to 1.3 MB were measured."""
 
 KERNEL_BYTES = 112 << 10
-"""Code and descriptors of one kernel: 60 to 98 kB were seen, of 1 x 1 to 7 x 7, dense and depthwise."""
+"""Code and descriptors of one kernel: 60 to 98 kB were measured, from 1 x 1 to 7 x 7, dense and depthwise."""
 
 KERNELS = 1024
-"""How many torch lets oneDNN keep at once."""
+"""Largest number of kernels that torch lets oneDNN keep at once."""
 
 PACKED_DEPTH = 192
-"""Columns of the left operand, rows of the right one, that a product packs at once."""
+"""Columns of the left operand, and rows of the right one, that a product packs at once."""
 
 PACKED_BYTES = 5 << 20
-"""Most that one product packs for one thread; see :func:`_packed`."""
+"""Upper bound of the bytes that one product packs for one thread; see :func:`_packed`."""
 
 PACKED_START_BYTES = 256 << 10
-"""Of a product's buffers, however small the operands."""
+"""Bytes of a product's buffers however small the operands are."""
 
 ALL_PACKED_BYTES = 11 << 20
-"""Most that products of 60 random forms made one thread keep in all."""
+"""Upper bound of the bytes that products of 60 random forms made one thread keep in all."""
 
 ACCELERATOR_BYTES = 128 << 20
-"""Workspaces of matrix products on an accelerator, which torch allocates: up to 32 MiB for each of two
-libraries and for each of two threads, the one that calls and autograd's."""
+"""Workspaces of matrix products on an accelerator, which torch allocates. Up to 32 MiB for each of two
+libraries and each of two threads, the caller's and autograd's."""
 
 PRODUCTS = frozenset({"mm", "addmm", "addmm_", "bmm", "baddbmm", "mv", "addmv", "dot"})
 """Operators that are matrix products."""
@@ -48,7 +48,7 @@ _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 
 
 class LibraryMemory:
-    """Which calls were made, and what libraries keep of them."""
+    """Record calls, and bound the memory that libraries keep after them."""
 
     def __init__(self) -> None:
         self._kernels: dict[Any, int] = {}
@@ -56,31 +56,31 @@ class LibraryMemory:
         self._accelerated = False
 
     def note(self, name: str, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> None:
-        """A call.
+        """Record a call.
 
         Args:
-            name: The operator's, without namespace.
-            args: As it was called.
-            tensors: Those among them.
+            name: Name of the operator, without namespace.
+            args: Arguments of the call.
+            tensors: The tensors among them.
         """
         if name in _CONVOLUTIONS:
             self._kernels[_form(name, args)] = sum(args[-1][:2]) if name.endswith("backward") else 1
         elif name in PRODUCTS:
             self._accelerated |= tensors[0].device.type != "cpu"
             if any(tensor.itemsize < 4 for tensor in tensors):
-                self._kernels[_form(name, args)] = 1  # oneDNN's, too
+                self._kernels[_form(name, args)] = 1  # oneDNN computes these too
             self._products.add((_packed(*tensors[-2:]), _by_rows(tensors[-2]), _by_rows(tensors[-1])))
 
     @property
     def nbytes(self) -> int:
         """Bytes kept after these calls."""
         threads = torch.get_num_threads()
-        packed = sum(each for each, *_ in self._products)  # of one size and layout there is one buffer
+        packed = sum(each for each, *_ in self._products)  # one buffer for each size and layout
         return self._always + threads * min(packed, ALL_PACKED_BYTES)
 
     @property
     def most(self) -> int:
-        """The same for any number of samples."""
+        """Bytes kept after these calls with any number of samples."""
         return self._always + torch.get_num_threads() * ALL_PACKED_BYTES * bool(self._products)
 
     @property
@@ -90,9 +90,10 @@ class LibraryMemory:
 
 
 def _packed(left: torch.Tensor, right: torch.Tensor) -> int:
-    """What one thread packs of two operands: slices of both, as deep as a block.
+    """Return the bytes that one thread packs of two operands: slices of both, one block deep.
 
-    Never under for 200 random forms of 2 to 16384 rows and columns, 1.5 times over at the median.
+    For 200 random forms of 2 to 16384 rows and columns the result was never too low, and 1.5 times too high
+    at the median.
     """
     depth, outer = min(left.shape[-1], PACKED_DEPTH), sum(left.shape[-2:-1]) + right.shape[-1]
     return min(4 * depth * outer, PACKED_BYTES) + PACKED_START_BYTES
@@ -103,7 +104,7 @@ def _by_rows(tensor: torch.Tensor) -> bool:
 
 
 def _form(name: str, args: Sequence[Any]) -> Any:
-    """What decides on a kernel: forms of tensors, and all other arguments."""
+    """Return the facts that decide on a kernel: forms of tensors, and all other arguments."""
     return name, tuple(_part(argument) for argument in args)
 
 

@@ -1,7 +1,7 @@
-"""What a run takes as lines in the number of samples, from two runs that differ in that number alone.
+"""Describe a run's memory by lines in the number of samples, from two runs that differ only in that number.
 
 While an operator is called, ``fixed + growing x samples`` bytes are held. Two runs of the same calls give
-each call's line; no call holds more, whatever the number of samples, than the largest ``fixed`` and the
+each call's line. Whatever the number of samples, no call holds more than the largest ``fixed`` and the
 largest ``growing`` of all calls together.
 """
 
@@ -15,37 +15,37 @@ from upriver.profile.memory.ledger import LedgerCall
 
 @dataclass(frozen=True, slots=True)
 class MemoryLine:
-    """Bytes for a number of samples."""
+    """Bytes as a line in the number of samples."""
 
     fixed: float
     growing: float
 
     @classmethod
     def through(cls, once: float, twice: float, samples: int) -> MemoryLine:
-        """The line through the bytes of ``samples`` and of twice as many.
+        """Return the line through the bytes of ``samples`` and of twice as many.
 
-        What grows faster than its samples (every one compared with every other) is taken to be in
-        proportion: a bound below that number.
+        Memory that grows faster than the samples (each compared with each other) counts as proportional: a
+        bound below that number.
         """
         fixed = min(once, max(0.0, 2 * once - twice))
         return cls(fixed, (once - fixed) / samples)
 
     def above(self, other: MemoryLine) -> MemoryLine:
-        """The two of them together."""
+        """Return the sum of two lines."""
         return MemoryLine(self.fixed + other.fixed, self.growing + other.growing)
 
     def at(self, samples: int) -> float:
-        """Its bytes."""
+        """Return the bytes for a number of samples."""
         return self.fixed + self.growing * samples
 
 
 def same_calls(once: Sequence[LedgerCall], twice: Sequence[LedgerCall]) -> bool:
-    """Whether two runs called the same operators in the same order."""
+    """Return whether two runs called the same operators in the same order."""
     return [moment.name for moment in once] == [moment.name for moment in twice]
 
 
 def high_lines(once: Sequence[LedgerCall], twice: Sequence[LedgerCall], samples: int) -> list[MemoryLine]:
-    """Of each call with all that it may take; of two kernels where few samples choose another one."""
+    """Return each call's line with its workspace, for both kernels where few samples change it."""
     lines = []
     for first, second in zip(once, twice, strict=True):
         live = MemoryLine.through(first.live, second.live, samples)

@@ -1,4 +1,4 @@
-"""What training the tail of a split model takes in memory, as a profile says it."""
+"""Estimate the memory of training the tail of a split model, for a profile."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from upriver.program.split.split import Split
 def tail_memory(
     model: nn.Module, split: Split, features: Sequence[torch.Tensor], *, samples: int, batch_size: int
 ) -> MemoryEstimate:
-    """Peak of one iteration of training on ``batch_size`` samples, weights not counted.
+    """Estimate the peak of one training iteration on ``batch_size`` samples, weights excluded.
 
     Args:
-        features: Everything that crosses the freeze point, of ``samples`` samples.
+        model: The user's model.
+        split: Its split.
+        features: All tensors that cross the freeze point, of ``samples`` samples.
+        samples: Number of samples in ``features``.
+        batch_size: Number of samples of the iteration.
 
     Raises:
         ModelError: If the tail cannot run on tensors without data.
@@ -35,13 +39,13 @@ def tail_memory(
 
 
 def tail_weights(model: nn.Module, split: Split) -> int:
-    """Bytes of parameters and buffers that no stage of the frozen prefix has."""
+    """Return the bytes of parameters and buffers that no stage of the frozen prefix has."""
     prefix = {id(tensor) for path in split.prefix_units for tensor in _state(model.get_submodule(path))}
     return sum(tensor.nbytes for tensor in _state(model) if id(tensor) not in prefix)
 
 
 def _repeated(values: Values, form: Sequence[torch.Tensor], times: int) -> tuple[torch.Tensor, ...]:
-    """These values so many times, one behind the other: by doubling, as training batches may be huge."""
+    """Repeat these values a number of times, by doubling, as training batches may be huge."""
     if times == 1:
         return values.concatenate([form])
     half = _repeated(values, form, times // 2)
@@ -49,7 +53,7 @@ def _repeated(values: Values, form: Sequence[torch.Tensor], times: int) -> tuple
 
 
 def _first_of(values: Values, given: Sequence[torch.Tensor], number: int) -> tuple[torch.Tensor, ...]:
-    """The values of the first so many samples, as ``values.select`` gives them, without naming each."""
+    """Return the values of the first samples, like ``values.select``, without naming each sample."""
     return tuple(
         tensor.narrow(ship.shape.dim, 0, ship.shape.at(number)[ship.shape.dim])
         if ship.shape.batched

@@ -1,8 +1,8 @@
-"""What operators take beside their arguments and results, in bytes: an upper bound, by rules.
+"""Bound the bytes of operators besides their arguments and results, by rules.
 
-Kernels copy what is not contiguous, cast what is of another type, keep buffers for each thread, and some make
-copies of their own. The rules follow what the kernels of torch 2.13 were seen to allocate on a CPU. An
-operator that no rule knows is taken to need its results once more.
+Kernels copy operands that are not contiguous, cast those of another type, keep buffers for each thread, and
+some make further copies. The rules follow the allocations of torch 2.13's kernels on a CPU. An operator
+without a rule is assumed to need its results once more.
 """
 
 from __future__ import annotations
@@ -16,26 +16,28 @@ from upriver.profile.memory.convolution import NOTHING, Workspace, convolution, 
 from upriver.profile.memory.libraries import PRODUCTS
 
 NUMBER = 64
-"""A Python number among the operands becomes a tensor or two."""
+"""Bytes of a Python number among the operands, which becomes a tensor or two."""
 
 SPLIT = ((768, 256), (192, 64), (0, 32))
-"""Length of a query from which on attention takes it in pieces of that many rows."""
+"""Query lengths with the number of rows that attention processes at once from that length on."""
 
 KEYS = 512
-"""Rows of keys that attention takes at once."""
+"""Rows of keys that attention processes at once."""
 
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
 Rule: TypeAlias = "Callable[[Sequence[Any], Tensors], Workspace]"
-"""From an operator's positional arguments and its results."""
+"""Function from an operator's positional arguments and results to its workspace."""
 
 
 def workspace(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Tensors) -> Workspace:
-    """An upper bound of what one call takes beside its arguments and its results.
+    """Return an upper bound of one call's memory besides its arguments and its results.
 
     Args:
-        func: The operator, an ``OpOverload`` that the dispatcher has arrived at.
-        results: The tensors that it gave; without data is enough.
+        func: The operator, an ``OpOverload`` that the dispatcher has reached.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        results: The tensors that it returned; tensors without data are enough.
     """
     name = func._schema.name.partition("::")[2]
     rule = _RULES.get(name)
@@ -53,7 +55,7 @@ def workspace(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an operator's arguments or results."""
+    """Yield the tensors in an operator's arguments or results."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -71,14 +73,14 @@ _WITHOUT_NAMES = """
     scalar_tensor set_ resize_ zero_ zeros zeros_like _local_scalar_dense
 """
 _WITHOUT = frozenset(_WITHOUT_NAMES.split())
-"""They fill their result, or make none."""
+"""Operators that fill their result, or make none."""
 
 _ITERATED_NAMES = """
     _to_copy sum mean amax amin any all cumsum native_dropout native_dropout_backward bernoulli
     _prelu_kernel_backward
 """
 _ITERATED = frozenset(_ITERATED_NAMES.split())
-"""They walk over operands of any strides, as the element-wise ones do."""
+"""Operators that iterate over operands of any strides, like the element-wise ones."""
 
 _KNOWN_NAMES = """
     adaptive_avg_pool2d _adaptive_avg_pool2d _adaptive_avg_pool2d_backward avg_pool2d avg_pool2d_backward
@@ -88,11 +90,11 @@ _KNOWN_NAMES = """
     _log_softmax _log_softmax_backward_data tril triu max min argmax argmin
 """
 _KNOWN = frozenset(_KNOWN_NAMES.split())
-"""Their kernels copy what is not contiguous and take nothing else."""
+"""Operators whose kernels copy non-contiguous operands and need nothing else."""
 
 
 def _casts(name: str, given: Tensors) -> int:
-    """An element-wise kernel casts operands of other types than the one it computes in."""
+    """Return the bytes that an element-wise kernel casts: operands of other types than the computed one."""
     if name in ("where", "masked_fill", "masked_fill_", "_to_copy", "copy_"):
         given = [tensor for tensor in given if tensor.dtype != torch.bool]
     if name == "_to_copy" or len({tensor.dtype for tensor in given}) < 2:
@@ -104,7 +106,7 @@ def _casts(name: str, given: Tensors) -> int:
 
 
 def _fits_blas(tensor: torch.Tensor) -> bool:
-    """Whether the last two dimensions lie in memory by rows or by columns."""
+    """Return whether the last two dimensions lie in memory by rows or by columns."""
     if tensor.dim() < 2:
         return True
     (rows, columns), (down, across) = tensor.shape[-2:], tensor.stride()[-2:]
@@ -114,7 +116,7 @@ def _fits_blas(tensor: torch.Tensor) -> bool:
 
 
 def _low_precision(given: Tensors) -> int:
-    """OneDNN reorders both sides of a matrix product of half precision."""
+    """Return the bytes that oneDNN reorders: both sides of a matrix product of half precision."""
     return sum(tensor.nbytes for tensor in given if tensor.itemsize < 4 and tensor.is_floating_point())
 
 
@@ -122,19 +124,19 @@ def _low_precision(given: Tensors) -> int:
 
 
 def _batch_norm(args: Sequence[Any], results: Tensors) -> Workspace:
-    """Statistics are kept twice on the way."""
+    """Return the workspace of a batch norm, which keeps its statistics twice."""
     channels = args[0].shape[1] if args[0].dim() > 1 else 1
     return Workspace(_copies(args[:1]), 4 * channels * 8)
 
 
 def _batch_norm_backward(args: Sequence[Any], results: Tensors) -> Workspace:
-    """One more tensor of the input's size."""
+    """Return the workspace of a batch norm's backward: one more tensor of the input's size."""
     channels = args[1].shape[1]
     return Workspace(_copies(args[:2]) + args[1].nbytes, 4 * channels * 8)
 
 
 def _layer_norm_backward(args: Sequence[Any], results: Tensors) -> Workspace:
-    """Gradients of weight and bias once for each thread."""
+    """Return the workspace of a layer norm's backward: weight and bias gradients for each thread."""
     normalized = 1
     for size in args[2]:
         normalized *= size
@@ -142,17 +144,20 @@ def _layer_norm_backward(args: Sequence[Any], results: Tensors) -> Workspace:
 
 
 def _group_norm_backward(args: Sequence[Any], results: Tensors) -> Workspace:
-    """Two sums for each sample and channel."""
+    """Return the workspace of a group norm's backward: two sums for each sample and channel."""
     return Workspace(_copies(args[:2]) + 2 * args[1].shape[0] * args[1].shape[1] * 8)
 
 
 def _attention(args: Sequence[Any], results: Tensors) -> Workspace:
-    """Scores of a piece of the query with a piece of the keys, for each thread."""
+    """Return the workspace of attention: scores of a query piece and a key piece, for each thread."""
     return Workspace(_half_copies(args[:3]), _pieces(args[0], args[1]))
 
 
 def _attention_backward(args: Sequence[Any], results: Tensors) -> Workspace:
-    """The same twice, and a gradient that is not laid out like the output is copied."""
+    """Return the workspace of attention's backward: forward's twice, and a copied gradient.
+
+    The gradient is copied if its layout differs from the output's.
+    """
     grad, query, key = args[:3]
     return Workspace(grad.nbytes + 2 * _half_copies(args[:4]), 2 * _pieces(query, key))
 
@@ -164,17 +169,17 @@ def _pieces(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _half_copies(given: Sequence[Any]) -> int:
-    """Half precision is computed in single: packed copies of what is multiplied."""
+    """Return the packed copies of half-precision operands, which are multiplied in single precision."""
     return sum(tensor.nbytes for tensor in tensors_of(given) if tensor.itemsize < 4)
 
 
 def _safe_softmax(args: Sequence[Any], results: Tensors) -> Workspace:
-    """Which rows are masked whole is found out element by element."""
+    """Return the workspace of a safe softmax, which finds fully masked rows element by element."""
     return Workspace(_copies(args[:1]) + results[0].numel() + results[0].nbytes)
 
 
 def _upsample(args: Sequence[Any], results: Tensors) -> Workspace:
-    """Through a layout with channels innermost, there and back."""
+    """Return the workspace of an upsampling: to a layout with channels innermost and back."""
     return Workspace(args[0].nbytes + results[0].nbytes)
 
 
