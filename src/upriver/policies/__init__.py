@@ -1,9 +1,9 @@
-"""One algorithm per file, equal signatures; siblings never import each other.
+"""Hold one algorithm per file, with equal signatures; siblings never import each other.
 
-A policy is a pure function of (profile, cluster, workload) and always answers a plan; when what it would
-choose does not fit, the plan says so. `choose` is the border where that becomes an error. `loadpart` and
-`inference` plan for one request of a device; `fastflow` and `pipeline` go by what was measured of an input
-pipeline, and answer an `OffloadDecision`.
+A policy is a pure function of (profile, cluster, workload) and always returns a plan. If its choice does not
+fit, the plan says so; `choose` turns that into an error. `loadpart` and `inference` plan one request of a
+device. `fastflow` and `pipeline` decide from measurements of an input pipeline, and return an
+`OffloadDecision`.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "upriver": upriver.plan,
     }
 )
-"""Those for an epoch of training by their names, the names of their modules."""
+"""Policies for an epoch of training, by the names of their modules."""
 
 REQUEST_POLICIES: Mapping[str, Policy] = MappingProxyType(
     {"loadpart": loadpart.plan, "inference": inference.plan}
 )
-"""Those for one request: the device is the compute tier, and any cut may be used."""
+"""Policies for one request: the device is the compute tier, and any cut may be used."""
 
 OFFLOAD_POLICIES: Mapping[str, OffloadPolicy] = MappingProxyType(
     {
@@ -66,16 +66,16 @@ OFFLOAD_POLICIES: Mapping[str, OffloadPolicy] = MappingProxyType(
         pipeline.POLICY: OffloadPolicy(decide=pipeline.decide, promise=pipeline.promise),
     }
 )
-"""Those for input pipelines by their names."""
+"""Policies for input pipelines, by name."""
 
 
 def choose(policy: str, profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
-    """The plan of the named policy.
+    """Return the plan of the named policy.
 
     Raises:
-        ConfigError: If there is no such policy, or the profile lacks what planning needs.
-        NoFeasibleCut: If what the policy would choose does not fit; names the memory that is short and by how
-            much.
+        ConfigError: If there is no such policy, or the profile lacks data for planning.
+        NoFeasibleCut: If the policy's choice does not fit; the message names the short memory and the missing
+            bytes.
     """
     every = {**POLICIES, **REQUEST_POLICIES}
     if policy not in every:

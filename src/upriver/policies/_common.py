@@ -1,4 +1,4 @@
-"""What the policies share: which cuts they search, the plan around what they chose, and the words for it."""
+"""Share code among policies: the searched cuts, the plan around a choice, and its explanation."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from upriver.types import Cluster, Cost, CutRow, Plan, Profile, Route, Workload
 NOTHING_FROZEN = "no stage of the model is frozen"
 
 Policy = Callable[[Profile, Cluster, Workload], Plan]
-"""A pure function from what is known to what is decided; one with state is a class with ``__call__``."""
+"""Pure function from known facts to a decision; a policy with state is a class with ``__call__``."""
 
 
 def splits(profile: Profile) -> range:
-    """The layers after which the papers split: 1 to the freeze point."""
+    """Return the layers after which the papers split: 1 to the freeze point."""
     return range(1, profile.freeze + 1)
 
 
 def splits_or_none(profile: Profile) -> tuple[int, ...]:
-    """The same, and the papers' split 0: what is stored crosses, and the client runs everything."""
+    """Return the same and the papers' split 0, where stored samples cross and the client runs everything."""
     return (profile.unsplit, *splits(profile))
 
 
 def among(profile: Profile) -> str:
-    """:func:`splits` in words, for the rule of a plan."""
+    """Describe :func:`splits`, for the rule of a plan."""
     return f"among cuts 1 to {profile.freeze}"
 
 
 def best_that_fits(policy: str, cuts: Sequence[int], model: CostModel, score: Array, *, rule: str) -> Plan:
-    """The plan of the cut with the least score among those that fit the memory, the earliest of equals.
+    """Return the plan of the fitting cut with the least score; the earliest cut wins ties.
+
+    If none of ``cuts`` fits but not splitting does, the plan does not split. If nothing fits, the plan is
+    infeasible and names the cut that lacks the least memory.
 
     Args:
-        policy: Its name.
-        cuts: Those it searches.
-        model: The cost of every cut.
-        score: What it minimises, of every candidate.
+        policy: Name of the policy.
+        cuts: The searched cuts.
+        model: Cost of every cut.
+        score: Value to minimise, for every candidate.
         rule: As for :func:`plan_at`.
-
-    Where none of ``cuts`` fits but not splitting does, that is the answer; where nothing fits, the plan is
-    infeasible and names the cut that lacks the least.
     """
     searched = np.zeros(len(model.cuts), dtype=bool)
     searched[[model.index(cut) for cut in cuts]] = True
@@ -54,7 +54,7 @@ def best_that_fits(policy: str, cuts: Sequence[int], model: CostModel, score: Ar
 
 
 def rescue(policy: str, model: CostModel) -> Plan:
-    """What is left when no cut that a policy would choose fits."""
+    """Return the plan for the case that no cut of a policy's search fits."""
     if model.feasible.any():
         cut = model.cuts[int(model.feasible.argmax())]
         nothing = "no cut that the policy searches fits" if model.profile.freeze > 0 else NOTHING_FROZEN
@@ -64,13 +64,13 @@ def rescue(policy: str, model: CostModel) -> Plan:
 
 
 def plan_at(policy: str, cut: int, model: CostModel, *, rule: str) -> Plan:
-    """The plan that sends every sample over ``cut``, with the full table and why.
+    """Return the plan that sends every sample over ``cut``, with the full table and the reason.
 
     Args:
-        policy: Name of the policy that decided.
-        cut: What it decided.
-        model: The cost of every cut.
-        rule: How the policy came to it, as a clause: "the freeze point".
+        policy: Name of the deciding policy.
+        cut: The chosen cut.
+        model: Cost of every cut.
+        rule: Rule behind the choice, as a clause: "the freeze point".
     """
     row = model.row(cut)
     if not row.feasible:
@@ -86,7 +86,7 @@ def plan_at(policy: str, cut: int, model: CostModel, *, rule: str) -> Plan:
 
 
 def plan_with(policy: str, routes: tuple[Route, ...], model: CostModel, *, rule: str) -> Plan:
-    """The plan of routes that fit, with the full table and why."""
+    """Return the plan of routes that fit, with the full table and the reason."""
     cost = model.evaluate(routes)
     return Plan(
         policy=policy,
@@ -99,7 +99,7 @@ def plan_with(policy: str, routes: tuple[Route, ...], model: CostModel, *, rule:
 
 
 def nearest_to_fit(cuts: Iterable[int], model: CostModel) -> int:
-    """The cut that lacks the fewest bytes, the earliest of equals."""
+    """Return the cut that lacks the fewest bytes; the earliest cut wins ties."""
     return min(cuts, key=lambda cut: sum(model.shortfalls(cut).values()))
 
 
@@ -118,7 +118,7 @@ def _bottleneck(cost: Cost) -> tuple[str, float]:
 
 
 def _to_compare(routes: Sequence[Route], model: CostModel) -> list[int]:
-    """Not splitting, the candidates on both sides, and the fastest that fits; in the order of the chain."""
+    """Return the cuts to compare, in chain order: not splitting, both neighbours and the fastest."""
     used, epoch_s = {route.cut for route in routes}, model.epochs.epoch_s
     fastest = model.cuts[int(np.where(model.feasible, epoch_s, np.inf).argmin())]
     near = {cut + step for cut in used for step in (-1, 1)} if len(used) == 1 else set()

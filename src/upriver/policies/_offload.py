@@ -1,4 +1,4 @@
-"""What the policies for input pipelines share: their answer, and when there is nothing to be won."""
+"""Share code among policies for input pipelines: their result, and the check that offloading can gain."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from upriver.profile.throughput import Metrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadDecision:
-    """The decision.
+    """Decision about offloading.
 
     Attributes:
-        offload: Whether anything is.
-        candidate: Which stages, by the name of the candidate; None where nothing is offloaded.
-        ratio: Share of the samples for which it is, 0 to 1.
-        why: In a sentence, with the numbers that decided.
+        offload: Whether to offload anything.
+        candidate: Name of the candidate, which defines the stages; None where nothing is offloaded.
+        ratio: Share of the samples to offload, 0 to 1.
+        why: Reason in a sentence, with the deciding numbers.
     """
 
     offload: bool
@@ -27,12 +27,12 @@ class OffloadDecision:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPolicy:
-    """A policy that goes by what was measured of an input pipeline.
+    """Policy that decides from measurements of an input pipeline.
 
     Attributes:
-        decide: Its decision.
-        promise: MB/s that a decision should give, so that a job can be held to it while it runs; None where
-            the policy decides once.
+        decide: Returns the decision.
+        promise: Returns the MB/s that a decision should give, to check a job while it runs; None where the
+            policy decides once.
     """
 
     decide: Callable[[Metrics], OffloadDecision]
@@ -40,15 +40,15 @@ class OffloadPolicy:
 
 
 def stalls(gthp: float, lthp: float, threshold: float) -> bool:
-    """Whether the input pipeline keeps the model waiting, and more than ``threshold`` can be won.
+    """Return whether the input pipeline stalls the model and offloading can gain more than ``threshold``.
 
-    FastFlow's Algorithm 1, line 3.
+    This is FastFlow's Algorithm 1, line 3.
     """
     return gthp > lthp and gthp / lthp > threshold
 
 
 def unless_it_stalls(metrics: Metrics) -> OffloadDecision | None:
-    """Nothing is offloaded where nothing stalls, or nothing could be; None where that is not so."""
+    """Return a decision against offloading where nothing stalls or could be offloaded; else None."""
     if not stalls(metrics.gthp, metrics.lthp, metrics.speedup_threshold):
         return here(
             f"the model alone is {metrics.gthp / metrics.lthp:.2f} times as fast as with its input pipeline, "
@@ -58,5 +58,5 @@ def unless_it_stalls(metrics: Metrics) -> OffloadDecision | None:
 
 
 def here(why: str) -> OffloadDecision:
-    """Nothing is offloaded."""
+    """Return the decision to offload nothing."""
     return OffloadDecision(offload=False, candidate=None, ratio=0.0, why=why)

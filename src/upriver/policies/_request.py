@@ -1,4 +1,4 @@
-"""What the policies for single requests share: the plan around a chosen cut, and the words for it."""
+"""Share code among policies for single requests: the plan around a chosen cut, and its explanation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SENT = "all on the server"
 
 
 def least(policy: str, model: LatencyModel, seconds: Array, *, rule: str) -> Plan:
-    """The plan of the cut with the least seconds among those that fit the memory, the last of equals.
+    """Return the plan of the fitting cut with the least seconds; the last cut wins ties.
 
     Args:
-        policy: Its name.
+        policy: Name of the policy.
         model: Every cut.
-        seconds: Of a request at each cut, as the policy counts them.
-        rule: What it minimises, as a clause.
+        seconds: Seconds of a request at each cut, as the policy counts them.
+        rule: The minimised value, as a clause.
     """
     fits = model.feasible
     if fits.any():

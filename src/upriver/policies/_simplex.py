@@ -1,11 +1,11 @@
-"""The linear programs of a mix: a handful of rows, any number of cuts, solved in well under a millisecond.
+"""Solve the linear programs of a mix: a few rows, any number of cuts, in well under a millisecond.
 
     busy x + s = T 1,   sum x = 1,   x, s >= 0
 
-``x`` are the shares of the cuts, ``s`` what each resource has left of the time ``T``. This is the revised
-simplex method (Dantzig 1953): a vertex is a basis of as many columns as there are rows, and each step swaps
-one of them for the column that promises most. With so few rows a step is three solutions of a tiny system and
-one product with all columns, so a general solver's set-up would take longer than the whole search.
+``x`` are the shares of the cuts, and ``s`` each resource's remainder of the time ``T``. This is the revised
+simplex method (Dantzig 1953). A vertex is a basis of as many columns as there are rows. Each step swaps one
+of them for the column that promises most. With so few rows a step is three solutions of a tiny system and one
+product with all columns. A general solver's set-up would take longer than the whole search.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import numpy as np
 from upriver.cost import Array
 
 NOTHING = 1e-9
-"""A gain below which no step is worth it, and what a number counts as 0; entries are of the order of 1."""
+"""Gain below which a step is not worthwhile, and magnitude that counts as 0; entries are of the order of
+1."""
 
 BLAND_AFTER = 50
-"""Steps after which the first gain is taken in place of the largest: that never goes round in circles."""
+"""Steps after which the first gain replaces the largest, which prevents cycles."""
 
 MOST_STEPS = 1000
-"""Steps after which the vertex that was reached is good enough: a dozen is usual."""
+"""Steps after which the reached vertex is good enough: a dozen is usual."""
 
 
 class MixProgram:
-    """Shares of the cuts, moved from vertex to vertex.
+    """Move the shares of the cuts from vertex to vertex.
 
     Args:
-        busy: Row by row the seconds for which each cut keeps a resource busy, scaled to the order of 1;
-            at least one row and one column, none negative.
+        busy: Seconds for which each cut (column) keeps each resource (row) busy, scaled to the order of 1; at
+            least one row and one column, none negative.
 
     Attributes:
-        shares: Of each cut; they sum to 1.
+        shares: Share of each cut; the shares sum to 1.
     """
 
     def __init__(self, busy: Array) -> None:
@@ -43,32 +44,32 @@ class MixProgram:
         self._sums = np.append(np.zeros(resources), 1.0)
         self._time = self._cuts + resources
         self._limit: float | None = None
-        # To begin with all samples take the cut whose busiest resource is busy for the least time.
+        # At first all samples use the cut whose busiest resource is busy for the least time.
         first = int(busy.max(axis=0).argmin())
         busiest = int(busy[:, first].argmax())
         idle = [self._cuts + row for row in range(resources) if row != busiest]
         self._basis = [first, self._time, *idle]
 
     def shortest(self) -> float:
-        """Make ``T`` as small as it can be; gives it."""
+        """Minimise ``T`` and return it."""
         costs = np.zeros(self._time + 1)
         costs[self._time] = 1.0
         self._minimise(costs)
         return float(self._values()[self._basis.index(self._time)])
 
     def cheapest(self, costs: Array, most: float) -> None:
-        """From there on: let ``T`` be up to ``most``, and make what the shares cost as small as can be.
+        """From there on, minimise the cost of the shares with ``T`` at most ``most``.
 
         Args:
-            costs: What a share of each cut costs, scaled to the order of 1.
-            most: At least what `shortest` gave.
+            costs: Cost of a share of each cut, scaled to the order of 1.
+            most: At least the result of `shortest`.
         """
         self._limit = most
         self._minimise(np.append(costs, np.zeros(self._time + 1 - self._cuts)))
 
     @property
     def shares(self) -> Array:
-        """Of each cut; they sum to 1."""
+        """Share of each cut; the shares sum to 1."""
         found = np.zeros(self._time + 1)
         found[self._basis] = self._values().clip(0.0)
         shares = found[: self._cuts]
@@ -84,13 +85,13 @@ class MixProgram:
             gains = costs - prices @ self._columns
             gains[self._basis] = 0.0
             if self._time not in self._basis:
-                gains[self._time] = 0.0  # it is as large as it may be, and a smaller one allows less
+                gains[self._time] = 0.0  # at its largest; a smaller T allows less
             coming = int(gains.argmin() if step < BLAND_AFTER else (gains < -NOTHING).argmax())
             if gains[coming] >= -NOTHING or not self._swap(coming, basis):
                 return
 
     def _swap(self, coming: int, basis: Array) -> bool:
-        """Let a column come and the first that is in its way go; false where none is."""
+        """Swap a column in for the first one in its way; return false where there is none."""
         change = np.linalg.solve(basis, self._columns[:, coming])
         nearest, going = np.inf, -1
         for place, (value, falls) in enumerate(zip(self._values(), change, strict=True)):

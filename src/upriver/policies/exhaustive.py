@@ -1,7 +1,7 @@
-"""exhaustive: every single cut tried under our cost model, the oracle that other policies are held against.
+"""exhaustive: try every single cut under our cost model, as the oracle for other policies.
 
-No paper: the cost model predicts an epoch at each cut of the chain, cuts among the input stages included,
-and the shortest that fits the memory of both tiers wins, the earliest of equals.
+No paper: the cost model predicts an epoch at each cut of the chain, including cuts among the input stages.
+The shortest epoch that fits the memory of both tiers wins; the earliest cut wins ties.
 
 Symbols: the epoch is ``Epochs.epoch_s``, by the pipeline that ``cluster.stream`` names.
 Departures: none.

@@ -1,4 +1,4 @@
-"""fastflow: whether to offload the input pipeline, which of its stages, and for what share of the samples.
+"""fastflow: decide whether to offload the input pipeline, which stages, and for what share of samples.
 
 The smart offloading policy: Um, Oh, Seo, Kweun, Kim, Lee, "FastFlow: Accelerating Deep Learning Model
 Training with Smart Offloading of Input Data Pipeline", PVLDB 16(5), 2023, section 4, Algorithm 1, with the
@@ -14,8 +14,8 @@ Symbols
     Upper, Lower (lines 8, 9)    ``candidate.rthp`` and ``lower``
 
 Departures
-    - A ratio is at most 1. Rthp is a throughput of training and so no more than Gthp, but both are measured,
-      and Upper / Gthp can come out above.
+    - A ratio is at most 1. Rthp is a throughput of training and so no more than Gthp. But both are measured,
+      and Upper / Gthp can exceed 1.
     - The text names no rule for ties; the first of equal candidates wins.
     - Where there is no candidate, or the best one delivers nothing, nothing is offloaded.
 """
@@ -32,7 +32,7 @@ POLICY = "fastflow"
 
 
 def decide(metrics: Metrics) -> OffloadDecision:
-    """Algorithm 1."""
+    """Decide by Algorithm 1."""
     nothing = unless_it_stalls(metrics)
     if nothing is not None:
         return nothing
@@ -44,7 +44,7 @@ def decide(metrics: Metrics) -> OffloadDecision:
     else:
         ratio, rule = upper / (lthp + upper), "Rthp / (Lthp + Rthp), as both sides together are too slow"
     ratio = min(1.0, ratio)
-    if ratio == 0:  # a throughput of zero, or one so small that the quotient is
+    if ratio == 0:  # a throughput of zero, or one so small that the quotient is zero
         return here(f"{best.name} is the best of what could be offloaded and delivers nothing")
     return OffloadDecision(
         offload=True,
@@ -57,21 +57,22 @@ def decide(metrics: Metrics) -> OffloadDecision:
 
 
 def estimate(metrics: Metrics, candidate: Candidate) -> float:
-    """Line 7: the training throughput that a candidate promises, MB/s."""
+    """Return the training throughput that a candidate promises, MB/s (line 7)."""
     return metrics.lthp * (1 - candidate.ocycle / metrics.pcycle) + candidate.rthp
 
 
 def lower(metrics: Metrics, candidate: Candidate) -> float:
-    """Line 9: what must be offloaded so that the training node keeps up, MB/s."""
+    """Return the throughput to offload so that the training node keeps up, MB/s (line 9)."""
     return (metrics.gthp - metrics.lthp) * (1 + candidate.ocycle / metrics.pcycle)
 
 
 def workers_needed(metrics: Metrics, candidate: Candidate, *, most: int) -> int:
-    """How many equal workers make up for what is lacking: Lower over the throughput of one (section 9).
+    """Return the number of equal workers that make up the lack: Lower over one's throughput (section 9).
 
     Args:
-        candidate: As measured with one worker.
-        most: Workers that can be had.
+        metrics: Metrics of the job.
+        candidate: Candidate as measured with one worker.
+        most: Number of available workers.
 
     Raises:
         ConfigError: If ``most`` is less than 1.

@@ -2,11 +2,11 @@
 
 The baseline "@Freeze" of HAPI (Petrescu, Guirguis, Quoc, Picorel, Guerraoui, Dinu: "Accelerating Transfer
 Learning with Near-Data Computation on Cloud Object Stores", ACM SoCC 2024, revised 2025 as
-arXiv:2210.08650v3, sections 3 and 5.1): it always splits at the freezing layer, the least work that the
-client can be left with.
+arXiv:2210.08650v3, sections 3 and 5.1). It always splits at the freezing layer, which leaves the least work
+to the client.
 
 Symbols: the freeze index is ``profile.freeze``.
-Departures: where nothing is frozen the paper has no such split; this answers not splitting.
+Departures: where nothing is frozen the paper has no such split; this policy does not split.
 """
 
 from __future__ import annotations

@@ -2,20 +2,20 @@
 
 The first version of HAPI: Petrescu, Guirguis, Quoc, Picorel, Guerraoui, Dinu, "Accelerating Transfer Learning
 with Near-Data Computation on Cloud Object Stores", arXiv:2210.08650v1 (2022), section 4.4, Algorithm 1. It
-looks at sizes and bandwidth alone, never at computation.
+considers sizes and bandwidth alone, never computation.
 
 Symbols
     intermediate_sizes[l]        ``profile.cut_bytes(l)``, bytes per sample
-    candidate layers             those up to the freeze index with an output smaller than the application's
-                                 input (lines 9-10): here what is stored, which is what not splitting ships
-    C                            ``WINNER_SECONDS`` x bandwidth: what may cross for one training batch
+    candidate layers             layers up to the freeze index with an output smaller than the application's
+                                 input (lines 9-10): here the stored sample, which not splitting ships
+    C                            ``WINNER_SECONDS`` x bandwidth: largest size of one training batch
     winner                       the earliest candidate whose output x training batch is below C (lines
                                  11-18), the freeze index where there is none (line 13)
 
 Departures
-    - The paper leaves memory to the server's batch adaptation. Here the rule is applied to the cuts that fit;
-      where the freeze index does not, the latest that fits stands for it.
-    - Where nothing is frozen the paper has no split; this answers not splitting.
+    - The paper leaves memory to the server's batch adaptation. Here the rule applies to the cuts that fit;
+      the latest fitting cut replaces a freeze index that does not fit.
+    - Where nothing is frozen the paper has no split; this policy does not split.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WINNER_SECONDS = 1.0
 
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
-    """Choose the earliest candidate that the link takes in a second, or the freeze point."""
+    """Choose the earliest candidate that crosses the link in a second, or the freeze point."""
     model = CostModel(profile, cluster, workload)
     fitting = [layer for layer in splits(profile) if model.fits(layer)]
     if not fitting:

@@ -1,4 +1,4 @@
-"""loadpart: after which layer a device stops and a server goes on, from bandwidth and the server's load.
+"""loadpart: the layer after which a device stops and a server continues, from bandwidth and server load.
 
 Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural Networks for Edge Offloading",
 ICDCS 2022, section III-D, problem (1) and Algorithm 1, as tailored in section IV.
@@ -10,13 +10,13 @@ Symbols
     k                            ``load``
     s_i                          ``Sums.sent_bytes``; s_n is the answer
     B_u, B_d                     ``upload``, ``download``; None is the paper's own system: the answer is free
-    line 17 (<=)                 of equals the last is taken
+    line 17 (<=)                 the last of equals wins
 
 Departures
-    - A cut may be crossed by several tensors and then costs the bytes of all of them. The paper looks for the
-      cut along the topological order too, and finds that cuts inside a block, where that is so, hardly win.
-    - k counts as it is given. That it is at least 1 (1c) is the business of who measures it.
-    - A cut that does not fit the memory of the device or the server is not taken.
+    - Several tensors may cross a cut, which then costs the bytes of all of them. The paper also searches
+      along the topological order, and finds that such cuts inside a block hardly win.
+    - k is used as given. Its source ensures that it is at least 1 (1c).
+    - A cut that does not fit the memory of the device or the server is not chosen.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from upriver.types import Cluster, Plan, Profile, Workload
 
 
 def decide(sums: Sums, *, upload: float, download: float | None = None, load: float = 1.0) -> int:
-    """Algorithm 1: how many stages the device runs, in O(n).
+    """Return the number of stages that the device runs, by Algorithm 1 in O(n).
 
     Args:
-        sums: Of the model and the two machines, made once.
-        upload: Bytes per second, above 0.
-        download: The same, or None.
+        sums: Sums of the model and the two machines, made once.
+        upload: Upload in bytes per second, above 0.
+        download: Download in bytes per second, or None.
         load: The influential factor k of the server's load.
     """
     return last_of_least(sums.paper_s(upload=upload, download=download, load=load))
 
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
-    """The cut with the least seconds of one request; the workload plays no part."""
+    """Choose the cut with the least seconds of one request; the workload plays no part."""
     model = LatencyModel(profile, cluster)
     return least("loadpart", model, model.paper_s, rule="the least sum of device, upload and server time")

@@ -1,13 +1,13 @@
-"""min: cut where the fewest bytes cross.
+"""min: the cut that the fewest bytes cross.
 
 The baseline "@Min" of HAPI (Petrescu, Guirguis, Quoc, Picorel, Guerraoui, Dinu: "Accelerating Transfer
 Learning with Near-Data Computation on Cloud Object Stores", ACM SoCC 2024, revised 2025 as
 arXiv:2210.08650v3, section 5.1): the layer with the smallest output up to and including the freezing layer,
-the earliest of equals. It looks at bytes alone.
+the earliest of equals. It considers bytes alone.
 
 Symbols: the output size of layer l is ``profile.cut_bytes(l)``; layers are 1..``profile.freeze``, never the
-    input.
-Departures: where nothing is frozen the paper has no such split; this answers not splitting.
+input.
+Departures: where nothing is frozen the paper has no such split; this policy does not split.
 """
 
 from __future__ import annotations

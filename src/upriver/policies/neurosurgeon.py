@@ -10,9 +10,9 @@ Symbols
     server, network, client      ``storage_s``, ``network_s``, ``compute_s`` of the two-resource estimate
 
 Departures
-    - Fine-tuning: split 0 is not searched, as in HAPI's comparison. It is the answer only where nothing is
-      frozen or no split fits the memory.
-    - A sum knows no overlap. That is the point of the comparison, and left as it is.
+    - Fine-tuning: split 0 is not searched, as in HAPI's comparison. It is chosen only where nothing is frozen
+      or no split fits the memory.
+    - A sum ignores overlap. The comparison is about this, so it stays.
     - The text names no rule for ties; the earliest of equals wins.
 """
 

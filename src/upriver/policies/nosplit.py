@@ -1,11 +1,11 @@
-"""nosplit: push nothing down; the compute tier reads what is stored and runs the whole chain.
+"""nosplit: push nothing down; the compute tier reads stored samples and runs the whole chain.
 
 The baseline "NoSplit" of HAPI (Petrescu, Guirguis, Quoc, Picorel, Guerraoui, Dinu: "Accelerating Transfer
 Learning with Near-Data Computation on Cloud Object Stores", ACM SoCC 2024, revised 2025 as
-arXiv:2210.08650v3, section 5.1), and the plain way that every other plan is held against.
+arXiv:2210.08650v3, section 5.1). It is the plain way that every other plan is compared with.
 
-Symbols: cut 0 of the paper is ``profile.unsplit`` here, since the chain goes on below 0 through the input
-    stages.
+Symbols: cut 0 of the paper is ``profile.unsplit`` here, since the chain continues below 0 through the input
+stages.
 Departures: none.
 """
 

@@ -1,27 +1,30 @@
 """upriver's own policy for input pipelines: the candidate and the ratio with the most throughput.
 
-From the figures of FastFlow (Um et al., PVLDB 16(5), 2023, Table 1), by a model of both sides at once.
+It uses the figures of FastFlow (Um et al., PVLDB 16(5), 2023, Table 1), and a model of both sides at once.
 
 Symbols, for a candidate c
     G, L, P      ``Metrics.gthp``, ``lthp``, ``pcycle``
-    S            ``Metrics.pseconds``, P where it is not known
+    S            ``Metrics.pseconds``, P where unknown
     R, O         ``Candidate.rthp``, ``ocycle``
-    k            O / max(P, S): what a megabyte that is made elsewhere still costs the training node, by one
-                 made there; by O / P alone nothing would be won from a pipeline that waits, for its storage
+    k            O / max(P, S): the training node's cost of a megabyte made elsewhere, over one made there
     T(r)         MB/s of training with a share r of the samples offloaded
 
+With O / P alone, k would show no gain for a pipeline that waits, for its storage for example.
+
 Model
-    A megabyte takes the training node 1/L seconds, or k/L where it is made elsewhere; workers deliver at most
-    R; the model takes at most G. The slowest of the three sets the pace:
+    A megabyte costs the training node 1/L seconds, or k/L if made elsewhere. Workers deliver at most R; the
+    model consumes at most G. The slowest of the three sets the pace:
 
         T(r) = min(G,  L / (1 - r (1 - k)),  R / r)
 
 Choice
-    The second term rises with r where k < 1, and the third falls: T is greatest where they cross, at
-    r* = R / (L + R (1 - k)), or at 1. With k >= 1 nothing is won at any ratio. Of all candidates and ratios
-    within 1 % of the greatest T the smallest ratio is taken, so that workers do what pays and no more; of
-    equal ratios that of the first candidate. Nothing is offloaded where T is no more than SpeedUpThreshold
-    times L.
+    Where k < 1, the second term rises with r, and the third falls. T is greatest where they cross, or at 1:
+
+        r* = R / (L + R (1 - k))
+
+    With k >= 1 no ratio gains anything. All candidates and ratios within 1% of the greatest T count as equal.
+    The smallest ratio among them wins, so that workers do no more than pays; the first candidate wins ties.
+    Nothing is offloaded where T is no more than SpeedUpThreshold times L.
 """
 
 from __future__ import annotations
@@ -32,11 +35,11 @@ from upriver.profile.throughput import Candidate, Metrics
 POLICY = "upriver"
 
 CLOSE = 0.01
-"""Throughputs that differ by less are as good as equal: no measurement is more exact."""
+"""Relative difference below which throughputs count as equal: no measurement is more exact."""
 
 
 def decide(metrics: Metrics) -> OffloadDecision:
-    """The decision."""
+    """Decide on the candidate and the ratio."""
     nothing = unless_it_stalls(metrics)
     if nothing is not None:
         return nothing
@@ -65,7 +68,7 @@ def decide(metrics: Metrics) -> OffloadDecision:
 
 
 def promise(metrics: Metrics, decision: OffloadDecision) -> float:
-    """MB/s that a decision should give."""
+    """Return the MB/s that a decision should give."""
     for candidate in metrics.candidates:
         if candidate.name == decision.candidate:
             return throughput(metrics, candidate, decision.ratio)
@@ -73,21 +76,21 @@ def promise(metrics: Metrics, decision: OffloadDecision) -> float:
 
 
 def throughput(metrics: Metrics, candidate: Candidate, ratio: float) -> float:
-    """T: MB/s with a share of the samples offloaded."""
+    """Return T: MB/s with a share of the samples offloaded."""
     if ratio == 0:
         return min(metrics.gthp, metrics.lthp)
-    here_s = 1 - ratio + ratio * _cost(metrics, candidate)  # by 1/L
+    here_s = 1 - ratio + ratio * _cost(metrics, candidate)  # in units of 1/L
     local = metrics.lthp / here_s if here_s > 0 else metrics.gthp
     return min(metrics.gthp, local, candidate.rthp / ratio)
 
 
 def highest(metrics: Metrics, candidate: Candidate) -> float:
-    """MB/s at the candidate's best ratio."""
+    """Return the MB/s at the candidate's best ratio."""
     return throughput(metrics, candidate, crossing(metrics, candidate))
 
 
 def crossing(metrics: Metrics, candidate: Candidate) -> float:
-    """r*: both sides are done at once; 0 where offloading costs more than it spares."""
+    """Return r*, where both sides finish at once; 0 where offloading costs more than it saves."""
     saved = 1 - _cost(metrics, candidate)
     if saved <= 0 or candidate.rthp == 0:
         return 0.0
@@ -95,7 +98,7 @@ def crossing(metrics: Metrics, candidate: Candidate) -> float:
 
 
 def smallest_ratio(metrics: Metrics, candidate: Candidate, least: float) -> float:
-    """The smallest ratio that gives ``least`` MB/s, where the candidate's best one does."""
+    """Return the smallest ratio that gives ``least`` MB/s, where the candidate's best ratio does."""
     saved = 1 - _cost(metrics, candidate)
     if saved <= 0 or least <= metrics.lthp:
         return 0.0
@@ -103,5 +106,5 @@ def smallest_ratio(metrics: Metrics, candidate: Candidate, least: float) -> floa
 
 
 def _cost(metrics: Metrics, candidate: Candidate) -> float:
-    """What a megabyte made elsewhere costs the training node, by one made there: k."""
+    """Return k: the training node's cost of a megabyte made elsewhere, relative to one made there."""
     return candidate.ocycle / max(metrics.pcycle, metrics.pseconds or 0.0)

@@ -1,22 +1,22 @@
 """upriver: the mix of routes with which storage, link and compute finish together.
 
-One cut rarely keeps every resource busy. So each micro-batch gets a route of its own, and the shares are the
-solution of a linear program. With ``b[k, c]`` the seconds for which resource ``k`` is busy if all samples
-take cut ``c`` (``Epochs.busy``), and ``x[c]`` the share of the samples that do:
+One cut rarely keeps every resource busy. So each micro-batch gets a route of its own, and the shares solve a
+linear program. ``b[k, c]`` is the time for which resource ``k`` is busy if all samples use cut ``c``
+(``Epochs.busy``). ``x[c]`` is the share of the samples that use cut ``c``:
 
     minimise  T
     such that sum over c of b[k, c] x[c] <= T   for each resource k
               sum over c of x[c] = 1,  x >= 0,  x[c] = 0 where c does not fit the memory
 
-A vertex of that polytope has at most as many shares above zero as there are resources, so few routes are
-needed. A second program takes, among the mixes within ``SLACK`` of the best, the one that costs the storage
-tier least: it is the tier that tenants share. Shares are then rounded to whole micro-batches.
+A vertex of that polytope has at most as many positive shares as there are resources, so few routes are
+needed. A second program picks, among the mixes within ``SLACK`` of the best, the one that costs the storage
+tier least: tenants share that tier. Shares are then rounded to whole micro-batches.
 
-What is answered is the best of what was found, of every two cuts of it and of every single cut, by the one
-cost model (fill and drain included, which the programs leave out): never above not splitting, at most
-``SLACK`` above the best single cut, and among equals the cheapest for the storage tier. A mix counts as
-longer than it is predicted by ``MARGIN`` there: it keeps more resources busy at once than the measurements
-behind its prediction did, so a gain below that is none to rely on.
+The answer is the best of the found mixes, of every two cuts of them and of every single cut. The one cost
+model compares them, including fill and drain, which the programs leave out. The answer is never above not
+splitting, and at most ``SLACK`` above the best single cut. Among equals it is the cheapest for the storage
+tier. In this comparison a mix counts as longer than predicted by ``MARGIN``. It keeps more resources busy at
+once than the measurements behind its prediction did, so a smaller gain is not reliable.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from upriver.policies._simplex import NOTHING, MixProgram
 from upriver.types import Cluster, Plan, Profile, Route, Workload
 
 SLACK = 0.01
-"""How much longer than the shortest an epoch may be if that spares the storage tier."""
+"""Allowed excess over the shortest epoch to spare the storage tier, as a fraction."""
 
 MARGIN = 0.05
-"""How much longer than predicted an epoch of a mix is taken to be, when it is held against a single cut."""
+"""Fraction added to a mix's predicted epoch in a comparison with a single cut."""
 
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
@@ -62,7 +62,7 @@ def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mix:
-    """Some cuts, by their place among the candidates, with their shares and what an epoch then costs."""
+    """Some cuts by their index among the candidates, with their shares and the costs of an epoch."""
 
     indices: tuple[int, ...]
     shares: tuple[float, ...]
@@ -71,11 +71,11 @@ class _Mix:
 
     @property
     def judged_s(self) -> float:
-        """What an epoch counts as when plans are held against each other."""
+        """Seconds of an epoch in a comparison of plans."""
         return self.epoch_s * (1 + MARGIN) if len(self.indices) > 1 else self.epoch_s
 
     def routes(self, model: CostModel) -> tuple[Route, ...]:
-        """As the plan has them, the earliest cut first."""
+        """Return the routes of the plan, the earliest cut first."""
         pairs = zip(self.indices, self.shares, strict=True)
         return tuple(route_at(model.profile, model.cuts[index], share=share) for index, share in pairs)
 
@@ -93,24 +93,24 @@ def _of(model: CostModel, indices: Sequence[int], shares: Sequence[float]) -> _M
 
 
 def _singles(model: CostModel, fitting: npt.NDArray[np.intp]) -> list[int]:
-    """The single cuts that may be the answer: not splitting, and all within the slack of the best."""
+    """Return the single cuts that may win: not splitting, and all within the slack of the best."""
     epoch_s = model.epochs.epoch_s[fitting]
     near = fitting[epoch_s <= (1 + SLACK) * epoch_s.min()]
     return sorted({*near.tolist(), *([0] if model.feasible[0] else [])})
 
 
 def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[list[int], list[float]]]:
-    """The shares with the least busiest resource, those near it that spare the storage tier, pairs of both.
+    """Yield the mix with the least busiest resource, one near it that spares storage, and their pairs.
 
-    Two cuts of a mix of more can be better than it: that the pipeline fills late for a third one, of which a
-    single micro-batch takes the link for long, is nothing that the programs see.
+    Two cuts of a larger mix can be better than the mix. The programs do not see that the pipeline fills late
+    for a third cut, of which a single micro-batch occupies the link for long.
     """
     epochs = model.epochs
     busy = epochs.busy[:, fitting]
     busy = busy[busy.any(axis=1)]
     scale = float(busy.max(axis=0).min()) if busy.size else 0.0
     if scale <= 0:
-        return  # some cut keeps nothing busy: a mix has nothing to gain
+        return  # some cut keeps nothing busy: a mix gains nothing
     program = MixProgram(_times(scale, busy))
     shortest = program.shortest()
     first = _used(fitting, program.shares)
@@ -125,19 +125,19 @@ def _mixes(model: CostModel, fitting: npt.NDArray[np.intp]) -> Iterator[tuple[li
 
 
 def _times(scale: float, seconds: Array) -> Array:
-    """``seconds`` as multiples of ``scale``; never more than any share could use."""
+    """Return ``seconds`` as multiples of ``scale``, capped above any share's use."""
     return np.minimum(seconds, scale / NOTHING) / scale
 
 
 def _used(cuts: npt.NDArray[np.intp], shares: Array) -> tuple[list[int], list[float]]:
-    """Those above nothing, the earliest cut first."""
+    """Return the cuts with positive shares, the earliest first."""
     at = np.flatnonzero(shares > NOTHING)
     at = at[np.argsort(cuts[at])]
     return cuts[at].tolist(), (shares[at] / shares[at].sum()).tolist()
 
 
 def _rounded(model: CostModel, indices: Sequence[int], shares: Sequence[float], units: int) -> Iterator[_Mix]:
-    """The shares in whole micro-batches, whichever way those left over by rounding down may go."""
+    """Yield the shares in whole micro-batches, for every distribution of those that rounding leaves."""
     whole = [math.floor(share * units + NOTHING) for share in shares]
     left = units - sum(whole)
     for given in combinations(range(len(whole)), left):
