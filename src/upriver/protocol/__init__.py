@@ -1,4 +1,4 @@
-"""Frames and messages: what clients and servers say to each other. No sockets here."""
+"""Define the frames and messages between clients and servers. No sockets here."""
 
 from upriver.protocol.caps import DEFAULT_CAPS, MAX_MICRO_BATCH, VERSION, Caps
 from upriver.protocol.frames import (

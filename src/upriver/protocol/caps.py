@@ -1,4 +1,4 @@
-"""What a receiver takes at most: checked before anything is allocated."""
+"""Limit what a receiver accepts: checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ MAX_INTEGER = 2**48
 
 
 MAX_MICRO_BATCH = 65536
-"""Largest micro-batch a request may name: beyond it, 64 kB a sample are 4 GiB."""
+"""Largest micro-batch that a request may name: beyond it, 64 kB a sample are 4 GiB."""
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Upper limits of one frame and of one request.
 
-    The defaults leave room for the largest cut of the networks tried (vgg19 after its first stage: 12.8 MB a
+    The defaults leave room for the largest cut of the tested networks (vgg19 after its first stage: 12.8 MB a
     sample, 205 MB for a micro-batch of 16) and little more.
 
     Attributes:
         header_bytes: JSON header of one frame.
-        payload_bytes: Payload of one frame; also the bytes a tensor may stand for (a stride of 0 repeats
+        payload_bytes: Payload of one frame; also the bytes that a tensor may stand for (a stride of 0 repeats
             bytes).
-        tensors: Tensors in one frame; before the model there is one a sample.
+        tensors: Tensors in one frame; before the model there is one for each sample.
         dims: Dimensions of one tensor.
         micro_batches: Micro-batches of one request.
         samples: Samples of one request.
-        body_bytes: Body of one run request: it is held until its last byte is there.
+        body_bytes: Body of one run request: the server holds it until its last byte has arrived.
         program_bytes: Graph and weights of one uploaded program.
-        pixels: Width times height of a stored image, and of what it is resized to. By default what input
-            stages allow by themselves (`upriver.pipeline.formats.image.MAX_PIXELS`): then no image is one for
-            the plain way alone.
+        pixels: Width times height of a stored image, and of its resized form. The default is the input
+            stages' own limit (`upriver.pipeline.formats.image.MAX_PIXELS`), so servers accept every image
+            that local training accepts.
     """
 
     header_bytes: int = 1 << 20

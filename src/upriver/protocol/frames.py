@@ -1,4 +1,4 @@
-"""Frames: a fixed prefix, a JSON header, a payload. No sockets here; `reading` pulls them from a stream.
+"""Encode and parse frames: a fixed prefix, a JSON header, a payload. `reading` reads them from a stream.
 
 ==========  =====  =====================================================
 bytes       type   field
@@ -11,8 +11,8 @@ bytes       type   field
 12 to 19    u64    length of the payload, 0 unless the kind is ``DATA``
 ==========  =====  =====================================================
 
-Integers of the prefix are big-endian; tensors are little-endian, as in memory on every platform PyTorch
-supports.
+Integers of the prefix are big-endian; tensors are little-endian, as in memory on every platform that PyTorch
+supports. No sockets here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PREFIX_NBYTES = PREFIX.size
 
 
 class FrameKind(IntEnum):
-    """What a frame carries."""
+    """Kind of a frame's content."""
 
     DATA = 1
     ERROR = 2
@@ -65,15 +65,15 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last frame of an answer: without it, the answer was broken off."""
+    """The last frame of an answer; an answer without it was broken off."""
 
 
 Message = MicroBatch | Timings | UpriverError | RunRequest | End
-"""What a frame means: its kind is the type."""
+"""Decoded frame; the type shows the kind."""
 
 
 def named(message: Message) -> str:
-    """What came, in words, for whoever expected something else."""
+    """Return a message's kind in words, for errors about an unexpected message."""
     match message:
         case MicroBatch():
             return "a data frame"
@@ -112,7 +112,7 @@ class DataHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def data_head(batch: MicroBatch, layout: Layout, checksum: str) -> bytes:
-    """Prefix and header of a data frame whose payload was laid out already."""
+    """Return prefix and header of a data frame for a payload that is already laid out."""
     header = DataHeader(
         ids=batch.ids,
         position=batch.position,
@@ -126,13 +126,13 @@ def data_head(batch: MicroBatch, layout: Layout, checksum: str) -> bytes:
 
 
 def encode_data(batch: MicroBatch) -> tuple[bytes, list[memoryview]]:
-    """A data frame as its head (prefix and header) and the parts of its payload, which are not copied."""
+    """Return a data frame as its head (prefix and header) and its payload's parts, without a copy."""
     layout = lay_out(batch.tensors)
     return data_head(batch, layout, layout.checksum()), list(layout.parts)
 
 
 def encode(message: Message) -> list[bytes | memoryview]:
-    """Any message as the buffers to send, in order."""
+    """Return any message as the buffers to send, in order."""
     match message:
         case MicroBatch():
             head, parts = encode_data(message)
@@ -154,7 +154,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
 
 
 def frame_head(kind: FrameKind, header: bytes, payload_nbytes: int = 0) -> bytes:
-    """Prefix and header of a frame."""
+    """Return prefix and header of a frame."""
     return PREFIX.pack(MAGIC, VERSION, kind, 0, len(header), payload_nbytes) + header
 
 
@@ -162,10 +162,10 @@ def frame_head(kind: FrameKind, header: bytes, payload_nbytes: int = 0) -> bytes
 
 
 def parse_prefix(data: bytes | memoryview, caps: Caps = DEFAULT_CAPS) -> Prefix:
-    """The first ``PREFIX_NBYTES`` bytes of a frame, checked against ``caps``.
+    """Parse the first ``PREFIX_NBYTES`` bytes of a frame, and check them against ``caps``.
 
     Raises:
-        ProtocolError: If it is no frame, of another version, or larger than allowed.
+        ProtocolError: If they are not a frame's prefix, of another version, or larger than allowed.
     """
     if len(data) != PREFIX_NBYTES:
         raise ProtocolError(f"a frame starts with {PREFIX_NBYTES} bytes, got {len(data)}")
@@ -186,7 +186,7 @@ def parse_prefix(data: bytes | memoryview, caps: Caps = DEFAULT_CAPS) -> Prefix:
 def parse_data_header(
     header: bytes | memoryview, payload_nbytes: int, caps: Caps = DEFAULT_CAPS
 ) -> DataHeader:
-    """The header of a data frame, with everything it says of the payload checked.
+    """Parse the header of a data frame, and check all that it says about the payload.
 
     Raises:
         ProtocolError: If anything is malformed or out of bounds.
@@ -204,15 +204,15 @@ def parse_data_header(
 
 
 def build_batch(header: DataHeader, payload: torch.Tensor, *, checksum: str | None = None) -> MicroBatch:
-    """The micro-batch of a data frame; its tensors are views of ``payload``.
+    """Return the micro-batch of a data frame; its tensors are views of ``payload``.
 
     Args:
-        header: From `parse_data_header`.
+        header: Result of `parse_data_header`.
         payload: uint8, 64-byte aligned, complete.
-        checksum: ``xxh3_64`` of the payload in hex, where the reader has it already.
+        checksum: ``xxh3_64`` of the payload in hex, if the reader already computed it.
 
     Raises:
-        ProtocolError: If the payload is not what was sent.
+        ProtocolError: If the payload differs from the sent one.
     """
     got = checksum if checksum is not None else xxhash.xxh3_64(payload.numpy().data).hexdigest()
     if got != header.checksum:
@@ -227,7 +227,7 @@ def build_batch(header: DataHeader, payload: torch.Tensor, *, checksum: str | No
 
 
 def parse_message(kind: FrameKind, header: bytes | memoryview, caps: Caps = DEFAULT_CAPS) -> Message:
-    """What a frame without a payload means (`FrameKind.DATA` has one, see `build_batch`).
+    """Parse a frame without a payload (`FrameKind.DATA` has one, see `build_batch`).
 
     Raises:
         ProtocolError: If the header is malformed.

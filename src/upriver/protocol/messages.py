@@ -1,4 +1,4 @@
-"""What travels besides tensors: requests, timings, errors, and a server's description of itself."""
+"""Define all messages besides tensors: requests, timings, errors, and a server's description of itself."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from upriver.text import last_lines, printable, said
 from upriver.types import MOST_BYTES, MOST_FACTOR, MOST_SECONDS, Timings
 
 PROCESS_HEADER = "Upriver-Process"
-"""Header of every answer: names the process that gives it, by a word that it drew when it began. Another one
-may answer at the same address next time, with other low bits."""
+"""Header of every answer: names the answering process by a word drawn at its start. Another process may
+answer at the same address next time, with other low bits."""
 
 DIGEST_PATTERN = r"^[0-9a-f]{64}$"
 """A sha256 in hex: the only way to name a program or a dataset."""
 
 STORE_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-"""Names of stores. Only the operator's configuration maps one to a URI."""
+"""Names of stores. Only the operator's configuration maps a name to a URI."""
 
 _TO_THE_END = ("$", r"\Z")
-"""In Python ``$`` also fits before a line's end."""
+"""Replacement of ``$``, which in Python also matches before a final newline."""
 
 Digest = Annotated[str, msgspec.Meta(pattern=DIGEST_PATTERN.replace(*_TO_THE_END))]
 StoreName = Annotated[str, msgspec.Meta(pattern=STORE_PATTERN.replace(*_TO_THE_END))]
@@ -36,10 +36,10 @@ Position = Annotated[int, msgspec.Meta(ge=-MAX_INTEGER, le=MAX_INTEGER)]
 Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 Label = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^[ -~]*\Z")]
-"""What a peer calls something and this side may print: nothing that a terminal would obey."""
+"""A peer's name for something, safe to print: without characters that control a terminal."""
 
 MAX_LARGER = 8
-"""Sizes to choose from: eight doublings."""
+"""Larger programs in a request: eight doublings."""
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=MOST_SECONDS)]
 Bytes = Annotated[float, msgspec.Meta(ge=0, le=MOST_BYTES)]
@@ -50,7 +50,7 @@ _T = TypeVar("_T")
 
 
 class DatasetRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A dataset in one of the server's stores; where in the store is the operator's business."""
+    """A dataset in one of the server's stores; the operator decides its place in the store."""
 
     store: StoreName
     digest: Digest
@@ -64,10 +64,10 @@ CODE_PATTERN = f"^{_NAME_PATTERN}:{_NAME_PATTERN}$"
 CodeName = Annotated[str, msgspec.Meta(pattern=CODE_PATTERN.replace(*_TO_THE_END), max_length=512)]
 
 MAX_ARGUMENT_BYTES = 64 << 10
-"""Arguments of a dataset's code, as JSON."""
+"""Bytes of the arguments of a dataset's code, as JSON."""
 
 BY_DEFAULT = "default"
-"""In place of a name: PyTorch's own way to collate."""
+"""Name of PyTorch's own way to collate."""
 
 CollateName = Annotated[
     str, msgspec.Meta(pattern=rf"^({BY_DEFAULT}|{_NAME_PATTERN}:{_NAME_PATTERN})\Z", max_length=512)
@@ -75,7 +75,7 @@ CollateName = Annotated[
 
 
 class Collate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How samples become batches.
+    """Rule that makes batches of samples.
 
     Attributes:
         name: ``package.module:callable``, or `BY_DEFAULT`.
@@ -87,12 +87,12 @@ class Collate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class CodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A dataset that is code: installed where it runs, and allowed there by name. None of it travels.
+    """A dataset that is code, installed on the worker and allowed there by name. No code is sent.
 
     Attributes:
-        name: What is called to make it, ``package.module:callable``.
+        name: Callable that makes the dataset, ``package.module:callable``.
         arguments: Its keyword arguments.
-        collate: Makes each micro-batch a batch of its own; None leaves samples as they are.
+        collate: Makes each micro-batch a batch of its own; None leaves samples uncollated.
     """
 
     name: CodeName
@@ -101,11 +101,11 @@ class CodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Larger(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request's program once more, captured for more samples at once.
+    """A request's program captured for more samples at once.
 
     Attributes:
-        program: Its digest.
-        micro_batch: A multiple of the request's.
+        program: Digest of that program.
+        micro_batch: A multiple of the request's micro-batch.
     """
 
     program: Digest
@@ -116,25 +116,30 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Run stages [start, stop) of a chain on these inputs.
 
     With a ``dataset`` the inputs are its samples, and ``start`` is the start of its chain. Without one,
-    ``start`` is at least 0 and the body goes on after this frame with one data frame for each entry of
-    ``micro_batches``, with the same ids, standing at ``start``. The same with a dataset whose samples are
-    ``given``: these stand before the end of its chain, a tensor for each. Either way one data frame and one
-    stats frame come back for each entry, in order.
+    ``start`` is at least 0. The body then continues after this frame with one data frame for each entry of
+    ``micro_batches``, with the same ids, at position ``start``. The same holds for a dataset whose samples
+    are ``given``: these stand before the end of its chain, with one tensor each. In all cases the answer has
+    one data frame and one stats frame for each entry, in order.
 
     Attributes:
-        program: Digest of the program; needed when ``stop`` or ``start`` is above 0.
+        program: Digest of the program; required when ``stop`` or ``start`` is above 0.
         micro_batches: Sample ids, at most ``micro_batch`` in each.
-        stop: Where the answers stand.
-        given: Whether samples of the dataset are sent along, and not read there.
+        start: Position of the inputs.
+        stop: Position of the answers.
+        micro_batch: Largest number of samples in a micro-batch.
+        dataset: Dataset in a store of the server.
+        seed: Seed of random input stages.
+        epoch: Epoch of random input stages.
+        given: Whether samples of the dataset are sent along instead of read by the server.
         on_bad_sample: ``fail`` ends the answer with an error; ``skip`` pads the row and lists the id as
-            skipped, but not of code.
-        deadline_s: The answer is broken off when it has not gone out by then; the server may have a limit of
-            its own, which counts where it is less.
-        code: In place of a dataset in a store: one that a worker's own code makes. ``start`` is then `START`
-            where it also reads its samples, or `RAW` where what was read is sent along, a tree for each
-            micro-batch; ``stop`` is 0. Answers are trees.
-        larger: Programs of which the server may take one instead, to run several micro-batches at once; the
-            answer is the same but for low bits. ``micro_batch`` says how it is divided all the same.
+            skipped, but not for code.
+        deadline_s: Time after which the server breaks off the answer. The server may have a shorter limit of
+            its own.
+        code: Dataset made by a worker's own code, instead of one in a store. ``start`` is then `START` where
+            the code also reads its samples, or `RAW` where the read samples are sent along, one tree for each
+            micro-batch. ``stop`` is 0. Answers are trees.
+        larger: Programs that the server may use instead, to run several micro-batches at once. The answer is
+            the same except for low bits, and is still divided by ``micro_batch``.
     """
 
     micro_batches: tuple[tuple[Index, ...], ...]
@@ -154,14 +159,14 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def sent(self) -> bool:
-        """Whether its inputs are sent along."""
+        """Return whether the inputs are sent along with the request."""
         return self.given or (self.dataset is None and (self.code is None or self.start == RAW))
 
     def check(self, caps: Caps) -> None:
-        """Check what one field says of another.
+        """Check the fields against each other.
 
         Raises:
-            ProtocolError: If the request cannot be meant as it stands.
+            ProtocolError: If the fields contradict each other or exceed ``caps``.
         """
         check_version(self.protocol)
         if self.stop < self.start:
@@ -219,19 +224,20 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server says of itself (``GET /v1/info``).
+    """A server's description of itself (``GET /v1/info``).
 
     Attributes:
         version: Version of the package.
-        fingerprint: What decides the low bits there.
+        fingerprint: Facts that decide the server's low bits.
         stores: Names of its stores; never their URIs.
-        micro_batch: The size it suggests where a job has measured nothing.
-        device: Where it computes; the first of several.
-        devices: How many it has.
-        workers: On all of them.
-        worker_network: True where workers could not be cut off from the network, or are not to be.
-        allow: Names of packages, modules and callables of its own that clients may have run.
-        admits: Requests of whoever asks that may compute at once.
+        micro_batch: Suggested size for a job that has measured nothing.
+        caps: Limits of its frames and requests.
+        device: Its device; the first of several.
+        devices: Number of its devices.
+        workers: Number of workers on all devices.
+        worker_network: True if workers could not be cut off from the network, or need not be.
+        allow: Names of packages, modules and callables on the server that clients may run.
+        admits: Requests of the asking tenant that may compute at once.
     """
 
     version: Label
@@ -258,10 +264,10 @@ class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     k: Factor = 1.0
 
     def timings(self) -> Timings:
-        """The same as the noun.
+        """Return the header as `Timings`.
 
         Raises:
-            ProtocolError: If a time is negative, or beyond what any takes, or a number is not finite.
+            ProtocolError: If a time is negative or implausibly large, or a number is not finite.
         """
         for name, seconds in [*self.phases.items(), *self.stages.items()]:
             if not 0 <= seconds <= MOST_SECONDS:
@@ -276,20 +282,21 @@ class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 MAX_REPEATS = 9
-"""Runs that count of each program in one profile: the median of nine stands four that were disturbed."""
+"""Counted runs of each program in one profile: the median of nine survives four disturbed ones."""
 
 MAX_SIZES = 4
-"""Programs in one profile: two tell fixed costs from those per sample, two more show whether a line fits."""
+"""Programs in one profile: two separate fixed costs from those per sample, two more show whether a line
+fits."""
 
 
 class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Measure model stages [0, stop) where the request is answered (``POST /v1/profile``).
+    """Measure model stages [0, stop) on the server that answers (``POST /v1/profile``).
 
     Attributes:
         programs: Digests of one network captured at different sizes of micro-batch. A program runs at one
-            size; one alone tells no fixed costs.
-        stop: Where to stop; the end of the programs if None.
-        repeats: Runs of each that count, after those that warm up.
+            size; a single size shows no fixed costs.
+        stop: Stage to stop at; the end of the programs if None.
+        repeats: Counted runs of each program, after warm-up runs.
     """
 
     programs: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=MAX_SIZES)]
@@ -299,12 +306,12 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StageCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one model stage costs on a server.
+    """Cost of one model stage on a server.
 
     Attributes:
-        position: Where the stage ends.
+        position: End of the stage.
         seconds: (fixed per call, per sample); the first is 0 where one size was measured.
-        peak_bytes: Activations alive at once, per sample, as the program says; None where it does not.
+        peak_bytes: Activations alive at once, per sample, as the program states; None where it does not.
     """
 
     position: Index
@@ -316,10 +323,10 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The answer to a `ProfileRequest`.
 
     Attributes:
-        micro_batches: Sizes measured, one a program.
-        repeats: Runs of each that counted: fewer than asked for where time ran out.
-        version: Version of the package there.
-        fingerprint: What decides the low bits there, versions among it.
+        micro_batches: Measured sizes, one for each program.
+        repeats: Counted runs of each program: fewer than requested where time ran out.
+        version: Version of the package on the server.
+        fingerprint: Facts that decide the server's low bits, versions included.
     """
 
     device: Label
@@ -333,23 +340,23 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How busy a server is (``GET /v1/load``), over the last seconds.
+    """Load of a server over the last seconds (``GET /v1/load``).
 
     Attributes:
-        window_s: Over how many seconds.
-        utilisation: Share of the workers' time spent with jobs.
+        window_s: Length of the window in seconds.
+        utilisation: Share of the workers' time spent on jobs.
         running: Requests in progress.
         queue: Micro-batches that wait for a worker.
-        expected_wait_s: What one more would wait for a worker.
-        k: How many times as long as at best stages take now; at least 1.
-        workers: The same by worker.
+        expected_wait_s: Time that one more micro-batch would wait for a worker.
+        k: Present slowdown of stages relative to their best times; at least 1.
+        workers: The same factor for each worker.
         waiting: Requests that wait for memory.
-        waiting_bytes: What they ask for.
-        reserved_bytes: Memory that is held.
-        budget_bytes: Memory that there is.
-        draining: Whether it takes no further requests.
-        machine: Share of the last seconds for which everybody together kept busy what it computes with: the
-            cores it may use, or its accelerators; 0 where that cannot be told.
+        waiting_bytes: Memory that those requests need.
+        reserved_bytes: Memory that is reserved.
+        budget_bytes: Memory that can be reserved.
+        draining: Whether the server accepts no further requests.
+        machine: Busy share of the server's cores or accelerators over the last seconds, by all processes
+            together; 0 where unknown.
     """
 
     window_s: Seconds
@@ -369,11 +376,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a probe of the way to the server (``POST /v1/probe``).
+    """The answer to a probe of the link to the server (``POST /v1/probe``).
 
     Attributes:
-        bytes: Of the body.
-        seconds: From its first byte to its last, as they came there; 0 where all came at once.
+        bytes: Size of the body.
+        seconds: From its first byte to its last as they arrived; 0 where all arrived at once.
     """
 
     bytes: Index
@@ -384,7 +391,7 @@ class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_version(got: int) -> None:
-    """Refuse another version, naming both.
+    """Refuse another protocol version with a message that names both.
 
     Raises:
         ProtocolError: If ``got`` is not ours.
@@ -396,10 +403,10 @@ def check_version(got: int) -> None:
 
 
 def decode_json(data: bytes | memoryview, kind: type[_T], what: str) -> _T:
-    """``data`` as ``kind``.
+    """Decode JSON as an object of type ``kind``.
 
     Raises:
-        ProtocolError: If it is not JSON, or not of that form.
+        ProtocolError: If ``data`` is not JSON, or not of that form.
     """
     try:
         return msgspec.json.decode(data, type=kind)
@@ -408,20 +415,22 @@ def decode_json(data: bytes | memoryview, kind: type[_T], what: str) -> _T:
 
 
 def decode_info(data: bytes) -> Info:
-    """A server's ``/v1/info`` answer.
+    """Decode a server's ``/v1/info`` answer.
 
     Raises:
-        ProtocolError: If it speaks another version (looked at first: the rest may have another form), or is
+        ProtocolError: If it has another version (checked first, as the rest may have another form) or is
             malformed.
     """
     return decode_versioned(data, Info, "info")
 
 
 def decode_versioned(data: bytes, kind: type[_T], what: str) -> _T:
-    """An answer that names its version, which is looked at first: the rest may have another form.
+    """Decode an answer that names its version; the version is checked before the rest.
+
+    Another version may have another form.
 
     Raises:
-        ProtocolError: If it is of another version, or malformed.
+        ProtocolError: If it has another version, or is malformed.
     """
     check_version(decode_json(data, _Versioned, what).protocol)
     return decode_json(data, kind, what)
@@ -435,7 +444,7 @@ class _Versioned(msgspec.Struct):
 
 
 def error_body(error: UpriverError) -> dict[str, dict[str, Any]]:
-    """The JSON form of an error: ``{"error": {"code", "message", ...}}``."""
+    """Return the JSON form of an error: ``{"error": {"code", "message", ...}}``."""
     body: dict[str, Any] = {"code": error.code, "message": str(error)}
     if isinstance(error, BadSample):
         body |= {"sample": error.sample, "object": error.object_name, "reason": error.reason}
@@ -447,10 +456,9 @@ def error_body(error: UpriverError) -> dict[str, dict[str, Any]]:
 
 
 def error_from(body: Mapping[str, Any]) -> UpriverError:
-    """The error that `error_body` described, as an instance of its own class.
+    """Return the error that `error_body` described, as an instance of its own class.
 
-    A code this side does not know gives an `UpriverError` with that code; a body of another form a
-    `ProtocolError`.
+    An unknown code gives an `UpriverError` with that code. A body of another form gives a `ProtocolError`.
     """
     try:
         fields = msgspec.convert(body, _ErrorBody).error
@@ -464,7 +472,7 @@ def error_from(body: Mapping[str, Any]) -> UpriverError:
         return CodeFailed(message, trace=last_lines(fields.traceback, TRACE_CHARS))
     known = {
         kind.code: kind for kind in reversed([*_kinds(UpriverError)])
-    }  # of kinds that share one the widest
+    }  # of kinds with one code, the widest
     found = known.get(code, UpriverError)
     if issubclass(found, Overloaded):
         return found(message, retry_after_s=fields.retry_after_s)
@@ -474,14 +482,14 @@ def error_from(body: Mapping[str, Any]) -> UpriverError:
 
 
 MESSAGE_CHARS = 2000
-"""Longest message kept of another side's error: one that names an object, which may have 1024 bytes, and says
+"""Longest message kept of another side's error: one that names an object of up to 1024 bytes, and says
 more."""
 
 TRACE_CHARS = 8000
-"""Longest traceback of a user's own code, some 50 frames: what is left out is the callers'."""
+"""Longest traceback of a user's own code, some 50 frames: the outer, calling frames are dropped."""
 
 CODE_CHARS = 64
-"""Our codes have at most 20 characters."""
+"""Longest code kept: our codes have at most 20 characters."""
 
 
 class _ErrorFields(msgspec.Struct):
@@ -505,10 +513,10 @@ def _kinds(root: type[UpriverError]) -> Iterator[type[UpriverError]]:
 
 
 def valid_digest(text: str) -> bool:
-    """Whether ``text`` is a sha256 in hex."""
+    """Return whether ``text`` is a sha256 in hex."""
     return re.fullmatch(DIGEST_PATTERN.strip("^$"), text) is not None
 
 
 def valid_store_name(text: str) -> bool:
-    """Whether ``text`` may name a store."""
+    """Return whether ``text`` may name a store."""
     return re.fullmatch(STORE_PATTERN.strip("^$"), text) is not None

@@ -1,4 +1,7 @@
-"""The body of ``PUT /v1/programs/<digest>``: length of the graph (8 bytes big-endian), graph, weights."""
+"""Encode the head of the body of ``PUT /v1/programs/<digest>``.
+
+The body is the length of the graph (8 bytes big-endian), the graph, and the weights.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,16 @@ _LENGTH = struct.Struct(">Q")
 PROGRAM_HEAD_NBYTES = _LENGTH.size
 
 MAX_GRAPH_BYTES = 64 << 20
-"""A graph of a few thousand operators takes a few MB; this bounds what is parsed."""
+"""Bound on the parsed bytes: a graph of a few thousand operators has a few MB."""
 
 
 def program_head(graph_nbytes: int) -> bytes:
-    """The first bytes of the body."""
+    """Return the first bytes of the body."""
     return _LENGTH.pack(graph_nbytes)
 
 
 def split_program_head(head: bytes | memoryview, body_nbytes: int) -> tuple[int, int]:
-    """Length of graph and weights in a body of ``body_nbytes`` bytes that starts with ``head``.
+    """Return the lengths of graph and weights in a body of ``body_nbytes`` bytes that starts with ``head``.
 
     Raises:
         ProtocolError: If the body cannot hold them.

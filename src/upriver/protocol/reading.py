@@ -1,4 +1,4 @@
-"""Pulling frames from a stream: blocking, right into the tensors' memory, or in chunks without I/O."""
+"""Read frames from a stream: blocking, right into the tensors' memory, or in chunks without I/O."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Readable(Protocol):
     """A blocking stream: a socket's file, an ``http.client.HTTPResponse``, ``io.BytesIO``."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
-        """Fill the start of ``buffer``; 0 at the end of the stream."""
+        """Fill the start of ``buffer`` and return the number of bytes; 0 at the end of the stream."""
         ...
 
 
@@ -39,17 +39,17 @@ def read_frame(
     on_bytes: Callable[[int], None] | None = None,
     allocate: Callable[[int], torch.Tensor] = aligned_empty,
 ) -> Message:
-    """Read one frame; a payload goes right into the memory its tensors will use.
+    """Read one frame; a payload goes right into the memory that its tensors will use.
 
     Args:
-        source: Where to read.
-        caps: Checked before anything is allocated.
+        source: Stream to read.
+        caps: Limits, checked before anything is allocated.
         on_bytes: Called after each piece with its size; may block, which throttles.
-        allocate: Gives a 64-byte-aligned uint8 tensor of that many bytes.
+        allocate: Returns a 64-byte-aligned uint8 tensor of that many bytes.
 
     Raises:
         ProtocolError: If the frame is malformed or broken off.
-        OSError: From ``source``.
+        OSError: If ``source`` raises it.
     """
     note = on_bytes if on_bytes is not None else _ignore
     prefix = parse_prefix(_read(source, PREFIX_NBYTES, note), caps)
@@ -87,7 +87,7 @@ def _fill(source: Readable, buffer: memoryview, note: Callable[[int], None]) -> 
 
 
 class FrameDecoder:
-    """The same without I/O: feed it chunks of any size, take messages as they are complete."""
+    """Decode frames without I/O: feed it chunks of any size, and receive messages once complete."""
 
     def __init__(self, caps: Caps = DEFAULT_CAPS) -> None:
         self._caps = caps
@@ -100,11 +100,11 @@ class FrameDecoder:
 
     @property
     def between_frames(self) -> bool:
-        """Whether a stream may end here."""
+        """Return whether the stream may end here."""
         return self._prefix is None and self._done == 0
 
     def feed(self, chunk: bytes | memoryview) -> Iterator[Message]:
-        """The messages that ``chunk`` completes.
+        """Yield the messages that ``chunk`` completes.
 
         Raises:
             ProtocolError: If a frame is malformed.
@@ -123,7 +123,7 @@ class FrameDecoder:
                     break
 
     def _step(self) -> Message | None:
-        """What is being filled is full: a prefix, a header or a payload."""
+        """Process a full prefix, header or payload; return a message once it is complete."""
         if self._prefix is None:
             self._prefix = parse_prefix(self._view, self._caps)
             self._expect(bytearray(self._prefix.header_nbytes))

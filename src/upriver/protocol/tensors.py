@@ -1,10 +1,10 @@
-"""Tensors to bytes and back, bit for bit: values, strides, alignment and shared storage all survive.
+"""Convert tensors to bytes and back, bit for bit: with values, strides, alignment and shared storage.
 
 A payload is a row of *regions*, one for each storage, each at a multiple of 64 bytes. A region holds the
-range of the source storage that its tensors use, widened down to a multiple of 64 bytes from the storage's
-start; it begins with ``skew`` bytes of padding, the source storage's own distance from a 64-byte boundary. So
-``data_ptr() % 64`` is the same on both sides, which matters: kernels choose their path, and with it the low
-bits, by alignment and strides.
+range of the source storage that its tensors use. The range is widened down to a multiple of 64 bytes from the
+storage's start. The region begins with ``skew`` bytes of padding, the source storage's own distance from a
+64-byte boundary. So ``data_ptr() % 64`` is the same on both sides. Kernels choose their path, and with it the
+low bits, by alignment and strides.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from upriver.errors import ProtocolError
 from upriver.protocol.caps import MAX_INTEGER, Caps
 
 ALIGNMENT = 64
-"""A cache line, and the widest vector of any CPU PyTorch has kernels for."""
+"""A cache line, and the widest vector of any CPU that PyTorch has kernels for."""
 
 PIECE_BYTES = 256 * 1024
 """Bytes copied or read at once: the checksum then finds them still in the second-level cache."""
 
 LEAST_BOOLS, MAX_BOOLS_PER_BYTE = 1 << 20, 4
-"""A bool is looked at before it is one, which takes time where strides overlap: a few kB could stand for as
-many elements as a payload may have, in each of a thousand tensors. Some tensors over one storage are fine."""
+"""Bool elements that a payload may hold: a base, and a factor on its bytes. Each bool is checked, which takes
+time where strides overlap. A few kB could otherwise stand for as many elements as a payload may have, in each
+of a thousand tensors. Several tensors over one storage remain possible."""
 
 DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
@@ -72,12 +73,12 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to a multiple of 64."""
+    """Return ``nbytes`` rounded up to a multiple of 64."""
     return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
-    """A fresh uint8 tensor of ``nbytes`` bytes that starts on a 64-byte boundary."""
+    """Return a fresh uint8 tensor of ``nbytes`` bytes that starts on a 64-byte boundary."""
     buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     skew = buffer.data_ptr() % ALIGNMENT
     if skew:  # not seen on Linux, where PyTorch aligns to 64 by itself
@@ -89,7 +90,7 @@ def aligned_empty(nbytes: int) -> torch.Tensor:
 
 
 def region_starts(storages: Sequence[StorageHeader]) -> tuple[list[int], int]:
-    """Where each region starts in the payload, and how long the payload is."""
+    """Return the start of each region in the payload, and the length of the payload."""
     starts, end = [], 0
     for storage in storages:
         start = aligned(end)
@@ -103,11 +104,13 @@ def region_starts(storages: Sequence[StorageHeader]) -> tuple[list[int], int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """How some tensors lie in a payload. The parts are views of the tensors' own memory: nothing is copied.
+    """Positions of tensors in a payload. The parts are views of the tensors' own memory, without a copy.
 
     Attributes:
+        tensors: Header of each tensor.
+        storages: Header of each region.
         parts: Bytes of the payload in order, padding included.
-        nbytes: Their sum.
+        nbytes: Sum of the parts' sizes.
     """
 
     tensors: tuple[TensorHeader, ...]
@@ -116,7 +119,7 @@ class Layout:
     nbytes: int
 
     def checksum(self) -> str:
-        """``xxh3_64`` of the payload, in hex."""
+        """Return ``xxh3_64`` of the payload, in hex."""
         digest = xxhash.xxh3_64()
         for part in self.parts:
             digest.update(part)
@@ -126,30 +129,30 @@ class Layout:
         """Copy the payload to the start of ``buffer``.
 
         Returns:
-            Its checksum, taken of what was written while that is still in the cache.
+            Its checksum, computed from the written bytes while they are still in the cache.
 
         Raises:
-            ProtocolError: If it does not fit.
+            ProtocolError: If the payload does not fit.
         """
         if len(buffer) < self.nbytes:
             raise ProtocolError(f"a payload of {self.nbytes} bytes does not fit {len(buffer)} bytes")
         target, digest, end = np.frombuffer(buffer, dtype=np.uint8), xxhash.xxh3_64(), 0
         for piece in self.pieces(PIECE_BYTES):
             written = target[end : end + len(piece)]
-            written[...] = np.frombuffer(piece, dtype=np.uint8)  # unlike a memoryview's, without the GIL
+            written[...] = np.frombuffer(piece, dtype=np.uint8)  # no GIL, unlike a memoryview's copy
             digest.update(written.data)
             end += len(piece)
         return digest.hexdigest()
 
     def pieces(self, nbytes: int) -> Iterator[memoryview]:
-        """The parts, none of them longer than ``nbytes``."""
+        """Yield the parts in pieces of at most ``nbytes``."""
         for part in self.parts:
             for start in range(0, len(part), nbytes):
                 yield part[start : start + nbytes]
 
 
 def lay_out(tensors: Sequence[torch.Tensor]) -> Layout:
-    """Plan a payload for ``tensors``; each storage is sent once, and only the range that is used.
+    """Plan a payload for ``tensors``; each storage is sent once, and only its used range.
 
     Raises:
         ProtocolError: If a tensor is sparse, without memory, or of a dtype that may not cross.
@@ -165,13 +168,13 @@ def lay_out(tensors: Sequence[torch.Tensor]) -> Layout:
 
 
 def _key(tensor: torch.Tensor, index: int) -> object:
-    """What tensors have in common that share storage; an empty tensor shares nothing."""
+    """Return the key that tensors on one storage share; an empty tensor shares nothing."""
     storage = tensor.untyped_storage()
     return (storage.device, storage.data_ptr(), storage.nbytes()) if tensor.numel() else index
 
 
 class _Used:
-    """The range of one source storage that the tensors on it use."""
+    """The range of one source storage that its tensors use."""
 
     def __init__(self, tensor: torch.Tensor, index: int) -> None:
         self.storage = tensor.untyped_storage()
@@ -204,7 +207,7 @@ class _Used:
         )
 
     def bytes(self) -> memoryview:
-        """The used range, as a view (an accelerator's memory is copied to the host first)."""
+        """Return the used range as a view; an accelerator's memory is first copied to the host."""
         raw = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         raw = raw.set_(self.storage, self.start, (self.stop - self.start,), (1,))
         return raw.cpu().numpy().data
@@ -219,7 +222,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
         raise ProtocolError(f"dtype {tensor.dtype} cannot be sent; allowed are {', '.join(DTYPES)}")
     if tensor.data_ptr() % tensor.itemsize:
         raise ProtocolError(f"a tensor of {tensor.dtype} must lie at a multiple of {tensor.itemsize} bytes")
-    # Lazy conjugation and negation are flags, not bytes: make them bytes.
+    # Lazy conjugation and negation are flags, not bytes: apply them to the bytes.
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -240,10 +243,10 @@ def _parts(used: Sequence[_Used], storages: Sequence[StorageHeader]) -> Iterator
 def check_headers(
     tensors: Sequence[TensorHeader], storages: Sequence[StorageHeader], payload_nbytes: int, caps: Caps
 ) -> None:
-    """Check what a header says of its payload, before any of it is read.
+    """Check a header's statements about its payload, before any of the payload is read.
 
     Raises:
-        ProtocolError: If anything is out of bounds; the message says what, and what was allowed.
+        ProtocolError: If anything is out of bounds; the message names it and the allowed range.
     """
     if len(tensors) > caps.tensors:
         raise ProtocolError(f"a frame may carry {caps.tensors} tensors, got {len(tensors)}")
@@ -264,7 +267,7 @@ def check_headers(
 def build_tensors(
     tensors: Sequence[TensorHeader], storages: Sequence[StorageHeader], payload: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Views of ``payload`` (uint8, 64-byte aligned) as the headers, already checked, say.
+    """Return views of ``payload`` (uint8, 64-byte aligned) as the checked headers describe.
 
     Raises:
         ProtocolError: If a bool holds anything but 0 and 1.
@@ -292,7 +295,7 @@ def _view(header: TensorHeader, region: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _without_repeats(tensor: TensorHeader) -> tuple[int, ...]:
-    """The shape, where an element that a stride of 0 repeats counts once."""
+    """Return the shape, with an element that a stride of 0 repeats counted once."""
     pairs = zip(tensor.shape, tensor.strides, strict=True)
     return tuple(size if stride else min(size, 1) for size, stride in pairs)
 
@@ -309,7 +312,7 @@ def _check_tensor(tensor: TensorHeader, storages: Sequence[StorageHeader], caps:
     _within("storage index", tensor.storage, len(storages) - 1)
     _within("offset", tensor.offset, MAX_INTEGER)
     itemsize = DTYPES[tensor.dtype].itemsize
-    # Kernels use aligned instructions: on a complex number elsewhere they are a segmentation fault.
+    # Kernels use aligned instructions, which crash on a misaligned complex number.
     if storages[tensor.storage].skew % itemsize:
         raise ProtocolError(f"{tensor.dtype} must lie at a multiple of {itemsize} bytes")
     # A stride of 0 stands for more bytes than it holds, and a size of 0 hides the other sizes: cap the

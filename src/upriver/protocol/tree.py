@@ -1,14 +1,15 @@
-"""Samples of any shape as tensors and a description of what holds them: nothing in it names code.
+"""Represent samples of any shape as tensors and a description of their containers, without code.
 
-A node is a number, a string, true, false or null as it is; everything else is a list whose first item tells:
+A node is a number, a string, true, false or null as it is. Everything else is a list whose first item names
+the kind:
 
 =============  ======================================================
 ``["t", i]``   tensor ``i``
 ``["n", i]``   NumPy array, from tensor ``i``
-``["m", i]``   the same as an `np.memmap`, as slices of arrays in files are, and of no file any more
+``["m", i]``   the same as an `np.memmap`, like a slice of an array in a file, but without the file
 ``["g", i]``   NumPy scalar, from tensor ``i``
 ``["b", i]``   bytes, from tensor ``i``
-``["i", s]``   whole number beyond what a float holds exactly, in decimal
+``["i", s]``   whole number beyond a float's exact range, in decimal
 ``["f", s]``   NaN or an infinity, its eight bytes in hex
 ``["l", …]``   list
 ``["u", …]``   tuple
@@ -34,16 +35,16 @@ Node: TypeAlias = "bool | int | float | str | list[Any] | None"
 
 MAX_DEPTH = 64
 MAX_NODES = 1 << 20
-"""Of one tree: what a batch of ten thousand samples with a hundred fields each has."""
+"""Nodes of one tree: enough for a batch of ten thousand samples with a hundred fields each."""
 
 MOST_GAPS = 2
-"""Times the bytes of an array may be sent for it, where there are gaps between its elements."""
+"""Bytes that may be sent for an array with gaps between its elements, as a multiple of its own bytes."""
 
 EXACT = 2**53
-"""Whole numbers up to here are the same whoever reads the JSON."""
+"""Largest magnitude of a whole number that every JSON reader reads exactly."""
 
 MAX_DIGITS = 400
-"""Of a larger one."""
+"""Digits of a larger whole number."""
 
 _NUMPY = {
     np.dtype(str(dtype).removeprefix("torch.")): dtype
@@ -54,7 +55,7 @@ _DOUBLE = struct.Struct(">d")
 
 
 def flatten(value: Any) -> tuple[Node, list[torch.Tensor]]:
-    """Take a sample apart; `build` gives an equal one back.
+    """Convert a sample to a description and tensors; `build` restores an equal sample.
 
     Tensors are not copied, nor are most arrays.
 
@@ -62,7 +63,7 @@ def flatten(value: Any) -> tuple[Node, list[torch.Tensor]]:
         The description, and the tensors that it numbers.
 
     Raises:
-        ConfigError: If something in it is of a kind that cannot be sent; names the kind, and where it is.
+        ConfigError: If a part is of a kind that cannot be sent; the message names the kind and its place.
     """
     tensors: list[torch.Tensor] = []
     return _Flat(tensors).node(value, "", 0), tensors
@@ -74,7 +75,7 @@ _MORE: dict[Callable[[torch.Tensor], object], str] = {
     lambda tensor: tensor.is_conj() or tensor.is_neg(): "whose conjugate or negative bit is set",
     lambda tensor: vars(tensor): "with attributes of its own",
 }
-"""What tensors may have that does not cross, and how it is said."""
+"""Properties of tensors that do not cross, each with its wording in errors."""
 
 
 class _Flat:
@@ -144,9 +145,9 @@ class _Flat:
         return self._number(kind, torch.from_numpy(writeable(value)))
 
     def _sendable(self, value: torch.Tensor, where: str) -> torch.Tensor:
-        """The tensor, where its numbers and strides are all of it.
+        """Return the tensor if its numbers and strides describe all of it, else raise.
 
-        Anything more would be there or not by where the sample was made.
+        Any other property would depend on where the sample was made.
         """
         if value.dtype not in DTYPES.values() or value.layout is not torch.strided or value.is_nested:
             raise self._refusal(value, where or "the sample", f" of {value.dtype}, {value.layout}")
@@ -160,7 +161,7 @@ class _Flat:
         return [kind, len(self._tensors) - 1]
 
     def _exactly(self, value: object, kind: type, where: str) -> None:
-        """A subclass would come out as something else at the other end."""
+        """Refuse a subclass, which would arrive as its base class."""
         if type(value) is not kind:
             raise self._refusal(value, where or "the sample")
 
@@ -173,11 +174,11 @@ class _Flat:
 
 
 def writeable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Itself, or a copy that a tensor can be of.
+    """Return the array itself, or a copy that a tensor can share.
 
-    With its strides and alignment, by which kernels choose in which order they compute. Strides that no
-    tensor has are not kept, nor gaps that are more than what lies between them: then elements are close
-    together, their dimensions in the same order.
+    A copy keeps strides and alignment, which decide a kernel's order of computation. Strides that no tensor
+    has are not kept. Gaps larger than the data between them are not kept either. In both cases elements are
+    packed, with dimensions in the same order.
     """
     nbytes = array.itemsize + sum(
         (size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)
@@ -195,25 +196,25 @@ def writeable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def build(node: Node, tensors: Sequence[torch.Tensor]) -> Any:
-    """The sample that `flatten` took apart.
+    """Return the sample that `flatten` converted.
 
     Arrays and scalars share memory with their tensors.
 
     Raises:
-        ProtocolError: If the description is malformed, or numbers a tensor that is not there.
+        ProtocolError: If the description is malformed, or numbers a missing tensor.
     """
     return _Built(tensors).value(node, 0)
 
 
 def identical(one: Any, other: Any) -> bool:
-    """Whether two samples are the same to the bit: every number, type and shape, and how dimensions lie.
+    """Return whether two samples are bit-identical: numbers, types, shapes and the order of dimensions.
 
     Raises:
         ConfigError: As `flatten`.
     """
     (ours, tensors), (theirs, others) = flatten(one), flatten(other)
     if msgspec.json.encode(ours) != msgspec.json.encode(theirs) or len(tensors) != len(others):
-        return False  # 1, 1.0 and True are equal, and not the same
+        return False  # 1, 1.0 and True are equal, but not identical
     return all(map(_same_bits, tensors, others))
 
 
@@ -221,13 +222,13 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape or _order(one) != _order(other):
         return False
     if not one.numel():
-        return True  # an empty one of NumPy's may have strides by which its bytes cannot be viewed
+        return True  # an empty NumPy array may have strides that prevent a view of its bytes
     bits = [each.cpu().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*bits)
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
-    """Strides as they were without gaps, where they say anything."""
+    """Return the strides without gaps, of dimensions where they matter."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return [stride for size, stride in zip(tensor.shape, strides, strict=True) if size > 1 and tensor.numel()]
 
@@ -293,7 +294,7 @@ class _Built:
 
 
 def _has_code(text: str) -> bool:
-    """Whether UTF-8 can say it, and so JSON."""
+    """Return whether UTF-8, and so JSON, can encode a text."""
     try:
         text.encode()
     except UnicodeEncodeError:
