@@ -1,1 +1,1 @@
-"""Sample ids to micro-batches: the same code in server, worker and client."""
+"""Turn sample ids into micro-batches: the same code in server, worker and client."""

@@ -1,4 +1,4 @@
-"""Where the seconds of a micro-batch went."""
+"""Measure the seconds of a micro-batch by phase and stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upriver.types import Timings
 
 
 class Clock:
-    """Collects seconds by phase and by stage while a micro-batch is worked on."""
+    """Collect seconds by phase and by stage during the work on a micro-batch."""
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
@@ -18,7 +18,7 @@ class Clock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add what the block takes to a phase (``queue``, ``read``, ``input``, ``forward``, ``encode``)."""
+        """Add the block's duration to a phase (``queue``, ``read``, ``input``, ``forward``, ``encode``)."""
         began = time.perf_counter()
         try:
             yield
@@ -34,5 +34,5 @@ class Clock:
         self.stages[position] = self.stages.get(position, 0.0) + seconds
 
     def timings(self) -> Timings:
-        """What was collected so far."""
+        """Return the seconds collected so far."""
         return Timings(phases=dict(self.phases), stages=dict(self.stages))

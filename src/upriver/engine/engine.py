@@ -1,7 +1,7 @@
-"""Stored bytes to any position of the chain, one micro-batch at a time.
+"""Run stored bytes to any position of the chain, one micro-batch at a time.
 
-This is the loop that a near-data server runs in its workers and that the plain way runs in the training
-process: the same code, so that where it runs cannot show.
+A near-data server runs this loop in its workers, and local training runs it in the training process. The code
+is the same, so the answer does not depend on the place.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ OnBadSample = Literal["fail", "skip"]
 
 
 class Engine:
-    """Runs any stretch of one chain: a dataset's input stages, then a program's model stages.
+    """Run any stretch of one chain: a dataset's input stages, then a program's model stages.
 
-    It holds no state between calls, so any number of threads may use it.
+    An engine keeps no state between calls, so any number of threads may use it.
     """
 
     def __init__(self, *, chain: InputChain | None, program: Program | None, micro_batch: int) -> None:
         """Join a chain and a program.
 
         Args:
-            chain: Input stages; None where only tensors come in.
-            program: Model stages; None where nothing beyond position 0 is asked for.
+            chain: Input stages; None where only tensors arrive.
+            program: Model stages; None where no request goes beyond position 0.
             micro_batch: Rows of every tensor at positions >= 0.
 
         Raises:
@@ -60,12 +60,17 @@ class Engine:
         on_bad_sample: OnBadSample = "fail",
         clock: Clock | None = None,
     ) -> MicroBatch:
-        """Run the input stages on stored bytes, up to ``stop`` or the model's input, whichever comes first.
+        """Run the input stages on stored bytes, to the earlier of ``stop`` and the model's input.
 
         Args:
             blobs: Stored bytes of each sample.
-            ids: Their rows in the dataset's index.
-            object_names: The objects they came from, for errors.
+            ids: Rows of the samples in the dataset's index.
+            object_names: The samples' objects, for errors.
+            stop: Position to stop at.
+            seed: Seed of random input stages.
+            epoch: Epoch of random input stages.
+            on_bad_sample: ``fail`` raises; ``skip`` marks the sample as skipped.
+            clock: Collects the seconds.
 
         Raises:
             BadSample: If a sample cannot be read, and ``on_bad_sample`` is ``fail``.
@@ -98,7 +103,7 @@ class Engine:
         on_bad_sample: OnBadSample = "fail",
         clock: Clock | None = None,
     ) -> MicroBatch:
-        """Go on from wherever a micro-batch stands, input stages included, to ``stop``.
+        """Continue a micro-batch from its position, input stages included, to ``stop``.
 
         Raises:
             BadSample: As :meth:`begin`.
@@ -109,7 +114,7 @@ class Engine:
         return self.advance(batch, stop, clock) if stop > batch.position else batch
 
     def advance(self, batch: MicroBatch, stop: int, clock: Clock | None = None) -> MicroBatch:
-        """Run model stages from where the micro-batch stands (at least 0) to ``stop``."""
+        """Run model stages from the micro-batch's position (at least 0) to ``stop``."""
         clock = clock or Clock()
         if stop == batch.position:
             return batch
@@ -163,7 +168,7 @@ class Engine:
         return MicroBatch(ids=batch.ids, position=stop, tensors=tensors, skipped=skipped)
 
     def _sample_form(self) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Shape and type of a finished sample, where the program or the chain says."""
+        """Return shape and type of a finished sample, where the program or the chain declares them."""
         if self.program is not None:
             spec = self.program.graph.inputs[0].spec
             return tuple(spec.shape[1:]), getattr(torch, spec.dtype)

@@ -1,7 +1,7 @@
-"""What decides the low bits of an answer on this machine, in this process.
+"""Collect the facts that decide the low bits of an answer on this machine, in this process.
 
 Two tiers with equal fingerprints may still differ (cache sizes choose blockings), so ``exact="bitwise"`` also
-needs a canary; two with different ones are not even asked.
+needs a canary. A tier with a different fingerprint is not even asked.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ ENVIRONMENT = (
 
 
 def fingerprint(device: str | torch.device = "cpu") -> dict[str, str]:
-    """Versions, instruction set, accelerator and flags, each as text; equal on both sides or not exact.
+    """Return versions, instruction set, accelerator and flags as text; exactness needs equal ones.
 
     Args:
-        device: Where model stages run.
+        device: Device of the model stages.
     """
     return {
         "torch": str(torch.__version__),
@@ -76,7 +76,7 @@ def _cpu() -> dict[str, str]:
 
 
 def _cpu_flags_digest(path: Path = Path("/proc/cpuinfo")) -> str:
-    """Digest of them all: oneDNN looks at more instruction sets than PyTorch's own capability tells."""
+    """Return a digest of all CPU flags: oneDNN uses more instruction sets than PyTorch's capability shows."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -97,12 +97,12 @@ def _accelerator(device: torch.device) -> dict[str, str]:
 
 
 def flags() -> dict[str, str]:
-    """What of it may change while a process runs: some microseconds, for those who look again and again."""
-    cudnn: Any = torch.backends.cudnn  # whose kinds of operators mypy does not find
+    """Return the flags that may change while a process runs; takes some microseconds, for frequent checks."""
+    cudnn: Any = torch.backends.cudnn  # mypy does not find its kinds of operators
     onednn: Any = torch.backends.mkldnn
-    # The fused fast path of attention is no part: frozen stages always run with it off.
+    # The fused fast path of attention is left out: frozen stages always run with it off.
     return {
-        # Not by the older names, which raise where a precision was set by these.
+        # The older names raise where a precision was set by these.
         "matmul_precision": _precisions(torch.backends.cuda.matmul, onednn.matmul),
         "conv_precision": _precisions(cudnn.conv, onednn.conv),
         "rnn_precision": _precisions(cudnn.rnn, onednn.rnn),
@@ -113,14 +113,14 @@ def flags() -> dict[str, str]:
 
 
 def here() -> dict[str, str]:
-    """The same and what only this process is compared by with itself, as it was and as it is.
+    """Return the flags and what a process compares only with its own earlier state.
 
-    Tiers with other numbers of threads may have the same bits, as a canary shows.
+    Tiers with different numbers of threads may have the same bits, as a canary shows.
     """
     default = str(torch.get_default_dtype()).removeprefix("torch.")
     return {**flags(), "num_threads": str(torch.get_num_threads()), "default_dtype": default}
 
 
 def _precisions(cuda: Any, cpu: Any) -> str:
-    """Of one kind of operators; none that was set is that of the standard."""
+    """Return the precisions of one kind of operators; an unset one is the standard's."""
     return f"cuda {cuda.fp32_precision}, cpu {cpu.fp32_precision}".replace("none", "ieee")

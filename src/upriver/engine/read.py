@@ -12,8 +12,7 @@ from upriver.store import Store
 
 GAP_BYTES = 8 * 2**10
 """Unneeded bytes worth fetching to save a GET. Between two samples of a shard lie padding, headers and the
-class
-member: 2 KiB, 5 KiB with PAX extensions; a small member more still fits."""
+class member: 2 KiB, 5 KiB with PAX extensions. One more small member still fits."""
 
 MAX_GET_BYTES = 8 * 2**20
 """Longest GET that joins samples: a micro-batch of 16 photographs is one, and a lost one costs little to
@@ -24,20 +23,20 @@ CONCURRENCY = 8
 
 
 IN_A_ROW, SMALL_BYTES = 4, 1 << 20
-"""Files that one thread reads one after the other for an event loop, and their bytes, at most. To hand each
-to a thread of its own takes the loop longer than reading it."""
+"""Largest number and total bytes of files that one thread reads in sequence for an event loop. The loop would
+need longer to hand each file to a thread than to read it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Get:
-    """One ranged GET, and which of the samples asked for lie in it.
+    """One ranged GET, and the requested samples within it.
 
     Attributes:
         object: Name of the object.
-        etag: What its ETag must be.
+        etag: Required ETag of the object.
         start: First byte.
         stop: One past the last byte.
-        members: Index of a sample among those asked for, and its bytes [start, stop) of the object.
+        members: Index of each sample in the request, and its bytes [start, stop) of the object.
     """
 
     object: str
@@ -48,7 +47,7 @@ class Get:
 
 
 def plan_gets(refs: Sequence[SampleRef]) -> list[Get]:
-    """Join samples that lie together in an object into few GETs; each is in exactly one."""
+    """Join neighbouring samples of an object into few GETs; each sample is in exactly one."""
     order = sorted(
         range(len(refs)), key=lambda at: (refs[at].object, refs[at].etag, refs[at].start, refs[at].stop)
     )
@@ -68,11 +67,11 @@ def plan_gets(refs: Sequence[SampleRef]) -> list[Get]:
 
 
 def read_samples(dataset: Dataset, ids: Sequence[int], *, at_once: int = CONCURRENCY) -> list[memoryview]:
-    """The stored bytes of samples, in the order asked for; an id may come more than once.
+    """Return the stored bytes of samples in the requested order; an id may appear more than once.
 
     Args:
-        dataset: Says where they are, and in which store.
-        ids: Rows of its index.
+        dataset: Locates the samples, and names their store.
+        ids: Rows of the dataset's index.
         at_once: GETs in flight.
 
     Returns:
@@ -94,7 +93,7 @@ def read_samples(dataset: Dataset, ids: Sequence[int], *, at_once: int = CONCURR
 
 
 async def read_samples_async(store: Store, refs: Sequence[SampleRef]) -> list[memoryview]:
-    """:func:`read_samples` for an event loop, where the samples have been located."""
+    """Run :func:`read_samples` for an event loop, on samples that are already located."""
     gets = plan_gets(refs)
     if store.is_local and len(gets) <= IN_A_ROW and sum(get.stop - get.start for get in gets) <= SMALL_BYTES:
         bodies = await asyncio.to_thread(lambda: [_fetch(store, get) for get in gets])
@@ -110,7 +109,7 @@ async def read_samples_async(store: Store, refs: Sequence[SampleRef]) -> list[me
         bodies = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
-            task.cancel()  # after an error or a disconnect nobody waits for the rest
+            task.cancel()  # after an error or a disconnect nobody needs the rest
     return _spread(gets, bodies, len(refs))
 
 
