@@ -1,4 +1,4 @@
-"""Memory that processes take, with what they share counted once."""
+"""Measure the memory of processes, with shared pages counted once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def proportional_bytes(pid: int) -> int:
-    """Pages of a process and all it started, those they share divided among all that have them.
+    """Return the bytes of a process and its descendants; a shared page is divided among its processes.
 
     A process that is gone has none.
     """
@@ -21,5 +21,5 @@ def proportional_bytes(pid: int) -> int:
 def _own_bytes(process: psutil.Process) -> int:
     with contextlib.suppress(psutil.Error):
         found = process.memory_full_info()
-        return int(getattr(found, "pss", found.rss))  # not every kernel tells what is shared
+        return int(getattr(found, "pss", found.rss))  # not every kernel reports shared memory
     return 0

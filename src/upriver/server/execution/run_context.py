@@ -1,4 +1,4 @@
-"""A run request on its way: what it asks for, what it was given, and what is under way for it."""
+"""Hold a run request in progress: its resolved names, its admission, and its running work."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from upriver.types import MicroBatch, Timings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedRequest:
-    """A run request that was read, with everything that it names looked up.
+    """Hold a decoded run request, with everything that it names looked up.
 
     Attributes:
         batches: The tensors sent along, one for each micro-batch; empty with a dataset.
-        known: Its program, by the samples of a forward pass; empty where it needs none.
-        deadline: When it must be through, by the loop's clock.
-        body: Keeps the memory of what was sent as long as anyone needs it.
-        body_nbytes: How much that is.
-        received_s: From the first byte of the body to the last.
+        known: Its program, by samples of a forward pass; empty if it needs none.
+        deadline: Time by which the request must end, by the event loop's clock.
+        body: Keeps the memory of the body while it is needed.
+        body_nbytes: Bytes of that memory.
+        received_s: Seconds from the first byte of the body to the last.
     """
 
     request: RunRequest
@@ -48,17 +48,17 @@ class ResolvedRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AdmittedRequest:
-    """A run request that may go.
+    """Hold a run request that was admitted.
 
     Attributes:
         program: Its program, if it needs one.
-        use: Keeps its memory as long as anyone works for it.
+        use: Keeps its memory while any work is done for it.
         groups: Indices of micro-batches that go through the model together.
-        to_end: Whether it goes to the program's end.
-        ahead: Whether a group may ask for its turn while the one before it is computed; see
-            `upriver.server.scheduling.footprint.works_ahead`. It gets it when that one is through: memory is
-            held for one.
-        waited_s: For its admission.
+        to_end: Whether it runs to the program's end.
+        ahead: Whether a group may queue for its turn while the one before is computed; see
+            `upriver.server.scheduling.footprint.works_ahead`. It gets its turn when that one is done, since
+            memory is held for one group.
+        waited_s: Seconds that it waited for admission.
     """
 
     asked: ResolvedRequest
@@ -72,22 +72,22 @@ class AdmittedRequest:
 
 
 class Computes(Protocol):
-    """What does the work of an order."""
+    """Do the work of an admitted request."""
 
     async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job:
-        """The work of one forward pass, with what it works on."""
+        """Return the work of one forward pass, with its inputs."""
 
     async def compute(
         self, order: AdmittedRequest, index: int, job: Job, clock: Clock, begun: Callable[[], None]
     ) -> tuple[Result, Timings]:
-        """One forward pass, when it is this request's turn; ``begun`` is told when it is."""
+        """Run one forward pass when it is this request's turn; call ``begun`` when the turn begins."""
 
 
 class RequestWork:
-    """What is under way for one request: a forward pass or two, and the reading of the next.
+    """Run the work of one request: a forward pass or two, and the reading for the next one.
 
-    A group is begun when the one before it is out but for its end; or, where the order may work ahead, when
-    that one is being computed and the one before that is out.
+    Group ``i`` begins when the answer of group ``i - 1`` is sent, except for its end. If the request may work
+    ahead, group ``i - 1`` need only be in computation, and the answer of group ``i - 2`` sent.
     """
 
     def __init__(self, order: AdmittedRequest, runner: Computes) -> None:
@@ -98,31 +98,31 @@ class RequestWork:
         self._more()
 
     def sent(self, index: int) -> None:
-        """All of a group's answer is out, but for its end."""
+        """Record that a group's answer is sent, except for its end."""
         self._sent = index
         self._more()
 
     async def result(self, index: int) -> tuple[Result, Timings]:
-        """What came of a group.
+        """Return the result of a group.
 
         Raises:
-            DeadlineExceeded: If the request's time is over.
-            UpriverError: If it cannot be done.
+            DeadlineExceeded: If the request's deadline passes.
+            UpriverError: If the work cannot be done.
         """
         async with until(self._order.asked.deadline):
             found = await self._computing[index]
-        del self._computing[index]  # which would keep the answer
+        del self._computing[index]  # otherwise it would keep the answer
         return found
 
     async def close(self) -> None:
-        """Give up whatever is under way."""
+        """Cancel all running work."""
         tasks = [*self._reading.values(), *self._computing.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _more(self) -> None:
-        """Begin with the next group, if it may be."""
+        """Begin with the next group if it may begin."""
         index = self._last + 1
         in_turn = self._sent >= index - 1
         ahead = self._order.ahead and self._at_work >= index - 1 and self._sent >= index - 2
@@ -158,10 +158,10 @@ class RequestWork:
 
 @asynccontextmanager
 async def until(deadline: float) -> AsyncIterator[None]:
-    """A block that must be through by a time of the loop's clock.
+    """Bound a block by a deadline of the event loop's clock.
 
     Raises:
-        DeadlineExceeded: If it is not.
+        DeadlineExceeded: If the block does not end in time.
     """
     limit = asyncio.timeout_at(deadline)
     try:
@@ -174,7 +174,7 @@ async def until(deadline: float) -> AsyncIterator[None]:
 
 
 def groups_of(request: RunRequest, joined: int) -> Iterator[range]:
-    """Micro-batches that go together: whole ones, of which the last of the request may be short."""
+    """Yield the micro-batches that go together: full ones, where only the request's last may be short."""
     whole = [len(ids) == request.micro_batch for ids in request.micro_batches]
     start = 0
     for stop in range(1, len(whole) + 1):

@@ -1,8 +1,8 @@
-"""A user's own code in a worker: its datasets, and the samples and batches that they make.
+"""Run the user's own code in a worker: datasets, and the samples and batches that they make.
 
-None of it came from a client: it is installed here, and the operator has allowed it by name. What it raises
-is one line and the last lines of a traceback for the client, and a traceback in the log; what it breaks is
-one worker.
+No code comes from a client: it is installed here, and the operator has allowed it by name. If it raises, the
+client gets one line and the last lines of a traceback, and the log gets the traceback. If it crashes, one
+worker dies.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from upriver.text import error_text, last_lines, said
 from upriver.types import MicroBatch
 
 MAX_DATASETS = 8
-"""Kept in each worker, those used longest ago go first: some jobs' data to train on, and those held out."""
+"""Datasets kept in each worker, evicted by least recent use: training and held-out data of some jobs."""
 
 SAID_CHARS = 500
-"""Of what an exception says, in the one line: some five lines of a terminal."""
+"""Characters of an exception's message in the one line: about five lines of a terminal."""
 
 MOST_LINE_CHARS = 1000
-"""Of a traceback's line, as it is looked through for secrets: three times what is told of it."""
+"""Characters of a traceback's line that are searched for secrets: three times what the client gets."""
 
 LEAST_SECRET_CHARS = 4
-"""What is shorter opens nothing, and stands in many a word of a traceback."""
+"""Least length of a secret argument. A shorter one protects nothing, and occurs in many words."""
 
 _MAY_BE_SECRET = re.compile(r"(?i)key|token|secret|passw|credential|auth|private|cookie|session")
 _LEAST_SECRET_VALUE_CHARS = 8
-"""Of variables, whose names tell less than those of arguments: many a one is ``true`` or a number."""
+"""Same for environment variables, whose names tell less: many values are ``true`` or a number."""
 
 
 class Code:
-    """Makes samples with code that is installed here.
+    """Make samples with code that is installed here.
 
     Args:
-        allow: Which of it.
+        allow: Names of the code that is allowed.
     """
 
     def __init__(self, allow: Sequence[str]) -> None:
@@ -61,15 +61,15 @@ class Code:
         self._datasets: OrderedDict[tuple[str, bytes], Any] = OrderedDict()
 
     def make(self, run: RunCode, raws: Sequence[Any] | None) -> Any:
-        """The batch that a job asks for, or a list of its samples; sets the generators of this process.
+        """Return a job's batch, or a list of its samples. Sets the generators of this process.
 
         Args:
             run: The job.
-            raws: What was read of each sample, where that was sent along.
+            raws: The stored value of each sample, if the client sent it along.
 
         Raises:
-            CodeFailed: If the code is not here, or raises.
-            Forbidden: If a name leads to what is not allowed.
+            CodeFailed: If the code is not installed here, or raises.
+            Forbidden: If a name leads to code that is not allowed.
         """
         source = MapStyle(self._dataset(run), run.seed)
         collate = self._collate(run) if run.collate else None
@@ -93,7 +93,7 @@ class Code:
         make = self._found(run.name, run)
         with _told(f"{run.name} cannot be made", run):
             dataset = make(**msgspec.json.decode(run.arguments))
-            MapStyle(dataset)  # which says if it has no samples by index
+            MapStyle(dataset)  # raises if it has no samples by index
         return dataset
 
     def _collate(self, run: RunCode) -> Callable[[list[Any]], Any]:
@@ -107,7 +107,7 @@ class Code:
             imported = importlib.import_module(module)
         with _told(f"there is no {name} here", run):
             steps = look_up(imported, name, self._allow)
-        whole = len(steps) == len(path.split("."))  # and not one that leads through an object
+        whole = len(steps) == len(path.split("."))  # and no step leads through an object
         if whole and not callable(steps[-1]):
             raise CodeFailed(f"{name} must be callable, got {qualname(type(steps[-1]))}")
         check_found(name, steps, self._allow)
@@ -116,16 +116,16 @@ class Code:
 
 
 def take_apart(run: RunCode, made: Any, *, most_tensors: int) -> MicroBatch:
-    """A batch, or a list of samples, as it is sent.
+    """Return a batch, or a list of samples, in the form that is sent.
 
     Args:
-        run: What it was made for.
-        made: What came of it.
-        most_tensors: Of an answer.
+        run: The job.
+        made: Its batch or samples.
+        most_tensors: Tensors that an answer may have.
 
     Raises:
-        CodeFailed: If something in it cannot be sent; names the sample, and what it is.
-        TooLarge: If it has more tensors.
+        CodeFailed: If a value cannot be sent; names the sample and the value.
+        TooLarge: If there are more tensors.
     """
     try:
         node, tensors = flatten(made)
@@ -149,11 +149,11 @@ def _sample(source: MapStyle, run: RunCode, sample: int, value: Any) -> Any:
 
 @contextmanager
 def _told(what: str, run: RunCode) -> Iterator[None]:
-    """Whatever the user's code raises inside is `CodeFailed`, with its traceback here and in the log.
+    """Turn exceptions of the user's code into `CodeFailed`, with the traceback in it and in the log.
 
     Args:
-        what: Goes wrong then.
-        run: The job; its arguments may hold what no log is to have.
+        what: The failure in words.
+        run: The job. Its arguments may hold values that must not be logged.
     """
     try:
         yield
@@ -175,7 +175,10 @@ def _without(text: str, secrets: Sequence[str]) -> str:
 
 
 def _end_of(trace: str) -> str:
-    """As much as is looked through for secrets. No word is cut, as half a secret would not look like one."""
+    """Return the end of a traceback that is searched for secrets.
+
+    No word is cut, because half a secret would not look like one.
+    """
     lines = [
         line if len(line) <= MOST_LINE_CHARS else line[:MOST_LINE_CHARS].rpartition(" ")[0] + " …"
         for line in trace.split("\n")
@@ -185,7 +188,7 @@ def _end_of(trace: str) -> str:
 
 
 def _secrets_of(environment: Mapping[str, str]) -> list[str]:
-    """What variables hold that may be secrets, by their names; the longest first, as one may hold another."""
+    """Return values of variables whose names suggest a secret; longest first, as one may contain another."""
     found = {value for name, value in environment.items() if _MAY_BE_SECRET.search(name)}
     return sorted(
         (value for value in found if len(value) >= _LEAST_SECRET_VALUE_CHARS), key=len, reverse=True
@@ -193,13 +196,13 @@ def _secrets_of(environment: Mapping[str, str]) -> list[str]:
 
 
 def _log(text: str) -> None:
-    """Past Python's own stderr, which may be an object of the user's."""
-    with suppress(OSError):  # nobody listens any more
+    """Write past Python's own stderr, which may be an object of the user's."""
+    with suppress(OSError):  # stderr is closed
         os.write(STDERR, text.encode(errors="backslashreplace"))
 
 
 def _why_not(run: RunCode, made: Any, error: Exception) -> str:
-    """Why samples cannot be sent, and the first of them that cannot."""
+    """Return why samples cannot be sent, with the first sample that cannot."""
     if run.collate:
         return f"{run.name}, {_of_batch(run)}: {_reason(error)}"
     for sample, value in zip(run.ids, made, strict=True):
@@ -215,14 +218,14 @@ def _of_batch(run: RunCode) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What an error of ours says, and any other one with its type."""
+    """Return the message of an upriver error; that of another error with its type."""
     return said(str(error)) if isinstance(error, UpriverError) else error_text(error)
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor whose memory is its own, at a multiple of its element's size.
+    """Return a tensor that owns its memory, at a multiple of its element's size.
 
-    Of samples that are rows of one large tensor all that lies between them would be sent otherwise.
+    Otherwise samples that are rows of one large tensor would be sent with all that lies between them.
     """
     nbytes = tensor.numel() * tensor.itemsize
     if nbytes < tensor.untyped_storage().nbytes() or tensor.data_ptr() % tensor.itemsize:
@@ -231,7 +234,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _secrets(value: Any, *, secret: bool = False) -> Iterator[str]:
-    """Text among arguments that is called a secret, however deep."""
+    """Yield the text among arguments that is named as a secret, at any depth."""
     match value:
         case str() if secret and len(value) >= LEAST_SECRET_CHARS:
             yield value

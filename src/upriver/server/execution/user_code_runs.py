@@ -1,4 +1,4 @@
-"""Requests for the user's own code, as the front sees them: what workers do for them, and what they take."""
+"""Describe requests for the user's own code to the front: their jobs, and their memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from upriver.server.ipc.messages import RunCode
 from upriver.server.scheduling.footprint import ANSWER_BYTES, COPIES
 
 SEEN_FACTOR = 3
-"""Over the largest answer so far: samples, the batch that is made of them, and what is laid out of that."""
+"""Multiple of the largest answer so far: the samples, their batch, and the layout of that."""
 
 MAX_KINDS = 1024
-"""Datasets whose largest answers are remembered."""
+"""Number of datasets whose largest answers are remembered."""
 
 
 class WorkloadKind(NamedTuple):
-    """What decides, as far as names tell, how long samples take and how large they are.
+    """Identify what determines the time and size of samples, by the names that are known.
 
     Attributes:
-        arguments: Their digest: they may hold what is nobody's business.
-        collate: Empty where samples stay apart.
+        arguments: Digest of the arguments, which may be confidential.
+        collate: Empty if samples stay apart.
     """
 
     name: str
@@ -34,12 +34,12 @@ class WorkloadKind(NamedTuple):
 
     @classmethod
     def of(cls, run: RunCode) -> WorkloadKind:
-        """That of a micro-batch."""
+        """Return the kind of a micro-batch."""
         return cls(run.name, hashlib.sha256(run.arguments).hexdigest(), run.collate)
 
 
 def code_run(asked: ResolvedRequest, code: CodeRef, index: int) -> RunCode:
-    """The work of one micro-batch of a request, without what was sent along."""
+    """Return the work of one micro-batch of a request, without the data sent along."""
     request, collate = asked.request, code.collate
     return RunCode(
         name=code.name,
@@ -55,10 +55,10 @@ def code_run(asked: ResolvedRequest, code: CodeRef, index: int) -> RunCode:
 
 
 class Answers:
-    """The largest answers by kind, so that the next request holds as much from the start.
+    """Remember the largest answers by kind, so that the next request holds as much from the start.
 
     Args:
-        least_bytes: What a micro-batch takes where nothing is known, and at least.
+        least_bytes: Smallest footprint of a micro-batch, and its footprint if nothing is known.
     """
 
     def __init__(self, least_bytes: int) -> None:
@@ -66,22 +66,22 @@ class Answers:
         self._largest: OrderedDict[WorkloadKind, int] = OrderedDict()
 
     def saw(self, kind: WorkloadKind, nbytes: int) -> None:
-        """An answer had so many bytes."""
+        """Record the bytes of an answer."""
         self._largest[kind] = max(nbytes, self._largest.get(kind, 0))
         self._largest.move_to_end(kind)
         if len(self._largest) > MAX_KINDS:
             self._largest.popitem(last=False)
 
     def bytes_of(self, asked: ResolvedRequest, code: CodeRef, *, most_bytes: int) -> int:
-        """What a request takes beside its body.
+        """Return the memory of a request besides its body.
 
-        A larger answer asks for what is missing when it is there, so what was learned turns none away that
-        would fit if it were the only one.
+        An answer that turns out larger asks for the missing bytes then. So no remembered size refuses a
+        request that would fit alone.
 
         Args:
             asked: The request.
-            code: What it names.
-            most_bytes: What requests can have together.
+            code: The code that it names.
+            most_bytes: Bytes available to all requests together.
         """
         sent = max((sum(tensor.nbytes for tensor in batch.tensors) for batch in asked.batches), default=0)
         seen = self._largest.get(WorkloadKind.of(code_run(asked, code, 0)), 0)

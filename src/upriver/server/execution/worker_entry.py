@@ -1,8 +1,8 @@
-"""Starts a worker: shuts it in before anything else is imported.
+"""Start a worker: isolate the process before anything else is imported.
 
-Run as a file, ``python worker_entry.py FD PARENT [OPTIONS]``: cutting a process off and taking its rights
-away work on threads, and importing almost anything (NumPy for one) starts some. ``OPTIONS`` is a JSON object,
-the keyword arguments of `boot`. Under bubblewrap most is done before this file is even read.
+Run this file as ``python worker_entry.py FD PARENT [OPTIONS]``. Leaving the network and dropping rights act
+on threads, and importing almost anything (NumPy for one) starts threads. ``OPTIONS`` is a JSON object: the
+keyword arguments of `boot`. Under bubblewrap most of this is done before the file is read.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
 CAPABILITIES = 64
-"""Numbers a capability can have in the kernel's interface of version 3; Linux knows 41 of them so far."""
+"""Numbers that a capability can have in the kernel's interface, version 3. Linux defines 41 so far."""
 
 CAPABILITY_VERSION_3 = 0x20080522
 
 
 def join_group(fd: int | None) -> None:
-    """Enter the control group whose list of processes is open as ``fd``: what is taken later counts there."""
+    """Join the control group whose process list is open as ``fd``. Memory allocated later counts there."""
     if fd is None:
         return
     with suppress(OSError):  # the group is gone, or full: the limits of this process itself remain
-        os.write(fd, b"0")  # whoever writes it
+        os.write(fd, b"0")  # 0: the process that writes it
     os.close(fd)
 
 
 def leave_network() -> bool:
-    """Move to an empty network namespace, as root or through a user namespace; whether that worked."""
+    """Move to an empty network namespace, as root or through a user namespace; return whether that worked."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         return any(libc.unshare(flags) == 0 for flags in (CLONE_NEWNET, CLONE_NEWUSER | CLONE_NEWNET))
@@ -52,17 +52,17 @@ def leave_network() -> bool:
 
 
 def drop_capabilities() -> None:
-    """Give up root's rights one by one; nothing that is started from here on can get any back.
+    """Drop all capabilities for good: no process started later can regain any.
 
-    After `leave_network`, which needs them. A user namespace gives its first process all of them, over that
-    namespace, which is enough to reach much of the kernel that nobody else can.
+    Call this after `leave_network`, which needs them. A user namespace gives its first process all
+    capabilities over that namespace. They open much of the kernel that is closed to other processes.
     """
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         zero = ctypes.c_ulong(0)
         libc.prctl(PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero, zero, zero)
         libc.prctl(PR_CAP_AMBIENT, ctypes.c_ulong(PR_CAP_AMBIENT_CLEAR_ALL), zero, zero, zero)
-        for number in range(CAPABILITIES):  # those that are not known are refused, which does not matter
+        for number in range(CAPABILITIES):  # the kernel refuses unknown numbers, which does no harm
             libc.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(number), zero, zero, zero)
         header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
         libc.capset(header, bytes(24))  # effective, permitted and inheritable, twice 32 bits each
@@ -71,24 +71,27 @@ def drop_capabilities() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Be killed when the thread that started this process ends, however it ends."""
+    """Have the kernel kill this process when the thread that started it ends, for any reason."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    except (OSError, AttributeError):  # not Linux: the end of the socket's stream has to do
+    except (OSError, AttributeError):  # not Linux: the end of the socket's stream must suffice
         return
-    if os.getppid() != parent:  # it was faster
+    if os.getppid() != parent:  # the parent ended first
         os._exit(1)
 
 
 def spare_others() -> None:
-    """If memory runs out this process goes before the front; and it leaves no core file with users' data."""
+    """Let the kernel kill this process before the front if memory runs out; write no core file.
+
+    A core file would hold users' data.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("500")
 
 
 def limit(limits: Mapping[str, int]) -> None:
-    """Set resource limits for good, each by its name in `resource`; one that is lower already stays."""
+    """Set resource limits for good, each by its name in `resource`. A lower existing limit stays."""
     for name, most in limits.items():
         number = getattr(resource, name)
         _, hard = resource.getrlimit(number)
@@ -97,7 +100,7 @@ def limit(limits: Mapping[str, int]) -> None:
 
 
 def _let_be(number: int, frame: FrameType | None) -> None:
-    """A signal that is for the front."""
+    """Ignore a signal that is for the front."""
 
 
 def boot(
@@ -109,16 +112,16 @@ def boot(
     limits: Mapping[str, int] | None = None,
     own_code: bool = False,
 ) -> None:
-    """Shut this process in, then work until the front is gone.
+    """Isolate this process, then work until the front is gone.
 
     Args:
         fd: Socket to the front.
-        parent: The front. In a sandbox with processes of its own nobody here has that number, and bubblewrap
-            sees to it that this process ends with the front.
-        sandbox: What it is shut in by already: "bubblewrap" or "none".
+        parent: PID of the front. In a sandbox with its own process namespace the number means nothing. There
+            bubblewrap ends this process together with the front.
+        sandbox: Sandbox that the process already runs in: "bubblewrap" or "none".
         group: See `join_group`.
         limits: See `limit`.
-        own_code: Whether it runs the user's own code, which keeps the network, files and rights it has.
+        own_code: Whether it runs the user's own code, which keeps its network, files and rights.
     """
     join_group(group)
     spare_others()
@@ -126,13 +129,14 @@ def boot(
     if not own_code:
         drop_capabilities()
     if sandbox == "none":
-        die_with(parent)  # after those: a change of credentials would undo it
+        die_with(parent)  # last: a change of credentials would undo it
     limit(limits or {})
     if not own_code:
-        # Libraries ask for this folder's name and never use it; Python would find it by writing there.
+        # Libraries ask for this folder's name and never use it. Python would find the name by writing there.
         tempfile.tempdir = os.environ.get("TMPDIR", "/tmp")
-    # Whoever ends all processes of a service at once: the front lets what runs finish, and ends this one.
-    # What the user's code starts does not inherit a handler, as it would a signal that is ignored.
+    # A service manager may signal all processes of a service at once. The front lets running jobs finish,
+    # then ends this process. A process that the user's code starts inherits an ignored signal, but no
+    # handler.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _let_be if own_code else signal.SIG_IGN)
     from upriver.imports import uncollected

@@ -1,4 +1,4 @@
-"""A compute worker: one process, one job at a time, no network, nothing but what the front hands it."""
+"""Run a compute worker: one process, one job at a time, no network, inputs only from the front."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ from upriver.types import MicroBatch
 _T = TypeVar("_T", UseSlot, Room, Here)
 
 MAX_ENGINES = 32
-"""Joined chains and programs kept; they hold no memory of their own."""
+"""Number of cached engines, each a chain joined with a program. An engine holds no memory of its own."""
 
 
 def work(fd: int, *, network: bool, sandbox: str = "none") -> None:
-    """Serve the front on the inherited socket ``fd`` until it is gone."""
+    """Serve the front on the inherited socket ``fd`` until the front is gone."""
     channel: Channel[FromFront] = Channel(socket.socket(fileno=fd), FromFront)  # type: ignore[arg-type]
     try:
         setup, _ = channel.receive()
@@ -88,7 +88,7 @@ def work(fd: int, *, network: bool, sandbox: str = "none") -> None:
             raise SystemExit(f"expected Setup first, got {type(setup).__name__}")
         try:
             hello = _prepare(setup, network=network, sandbox=sandbox)
-        except Exception as error:  # told to the front, which says it in one line
+        except Exception as error:  # sent to the front, which logs it in one line
             channel.send(Failed(body=error_body(ConfigError(_one_line(error)))))
             return
         if setup.allow:
@@ -113,20 +113,23 @@ def _prepare(setup: Setup, *, network: bool, sandbox: str) -> Hello:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process and no other."""
+    """Return the bytes of memory that belong to this process alone."""
     found = psutil.Process().memory_full_info()
-    return int(getattr(found, "uss", found.rss))  # not every kernel tells what is shared
+    return int(getattr(found, "uss", found.rss))  # not every kernel reports shared memory
 
 
 def _warm_up(device: str) -> None:
-    """That torch sees a device is not yet that it can be used; and whoever is ready is ready for work."""
+    """Compute on the device once.
+
+    That torch sees a device does not mean that it is usable. A ready worker must also be warm.
+    """
     image = torch.ones(1, 3, 32, 32, dtype=torch.float32, device=device)
     convolved = torch.nn.functional.conv2d(image, torch.ones(8, 3, 3, 3, dtype=torch.float32, device=device))
     torch.mm(convolved.reshape(8, -1), convolved.reshape(8, -1).T).sum().item()
 
 
 def graph_caps(memory_bytes: int) -> GraphCaps:
-    """What a program may declare: not more than the memory that there is for all requests."""
+    """Return the bounds on a program's declarations: no more than the memory for all requests."""
     return replace(
         DEFAULT_CAPS,
         tensor_bytes=min(DEFAULT_CAPS.tensor_bytes, memory_bytes),
@@ -135,7 +138,10 @@ def graph_caps(memory_bytes: int) -> GraphCaps:
 
 
 def _as_ours(error: Exception) -> UpriverError:
-    """What the front is told: that memory ran out, which may be otherwise elsewhere, or what it is."""
+    """Return the error to send to the front.
+
+    An out-of-memory error becomes `Overloaded`, since another worker may have the memory.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if _is_out_of_memory(cause):
@@ -145,7 +151,7 @@ def _as_ours(error: Exception) -> UpriverError:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, OSError):  # of mapping a file
+    if isinstance(error, OSError):  # from mapping a file
         return error.errno == errno.ENOMEM
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in error_text(
         error
@@ -157,7 +163,7 @@ def _one_line(error: Exception) -> str:
 
 
 class ComputeWorker:
-    """What a worker keeps between jobs: mapped slots and loaded programs, both as the front says."""
+    """Keep the mapped slots and loaded programs between jobs, as the front directs."""
 
     def __init__(self, channel: Channel[FromFront], setup: Setup) -> None:
         self._channel = channel
@@ -173,10 +179,10 @@ class ComputeWorker:
         self._waited_s = 0.0
 
     def serve(self) -> None:
-        """Take messages until the front is gone.
+        """Handle messages until the front is gone.
 
         Raises:
-            ChannelClosed: When it is.
+            ChannelClosed: When the front is gone.
         """
         while True:
             message, fds = self._channel.receive()
@@ -186,7 +192,7 @@ class ComputeWorker:
                 raise
             except UpriverError as error:
                 self._channel.send(Failed(body=error_body(_as_ours(error))))
-            except Exception as error:  # from libraries, on inputs nobody has seen: the worker lives on
+            except Exception as error:  # from libraries, on unforeseen inputs: the worker lives on
                 self._channel.send(Failed(body=error_body(_as_ours(error))))
             finally:
                 for fd in fds:
@@ -212,10 +218,10 @@ class ComputeWorker:
                 raise SystemExit(f"unexpected {type(message).__name__}")
 
     def _keep_up(self, message: MapSlot | Forget, fds: Sequence[int]) -> None:
-        """Do what has no answer.
+        """Handle a message that has no answer.
 
         Raises:
-            SystemExit: If it fails: a `Failed` would be taken for the answer to the next job.
+            SystemExit: If it fails: the front would take a `Failed` for the answer to the next job.
         """
         try:
             if isinstance(message, MapSlot):
@@ -248,10 +254,10 @@ class ComputeWorker:
         )
 
     def _before_stage(self, key: str, position: int, keys: Collection[str]) -> None:
-        """Wait until the front has what a stage is the first to read; see `Program.before_stage`.
+        """Wait until the front has the weights that a stage is the first to read; see `Program.before_stage`.
 
         Raises:
-            UpriverError: If it does not come.
+            UpriverError: If the weights do not arrive.
         """
         if not keys:
             return
@@ -267,7 +273,7 @@ class ComputeWorker:
             program.before_stage = None
 
     def _weigh(self, message: Weigh, fds: Sequence[int]) -> Weighed:
-        """What a stretch takes; tensors that run without data do, so the weights need not be there."""
+        """Return the footprint of a stage range. Its tensors run without data, so it needs no weights."""
         scale = self._weighing.pop(message.key, None)
         if scale is None:
             graph = map_privately(fds[0], message.graph_nbytes)
@@ -287,7 +293,7 @@ class ComputeWorker:
             batch = self._input(run, engine, clock)
         if run.stop > batch.position:
             batch = engine.advance(batch, run.stop, clock)
-        if self._waited_s:  # by the clock that measured the stages around it
+        if self._waited_s:  # by the same clock that measured the stages around the wait
             clock.add("forward", -self._waited_s)
             clock.add("weights", self._waited_s)
         with clock.phase("encode"):
@@ -296,11 +302,11 @@ class ComputeWorker:
         self._channel.send(Done(frames=frames, phases=dict(timings.phases), stages=dict(timings.stages)))
 
     def _run_code(self, run: RunCode) -> None:
-        """Gradients and generators are as in a loader's process."""
+        """Run the user's code, with gradients and generators as in a loader's process."""
         clock = Clock()
         with clock.phase("input"):
             raws = None
-            if run.header:  # copied: the user's code may keep what it is given
+            if run.header:  # copied: the user's code may keep its inputs
                 payload = aligned_empty(run.payload_nbytes)
                 payload.copy_(torch.from_numpy(self._slots[run.slot][: run.payload_nbytes]))
                 sent = self._sent(run, payload)
@@ -318,7 +324,7 @@ class ComputeWorker:
         inputs = self._made_up(program)
         warm = (measure.program, stop)
         if warm not in self._warm:  # lazy set-up and cold caches are not the stages' cost
-            program.run(inputs, 0, stop)  # and no further: memory is held for that
+            program.run(inputs, 0, stop)  # no stage after `stop`: memory is held only up to there
             self._warm.add(warm)
         clock = Clock()
         program.run(inputs, 0, stop, on_stage=clock.stage)
@@ -336,7 +342,11 @@ class ComputeWorker:
         return Described(manifest=b"" if manifest is None else manifest.encode())
 
     def _made_up(self, program: Program) -> list[torch.Tensor]:
-        """Inputs of the right form, unless they are more than a job may bring."""
+        """Return inputs of the right form.
+
+        Raises:
+            TooLarge: If they exceed the bytes that a job may bring.
+        """
         inputs = program.graph.inputs
         nbytes, most = sum(value.spec.nbytes for value in inputs), self._setup.caps.payload_bytes
         if nbytes > most:
@@ -371,10 +381,10 @@ class ComputeWorker:
         )
 
     def _through_input(self, run: Run, engine: Engine, sent: MicroBatch, clock: Clock) -> MicroBatch:
-        """Samples that were sent, which may be anything.
+        """Run the input stages on samples that a client sent, which may hold any data.
 
         Raises:
-            ProtocolError: If they cannot be what stands there.
+            ProtocolError: If the samples are not valid at their position.
         """
         try:
             return engine.resume(
@@ -396,12 +406,12 @@ class ComputeWorker:
             ) from None
 
     def _sent(self, run: Run | RunCode, payload: torch.Tensor) -> MicroBatch:
-        """What was sent along; its tensors are views of ``payload``."""
+        """Return the micro-batch that was sent along; its tensors are views of ``payload``."""
         header = parse_data_header(run.header, run.payload_nbytes, self._setup.caps)
-        return build_batch(header, payload, checksum=header.checksum)  # the front has looked already
+        return build_batch(header, payload, checksum=header.checksum)  # the front has verified it already
 
     def _write(self, batch: MicroBatch) -> tuple[bytes, bytes | None]:
-        """Lay a frame of the answer out; its head, and its payload unless that went into a slot."""
+        """Lay a frame of the answer out; return its head, and its payload unless that is in a slot."""
         layout = lay_out(batch.tensors)
         if layout.nbytes > self._setup.caps.payload_bytes:
             raise TooLarge(
@@ -419,10 +429,13 @@ class ComputeWorker:
         return self._head(batch, layout, layout.write_into(self._slots[slot].data)), None
 
     def _make_room(self, nbytes: int) -> None:
-        """Before an image is decoded or changed, which takes so many bytes at once.
+        """Reserve memory before an image is decoded or changed.
+
+        Args:
+            nbytes: Bytes that the image needs at once.
 
         Raises:
-            Overloaded: If they are not there now.
+            Overloaded: If the memory is not available now.
         """
         beside = nbytes - DECODING_BYTES
         if beside <= self._beside:
@@ -433,7 +446,7 @@ class ComputeWorker:
         self._beside = beside
 
     def _answer(self, kind: type[_T]) -> _T:
-        """The front's answer to a question; what else it says before is done."""
+        """Return the front's answer to a question; handle other messages that arrive before."""
         while True:
             answer, fds = self._channel.receive()
             if isinstance(answer, kind):
@@ -455,7 +468,7 @@ class ComputeWorker:
 
 
 def _parts(batch: MicroBatch, run: Run) -> Iterator[MicroBatch]:
-    """A micro-batch that is an answer to several, taken apart: as rows of everything that crosses."""
+    """Split a joined micro-batch into the micro-batches that it answers, as rows of all that crosses."""
     if run.rows == run.micro_batch:
         yield batch
         return

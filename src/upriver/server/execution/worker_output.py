@@ -1,4 +1,4 @@
-"""What a worker prints: kept back while it starts, passed on afterwards; its last line says why it ended."""
+"""Read a worker's output: keep it during the start, pass it on later, report its last line."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from upriver.text import said
 log = logging.getLogger(__name__)
 
 KEPT_LINES = 50
-"""Of what a worker prints before it is ready: a traceback, and some warnings before it."""
+"""Lines kept of a worker's output before it is ready: a traceback, and some warnings before it."""
 
 LINE_BYTES = 8192
-"""Longest piece passed on at once."""
+"""Longest piece that is passed on at once."""
 
 STDERR = 2
 
 
 class Output:
-    """Reads a stream to its end in a thread, so that its writer never blocks.
+    """Read a stream to its end in a thread, so that its writer never blocks.
 
     Args:
-        stream: A pipe's reading end; closed at its end.
+        stream: Reading end of a pipe; closed at its end.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -38,14 +38,14 @@ class Output:
         self._thread.start()
 
     def pass_on(self) -> None:
-        """Print what came so far, and from here on everything as it comes."""
+        """Print the output so far, and all later output as it arrives."""
         with self._lock:
             kept, self._kept = self._kept or (), None
             for line in kept:
                 _print(line)
 
     def last_line(self, *, timeout_s: float = 0.0) -> str:
-        """The last line that is not blank, as safe text; waits so long for the stream's end."""
+        """Return the last line that is not blank, as safe text; wait that long for the stream's end."""
         self._thread.join(timeout_s)
         return said(self._last.decode(errors="replace"), 300)
 
@@ -61,12 +61,12 @@ class Output:
 
 
 def _print(line: bytes) -> None:
-    """To the front's own stderr, past Python's, which may be somebody's object; as JSON where all is."""
+    """Write a line to the front's stderr, past Python's object, which may be replaced; or log it as JSON."""
     if logs.writes_json():
         if line.strip():
             log.warning("a worker printed: %s", line.decode(errors="replace").rstrip())
         return
     try:
         os.write(STDERR, line)
-    except OSError:  # nobody listens: no reason to stop reading, or the worker would block
+    except OSError:  # stderr is closed: reading goes on, or the worker would block
         return

@@ -1,4 +1,4 @@
-"""The workers: deal jobs to whichever is free, replace one that died, try its job once more elsewhere."""
+"""Deal jobs to idle workers, replace a dead worker, and retry its job once on another worker."""
 
 from __future__ import annotations
 
@@ -27,45 +27,51 @@ from upriver.server.scheduling.footprint import StageRange
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 2
-"""A crash may be another tenant's fault, or chance; twice with the same job it is the job's."""
+"""Workers that may die of one job. One crash may be another tenant's fault or chance; two are the job's."""
 
 START_ATTEMPTS = 3
-"""Workers that die in a row until none is believed to work here. One may be chance (memory was short), three
-are not."""
+"""Workers that may die in a row before the server reports that none can start here.
+
+One death may be chance (memory was short), three are not.
+"""
 
 FIRST_PAUSE_S = 0.1
-"""Before a worker is started again that died twice; doubled each time."""
+"""Pause before a restart after two deaths in a row; doubled for each further death."""
 
 MAX_PAUSE_S = 30.0
-"""Longest such pause: starting one takes 2 s of a core, which others may need."""
+"""Longest pause before a restart. A start takes 2 s of a core, which others may need."""
 
 REST_S = 5.0
-"""A worker without a job for so long keeps no memory for the next one. Micro-batches of a job follow one
-another sooner."""
+"""Idle time after which a worker frees the memory that it keeps for the next job.
+
+The micro-batches of a job follow one another sooner.
+"""
 
 SETTLED_S = 60.0
-"""A worker that was there for so long did not die of what ended those before it, though it may have done no
-job. Longer than any pause between two deaths."""
+"""Lifetime after which a death counts as the first one, even if the worker did no job.
+
+It is longer than any pause between two deaths.
+"""
 
 _T = TypeVar("_T")
 
 
 class JobResources(Protocol):
-    """What is in use as long as a worker has the job."""
+    """Track resources that are in use while a worker has the job."""
 
     def enter(self) -> None:
-        """A worker begins."""
+        """Record that a worker begins."""
 
     def leave(self) -> None:
-        """It has ended, whatever came of it."""
+        """Record that the worker ended, with success or without."""
 
 
 class WorkerWatch(NamedTuple):
-    """How a worker that is there is watched.
+    """Watch a live worker.
 
     Attributes:
-        pidfd: The descriptor that tells of its end.
-        since: When it was ready, by the monotonic clock.
+        pidfd: Descriptor that becomes readable when the process ends.
+        since: Monotonic time at which the worker became ready.
     """
 
     pidfd: int
@@ -73,18 +79,18 @@ class WorkerWatch(NamedTuple):
 
 
 class WorkerPool:
-    """Keeps ``count`` workers alive. All methods belong to the event loop's thread.
+    """Keep ``count`` workers alive. All methods belong to the event loop's thread.
 
     Args:
-        count: Workers.
-        setup: What each is told first.
-        job_timeout_s: After that long with one job, a worker is ended.
-        enclosure: What each is kept in.
-        on_restart: Told of each worker that had to be replaced why: ``crash``, ``memory`` or ``timeout``.
-        load: Where workers' time is written down; one of its own if None.
+        count: Number of workers.
+        setup: First message to each worker.
+        job_timeout_s: Seconds after which a worker that is still at one job is ended.
+        enclosure: Sandbox and limits of each worker.
+        on_restart: Called for each replaced worker with the reason: ``crash``, ``memory`` or ``timeout``.
+        load: Meter of the workers' time; a new one if None.
 
     Attributes:
-        load: What the workers spend their time on.
+        load: Meter of the workers' time.
     """
 
     def __init__(
@@ -108,19 +114,19 @@ class WorkerPool:
         self._starting: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="upriver-worker")
         self._closed = False
-        self._deaths = 0  # in a row: since a worker last did a job, or was there for long
+        self._deaths = 0  # in a row: since a worker last did a job, or lived for `SETTLED_S`
         self._settled = asyncio.Event()
         self._start_s = 0.0  # of the last worker that started
         self._waiting: set[asyncio.Timeout] = set()
         self._wait_until: float | None = None
         self._failure: ConfigError | None = None
         self.why = "workers are starting"
-        """Why there may be none to work; holds nothing of a client's."""
+        """Reason why no worker may be available; contains no data of a client."""
         self.hello: Hello | None = None
-        """What the workers said of themselves; None until the first one is ready."""
+        """First message of a worker; None until the first worker is ready."""
 
     def start(self) -> None:
-        """Start all workers, and do not wait for them."""
+        """Start all workers without waiting for them."""
         for _ in range(self._count):
             self._start_one()
 
@@ -128,7 +134,7 @@ class WorkerPool:
         """Wait for the first worker.
 
         Raises:
-            ConfigError: If none can start here; none is tried any more then.
+            ConfigError: If no worker can start here. The pool then stops trying.
         """
         await self._settled.wait()
         if self._failure is not None:
@@ -136,21 +142,21 @@ class WorkerPool:
 
     @property
     def ready(self) -> bool:
-        """Whether work is done here: there is a worker, or another one soon in place of one that is gone."""
+        """Return whether jobs are accepted: a worker is alive, or a replacement is due soon."""
         if self.hello is None or self._alive:
             return self.hello is not None
         return self._wait_until is not None and time.monotonic() < self._wait_until
 
     async def run(self, job: Job, clock: Clock, use: JobResources | None = None) -> Result:
-        """Do one job; what it waits for a worker counts as ``queue``.
+        """Run one job. The wait for a worker counts as ``queue``.
 
         Args:
-            use: Entered while a worker has the job, which may be longer than anyone waits for it.
+            use: Entered while a worker has the job, which may be longer than the caller waits.
 
         Raises:
-            WorkerCrashed: If it took `ATTEMPTS` workers with it, or one and there is no other.
-            Overloaded: If there is no worker, and none soon.
-            UpriverError: If it cannot be done.
+            WorkerCrashed: If the job killed `ATTEMPTS` workers, or one and there is no other.
+            Overloaded: If no worker is available now or soon.
+            UpriverError: If the job cannot be done.
         """
 
         def run(worker: WorkerHandle) -> tuple[int, Result]:
@@ -162,14 +168,14 @@ class WorkerPool:
         return result
 
     async def weigh(self, graph: SealedFile, stretch: StageRange, use: JobResources | None = None) -> Weighed:
-        """What a stretch of a program takes, worked out from its graph.
+        """Return the footprint of a stage range, computed from its program's graph.
 
         Args:
-            use: As for `run`.
+            use: See `run`.
 
         Raises:
-            WorkerCrashed: If it took `ATTEMPTS` workers with it.
-            UpriverError: If the graph is not sound, or has no such stages.
+            WorkerCrashed: If the graph killed `ATTEMPTS` workers.
+            UpriverError: If the graph is invalid, or has no such stages.
         """
         return await self._on_worker(lambda worker: worker.weigh(graph, stretch), Clock(), use)
 
@@ -179,11 +185,11 @@ class WorkerPool:
         """Run a program's stages [0, stop) once on made-up inputs.
 
         Args:
-            use: As for `run`.
+            use: See `run`.
 
         Raises:
-            WorkerCrashed: If it took `ATTEMPTS` workers with it.
-            UpriverError: If it cannot be done.
+            WorkerCrashed: If the program killed `ATTEMPTS` workers.
+            UpriverError: If the stages cannot run.
         """
 
         def measure(worker: WorkerHandle) -> tuple[int, StageMeasurements]:
@@ -194,18 +200,18 @@ class WorkerPool:
         return measured
 
     async def check(self, program: ProgramFiles, use: JobResources | None = None) -> bytes:
-        """Have a worker load a program, which checks everything about it; what is to lie beside its weights.
+        """Load a program into a worker, which checks it; return the manifest to store with its weights.
 
         Args:
-            use: As for `run`.
+            use: See `run`.
 
         Raises:
-            UpriverError: If it is not sound.
+            UpriverError: If the program is invalid.
         """
         return await self._on_worker(lambda worker: worker.check(program), Clock(), use)
 
     def rows(self) -> tuple[WorkerRow, ...]:
-        """Each worker at this moment, those that are being started last."""
+        """Return a row for each worker now; workers that are being started come last."""
         now = time.monotonic()
         there = [
             WorkerRow(
@@ -220,11 +226,14 @@ class WorkerPool:
         return (*there, *(WorkerRow(pid=0, state="starting") for _ in self._starting))
 
     def used_bytes(self) -> int:
-        """What the workers' processes take now, each page once; takes some ms a worker, in any thread."""
+        """Return the bytes of the workers' processes, each page counted once.
+
+        Callable from any thread; takes some milliseconds a worker.
+        """
         return sum(proportional_bytes(worker.pid) for worker in tuple(self._alive))
 
     def forget(self, key: str) -> None:
-        """A program is not kept any more: workers that are busy let go of it when they are through."""
+        """Unload an evicted program from all workers; busy workers do so after their job."""
         for worker in self._alive:
             worker.forget(key)
             if worker.busy_since is None:
@@ -238,7 +247,7 @@ class WorkerPool:
         for worker in list(self._alive):
             self._lose(worker)
             worker.kill()
-        while not self._idle.empty():  # one that died while it was idle is still here
+        while not self._idle.empty():  # a worker that died while it was idle is still in the queue
             self._idle.get_nowait().kill()
         await asyncio.gather(*self._starting, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -257,7 +266,7 @@ class WorkerPool:
                 if reason is None:
                     raise
                 raise WorkerCrashed(f"a worker died of this micro-batch, the last one: {reason}") from None
-            # Shielded: a thread cannot be stopped, and the worker is free only when it is done.
+            # Shielded: a thread cannot be stopped, and the worker is free only when the thread is done.
             task = asyncio.ensure_future(self._call(worker, work))
             if use is not None:
                 use.enter()
@@ -282,14 +291,14 @@ class WorkerPool:
             how = str(error) if isinstance(error, TimeoutError) else worker.ending()
             self._bury(worker, error)
             raise _Died(how or type(error).__name__) from None
-        except BaseException as error:  # nobody knows what state it is in
+        except BaseException as error:  # the worker's state is unknown
             self._bury(worker, error)
             raise
         self._put_back(worker)
         return result
 
     def _put_back(self, worker: WorkerHandle) -> None:
-        """It has done a job, so workers can work here."""
+        """Return a worker to the idle queue; reset the deaths, since it completed a job."""
         self._deaths = 0
         self.load.ended(worker.pid)
         worker.busy_since, worker.program = None, ""
@@ -307,10 +316,10 @@ class WorkerPool:
             resting.cancel()
 
     async def _take(self) -> WorkerHandle:
-        """Wait for a worker, first come first served; whoever gives up waiting goes by being cancelled.
+        """Return the next idle worker, first come, first served. A caller stops waiting by cancellation.
 
         Raises:
-            Overloaded: If there is none, and none soon: others can do the job, or the client itself.
+            Overloaded: If no worker is available now or soon: other servers, or the client, can do the job.
         """
         while True:
             worker = await self._next_idle() if self._idle.empty() else self._idle.get_nowait()
@@ -332,7 +341,7 @@ class WorkerPool:
             ) from None
 
     def _wait(self, until: float | None) -> None:
-        """Let jobs wait for a worker until then, by the monotonic clock; for ever if None."""
+        """Let jobs wait for a worker until this monotonic time; forever if None."""
         self._wait_until = until
         for limit in self._waiting:
             if not limit.expired():
@@ -344,9 +353,9 @@ class WorkerPool:
         worker.kill()
 
     def _lose(self, worker: WorkerHandle, reason: str = "", *, late: bool = False) -> None:
-        """Count on it no more, and start another in its place; once, whoever notices first.
+        """Remove a worker and start another in its place; only the first call has an effect.
 
-        Its channel stays open: a thread may still be reading the end of it.
+        The channel stays open: a thread may still read the end of its stream.
         """
         watch = self._alive.pop(worker, None)
         if watch is None:
@@ -357,14 +366,14 @@ class WorkerPool:
         os.close(watch.pidfd)
         ending = worker.ending()
         if not self._closed:
-            how = reason if reason and ending == BROKE_OFF else ending  # what it died of, where that is known
+            how = reason if reason and ending == BROKE_OFF else ending  # the cause of death, if known
             log.warning("worker %d is gone: it %s; starting another", worker.pid, how)
             self.why = f"the last worker {ending}; another is being started"
             settled = time.monotonic() - watch.since >= SETTLED_S
             self._deaths = 1 if settled else self._deaths + 1
             if not self._alive:
-                # Twice what the last start took, or a second, for a busy machine. The next one after one that
-                # died soon may die soon, too: jobs are better off elsewhere meanwhile.
+                # Twice what the last start took, or a second on a busy machine. If a worker died soon after
+                # its start, the next one may do so too: jobs are better off elsewhere meanwhile.
                 patience_s = max(2 * self._start_s, 1.0) if settled or not worker.restarts else 0.0
                 self._wait(time.monotonic() + patience_s)
             self._on_restart("timeout" if late else "memory" if worker.out_of_memory else "crash")
@@ -382,11 +391,11 @@ class WorkerPool:
                 return
 
     async def _tried(self, restarts: int) -> bool:
-        """Start one worker; whether that worked."""
+        """Start one worker; return whether it started."""
         began = time.monotonic()
         try:
             worker = WorkerHandle.start(threads=self._setup.threads, enclosure=self._enclosure)
-        except (OSError, RuntimeError) as error:  # no process, or no thread to read what it prints
+        except (OSError, RuntimeError) as error:  # no process, or no thread to read its output
             self._not_started(str(error))
             return False
         worker.restarts = restarts
@@ -417,10 +426,10 @@ class WorkerPool:
             self._settled.set()
 
     def _welcome(self, worker: WorkerHandle, hello: Hello) -> None:
-        """Count on it from here on.
+        """Add a ready worker to the pool.
 
         Raises:
-            OSError: If its end could not be noticed; nothing has changed then.
+            OSError: If the worker's end cannot be watched; the pool is then unchanged.
         """
         if self._closed:
             worker.kill()
@@ -437,10 +446,10 @@ class WorkerPool:
         self._idle.put_nowait(worker)
 
     def _watch(self, worker: WorkerHandle) -> int:
-        """Have the loop lose the worker when its process ends; the descriptor that tells of it.
+        """Make the event loop call `_lose` when the worker's process ends; return the watching descriptor.
 
         Raises:
-            OSError: If there can be none: too many are open, or it is not permitted here.
+            OSError: If no descriptor can be had: too many are open, or the operation is not permitted here.
         """
         try:
             pidfd = os.pidfd_open(worker.pid)
@@ -455,7 +464,7 @@ class WorkerPool:
 
 
 def pause_s(deaths: int) -> float:
-    """How long to wait before a worker is started, after so many deaths in a row; half of it by chance."""
+    """Return the pause before a worker is started after this many deaths in a row; half of it is random."""
     if deaths < 2:
         return 0.0
     longest = min(FIRST_PAUSE_S * 2.0 ** min(deaths - 2, 20), MAX_PAUSE_S)
@@ -463,16 +472,16 @@ def pause_s(deaths: int) -> float:
 
 
 class _Died(Exception):
-    """A worker is gone; its job may be tried again."""
+    """Signal that a worker is gone and its job may be retried."""
 
 
 def _tidy(worker: WorkerHandle) -> None:
-    """No thread is at it now, and what it lets go of was given back already."""
-    with suppress(OSError):  # it is gone, which is noticed elsewhere
+    """Tidy a worker that no thread uses; the slots and programs that it drops were given back already."""
+    with suppress(OSError):  # the worker is gone, which is noticed elsewhere
         worker.tidy()
 
 
 def _ignore_outcome(task: asyncio.Task[_T]) -> None:
-    """Whoever waited may have gone: then nobody asks for the outcome, and asyncio would complain."""
+    """Retrieve the outcome of a task whose caller may be gone; else asyncio would log a complaint."""
     with suppress(asyncio.CancelledError):
         task.exception()

@@ -1,4 +1,4 @@
-"""The front's hold on one worker process: start it, give it one job at a time, end it."""
+"""Control one worker process from the front: start it, hand it one job at a time, end it."""
 
 from __future__ import annotations
 
@@ -62,44 +62,51 @@ from upriver.server.scheduling.footprint import StageRange
 from upriver.types import Timings
 
 START_TIMEOUT_S = 120.0
-"""Importing PyTorch takes 2 s here, and has taken 20 on a cold disk."""
+"""Deadline for a worker to become ready. Importing PyTorch takes 2 s here, 20 s from a cold disk."""
 
 END_TIMEOUT_S = 5.0
-"""A process whose socket is closed is on its way out, and how it ended is all there is to tell of it."""
+"""Wait for a process whose socket is closed. It is exiting, and only its exit status explains why."""
 
 EXIT_TIMEOUT_S = 0.2
-"""Between the end of a process's socket and its own end it takes some milliseconds. Whoever waits for it
-holds up the front's loop, once for a worker's death."""
+"""Wait between the end of a process's socket and its exit, which takes some milliseconds.
+
+The wait blocks the front's event loop once for each death of a worker.
+"""
 
 KILL_TIMEOUT_S = 1.0
-"""A process that is killed is gone in milliseconds, with much memory in some hundred. One that a driver or a
-file system keeps may stay for ever; the front's loop does not wait for that."""
+"""Wait for a killed process. It exits in milliseconds, or in some hundred with much memory.
+
+A driver or a file system may keep it forever. The front's event loop does not wait for that.
+"""
 
 LOOK_S = 1.0
-"""While a worker waits for weights the front looks so often whether it is still there: if not,
-the thread is needed for the one that was started in its place."""
+"""Interval at which the front checks a worker that waits for weights.
+
+If the worker is gone, its replacement needs the thread.
+"""
 
 BROKE_OFF = "broke off"
-"""How a worker ended whose process is still there."""
+"""Ending of a worker whose process still exists."""
 
 _FATAL_EXIT = 128
-"""A shell, and bubblewrap, tell a process that a signal ended by this and the signal's number."""
+"""Base of the exit code by which a shell or bubblewrap reports a fatal signal; the number is added."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One micro-batch for a worker.
+    """Describe one micro-batch for a worker.
 
     Attributes:
-        run: What to do; ``slot``, and ``blobs`` where there are any, are filled in here.
-        program: Needed to do it.
+        run: The work. `WorkerHandle` fills in ``slot``, and ``blobs`` if there are any.
+        program: The program that ``run`` needs.
         parts: The input: stored bytes of each sample, or the payload of ``run.header``.
-        owner: Name of the tenant that it is done for.
-        room: Whether an answer may take so many bytes in all; asked in the thread that runs the job.
-        beside: Whether its input stages may take so many bytes beyond
-            `upriver.server.scheduling.footprint.DECODING_BYTES`; asked there too.
+        owner: Name of the tenant that the work is done for.
+        room: Returns whether an answer may use this many bytes in total. Called in the thread that runs the
+            job.
+        beside: Returns whether the input stages may use this many bytes beyond
+            `upriver.server.scheduling.footprint.DECODING_BYTES`. Called in the same thread.
     """
 
     run: Run | RunCode
@@ -112,21 +119,21 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """Data frames: their heads, and their payloads in slots that come back when the views are gone."""
+    """Hold data frames: heads, and payloads in slots. A slot is reusable once its views are gone."""
 
     frames: list[tuple[bytes, memoryview]]
     timings: Timings
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payloads."""
+        """Total bytes of the payloads."""
         return sum(len(payload) for _, payload in self.frames)
 
 
 class WorkerHandle:
-    """One worker process.
+    """Control one worker process.
 
-    Everything but `start`, `forget`, `tidy`, `rest` and `kill` blocks and belongs into a thread, one at a
+    All methods except `start`, `forget`, `tidy`, `rest` and `kill` block: call them in a thread, one at a
     time.
     """
 
@@ -150,22 +157,22 @@ class WorkerHandle:
         self._loaded: set[str] = set()
         self._outdated: deque[str] = deque()
         self.busy_since: float | None = None
-        """When it began with the job it is at, by the monotonic clock; None where it is at none."""
+        """Monotonic time at which the current job started; None while the worker is idle."""
         self.restarts = 0
-        """How many were started in its place before."""
+        """Number of workers that were started in this place before."""
         self._patience_s = START_TIMEOUT_S
         self.program = ""
-        """Digest of the program that it works with; empty where it works with none."""
+        """Digest of the current job's program; empty without one."""
         self.out_of_memory = False
-        """Whether the kernel ended it for want of memory; known once `ending` was asked."""
+        """True if the kernel ended the process for lack of memory. Valid once `ending` was called."""
 
     @classmethod
     def start(cls, *, threads: int, enclosure: Enclosure = NOT_SHUT_IN) -> WorkerHandle:
-        """Start a process, which dies with the thread that calls this.
+        """Start a process, which dies with the calling thread.
 
         Raises:
             OSError: If no process can be started.
-            RuntimeError: If no thread can be started to read what it prints.
+            RuntimeError: If no thread can be started to read its output.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ExitStack() as inherited, ExitStack() as kept:
@@ -180,12 +187,12 @@ class WorkerHandle:
             process = subprocess.Popen(
                 [*enclosure.sandbox.command, *_command(theirs.fileno(), entry, enclosure)],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # whatever a library prints, the front's own stdout stays clean
+                stdout=subprocess.PIPE,  # a library may print: the front's own stdout stays clean
                 stderr=subprocess.STDOUT,
                 close_fds=True,
                 pass_fds=[theirs.fileno(), *([] if entry is None else [entry])],
                 env=environment_of(enclosure, threads=threads),
-                start_new_session=True,  # signals from a terminal are for the front: it lets what runs finish
+                start_new_session=True,  # terminal signals are for the front: it lets running jobs finish
             )
             assert process.stdout is not None  # it is a pipe
             kept.callback(process.stdout.close)
@@ -198,15 +205,15 @@ class WorkerHandle:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """PID of the process."""
         return self._process.pid
 
     def shake_hands(self, setup: Setup, *, job_timeout_s: float) -> Hello:
         """Wait until the worker is ready.
 
         Raises:
-            UpriverError: If it reports why it cannot be.
-            OSError: If it died, said something else, or was not ready in time.
+            UpriverError: If the worker reports why it cannot be ready.
+            OSError: If the worker died, sent another message, or was not ready in time.
         """
         self._channel.set_timeout(START_TIMEOUT_S)
         try:
@@ -229,10 +236,10 @@ class WorkerHandle:
                 raise ChannelClosed(f"a worker says hello first, got {type(answer).__name__}")
 
     def load(self, program: ProgramFiles) -> None:
-        """Have a program in the worker.
+        """Load a program into the worker unless it is loaded.
 
         Raises:
-            UpriverError: If the worker refuses it.
+            UpriverError: If the worker refuses the program.
             OSError: If the worker died.
         """
         self.tidy()
@@ -251,12 +258,12 @@ class WorkerHandle:
         self._loaded.add(program.key)
 
     def run(self, job: Job) -> Result:
-        """Do one job.
+        """Run one job.
 
         Raises:
-            UpriverError: If the worker reports that it cannot be done.
-            Overloaded: If this process can have no further piece of memory.
-            OSError: If the worker died, or took too long.
+            UpriverError: If the worker reports that the job cannot be done.
+            Overloaded: If this process cannot allocate another slot.
+            OSError: If the worker died or timed out.
         """
         self.tidy()
         if job.program is not None:
@@ -276,30 +283,30 @@ class WorkerHandle:
         """Run a program's stages once on made-up inputs.
 
         Raises:
-            UpriverError: If the worker reports that it cannot be done.
-            OSError: If the worker died, or took too long.
+            UpriverError: If the worker reports that the stages cannot run.
+            OSError: If the worker died or timed out.
         """
         self.load(program)
         self._send(Measure(program=program.key, stop=stop))
         return self._answered(StageMeasurements, program)
 
     def check(self, program: ProgramFiles) -> bytes:
-        """Have a program in the worker, which checks all of it; what is to lie beside its weights.
+        """Load a program into the worker, which checks it; return the manifest to store with its weights.
 
         Raises:
-            UpriverError: If the worker refuses it.
-            OSError: If the worker died, or took too long.
+            UpriverError: If the worker refuses the program.
+            OSError: If the worker died or timed out.
         """
         self.load(program)
         self._send(Describe(program=program.key))
         return self._answered(Described).manifest
 
     def weigh(self, graph: SealedFile, stretch: StageRange) -> Weighed:
-        """Work out what a stretch of a program takes, from its graph.
+        """Compute the footprint of a stage range from a program's graph.
 
         Raises:
-            UpriverError: If the worker reports that it cannot be done.
-            OSError: If the worker died, or took too long.
+            UpriverError: If the worker reports that the footprint cannot be computed.
+            OSError: If the worker died or timed out.
         """
         self.tidy()
         question = Weigh(key=stretch.key, graph_nbytes=graph.nbytes, start=stretch.start, stop=stretch.stop)
@@ -307,14 +314,14 @@ class WorkerHandle:
         return self._answered(Weighed)
 
     def forget(self, key: str) -> None:
-        """The front does not keep this program any more: unload it at the next occasion; from any thread."""
+        """Unload a program that the front evicted, at the next `tidy`. Callable from any thread."""
         self._outdated.append(key)
 
     def tidy(self) -> None:
-        """Tell the worker what it may unmap and unload, as far as it was not told; while no thread is at it.
+        """Tell the worker which slots and programs to drop. Call only while no thread uses it.
 
         Raises:
-            OSError: If it is gone.
+            OSError: If the worker is gone.
         """
         programs = set()
         while self._outdated:
@@ -326,20 +333,21 @@ class WorkerHandle:
             self._send(Forget(slots=tuple(slots), programs=tuple(programs)))
 
     def rest(self) -> None:
-        """Give memory back that is kept for the next job; while no thread is at it."""
+        """Free memory that is kept for the next job. Call only while no thread uses the worker."""
         self._slots.rest()
 
     def ending(self) -> str:
-        """How the process ended, without what it printed: that may be a client's data. Also reaps it.
+        """Return how the process ended, and reap it.
 
-        Waits for a moment for one that has closed its socket, and so is on its way out.
+        The text omits the process's output, which may be a client's data. If the socket is closed, the method
+        waits a moment for the process to exit.
         """
         if not self._ending:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(EXIT_TIMEOUT_S if self._closed else 0.0)
             code = self._process.returncode
             how = BROKE_OFF if code is None else how_it_ended(code, boxed=self._enclosure.boxed)
-            if self._group is not None and self._group.oom_killed():  # known before the process is gone
+            if self._group is not None and self._group.oom_killed():  # read before the process is gone
                 self.out_of_memory = True
                 how += f": it ran out of memory ({self._group.nbytes >> 20} MiB allowed)"
             if code is None:
@@ -350,9 +358,9 @@ class WorkerHandle:
         return self._ending
 
     def kill(self) -> None:
-        """End the process now; one that takes long over it is waited for by a thread of its own."""
+        """Kill the process now. If it exits slowly, a separate thread waits for it."""
         self._sweep()
-        self._process.kill()  # with bubblewrap goes whatever it has started
+        self._process.kill()  # with bubblewrap, all processes that it started end too
         try:
             self._process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -361,31 +369,31 @@ class WorkerHandle:
         self._leave_group()
 
     def _sweep(self) -> None:
-        """What the user's code has started goes with its worker, which leads a group of processes."""
+        """Kill the processes that the user's code started. The worker leads their process group."""
         if self._enclosure.own_code and not self._swept:
-            self._swept = True  # once: the number may be another's later on
+            self._swept = True  # once: another process group may get the number later
             with suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def _leave_group(self) -> None:
-        """Take its control group away; under bubblewrap its process may take a moment longer to go."""
+        """Remove the control group. Under bubblewrap its process may take a moment longer to exit."""
         group, self._group = self._group, None
         if group is not None and self._enclosure.groups is not None:
             self._enclosure.groups.remove(group)
 
     def _last_words(self) -> str:
-        """How a process that is not ready yet ended, with the last line it printed."""
+        """Return how a process that never became ready ended, with the last line that it printed."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
         line = self._output.last_line(timeout_s=END_TIMEOUT_S) if self._output is not None else ""
         return f"it {self.ending()}: {line}" if line else f"it {self.ending()}"
 
     def _answer(self, job: Job) -> Result:
-        """What comes of a job: as many slots as it has data frames at most, whatever a worker asks for.
+        """Return the result of a job, with at most as many slots as the job has data frames.
 
         Raises:
-            DoesNotFit: If it failed for want of memory that never is there.
-            Overloaded: If there is none for its small payloads now.
+            DoesNotFit: If the job failed for lack of memory that will never be available.
+            Overloaded: If no memory is available now for its small payloads.
         """
         never: list[DoesNotFit] = []
         most = job.run.frames
@@ -425,11 +433,11 @@ class WorkerHandle:
                 raise ChannelClosed(f"a worker answers Done or Failed, got {type(answer).__name__}")
 
     def _bring(self, program: ProgramFiles | None, asked: NeedWeights, questions: int) -> None:
-        """Tell a worker when weights are there that it waits for.
+        """Tell a worker when the weights that it waits for are available.
 
         Args:
-            questions: How many of these it has asked for this job, with this one. Each is for weights that no
-                stage has read before, so there are no more than weights: a job comes to an end.
+            questions: Number of such requests in this job, this one included. Each asks for weights that no
+                stage read before. So there are at most as many requests as weights, and a job ends.
         """
         if program is None or not isinstance(program.weights, ColdFile):
             raise ChannelClosed("a worker waits for weights that it has")
@@ -447,11 +455,11 @@ class WorkerHandle:
             self._send(Here(whole=program.weights.whole))
 
     def _wait_for(self, file: ColdFile, places: Sequence[int]) -> None:
-        """Until weights are there.
+        """Wait until weights are available.
 
         Raises:
-            UpriverError: If they do not come, or it takes too long.
-            ChannelClosed: If the worker is gone meanwhile.
+            UpriverError: If the weights do not arrive, or not in time.
+            ChannelClosed: If the worker ends meanwhile.
         """
         end, look_s = time.monotonic() + self._patience_s, min(LOOK_S, self._patience_s)
         while not file.wait(places, timeout_s=look_s):
@@ -462,7 +470,7 @@ class WorkerHandle:
                 raise Overloaded("its weights take too long to come; ask again")
 
     def _answered(self, kind: type[_T], program: ProgramFiles | None = None) -> _T:
-        """The answer to a message that has one of this kind, or `Failed`; weights that it waits for come."""
+        """Return the answer of this kind, or raise the error of `Failed`; bring weights on request."""
         questions = 0
         while isinstance(answer := self._receive(), NeedWeights):
             questions += 1
@@ -474,7 +482,7 @@ class WorkerHandle:
         raise ChannelClosed(f"a worker answers {kind.__name__} or Failed, got {type(answer).__name__}")
 
     def _slot(self, nbytes: int, owner: str) -> Slot | None:
-        """Memory to share; None where this process can have none, which is no fault of the worker's."""
+        """Return shared memory; None if this process can allocate none, which is not the worker's fault."""
         with suppress(OSError):
             return self._slots.take(nbytes, owner=owner)
         return None
@@ -503,7 +511,10 @@ class WorkerHandle:
 
 
 def _granted(ask: Callable[[int], bool], nbytes: int, never: list[DoesNotFit]) -> bool:
-    """Whether there is room; where there never is, the worker ends its job first, and ``never`` says why."""
+    """Return whether memory is granted.
+
+    If the memory will never be available, append the error to ``never``: the worker ends its job first.
+    """
     try:
         return ask(nbytes)
     except DoesNotFit as error:
@@ -512,10 +523,10 @@ def _granted(ask: Callable[[int], bool], nbytes: int, never: list[DoesNotFit]) -
 
 
 def _in_order(done: Done, in_slots: Sequence[memoryview], most: int) -> list[tuple[bytes, memoryview]]:
-    """Return frames with their payloads, small ones and those in slots.
+    """Return all frames in order, with payloads that are small or in slots.
 
     Raises:
-        ChannelClosed: If they are not what a worker may answer.
+        ChannelClosed: If a worker may not send such an answer.
     """
     small = sum(len(payload or b"") for _, payload in done.frames)
     of_slots = sum(payload is None for _, payload in done.frames)
@@ -529,11 +540,11 @@ def _in_order(done: Done, in_slots: Sequence[memoryview], most: int) -> list[tup
 
 
 def how_it_ended(code: int, *, boxed: bool) -> str:
-    """A process's exit status in words.
+    """Return a process's exit status in words.
 
     Args:
-        code: As `subprocess.Popen.returncode` has it.
-        boxed: Whether it was bubblewrap's, which passes on how its worker ended.
+        code: `subprocess.Popen.returncode`.
+        boxed: Whether the process was bubblewrap, which passes on the exit status of its worker.
     """
     if boxed and _FATAL_EXIT < code < _FATAL_EXIT + signal.NSIG:
         code = _FATAL_EXIT - code
@@ -545,12 +556,12 @@ def how_it_ended(code: int, *, boxed: bool) -> str:
 
 
 def _command(fd: int, entry: int | None, enclosure: Enclosure) -> list[str]:
-    """A worker's own command line.
+    """Return the command line of a worker.
 
     Args:
         fd: Socket to the front.
-        entry: Way into its control group.
-        enclosure: What it is kept in.
+        entry: Descriptor by which the worker joins its control group.
+        enclosure: The worker's sandbox and limits.
     """
     options = {
         "sandbox": enclosure.sandbox.kind,
@@ -563,7 +574,7 @@ def _command(fd: int, entry: int | None, enclosure: Enclosure) -> list[str]:
 
 
 def _fill(slot: Slot, parts: Sequence[memoryview]) -> list[tuple[int, int]]:
-    """Copy the parts to the slot; where each went."""
+    """Copy the parts to the slot; return the offset and length of each."""
     memory, end, places = slot.array(slot.nbytes), 0, []
     for part in parts:
         memory[end : end + len(part)] = np.frombuffer(part, dtype=np.uint8)
