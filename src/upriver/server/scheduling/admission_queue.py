@@ -1,4 +1,4 @@
-"""The line before admission: who waits for memory, and whose turn it is when some is there."""
+"""Queue requests before admission, and decide which one is admitted when memory is free."""
 
 from __future__ import annotations
 
@@ -33,56 +33,62 @@ class EvictablePrograms(Protocol):
         """Evict unused programs until ``nbytes`` are free, or evict none and return False."""
 
     def take(self, key: str, nbytes: int, *, owner: str) -> None:
-        """Hold a program, and its memory where it is not kept yet."""
+        """Hold a program, and its memory unless the program is kept already."""
 
     def give_back(self, key: str) -> None:
         """Release a program that `take` held."""
 
 
 PATIENCE_S = 5.0
-"""When a request has waited so long, what it takes itself does not count against it any more: some requests'
-time, after which a large one must not be overtaken by small ones. What its tenant has still counts: of many
-requests that have all waited long none goes before the first one of somebody else."""
+"""Wait after which a request's own bytes no longer count against it.
+
+It is the time of some requests. Small requests must not overtake a large one for longer. Its tenant's other
+bytes still count: among many requests that waited long, none precedes the first one of another tenant.
+"""
 
 MAX_WAIT_S = 30.0
-"""Then a request is told to come back: well before a client takes a silent server for a dead one (120 s)."""
+"""Longest wait of a request, which must then retry: well below a client's timeout (120 s of silence)."""
 
 DRAIN_WINDOW_S = 30.0
-"""How far back the rate looks at which memory comes free."""
+"""Window over which the rate is computed at which memory comes free."""
 
 MAX_FREED = 1024
-"""Requests that the rate at which memory comes free looks back on, at most."""
+"""Most requests that enter the rate at which memory comes free."""
 
 WAY_S = 0.1
-"""What a request holds that is sent back comes free within milliseconds; so long no further one is sent back
-for the same memory."""
+"""Pause before another request is sent back for the same memory.
+
+The memory of the one sent back comes free within milliseconds.
+"""
 
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
-"""Bounds of what ``Retry-After`` says."""
+"""Bounds of ``Retry-After``."""
 
 SPREAD = 4.0
-"""Those who are told to come back when others are told so come one after another, for so many times as long
-as what waits takes: sooner most of them would be refused again, later an idle server would not see them."""
+"""Multiple of the time that the waiting requests need, over which retries are spread.
+
+Sooner, most retries would be refused again. Later, an idle server would wait for them.
+"""
 
 
 class Full(Exception):
-    """Why a request is told to come back: so many are here that no more may wait."""
+    """Signal, as the cause of `Overloaded`, that the queue is full."""
 
 
 class Policy(Protocol):
-    """Which requests may go, and how many samples they may take at once."""
+    """Decide which requests are admitted, and how many samples each may run at once."""
 
     def __call__(self, asks: list[Ask], free_bytes: int, *, loaded: frozenset[str], most: int) -> list[Grant]:
-        """Grants in the order of ``asks``, oldest first; a program in ``loaded`` takes nothing."""
+        """Return grants in the order of ``asks``, oldest first; a program in ``loaded`` needs no memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeededProgram:
-    """A program that a request needs.
+    """Name a program that a request needs.
 
     Attributes:
-        key: Names it on the shelf.
-        nbytes: What it takes where it is not kept yet.
+        key: Its key in the program cache.
+        nbytes: Memory that it needs unless it is kept already.
     """
 
     key: str
@@ -91,12 +97,12 @@ class NeededProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmissionRequest:
-    """What a request asks for.
+    """Describe the memory that a request asks for.
 
     Attributes:
-        nbytes: By the samples of one forward pass, what it takes beside its program.
-        programs: The same, to the program; empty where none is needed.
-        body_nbytes: What was sent along: that is held already, and will be until it is through.
+        nbytes: Bytes besides its program, by samples of one forward pass.
+        programs: Needed program, by samples of one forward pass; empty if it needs none.
+        body_nbytes: Bytes sent along. They are held already, until the request ends.
     """
 
     tenant: Tenant
@@ -105,25 +111,25 @@ class AdmissionRequest:
     body_nbytes: int = 0
 
     def takes(self, size: int) -> int:
-        """All that it takes at a size, its program included."""
+        """Return the bytes that it needs at a size, its program included."""
         program = self.programs.get(size)
         return self.nbytes[size] + (program.nbytes if program is not None else 0)
 
     def least(self, min_batch: int) -> int:
-        """The fewest samples at once that make sense: the first size from ``min_batch`` on, or the last."""
+        """Return the fewest sensible samples at once: the first size from ``min_batch`` on, or the last."""
         return next((size for size in sorted(self.nbytes) if size >= min_batch), max(self.nbytes))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Admission:
-    """A request that may go.
+    """Hold the memory of an admitted request.
 
     Attributes:
         hold: Its memory.
-        nbytes: How much that was when it was admitted.
+        nbytes: Bytes at admission.
         size: Samples of one forward pass.
-        program: Key of its program, held on to on the shelf; None without.
-        waited_s: How long it waited for the requests of other tenants.
+        program: Key of its program, which stays in the program cache; None without one.
+        waited_s: Seconds that it waited for the requests of other tenants.
     """
 
     hold: Hold
@@ -135,12 +141,12 @@ class Admission:
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """One who waits.
+    """Hold a waiting request.
 
     Attributes:
-        ask: As the policy sees it; its key is ``number``.
-        nbytes: What it asks for at least, beside its program.
-        others: Share of other tenants in what was here when it came.
+        ask: The request in the policy's form; its key is ``number``.
+        nbytes: Least bytes that it asks for besides its program.
+        others: Share of other tenants in the memory that was held or asked for when it came.
     """
 
     number: int
@@ -153,25 +159,25 @@ class _Waiter:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Programs that it may need."""
+        """Return the keys of programs that it may need."""
         return frozenset(program.key for program in self.wanted.programs.values())
 
 
 class AdmissionQueue:
-    """Everyone who waits. All of it belongs to the event loop's thread.
+    """Hold all waiting requests. All methods belong to the event loop's thread.
 
     Args:
-        budget: Memory.
-        shelf: EvictablePrograms, which hold some of it.
-        policy: Says who may go.
-        most: Requests that may have been admitted at once. One of each tenant that has none may go beside
-            them: what others ask for at length is nothing that it should wait for.
+        budget: The memory.
+        shelf: Cache of programs, which hold some of the memory.
+        policy: Decides which requests are admitted.
+        most: Requests that may be admitted at once. Each tenant with none admitted may exceed it by one: it
+            must not wait for the long work of others.
         most_waiting: Requests that may wait.
-        most_waiting_bytes: What they may ask for together.
-        min_batch: The fewest samples of a forward pass where there is a choice.
-        collect_s: How long a round waits for others to come.
-        spare: Lets go of something else that is only kept for later, and says whether there was anything;
-            asked where nobody could go otherwise.
+        most_waiting_bytes: Bytes that waiting requests may ask for together.
+        min_batch: Fewest samples of a forward pass if there is a choice.
+        collect_s: Seconds that a round waits for further requests.
+        spare: Frees other memory that is only kept for later, and returns whether there was any. Called if no
+            request could be admitted otherwise.
     """
 
     def __init__(
@@ -195,38 +201,38 @@ class AdmissionQueue:
         self._numbers = itertools.count()
         self._waiting: list[_Waiter] = []
         self._admitted: Counter[str] = Counter()
-        self._holding: Counter[str] = Counter()  # bytes of those, by tenant
+        self._holding: Counter[str] = Counter()  # bytes of the admitted requests, by tenant
         self._freed: deque[tuple[float, int]] = deque(maxlen=MAX_FREED)
         self._round: asyncio.TimerHandle | None = None
-        self._sent_back = -math.inf  # when one was for the sake of others
-        self._next_place = -math.inf  # when those who were told to come back would all have had theirs
+        self._sent_back = -math.inf  # time at which a request was last sent back for others
+        self._next_place = -math.inf  # time at which all requests that were told to retry would be done
         budget.add_listener(self._soon)
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     @property
     def waiting_bytes(self) -> int:
-        """What they ask for."""
+        """Bytes that waiting requests ask for."""
         return sum(waiter.nbytes for waiter in self._waiting)
 
     def waiting_of(self, tenant: str) -> int:
-        """Requests of a tenant that wait."""
+        """Return the number of a tenant's waiting requests."""
         return sum(waiter.wanted.tenant.name == tenant for waiter in self._waiting)
 
     def admitted_of(self, tenant: str) -> int:
-        """Requests of a tenant that were admitted and are not through."""
+        """Return the number of a tenant's requests that are admitted and not done."""
         return self._admitted[tenant]
 
     async def wait(self, wanted: AdmissionRequest) -> Admission:
-        """Wait for memory; whoever is admitted calls `leave`.
+        """Wait for memory. The caller calls `leave` after admission.
 
         Raises:
-            DoesNotFit: If it never can be.
-            QuotaExceeded: If its tenant has as many as it may.
-            Overloaded: If the line is too long, or it took too long.
+            DoesNotFit: If the request can never be admitted.
+            QuotaExceeded: If its tenant has reached its quota.
+            Overloaded: If the queue is full, or the wait took too long.
         """
         waiter = self._waiter(wanted)
         self._check_quota(wanted.tenant, waiter.nbytes)
@@ -244,7 +250,7 @@ class AdmissionQueue:
                 self._soon()
 
     def leave(self, admitted: Admission, tenant: Tenant) -> None:
-        """A request is through, and nobody works for it any more; its memory is given back apart."""
+        """Record that a request is done and no work runs for it. Its memory is released separately."""
         self._admitted[tenant.name] -= 1
         self._holding[tenant.name] -= admitted.nbytes
         if admitted.program is not None:
@@ -252,11 +258,14 @@ class AdmissionQueue:
         self._soon()
 
     def freed(self, nbytes: int) -> None:
-        """So much came back: how fast that goes is what others are told to wait by."""
+        """Record bytes that came free; their rate determines how long others are told to wait."""
         self._freed.append((self._now(), nbytes))
 
     def retry_after_s(self) -> float:
-        """When what waits will be through, at the rate of late; as long again where nothing came free."""
+        """Return the seconds until the waiting requests are done, at the recent rate.
+
+        If nothing came free of late, return the longest wait so far.
+        """
         seconds_per_byte = self._seconds_per_byte()
         if seconds_per_byte is not None:
             seconds = self.waiting_bytes * seconds_per_byte
@@ -266,7 +275,7 @@ class AdmissionQueue:
         return min(MOST_RETRY_S, max(LEAST_RETRY_S, seconds))
 
     def _seconds_per_byte(self) -> float | None:
-        """How slowly memory comes free of late; None where none did."""
+        """Return the seconds in which a byte comes free of late; None if no memory came free."""
         now = self._now()
         while self._freed and self._freed[0][0] < now - DRAIN_WINDOW_S:
             self._freed.popleft()
@@ -276,10 +285,10 @@ class AdmissionQueue:
     # ------------------------------------------------------------------------------------ coming in
 
     def _waiter(self, wanted: AdmissionRequest) -> _Waiter:
-        """Of the sizes, those from the fewest that make sense on; fewer where only those can ever fit.
+        """Return a waiter with the sizes from the fewest sensible samples on, or smaller if only they fit.
 
         Raises:
-            DoesNotFit: If none can.
+            DoesNotFit: If no size can ever fit.
         """
         most = self._budget.most_bytes - wanted.body_nbytes
         fitting = [size for size in sorted(wanted.nbytes) if wanted.takes(size) <= most]
@@ -293,13 +302,13 @@ class AdmissionQueue:
         number, nbytes = next(self._numbers), wanted.nbytes[sizes[0]]
         ask = ask_for(number, wanted, sizes)
         if ask.fixed_bytes + ask.least * ask.bytes_per_sample + ask.program_bytes > most:
-            ask = ask_for(number, wanted, sizes[:1])  # it would wait for more than there can be
+            ask = ask_for(number, wanted, sizes[:1])  # it would wait for more than the server has
         future: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
         others = self._others_share(wanted.tenant.name)
         return _Waiter(number, self._now(), wanted, ask, nbytes, others, future)
 
     def _others_share(self, tenant: str) -> float:
-        """Share of other tenants in the memory that requests have, and wait for."""
+        """Return the share of other tenants in the memory that requests hold and wait for."""
         asked = Counter(self._holding)
         for waiter in self._waiting:
             asked[waiter.wanted.tenant.name] += waiter.nbytes
@@ -327,12 +336,13 @@ class AdmissionQueue:
             )
 
     def _make_place(self, tenant: Tenant, nbytes: int) -> None:
-        """A place in line; where it is full, that of whoever came last of the tenant with most of it.
+        """Make a place in the queue; if it is full, send back the last request of the largest tenant.
 
-        By weight; nobody goes for a tenant that would then have as much, which is told to come back itself.
+        The largest tenant has the largest part of the queue, divided by its weight. If the new request's
+        tenant would then have as large a part, the new request must retry instead.
 
         Raises:
-            Overloaded: If there is none.
+            Overloaded: If there is no place.
         """
         staying = list(self._waiting)
         while (why := self._full(staying, nbytes)) is not None:
@@ -347,7 +357,7 @@ class AdmissionQueue:
             self._send_back(waiter, error)
 
     def _full(self, waiting: Sequence[_Waiter], nbytes: int) -> str | None:
-        """Why so many bytes may not wait beside these; None if they may."""
+        """Return why a request of this many bytes may not wait with these; None if it may."""
         if len(waiting) >= self._most_waiting:
             return f"{len(waiting)} requests wait for memory, and no more may"
         there = sum(waiter.nbytes for waiter in waiting)
@@ -356,7 +366,10 @@ class AdmissionQueue:
         return None
 
     def _last_of_most(self, waiting: Sequence[_Waiter], tenant: Tenant, nbytes: int) -> _Waiter | None:
-        """Of the tenant with more of the line than this one would have, by weight, whoever came last."""
+        """Return the last request of the tenant with the largest part of the queue, divided by weight.
+
+        Return None if no part is larger than the one that ``tenant`` would have.
+        """
         parts: dict[str, float] = {}
         for waiter in waiting:
             whose = waiter.wanted.tenant
@@ -369,11 +382,11 @@ class AdmissionQueue:
         return next((each for each in theirs if not each.future.done()), None)
 
     def _part(self, nbytes: int) -> float:
-        """What one who waits takes of the line: of its places, or of its bytes."""
+        """Return the part of the queue that a request fills: of its places or bytes, the larger one."""
         return max(1 / self._most_waiting, nbytes / self._most_waiting_bytes)
 
     def _overloaded(self, nbytes: int, why: str) -> Overloaded:
-        """A request for so many bytes is to come back when those will be through who were told so before."""
+        """Return the error for a request that must retry, after those that were told so before are done."""
         now, soonest_s = self._now(), self.retry_after_s()
         latest_s = min(MOST_RETRY_S, SPREAD * soonest_s)
         seconds = min(latest_s, max(soonest_s, self._next_place - now))
@@ -381,7 +394,7 @@ class AdmissionQueue:
         return Overloaded(why, retry_after_s=math.ceil(seconds))
 
     async def _turn(self, waiter: _Waiter) -> Admission:
-        """Wait to be admitted; whoever gives up in that very moment gives everything back."""
+        """Wait for admission. If the caller is cancelled at that very moment, release everything."""
         try:
             return await waiter.future
         except BaseException:
@@ -395,7 +408,7 @@ class AdmissionQueue:
     # --------------------------------------------------------------------------------------- rounds
 
     def _soon(self, seconds: float = 0.0) -> None:
-        """Look who may go, once for all that happens until then."""
+        """Schedule a round, one for all events until then."""
         if self._waiting and self._round is None:
             self._round = asyncio.get_running_loop().call_later(seconds, self._go)
 
@@ -409,13 +422,16 @@ class AdmissionQueue:
         if not waiters:
             return
         wanted = frozenset[str]().union(*(waiter.keys for waiter in waiters))
-        # Idle programs that others wait for must not keep the first in line from going for ever.
+        # Idle programs that other requests wait for must not block the first in the queue forever.
         went = self._deal(waiters, most, but=wanted) or self._deal(waiters[:1], most, but=waiters[0].keys)
         if not went and not sum(self._admitted.values()) and not self._spare():
-            self._make_way()  # nobody is there to give anything back; what comes free calls for a new round
+            self._make_way()  # no admitted request frees memory; any that comes free starts a round
 
     def _deal(self, waiters: Sequence[_Waiter], most: int, *, but: Collection[str]) -> bool:
-        """Ask the policy who may go; whether anybody did. Idle programs make room, ``but`` for these."""
+        """Admit the requests that the policy grants; return whether any was admitted.
+
+        Idle programs are evicted for them, except those in ``but``.
+        """
         free = self._budget.free_bytes + self._shelf.idle_bytes(but=but)
         asks = [waiter.ask for waiter in waiters]
         by_number = {waiter.number: waiter for waiter in waiters}
@@ -424,7 +440,7 @@ class AdmissionQueue:
         return any(went)
 
     def _make_way(self) -> None:
-        """Of requests that wait for each other's bodies to go the youngest is told to come back."""
+        """Send back the youngest of requests that wait for the memory of each other's bodies."""
         if self._now() - self._sent_back < WAY_S:
             return self._soon(WAY_S)
         for older, waiter in enumerate(self._waiting, start=1):
@@ -435,27 +451,28 @@ class AdmissionQueue:
                 return self._send_back(younger[-1], self._overloaded(younger[-1].nbytes, why))
 
     def _missing(self, waiter: _Waiter) -> int:
-        """Bytes that have to come free until one who waits can go, beside idle programs."""
+        """Return the bytes, besides idle programs, that must come free before a request is admitted."""
         size, wanted = waiter.ask.smallest, waiter.wanted
         needed = wanted.nbytes[size] + self._new_bytes(wanted.programs.get(size))
         return needed - self._budget.free_bytes - self._shelf.idle_bytes(but=waiter.keys)
 
     def _send_back(self, waiter: _Waiter, error: Overloaded) -> None:
-        """One who waits, before it has had anything."""
+        """Refuse a waiting request, which holds nothing yet."""
         self._waiting.remove(waiter)
         waiter.future.set_exception(error)
 
     def _first_ones(self, waiters: Sequence[_Waiter]) -> list[_Waiter]:
-        """Of each tenant that has no request admitted, its next one."""
+        """Return the next request of each tenant that has none admitted."""
         first: dict[str, _Waiter] = {}
         for waiter in waiters:
             first.setdefault(waiter.wanted.tenant.name, waiter)
         return [waiter for tenant, waiter in first.items() if not self._admitted[tenant]]
 
     def _in_order(self) -> list[_Waiter]:
-        """By what the requests of their tenants would hold with them, over their weights; see `PATIENCE_S`.
+        """Return the waiters, ordered by the bytes that their tenants would then hold, over their weights.
 
-        Programs do not count: who has large networks would always come last, and idle ones make room.
+        See `PATIENCE_S`. Programs do not count: a tenant with large networks would always come last, and idle
+        programs are evicted.
         """
         now, promised = self._now(), Counter[str]()
         ranked: list[tuple[tuple[float, float, int], _Waiter]] = []
@@ -471,9 +488,9 @@ class AdmissionQueue:
         return [waiter for _, waiter in sorted(ranked, key=lambda each: each[0])]
 
     def _may_hold(self, waiter: _Waiter, size: int, promised: int = 0) -> bool:
-        """Whether that is within its tenant's share of the memory; who has nothing gets the smallest anyway.
+        """Return whether the tenant's memory share allows it. A tenant with nothing gets the smallest size.
 
-        Idle programs do not count, but for the one that it would use.
+        Idle programs do not count, except the one that the request would use.
         """
         tenant, program = waiter.wanted.tenant, waiter.wanted.programs.get(size)
         if size == waiter.ask.smallest and not promised and not self._admitted[tenant.name]:
@@ -484,13 +501,13 @@ class AdmissionQueue:
         return held + promised + more <= tenant.memory_share * self._budget.total_bytes
 
     def _new_bytes(self, program: NeededProgram | None) -> int:
-        """What a program takes that is not there yet."""
+        """Return the bytes of a program that is not in the cache yet; else 0."""
         return program.nbytes if program is not None and program.key not in self._shelf else 0
 
     def _admit(self, waiter: _Waiter, granted: int, but: Collection[str]) -> bool:
-        """Take the memory for the size that was granted, or for the next smaller one; whether any can be had.
+        """Take memory for the granted size, or for the next smaller one; return whether any was free.
 
-        What was granted may not do after all: at another size it is another program, which has to be loaded.
+        The granted size may fail: at another size it is another program, which has to be loaded.
         """
         for size in reversed([size for size in waiter.ask.sizes if size <= granted]):
             program, nbytes = waiter.wanted.programs.get(size), waiter.wanted.nbytes[size]
@@ -516,11 +533,11 @@ class AdmissionQueue:
 
 
 def ask_for(number: int, wanted: AdmissionRequest, sizes: Sequence[int]) -> Ask:
-    """A request as the policy sees it: a line in the samples that is nowhere under what the sizes take.
+    """Return a request in the policy's form: a line in the samples that never lies below the sizes' bytes.
 
     Args:
         number: Its key.
-        sizes: Those that it may have, ascending.
+        sizes: Sizes that it may get, ascending.
     """
     first, *larger = sizes
     nbytes = wanted.nbytes

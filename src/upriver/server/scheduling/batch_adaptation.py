@@ -1,4 +1,4 @@
-"""Admission by memory: which of the waiting requests may begin, and how many samples each takes at once.
+"""Admit requests by memory: choose which may begin, and how many samples each runs at once.
 
 HAPI's batch adaptation: Guirguis, Petrescu, Dinu, Quoc, Picorel, Guerraoui, "Accelerating Transfer Learning
 with Near-Data Computation on Cloud Object Stores", arXiv:2210.08650v1 (2022), section 4.5, problem (1):
@@ -7,25 +7,25 @@ with Near-Data Computation on Cloud Object Stores", arXiv:2210.08650v1 (2022), s
     such that  b_min <= b_r <= b_max  for each request r
                sum over r of  b_r M_r(data) + M_r(model)  <=  M_total - M(occupied)
 
-and where that cannot be, the newest request is left out, and so on until it can.
+If the problem has no solution, the newest request is left out, and so on until it has one.
 
 Symbols
-    r                            an ``Ask``; those that are given come oldest first
+    r                            an ``Ask``; they are given oldest first
     b_r                          ``Grant.batch``, samples of one forward pass
     b_min, b_max                 ``Ask.least``, ``Ask.most``
     M_r(data)                    ``Ask.bytes_per_sample``
     M_r(model)                   ``Ask.program_bytes``
-    M_total - M(occupied)        ``free_bytes``: what the caller's budget has left; before it asks, it may let
-                                 go of programs that nobody uses
+    M_total - M(occupied)        ``free_bytes``: free bytes of the caller's budget, which may evict unused
+                                 programs before it asks
 
 Departures
-    - A network runs only at the sizes that it was captured for, so a request may have a list of them.
-    - Requests of one program share its weights: they count once, and not at all where they are loaded.
-    - What a request takes at any batch (buffers) is counted too. Neither it nor weights are a gain: what is
-      maximised is the sum of b_r M_r(data).
-    - A request that does not fit is never overtaken by a younger one in the same round, under either policy.
+    - A network runs only at the sizes that it was captured for, so a request may list them.
+    - Requests of one program share its weights: they count once, and not at all if they are loaded.
+    - Bytes that a request needs at any batch (buffers) count too. Neither they nor weights are a gain: the
+      objective is the sum of b_r M_r(data).
+    - No younger request overtakes one that does not fit in the same round, under either policy.
 
-``static`` is the paper's other way: one batch for all.
+``static`` is the paper's alternative: one batch for all.
 """
 
 from __future__ import annotations
@@ -47,40 +47,41 @@ import numpy.typing as npt
 from upriver.errors import ConfigError
 
 STATIC_BATCH = 16
-"""HAPI 2025, section 4.4, and the micro-batch of a job unless its user chooses another."""
+"""Batch of ``static``: HAPI 2025, section 4.4, and the default micro-batch of a job."""
 
 WITHIN = 0.01
-"""How far from the most memory that can be used ``adaptive`` may stay: what exactness would cost in time is
-not worth a hundredth of the memory."""
+"""Share by which ``adaptive`` may stay below the most usable memory.
+
+Exactness would cost more time than a hundredth of the memory is worth.
+"""
 
 MOST_SAMPLES = 1 << 31
-"""Of one batch: more than any memory holds, and products with it stay far from the end of 64 bits."""
+"""Most samples of one batch: more than any memory holds, and products with it stay far below 64 bits."""
 
 MOST_BYTES = 1 << 50
-"""Of one memory pool that larger batches may fill, a pebibyte: sums over thousands of requests then fit 64
-bits."""
+"""Most bytes of a pool that larger batches may fill, a pebibyte: sums over thousands fit 64 bits."""
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ask:
-    """A request that waits, as far as memory goes.
+    """Describe the memory of a waiting request.
 
     Attributes:
-        key: Names the request.
-        fixed_bytes: What it takes at any batch.
-        bytes_per_sample: What each sample of a forward pass takes.
-        program: Its weights, which all that name the same share; None without.
-        program_bytes: What they take.
+        key: Name of the request.
+        fixed_bytes: Bytes that it needs at any batch.
+        bytes_per_sample: Bytes for each sample of a forward pass.
+        program: Key of its weights, shared by all requests with the same key; None without.
+        program_bytes: Bytes of these weights.
         least: Fewest samples of a forward pass.
         most: Most samples of a forward pass.
-        sizes: The only batches that can be used, ascending; empty for every whole number.
-        smallest: The least batch that can be used.
-        smallest_bytes: What the request takes at it, without its program.
-        span: Samples by which the largest batch that can be used is larger.
-        packed: ``smallest``, ``bytes_per_sample`` and ``span`` as 64-bit numbers in the machine's order:
-            joined, a thousand of them are an array.
+        sizes: The only usable batches, ascending; empty if every whole number is usable.
+        smallest: The smallest usable batch.
+        smallest_bytes: Bytes at the smallest batch, without the program.
+        span: Samples by which the largest usable batch exceeds the smallest.
+        packed: ``smallest``, ``bytes_per_sample`` and ``span`` as 64-bit numbers in native byte order.
+            Joined, a thousand of them form an array.
     """
 
     key: Hashable
@@ -118,19 +119,19 @@ class Ask:
         object.__setattr__(self, "packed", struct.pack("=3q", self.smallest, per_sample, self.span))
 
     def near(self, batch: int) -> int:
-        """The largest batch that can be used and is not above ``batch``, or the smallest one."""
+        """Return the largest usable batch that is at most ``batch``, or the smallest usable one."""
         if not self.sizes:
             return min(max(batch, self.least), self.most)
         return self.sizes[max(0, bisect_right(self.sizes, batch) - 1)]
 
 
 class Grant(NamedTuple):
-    """A request that may begin. A tuple, since a thousand of them are made within a millisecond.
+    """Admit a request. A tuple, since a thousand grants are made within a millisecond.
 
     Attributes:
-        key: Of its ask.
+        key: Key of its ask.
         batch: Samples of one forward pass.
-        nbytes: What it takes, its program included where this is the first grant that brings it.
+        nbytes: Bytes that it needs; the first grant of a program includes the program.
     """
 
     key: Hashable
@@ -139,7 +140,7 @@ class Grant(NamedTuple):
 
 
 Policy: TypeAlias = Callable[..., list[Grant]]
-"""``policy(asks, free_bytes, loaded=…, most=…)``: the grants, in the order of the asks, oldest first."""
+"""Signature ``policy(asks, free_bytes, loaded=…, most=…)``; returns grants in the order of the asks."""
 
 
 def static(
@@ -150,13 +151,14 @@ def static(
     most: int | None = None,
     batch: int = STATIC_BATCH,
 ) -> list[Grant]:
-    """Admit requests in order at one batch, or what is nearest to it for each, while they fit.
+    """Admit requests in order at one batch, or at the nearest usable one, while they fit.
 
     Args:
-        asks: Oldest first. The first that does not fit ends the round: nobody overtakes a large one for ever.
-        free_bytes: What they may take together.
-        loaded: Programs that take nothing any more.
-        most: Grants at most; no limit if None.
+        asks: Oldest first. The first one that does not fit ends the round, so no request overtakes a large
+            one forever.
+        free_bytes: Bytes that they may need together.
+        loaded: Programs that need no further memory.
+        most: Most grants; no limit if None.
         batch: Samples of one forward pass.
     """
     asks = asks if most is None else asks[: max(0, most)]
@@ -175,16 +177,16 @@ def adaptive(
     loaded: AbstractSet[Hashable] = frozenset(),
     most: int | None = None,
 ) -> list[Grant]:
-    """Admit as many requests, oldest first, as fit at their least; then fill what is left by larger batches.
+    """Admit as many requests, oldest first, as fit at their smallest; then grow batches into the free rest.
 
     The sum of batch x ``bytes_per_sample`` is at least ``1 - WITHIN`` of the most that these requests can
     reach; see `_fill` for the reason.
 
     Args:
         asks: Oldest first.
-        free_bytes: What they may take together.
-        loaded: Programs that take nothing any more.
-        most: Grants at most; no limit if None.
+        free_bytes: Bytes that they may need together.
+        loaded: Programs that need no further memory.
+        most: Most grants; no limit if None.
     """
     asks = asks if most is None else asks[: max(0, most)]
     taken = _fitting(asks, map(_SMALLEST_BYTES, asks), free_bytes, loaded)
@@ -201,7 +203,7 @@ def adaptive(
 
 
 POLICIES: Mapping[str, Policy] = {"static": static, "adaptive": adaptive}
-"""By the names that an operator uses."""
+"""Policies by the names that an operator uses."""
 
 
 _KEY = attrgetter("key")
@@ -214,7 +216,7 @@ _SIZES = attrgetter("sizes")
 def _fitting(
     asks: Sequence[Ask], nbytes: Iterable[int], free_bytes: int, loaded: AbstractSet[Hashable]
 ) -> list[int]:
-    """What each takes, of the first ones that fit together; a program counts where it is first named."""
+    """Return the bytes of the first asks that fit together; a program counts where it is first named."""
     taken = list(nbytes)
     named = list(map(_PROGRAM, asks))
     first = dict(zip(reversed(named), reversed(range(len(named))), strict=True))
@@ -228,16 +230,16 @@ def _fitting(
 
 
 class _Choices(NamedTuple):
-    """What asks may take beyond their smallest batch; a number for each in every array, in samples.
+    """Describe the samples that asks may take beyond their smallest batch; every array has an entry for each.
 
     Attributes:
-        asked: Which ask it is.
+        asked: Index of the ask.
         per_sample: Bytes of a sample.
-        span: The most that fits the room if nobody else takes any; above 0.
-        first: The fewest that can be taken at all.
-        gap: The longest way from one batch to the next, up to ``span``.
-        unit: All that can be taken are multiples of it.
-        kind: The same number for all that have the same list of sizes.
+        span: Most samples that fit the room if no other ask takes any; above 0.
+        first: Fewest samples that can be taken.
+        gap: Largest step from one batch to the next, up to ``span``.
+        unit: Common divisor of all numbers of samples that can be taken.
+        kind: Number of the list of sizes; equal lists have equal numbers.
     """
 
     asked: Numbers
@@ -249,23 +251,24 @@ class _Choices(NamedTuple):
     kind: Numbers
 
     def of(self, chosen: npt.NDArray[Any]) -> _Choices:
-        """Of some of them: indices, or a mask."""
+        """Return some of them, by indices or a mask."""
         return _Choices(*(array[chosen] for array in self))
 
 
 def _fill(asks: Sequence[Ask], per_sample: Numbers, span: Numbers, room: int, *, sure: int) -> Numbers:
-    """Samples beyond its smallest batch for each ask, such that their bytes come close to ``room``.
+    """Return samples beyond its smallest batch for each ask, such that their bytes come close to ``room``.
 
-    That is a subset-sum problem with a choice of sizes: NP-hard, and easy to within a hundredth. Let ``opt``
-    be the most bytes that can be had, ``sure`` those of the smallest batches, and ``slack`` what may be
-    missed: ``WITHIN`` of ``sure`` and what is had, so no more than ``WITHIN`` of ``sure + opt``.
+    This is a subset-sum problem with a choice of sizes: NP-hard, and easy to within a hundredth. Let ``opt``
+    be the most bytes that can be reached, ``sure`` those of the smallest batches, and ``slack`` the allowed
+    miss: ``WITHIN`` of ``sure`` plus the bytes reached, hence at most ``WITHIN`` of ``sure + opt``.
 
-    `_greedy` goes from the coarsest ask to the finest. It ends with all that could be had, or with less
-    room left than the next step of every ask that could take more; then it has more than half of the room,
-    since the first ask it filled is no finer than that step. It is right within ``slack`` unless
-    few coarse asks decide, which `_search` then looks at. Two bounds tell: the room, rounded down to a
-    multiple of what divides everything, beyond which requests all alike never get; and what the largest asks
-    take, as many as can have anything at once, beyond which requests nearly alike never get.
+    `_greedy` goes from the coarsest ask to the finest. It ends in one of two ways. Either it took all that
+    exists, or less room is left than the next step of every ask that could take more. In the second case it
+    filled more than half of the room, since the first ask it filled is no finer than that step. Its result is
+    right within ``slack`` unless few coarse asks decide, which `_search` then examines. Two bounds tell the
+    cases apart. The first is the room, rounded down to a multiple of the common divisor of everything;
+    identical requests never exceed it. The second is the bytes of the largest asks, as many as can take
+    anything at once; nearly identical requests never exceed it.
 
     Args:
         asks: At least one.
@@ -291,7 +294,7 @@ def _fill(asks: Sequence[Ask], per_sample: Numbers, span: Numbers, room: int, *,
 
 
 def _choices(asks: Sequence[Ask], per_sample: Numbers, span: Numbers, room: int) -> _Choices:
-    """The coarsest first, the oldest first among equals; without those that cannot take more."""
+    """Return the choices of asks that can take more, coarsest first, among equals oldest first."""
     alone = room // per_sample
     span = np.minimum(span, alone)
     first = np.minimum(span, 1)
@@ -311,7 +314,7 @@ def _choices(asks: Sequence[Ask], per_sample: Numbers, span: Numbers, room: int)
 
 
 def _by_sizes(asks: Sequence[Ask]) -> Iterator[tuple[tuple[int, ...], Numbers]]:
-    """Which asks have which list of sizes; those that may use every whole number are left out."""
+    """Yield each list of sizes with the indices of its asks, except asks that may use any number."""
     numbered: defaultdict[tuple[int, ...], int] = defaultdict(count().__next__)
     number = np.fromiter(map(numbered.__getitem__, map(_SIZES, asks)), np.int64, len(asks))
     together = np.argsort(number, kind="stable")
@@ -322,10 +325,10 @@ def _by_sizes(asks: Sequence[Ask]) -> Iterator[tuple[tuple[int, ...], Numbers]]:
 
 
 def _greedy(asks: Sequence[Ask], choices: _Choices, room: int) -> Numbers:
-    """In order, each as much as still fits; in samples.
+    """Return the samples of each choice if each in order takes as much as still fits.
 
-    Asks that get all they can are taken in one go, and those that cannot take anything any more are jumped
-    over, so a thousand of them take some dozen steps.
+    Asks that get all they can are taken in one step, and asks that cannot take any more are skipped. So a
+    thousand asks need some dozen steps.
     """
     ends = np.cumsum(choices.span * choices.per_sample)
     smallest = choices.first * choices.per_sample
@@ -350,24 +353,23 @@ def _greedy(asks: Sequence[Ask], choices: _Choices, room: int) -> Numbers:
 
 
 def _search(asks: Sequence[Ask], choices: _Choices, room: int, *, width: int, enough: int) -> Numbers:
-    """What comes within ``2 (width - 1)`` bytes of the most, or reaches ``enough``; in samples.
+    """Return samples whose bytes come within ``2 (width - 1)`` of the most, or reach ``enough``.
 
-    Only asks with a step of more than ``width`` are searched; the others then take what is left, and either
-    get all they can, or leave less than ``width``. Of those that are searched `_telling` keeps enough to come
-    within ``width - 1`` bytes of the best, and thinning loses as much once more, however many they are:
+    The search covers only asks with a step of more than ``width``. The others then take the rest: they either
+    get all they can, or leave less than ``width``. Among the searched asks `_telling` keeps enough to come
+    within ``width - 1`` bytes of the best. Thinning loses as much once more, for any number of asks:
 
-        Sums that can be reached are put into buckets of ``width`` bytes, and the least and the greatest of
-        each bucket are kept (Kellerer, Mansini, Pferschy, Speranza 2003, "relaxed dynamic programming").
-        Then every sum ``z`` that could be reached without thinning lies between two that are kept and are
-        less than ``width`` apart, or between one and the end of the room. That holds for 0; and if it holds
-        for ``z`` with the neighbours ``u`` and ``v``, then after one more choice ``c`` was added to all,
-        ``z + c`` lies between ``u + c`` and ``v + c``. Where both fall into the bucket of ``z + c``, its
-        least and its greatest are such neighbours. Where one falls into the bucket beside it, either a kept
-        sum of its own bucket lies on that side, or the nearest of the other bucket does, no further off than
-        ``u + c`` or ``v + c``.
+        Reachable sums are put into buckets of ``width`` bytes, and the least and the greatest of each bucket
+        are kept (Kellerer, Mansini, Pferschy, Speranza 2003, "relaxed dynamic programming"). Then every sum
+        ``z`` that is reachable without thinning lies between two kept sums that are less than ``width``
+        apart, or between one and the end of the room. This holds for 0. If it holds for ``z`` with the
+        neighbours ``u`` and ``v``, then after one more choice ``c`` was added to all, ``z + c`` lies between
+        ``u + c`` and ``v + c``. If both fall into the bucket of ``z + c``, its least and its greatest are
+        such neighbours. If one falls into the adjacent bucket, either a kept sum of the own bucket lies on
+        that side, or the nearest of the adjacent bucket does, no further off than ``u + c`` or ``v + c``.
 
-    Greedy had more than half of the room, so there are some 400 buckets at most; and an ask that may use
-    every whole number has ``b_min`` steps among its sure bytes, so no more than ``200 / b_min`` of them are
+    `_greedy` filled more than half of the room, so there are at most some 400 buckets. An ask that may use
+    every whole number has ``b_min`` steps among its sure bytes, so at most ``200 / b_min`` of them are
     searched.
 
     Args:
@@ -391,12 +393,12 @@ def _search(asks: Sequence[Ask], choices: _Choices, room: int, *, width: int, en
 
 
 class _Step(NamedTuple):
-    """One step of the search.
+    """Record one step of the search.
 
     Attributes:
-        place: Which of the choices.
-        part: Bytes of which it may take one number, or none.
-        before: Sums that were kept until then.
+        place: Index of the choice.
+        part: Bytes, of which the choice may take one entry or none.
+        before: Sums that were kept before the step.
     """
 
     place: int
@@ -405,11 +407,11 @@ class _Step(NamedTuple):
 
 
 def _telling(choices: _Choices, room: int, width: int) -> npt.NDArray[np.intp]:
-    """Of choices that can hardly be told apart the largest and the smallest, as many as fit; in order.
+    """Return indices, ascending, of the largest and smallest of nearly equal choices, as many as fit.
 
-    Those that offer the same batches, and whose largest differ by less than ``width`` bytes, are alike. Put
-    the smallest of them in place of those that the best choice takes, then one after the other the largest:
-    that begins no higher than the best, ends no lower, and no step is ``width`` bytes or more.
+    Choices with the same batches, whose largest differ by less than ``width`` bytes, are nearly equal.
+    Replace those that the best solution takes by the smallest, then one after the other by the largest. The
+    sum starts no higher than the best, ends no lower, and no step is ``width`` bytes or more.
     """
     largest = choices.span * choices.per_sample
     order = np.lexsort((choices.kind, choices.span, largest // width))  # stable: the coarsest first in each
@@ -424,7 +426,7 @@ def _telling(choices: _Choices, room: int, width: int) -> npt.NDArray[np.intp]:
 
 
 def _parts(asks: Sequence[Ask], choices: _Choices, places: Sequence[int]) -> Iterator[tuple[int, Numbers]]:
-    """What asks may take, in bytes, by their places: sets of which each gives one of its numbers or none."""
+    """Yield the bytes that asks may take, with their places: each array gives one of its entries or none."""
     for place in places:
         ask, span = asks[int(choices.asked[place])], int(choices.span[place])
         if ask.sizes:
@@ -432,14 +434,14 @@ def _parts(asks: Sequence[Ask], choices: _Choices, places: Sequence[int]) -> Ite
             yield place, beyond[beyond <= span] * ask.bytes_per_sample
             continue
         power = 1
-        while span:  # 1, 2, 4, … and what remains: some of them sum to every whole number
+        while span:  # 1, 2, 4, … and the rest: subsets of them sum to every whole number
             samples = min(power, span)
             yield place, np.array([samples * ask.bytes_per_sample], np.int64)
             span, power = span - samples, 2 * power
 
 
 def _thinned(sums: Numbers, room: int, width: int) -> Numbers:
-    """The least and the greatest sum of each bucket, ascending."""
+    """Return the least and the greatest sum of each bucket, ascending."""
     sums = np.sort(sums[sums <= room])
     bucket = sums // width
     edge = np.ones(len(sums) + 1, np.bool_)
@@ -448,7 +450,7 @@ def _thinned(sums: Numbers, room: int, width: int) -> Numbers:
 
 
 def _traced(steps: Sequence[_Step], total: int, choices: _Choices) -> Numbers:
-    """By which steps a sum was reached; in samples."""
+    """Return the samples of the steps by which a sum was reached."""
     taken = np.zeros(len(choices.asked), np.int64)
     for step in reversed(steps):
         left = total - np.append(0, step.part)
@@ -460,14 +462,14 @@ def _traced(steps: Sequence[_Step], total: int, choices: _Choices) -> Numbers:
 
 
 def _largest(choices: _Choices, room: int) -> int:
-    """Bytes of the largest of them, as many as can have anything at once."""
+    """Return the bytes of the largest choices, as many as can take anything at once."""
     fitting = room // int((choices.first * choices.per_sample).min())
     largest = choices.span * choices.per_sample
     return int(np.sort(largest)[-fitting:].sum())
 
 
 def _total(choices: _Choices) -> int:
-    """Bytes of all that could be taken."""
+    """Return the bytes of all samples that could be taken."""
     return _bytes(choices.span, choices.per_sample)
 
 

@@ -1,4 +1,4 @@
-"""Places that tenants share, of requests or of connections: none of them takes the last ones from others."""
+"""Limit concurrent requests or connections, so that no tenant takes the last places from others."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Iterable
 
 KEPT_SHARE = 0.5
-"""Of the places, what is kept at most for tenants that have none: many who never come must not leave next to
-nothing to those who do."""
+"""Largest share of the places that is kept for tenants without one.
+
+Many tenants that never come must not leave almost nothing to the others.
+"""
 
 
 class ConcurrencyLimit:
-    """So many at once. Belongs to the event loop's thread.
+    """Limit the places in use at once. All methods belong to the event loop's thread.
 
-    Who has a place already leaves one for each other tenant that has none, see `KEPT_SHARE`.
+    A tenant with a place leaves one for each other tenant that has none; see `KEPT_SHARE`.
 
     Args:
-        most: How many there are.
-        tenants: Names of those who may come.
+        most: Number of places.
+        tenants: Names of the tenants that may come.
     """
 
     def __init__(self, most: int, tenants: Iterable[str]) -> None:
@@ -26,22 +28,22 @@ class ConcurrencyLimit:
 
     @property
     def taken(self) -> int:
-        """Those of all tenants."""
+        """Places that all tenants use."""
         return self._of.total()
 
     def taken_by(self, tenant: str) -> int:
-        """Those of one."""
+        """Return the places that one tenant uses."""
         return self._of[tenant]
 
     def take(self, tenant: str) -> bool:
-        """Take a place until it is given back; whether there is one."""
+        """Take a place until it is given back; return whether one was free."""
         if self.taken + self._kept_from(tenant) >= self._most:
             return False
         self._of[tenant] += 1
         return True
 
     def give_back(self, tenant: str) -> None:
-        """A place that was taken is free again."""
+        """Free a place that was taken."""
         self._of[tenant] -= 1
         if not self._of[tenant]:
             del self._of[tenant]

@@ -1,41 +1,40 @@
-"""Who computes next: turns that are dealt fairly between tenants, by the seconds they take.
+"""Deal turns fairly between tenants, by the seconds that the turns take.
 
 Deficit round robin: Shreedhar, Varghese, "Efficient Fair Queuing Using Deficit Round-Robin", IEEE/ACM
 Transactions on Networking 4(3), 1996.
 
 Symbols
-    flow                         a tenant with turns waiting
+    flow                         a tenant with waiting turns
     packet, its size             a turn (one forward pass), its estimated seconds
-    DC_i, deficit counter        ``_Tenant.deficit_s``: seconds a tenant has been granted and not used
-    Q_i, quantum                 what every tenant is granted in a round, in proportion to its weight
+    DC_i, deficit counter        ``_Tenant.deficit_s``: seconds granted to a tenant and not used
+    Q_i, quantum                 seconds granted to every tenant in a round, in proportion to its weight
 
 Departures
-    - The quantum is not fixed. Each round grants the least with which somebody can go: with ``h`` the seconds
-      of a tenant's next turn, the smallest ``(h - deficit) / weight``, times each one's weight. So a tenant
-      has at most one turn in a round, and the turns of tenants interleave as finely as can be. A fixed
-      quantum that does for the longest turn and the smallest weight would let the others have many turns in
-      a row. Dealing one turn costs a look at every tenant that waits, of which there are few.
-    - Among those who can go, the one goes that has gone without for longest.
-    - Estimates are put right afterwards: `Turns.spent` moves the deficit by what they were wrong.
-    - Within a tenant its requests take turns, and within a request turns come in the order in which they
-      were asked for; if that is said, a request has one turn at a time, and until it is over what it asks for
-      beside it does not count as waiting.
+    - The quantum is not fixed. Each round grants the least with which a tenant can go: with ``h`` the seconds
+      of a tenant's next turn, the smallest ``(h - deficit) / weight``, times each tenant's weight. So a
+      tenant has at most one turn in a round, and the turns of tenants interleave as finely as possible. A
+      fixed quantum that suffices for the longest turn and the smallest weight would let other tenants have
+      many turns in a row. Dealing one turn inspects every waiting tenant, of which there are few.
+    - Among the tenants that can go, the one goes whose last turn is longest ago.
+    - Estimates are corrected afterwards: `Turns.spent` moves the deficit by the error.
+    - The requests of a tenant alternate. The turns of a request come in the order of the calls. With
+      ``one_each`` a request has one turn at a time; until it ends, the request's further turns do not count
+      as waiting.
 
 Bound
-    Let tenants i and j both have turns waiting throughout some interval, let ``S`` be the seconds (as
-    estimated) of the turns they were given in it, and ``M`` the longest turn each asked for. Every round
-    grants both the same for their weight, ``C_i / w_i = C_j / w_j``, and ``S`` is ``C`` less what the deficit
-    grew by. A deficit is never below 0, as nobody goes on less than a turn takes, nor above ``M``, as no
-    round grants anybody more than its next turn lacks; so it changes by ``M`` at most, and
+    Let tenants i and j both have waiting turns throughout some interval. Let ``S`` be the estimated seconds
+    of the turns that each was given in it, and ``M`` the longest turn each asked for. Every round grants both
+    the same for their weight, ``C_i / w_i = C_j / w_j``, and ``S`` is ``C`` less the growth of the deficit. A
+    deficit is never below 0, as no tenant goes on less than a turn takes. It is never above ``M``, as no
+    round grants a tenant more than its next turn lacks. So it changes by ``M`` at most, and
 
         | S_i / w_i - S_j / w_j |  <=  M_i / w_i + M_j / w_j
 
-    however long the interval: one turn of each. It holds for any number of slots. In seconds that turns took,
-    rather than were estimated to take, add what estimates that are not put right yet are wrong by.
+    for an interval of any length: one turn of each. The bound holds for any number of slots. In seconds that
+    turns took, rather than estimated ones, add the error of estimates that are not corrected yet.
 
-    Likewise, beside what is being computed, a turn of ``h`` seconds that tenant i asks for while it has none
-    is preceded by at most ``h w_j / w_i + M_j`` seconds of each other tenant j: its share meanwhile, and one
-    turn.
+    Let tenant i ask for a turn of ``h`` seconds while it has none. Besides the turns being computed, at most
+    ``h w_j / w_i + M_j`` seconds of each other tenant j precede it: its share meanwhile, and one turn.
 """
 
 from __future__ import annotations
@@ -49,11 +48,13 @@ from dataclasses import dataclass, field
 from upriver.types import require_finite
 
 LEAST_S = 1e-3
-"""No turn counts for less: handing a micro-batch to a worker and its answer back takes as long, and what
-costs nothing could be had for ever."""
+"""Least seconds of a turn: sending a micro-batch to a worker and its answer back takes as long.
+
+A turn that costs nothing could be had forever.
+"""
 
 ROUNDING_S = 1e-9
-"""Seconds, for a weight of 1, by which sums of seconds may be off; those that differ by less are equal."""
+"""Seconds, for a weight of 1, by which sums of seconds may be off. Sums that differ by less are equal."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -66,12 +67,12 @@ class _Turn:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Tenant:
-    """A tenant that has turns, waiting or taken.
+    """Hold a tenant with turns, waiting or taken.
 
     Attributes:
-        requests: Turns that wait, by request; the request whose turn is next comes first.
-        taken: Turns it has now.
-        last: The number of its last turn; 0 before it had one.
+        requests: Waiting turns by request; the request whose turn is next comes first.
+        taken: Turns that it has now.
+        last: Number of its last turn; 0 before the first.
     """
 
     name: str
@@ -90,10 +91,10 @@ class _Tenant:
         return sum(turn.seconds for turns in self.requests.values() for turn in turns)
 
     def head(self, busy: Container[Hashable] = ()) -> _Turn | None:
-        """Its next turn; those that were given up and are still here are dropped.
+        """Return its next turn; drop turns that were cancelled and are still listed.
 
         Args:
-            busy: Requests that get none now.
+            busy: Requests that get no turn now.
         """
         for request, turns in tuple(self.requests.items()):
             while turns and turns[0].granted.done():
@@ -105,14 +106,14 @@ class _Tenant:
         return None
 
     def take(self, turn: _Turn) -> None:
-        """The next turn of a request waits no more; other requests of this tenant come first then."""
+        """Stop a request's next turn from waiting; other requests of its tenant come first then."""
         turns = self.requests.pop(turn.request)
         turns.popleft()
         if turns:
             self.requests[turn.request] = turns
 
     def drop(self, turn: _Turn) -> None:
-        """A turn that is given up, if it still waits."""
+        """Remove a cancelled turn if it still waits."""
         turns = self.requests.get(turn.request)
         if turns is not None and turn in turns:
             turns.remove(turn)
@@ -121,41 +122,41 @@ class _Tenant:
 
 
 class Turns:
-    """Deals turns. Belongs to the event loop's thread.
+    """Deal turns. All methods belong to the event loop's thread.
 
-    A free slot is never kept while anybody waits.
+    A free slot is never kept while a turn waits.
 
     Args:
-        slots: Turns that are taken at once: as many as there are workers.
-        one_each: Whether a request has one turn at a time, however many it asks for: as where memory was
-            admitted for one.
+        slots: Turns that run at once: the number of workers.
+        one_each: Whether a request has one turn at a time, even if it asks for more: for example if memory
+            was admitted for one.
     """
 
     def __init__(self, slots: int, *, one_each: bool = False) -> None:
         self._slots = _checked(slots)
         self._one_each = one_each
-        self._busy: set[Hashable] = set()  # requests that have a turn, where they may have one
-        self._tenants: dict[str, _Tenant] = {}  # those with turns, in the order in which they came
+        self._busy: set[Hashable] = set()  # requests that have a turn, with `one_each`
+        self._tenants: dict[str, _Tenant] = {}  # tenants with turns, in order of arrival
         self._taken: set[_Turn] = set()
         self._number = 0
 
     def set_slots(self, slots: int) -> None:
-        """There are more workers now, or fewer; whoever has a turn keeps it."""
+        """Set the number of slots to that of the workers; running turns continue."""
         self._slots = _checked(slots)
         self._deal()
 
     @property
     def waiting(self) -> int:
-        """Turns that wait."""
+        """Number of waiting turns."""
         return sum(tenant.waiting for tenant in self._tenants.values())
 
     @property
     def taken(self) -> int:
-        """Turns that are taken now."""
+        """Number of running turns."""
         return len(self._taken)
 
     def waiting_of(self, tenant: str) -> int:
-        """Turns of a tenant that wait."""
+        """Return the number of a tenant's waiting turns."""
         return self._tenants[tenant].waiting if tenant in self._tenants else 0
 
     @asynccontextmanager
@@ -167,10 +168,10 @@ class Turns:
         A tenant's next turn can follow its last one at once only if it waits by then.
 
         Args:
-            tenant: Whose turn.
-            weight: Its share relative to others; the latest counts for all its turns.
-            request: Whose turn within the tenant; turns of one request come in the order they were asked for.
-            seconds: What it will take, as far as known.
+            tenant: Name of the tenant.
+            weight: Its share relative to others; the latest value counts for all its turns.
+            request: Key of the request within the tenant; its turns come in the order of the calls.
+            seconds: Estimated duration.
         """
         require_finite("weight", weight, positive=True)
         require_finite("seconds", seconds)
@@ -186,7 +187,7 @@ class Turns:
             self._end(turn)
 
     def spent(self, tenant: str, estimated_s: float, took_s: float) -> None:
-        """Put an estimate right, at best before the turn ends.
+        """Correct an estimate, preferably before the turn ends.
 
         A tenant without turns is not remembered, and one that does not wait keeps no credit.
         """
@@ -196,10 +197,10 @@ class Turns:
             self._settle(known)
 
     def expected_wait_s(self, tenant: str, weight: float) -> float:
-        """Seconds until a turn would come that a further request of a tenant asked for now, roughly.
+        """Estimate the seconds until a further request of a tenant would get a turn.
 
-        Half of what is being computed, one turn of each request of the tenant, and what others get meanwhile:
-        as their weights are, at least their next turn each, at most all that waits.
+        The sum is half of the running turns, one turn of each request of the tenant, and the turns of others
+        meanwhile. Others get turns by weight, at least their next one each, at most all that wait.
         """
         queues = {name: known for name, known in self._tenants.items() if known.waiting}
         if not queues and len(self._taken) < self._slots:
@@ -225,7 +226,7 @@ class Turns:
         return turn
 
     def _give_up(self, turn: _Turn) -> None:
-        """Whoever waited does not any more; the turn may have come in that very moment."""
+        """Cancel a turn, which may have been granted at that very moment."""
         if turn in self._taken:
             turn.tenant.deficit_s += turn.seconds
             self._end(turn)
@@ -241,7 +242,7 @@ class Turns:
         self._deal()
 
     def _settle(self, tenant: _Tenant) -> None:
-        """Who does not wait keeps no credit; who has no turn either is forgotten."""
+        """Clear the credit of a tenant that does not wait; remove one that has no turn either."""
         if not tenant.requests:
             tenant.deficit_s = min(tenant.deficit_s, 0.0)
             if not tenant.taken and self._tenants.get(tenant.name) is tenant:
@@ -250,7 +251,7 @@ class Turns:
     # -------------------------------------------------------------------------------------- dealing
 
     def _deal(self) -> None:
-        """Give turns away while there are slots."""
+        """Grant turns while slots are free."""
         while len(self._taken) < self._slots:
             turn = self._due()
             if turn is None:
@@ -268,7 +269,7 @@ class Turns:
             turn.granted.set_result(None)
 
     def _due(self) -> _Turn | None:
-        """Grant everybody what makes somebody able to go, and say who goes; None where nobody waits."""
+        """Grant all tenants the least quantum that lets one go; return its turn, or None if none waits."""
         needs: list[tuple[float, _Turn]] = []
         for tenant in tuple(self._tenants.values()):
             head = tenant.head(self._busy)

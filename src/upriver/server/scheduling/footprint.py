@@ -1,6 +1,6 @@
-"""What a request takes of the server's memory: known before any of it is taken, and over-estimated.
+"""Estimate a request's memory on the server before it is allocated, as an upper bound.
 
-And what the program that it names takes of a request: a number of samples, tensors of a type and shape.
+Also read from the request's program which micro-batch, tensor types and shapes it expects.
 """
 
 from __future__ import annotations
@@ -25,54 +25,68 @@ from upriver.server.tenants import Tenant
 from upriver.types import MicroBatch
 
 TAIL_BYTES = 2 << 20
-"""Of an answer: while they wait for the socket the next micro-batch is computed. Some 20 ms at 1 Gbit/s, in
-which its reader asks for more if it reads at all."""
+"""Bytes of an answer that may wait for the socket while the next micro-batch is computed.
+
+Some 20 ms at 1 Gbit/s, in which a live reader asks for more.
+"""
 
 COPIES = 3
-"""Of a micro-batch's stored bytes: as the store gave them and as the worker reads them, while it computes,
-and those of the next one, which are read meanwhile."""
+"""Copies of a micro-batch's stored bytes: from the store, in the worker, and of the next micro-batch.
+
+The worker holds its copy while it computes, and the next one is read meanwhile.
+"""
 
 UNSEEN = 8
-"""Over stored bytes: images that are not brought to one size, since what these take is known only when they
-are there. A JPEG is decoded to five times its bytes as a rule; should that not do, what is missing is asked
-for before it is taken."""
+"""Multiple of the stored bytes for images of unknown size, which are not resized to one size.
+
+A JPEG usually decodes to five times its bytes. If the estimate is too low, the worker asks for the missing
+bytes before it allocates them.
+"""
 
 DECODING_BYTES = 192 << 20
-"""Each worker's own, for one image at a time while it is decoded and changed: a JPEG of 16 megapixels, say.
-For a larger one it asks first, as only the image itself tells."""
+"""Memory of each worker to decode and change one image at a time, say a JPEG of 16 megapixels.
+
+The worker asks for more before a larger image, since only the image itself tells its size.
+"""
 
 FLOAT = 4
-"""Pixels as a tensor, over their bytes."""
+"""Multiple of the bytes of pixels that they need as a tensor."""
 
 ANSWER_BYTES = 3 << 20
-"""Of every request: the end of an answer that may wait for its reader (`TAIL_BYTES`), and what Python, HTTP
-and the socket hold of it."""
+"""Memory of every request: `TAIL_BYTES`, and the copies in Python, HTTP and the socket."""
 
 GRAPH_FACTOR = 24
-"""A graph in a worker's memory, as objects, over its bytes as JSON, at most."""
+"""Most bytes of a graph as objects in a worker, as a multiple of its bytes as JSON."""
 
 WEIGHED_BYTES = 1 << 20
-"""Of graphs as JSON that a worker keeps as objects for the next question: of one network a client asks for
-some cuts in a row. They count among what idle workers hold, so a larger graph is held for by itself."""
+"""Bytes of graphs as JSON that a worker keeps as objects for the next question.
+
+A client asks for some cuts of one network in a row. These bytes count as memory of idle workers. A larger
+graph gets memory of its own.
+"""
 
 MAX_WEIGHED = 4096
-"""Stretches whose weight is remembered: three numbers each."""
+"""Stage ranges whose footprints are remembered: three numbers each."""
 
 MAX_FORMS = MAX_WEIGHED
-"""Positions of programs of which it is remembered what they take, as many as stretches: a graph that is read
-for a request is read in the event loop, where all others wait."""
+"""Positions of programs whose footprints are remembered, as many as stage ranges.
+
+A graph is read in the event loop, where all other requests wait.
+"""
 
 MAX_FORM_TENSORS = 65_536
-"""Tensors that these take together: each is a type and a shape, some hundred bytes. One position may take a
-thousand."""
+"""Tensors that these positions may have together: each is a type and a shape, some hundred bytes.
+
+One position may have a thousand.
+"""
 
 END = -1
-"""In place of a stretch's stop: the program's last stage, which the front does not know."""
+"""Replaces the stop of a stage range: the program's last stage, which the front does not know."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageRange:
-    """Stages [start, stop) of a program; `END` as ``stop`` means all from there on."""
+    """Select stages [start, stop) of a program; `END` as ``stop`` selects all from ``start`` on."""
 
     key: str
     start: int
@@ -80,17 +94,17 @@ class StageRange:
 
 
 class Scales(Protocol):
-    """Works out what a stretch takes: a worker does, for a graph is a stranger's."""
+    """Compute the footprint of a stage range. A worker does so, since a graph may come from anyone."""
 
     async def weigh(self, graph: SealedFile, stretch: StageRange, tenant: Tenant) -> Weighed:
-        """Its peak, and what crosses at its end; in the tenant's turn."""
+        """Return its peak, and the bytes that cross at its end; runs in the tenant's turn."""
 
 
 class Weights:
-    """What stretches of programs take; each is worked out once, however many ask.
+    """Cache the footprints of stage ranges; each is computed once, for all concurrent requests.
 
     Args:
-        scales: Works it out.
+        scales: Computes them.
     """
 
     def __init__(self, scales: Scales) -> None:
@@ -100,11 +114,11 @@ class Weights:
         self._waiting: Counter[StageRange] = Counter()
 
     async def of(self, graph: SealedFile, stretch: StageRange, tenant: Tenant) -> Weighed:
-        """What the stretch of a tenant's program takes.
+        """Return the footprint of a stage range of a tenant's program.
 
         Raises:
-            Overloaded: If there is no memory to work it out.
-            UpriverError: If the graph is not sound, or has no such stages.
+            Overloaded: If there is no memory to compute it.
+            UpriverError: If the graph is invalid, or has no such stages.
         """
         if stretch in self._known:
             self._known.move_to_end(stretch)
@@ -112,7 +126,7 @@ class Weights:
         task = self._asked.get(stretch) or self._ask(graph, stretch, tenant)
         self._waiting[stretch] += 1
         try:
-            # Shielded: others may wait for the same when this request is given up.
+            # Shielded: other requests may wait for the same range when this request is cancelled.
             return await asyncio.shield(task)
         finally:
             self._waiting[stretch] -= 1
@@ -129,7 +143,7 @@ class Weights:
         return task
 
     def _nobody_waits(self, stretch: StageRange, task: asyncio.Task[Weighed]) -> None:
-        """Then it need not be worked out any more."""
+        """Cancel a computation that no request waits for."""
         del self._waiting[stretch]
         if not task.done():
             del self._asked[stretch]
@@ -175,13 +189,13 @@ class _Body(msgspec.Struct):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositionFootprint:
-    """What a program takes at a position.
+    """Describe the tensors that a program expects at a position.
 
     Attributes:
         micro_batch: Samples of a run.
-        count: How many tensors.
-        tensors: Type and shape of each, up to the default of `Caps.tensors`: where an operator allows more in
-            a frame, workers look at the others.
+        count: Number of tensors.
+        tensors: Type and shape of each, up to the default of `Caps.tensors`. If an operator allows more in a
+            frame, workers check the others.
     """
 
     micro_batch: int
@@ -189,7 +203,7 @@ class PositionFootprint:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
     def check_size(self, micro_batch: int) -> None:
-        """Whether it was made for micro-batches of this size.
+        """Check that the program was made for micro-batches of this size.
 
         Raises:
             ProtocolError: If it was not.
@@ -200,10 +214,10 @@ class PositionFootprint:
             )
 
     def check_given(self, request: RunRequest, batches: Sequence[MicroBatch]) -> None:
-        """Whether what a request comes with is what it takes there, as far as that is known before it runs.
+        """Check that a request's inputs fit the program at this position, before it runs.
 
         Raises:
-            ProtocolError: If it is not.
+            ProtocolError: If they do not.
         """
         if request.dataset is not None and self.count != 1:
             raise ProtocolError(f"a dataset gives one tensor, and the program takes {self.count}")
@@ -223,10 +237,10 @@ class PositionFootprint:
 
 
 class ProgramFootprints:
-    """What programs take, as their graphs say: read here, once a worker has found them sound.
+    """Cache the inputs that programs expect. Their graphs are read here, after a worker validated them.
 
     Args:
-        hold: Keeps so much memory for a tenant while a graph is read.
+        hold: Holds this much memory for a tenant while a graph is read.
     """
 
     def __init__(self, hold: Callable[[int, Tenant], AbstractContextManager[object]]) -> None:
@@ -235,10 +249,10 @@ class ProgramFootprints:
         self._num_tensors = 0
 
     def of(self, key: str, graph: SealedFile, position: int, tenant: Tenant) -> PositionFootprint:
-        """What a tenant's program takes at a position that it has.
+        """Return the inputs of a tenant's program at an existing position.
 
         Raises:
-            Overloaded: If there is no memory to read so large a graph now.
+            Overloaded: If there is no memory now to read a graph of this size.
         """
         found = self._known.get((key, position))
         if found is None:
@@ -255,7 +269,7 @@ class ProgramFootprints:
 
 
 def read_form(graph: bytes | memoryview, position: int) -> PositionFootprint:
-    """What a sound graph takes at a position that it has."""
+    """Return the inputs of a valid graph at an existing position."""
     head = msgspec.json.decode(graph, type=_Head)
     values = {value.name: value for value in head.inputs}
     live: Sequence[str] = tuple(values)
@@ -273,41 +287,41 @@ def read_form(graph: bytes | memoryview, position: int) -> PositionFootprint:
 
 
 def unheld_bytes(graph: SealedFile) -> int:
-    """What a graph takes as objects, beyond what counts among what idle workers hold."""
+    """Return the bytes of a graph as objects, beyond those that count as memory of idle workers."""
     return GRAPH_FACTOR * max(0, graph.nbytes - WEIGHED_BYTES)
 
 
 def program_bytes(nbytes: int, *, graph_nbytes: int, workers: int, copies: int = 1) -> int:
-    """What a program takes that every worker has: its files once, its graph as objects in each.
+    """Return the bytes of a program in all workers: its files once, its graph as objects in each.
 
     Args:
-        nbytes: Of graph and weights file.
-        graph_nbytes: Of the graph alone.
-        workers: That may load it.
-        copies: Of its weights: one where workers share it, one each on an accelerator.
+        nbytes: Bytes of graph and weights file.
+        graph_nbytes: Bytes of the graph alone.
+        workers: Workers that may load it.
+        copies: Copies of its weights: one if workers share them, one each on an accelerator.
     """
     return graph_nbytes + copies * (nbytes - graph_nbytes) + GRAPH_FACTOR * graph_nbytes * workers
 
 
 def works_ahead(weighed: Weighed) -> bool:
-    """Whether a request may have one answer ready while the one before it waits for its reader.
+    """Return whether one answer may be ready while the one before waits for its reader.
 
-    Where an answer is no more than may wait anyway. A tenant's weight tells only if its next turn waits when
-    its last one ends.
+    It may if the answer is no larger than `TAIL_BYTES`, which may wait anyway. A tenant's weight has an
+    effect only if its next turn waits when the last one ends.
     """
     return weighed.out_bytes <= TAIL_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Input:
-    """What the largest micro-batch of a request takes before model stages.
+    """Describe the memory of a request's largest micro-batch before model stages.
 
     Attributes:
-        stored_bytes: As it is stored.
-        out_bytes: Where input stages leave it, with a row for each sample that it has room for; infinite
-            where only the samples tell.
-        unseen_bytes: The same as a rule, for those.
-        working_bytes: What a stage has at once for one sample.
+        stored_bytes: Bytes as stored.
+        out_bytes: Bytes after the input stages, with a row for each sample that it has room for; infinite if
+            only the samples tell.
+        unseen_bytes: Usual bytes in that case.
+        working_bytes: Bytes that a stage needs at once for one sample.
     """
 
     stored_bytes: int = 0
@@ -316,7 +330,7 @@ class Input:
     working_bytes: int = 0
 
     def peak_bytes(self, joined: int, out_bytes: float) -> int:
-        """At once: samples as they came, as they are done, these in one tensor or laid out, one in work."""
+        """Return the peak: samples as stored, finished, and joined or laid out, plus one in work."""
         return joined * self.stored_bytes + 2 * int(out_bytes) + self.working_bytes
 
 
@@ -327,13 +341,13 @@ def request_bytes(
     weighed: Mapping[int, Weighed],
     batches: Sequence[MicroBatch] = (),
 ) -> dict[int, int]:
-    """What a request takes beside its program, by the samples of one forward pass.
+    """Return the bytes of a request besides its program, by samples of one forward pass.
 
     Args:
-        request: What is asked for.
-        dataset: Where its samples come from; None where they came along.
-        weighed: By samples of a forward pass, what its model stages take; empty where it asks for none.
-        batches: What came along.
+        request: The request.
+        dataset: Source of its samples; None if they were sent along.
+        weighed: Footprint of its model stages, by samples of a forward pass; empty if it has none.
+        batches: The samples sent along.
     """
     sizes = tuple(weighed) or (request.micro_batch,)
     given = Input() if dataset is None else input_of(request, dataset, batches)
@@ -345,14 +359,14 @@ def _one_size(joined: int, given: Input, weighed: Weighed | None) -> int:
     if weighed is None:
         out = given.out_bytes if math.isfinite(given.out_bytes) else given.unseen_bytes
         return coming + max(given.peak_bytes(1, out), 2 * UNSEEN * given.stored_bytes)
-    # What goes into the model is part of its peak, so there is no more of it than that.
+    # The model's inputs are part of its peak, so they are no larger.
     before = given.peak_bytes(joined, min(joined * given.out_bytes, weighed.peak_bytes))
-    # What was laid out for the reader lies beside what the run still holds, and beside the answer before it.
+    # An answer laid out for the reader coexists with the memory of the run, and with the answer before.
     return coming + max(before, weighed.peak_bytes) + weighed.out_bytes * (2 if works_ahead(weighed) else 1)
 
 
 def input_of(request: RunRequest, dataset: Dataset, batches: Sequence[MicroBatch] = ()) -> Input:
-    """What a request's micro-batches take; each number is that of the one where it is largest."""
+    """Return the memory of a request's micro-batches; each number comes from the largest one."""
     counts = [len(ids) for ids in request.micro_batches]
     if request.given:
         stored = np.array([each.nbytes for batch in batches for each in batch.tensors], dtype=np.float64)

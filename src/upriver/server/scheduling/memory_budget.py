@@ -1,4 +1,4 @@
-"""The memory that requests may take together: how much there is, and who holds how much of it."""
+"""Account for the memory that requests may use together, by owner."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from upriver.text import bytes_text
 from upriver.types import require_finite
 
 BASE = "server"
-"""Owner of what is held before any request: idle workers."""
+"""Owner of memory that is held before any request: that of idle workers."""
 
 INDEXES = "indexes"
-"""Owner of what the indexes of datasets hold: tenants share them."""
+"""Owner of the memory of datasets' indexes, which tenants share."""
 
 
 def memory_budget(device: str, *, reserve: float, given: int | None, held_bytes: int = 0) -> int:
-    """Bytes that requests may take together on a device.
+    """Return the bytes that requests may use together on a device.
 
     Args:
-        device: Where workers compute.
-        reserve: Share of what is available that is left alone, in [0, 1).
-        given: What the operator says it is; worked out from the device, or the machine and the control groups
-            of this process, if None.
-        held_bytes: Available bytes that the server itself has taken already, and counts in its budget: on a
-            CPU what idle workers hold.
+        device: Device on which workers compute.
+        reserve: Share of the available bytes that is left free, in [0, 1).
+        given: Bytes that the operator sets. If None, they follow from the device, or from the machine and the
+            control groups of this process.
+        held_bytes: Bytes that the server itself has allocated already and counts in its budget: on a CPU
+            those of idle workers.
 
     Raises:
-        ConfigError: If nothing is left, or there is no such device.
+        ConfigError: If no bytes are left, or the device does not exist.
     """
     require_finite("memory_reserve", reserve)
     if reserve >= 1:
@@ -51,13 +51,13 @@ def memory_budget(device: str, *, reserve: float, given: int | None, held_bytes:
 
 
 class Budget:
-    """One pool of memory, of which parts are held. Belongs to the event loop's thread.
+    """Hold parts of one pool of memory. All methods belong to the event loop's thread.
 
     Args:
-        total_bytes: What there is.
+        total_bytes: Size of the pool.
 
     Attributes:
-        total_bytes: What there is.
+        total_bytes: Size of the pool.
     """
 
     def __init__(self, total_bytes: int) -> None:
@@ -70,57 +70,57 @@ class Budget:
 
     @property
     def reserved_bytes(self) -> int:
-        """What all hold together; never more than there is."""
+        """Bytes that are held in total; never more than ``total_bytes``."""
         return self._reserved_bytes
 
     @property
     def most_reserved_bytes(self) -> int:
-        """The most that was ever held at once."""
+        """Most bytes that were ever held at once."""
         return self._most_reserved_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What nobody holds."""
+        """Bytes that are not held."""
         return self.total_bytes - self._reserved_bytes
 
     @property
     def most_bytes(self) -> int:
-        """What can be had at best, whoever gives back: all but what is held before any request."""
+        """Most bytes that a request could have if all others were released: all but those held by `BASE`."""
         return self.total_bytes - self.held_by(BASE)
 
     def hold(self, nbytes: int, *, owner: str) -> Hold:
-        """Hold a part from here on until it is released.
+        """Hold a part until it is released.
 
         Args:
-            nbytes: How much; may be 0.
-            owner: On whose behalf: a tenant's name.
+            nbytes: Bytes; may be 0.
+            owner: Name of the tenant on whose behalf it is held.
 
         Raises:
-            DoesNotFit: If that much never is free.
-            Overloaded: If it is not free now.
+            DoesNotFit: If this many bytes are never free.
+            Overloaded: If they are not free now.
         """
         self._take(nbytes, owner, whole=nbytes)
         return Hold(self, nbytes, owner)
 
     def held_by(self, owner: str) -> int:
-        """Bytes that are held on behalf of an owner."""
+        """Return the bytes that are held on behalf of an owner."""
         return self._held[owner]
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Have ``listener`` called whenever bytes have come back, or could be had."""
+        """Call ``listener`` whenever bytes were released, or could be evicted."""
         self._listeners.append(listener)
 
     def changed(self) -> None:
-        """Some of what is held would be given back from here on if it were asked for."""
-        for listener in tuple(self._listeners):  # one may add another
+        """Notify the listeners that held bytes could now be evicted."""
+        for listener in tuple(self._listeners):  # a listener may add another
             listener()
 
     def check_fits(self, nbytes: int, *, beside: int = 0) -> None:
-        """Insist that one request may have so many bytes at some time.
+        """Check that one request may ever hold this many bytes.
 
         Args:
-            nbytes: What it is to hold.
-            beside: What it holds otherwise as long as it holds these.
+            nbytes: Bytes to hold.
+            beside: Bytes that it holds at the same time.
 
         Raises:
             DoesNotFit: If it never may.
@@ -154,10 +154,10 @@ class Budget:
 
 
 class Hold:
-    """A part of a budget; as a context manager it is released at the end of the block.
+    """Hold a part of a budget; a ``with`` block releases it at the end.
 
     Attributes:
-        owner: On whose behalf it is held.
+        owner: Name on whose behalf it is held.
     """
 
     def __init__(self, budget: Budget, nbytes: int, owner: str) -> None:
@@ -166,15 +166,15 @@ class Hold:
 
     @property
     def nbytes(self) -> int:
-        """How much; 0 once it is released."""
+        """Bytes held; 0 after the release."""
         return self._nbytes
 
     def resize(self, nbytes: int) -> None:
-        """Hold more, or less; after an error as much as before.
+        """Hold more bytes, or fewer; after an error as many as before.
 
         Raises:
-            DoesNotFit: If there never is that much.
-            Overloaded: If there is not that much more now, or all was released.
+            DoesNotFit: If this many bytes are never free.
+            Overloaded: If the further bytes are not free now, or the hold was released.
         """
         if self._released:
             raise Overloaded("the memory of this was given back: it is over")
@@ -188,7 +188,7 @@ class Hold:
             self._budget._give_back(-more, self.owner)
 
     def release(self) -> None:
-        """Give all of it back; once, however often it is called."""
+        """Release all bytes; further calls have no effect."""
         if not self._released:
             self._released = True
             nbytes, self._nbytes = self._nbytes, 0

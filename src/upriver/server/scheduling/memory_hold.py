@@ -1,4 +1,4 @@
-"""What a request holds of the memory budget, and for how long."""
+"""Hold parts of the memory budget for a request, its body and its answers."""
 
 from __future__ import annotations
 
@@ -12,21 +12,25 @@ from upriver.server.scheduling.memory_budget import Budget, Hold
 from upriver.server.tenants import Tenant
 
 MakeRoom = Callable[[int], object]
-"""Lets go of idle programs until so many bytes are free, if that can be."""
+"""Evict idle programs until this many bytes are free, if possible."""
 
 BODIES_SHARE = 0.5
-"""Of the memory, what bodies may hold together as they come and wait: requests that all have their body here
-and no memory to compute would wait for each other."""
+"""Share of the memory that bodies may hold together while they arrive and wait.
+
+Requests that all hold a body, with no memory left to compute, would wait for each other.
+"""
 
 DECISION_S = 10.0
-"""A worker's thread waits so long for the loop to say yes or no. It takes milliseconds; a loop that is being
-closed never does."""
+"""Seconds that a worker's thread waits for the event loop's decision.
+
+The decision takes milliseconds, but an event loop that is being closed never answers.
+"""
 
 
 class MemoryUse:
-    """Memory that is given back when the last user has left: the request, or a worker that is still at it.
+    """Release memory when its last user leaves: the request, or a worker that still computes for it.
 
-    As a context manager it has one more user while the block runs.
+    As a context manager it adds one user while the block runs.
     """
 
     def __init__(self, release: Callable[[], None]) -> None:
@@ -34,11 +38,11 @@ class MemoryUse:
         self._users = 0
 
     def enter(self) -> None:
-        """One more user."""
+        """Add a user."""
         self._users += 1
 
     def leave(self) -> None:
-        """One user less."""
+        """Remove a user."""
         self._users -= 1
         if not self._users:
             self._release()
@@ -57,10 +61,10 @@ class MemoryUse:
 
 
 class Bodies:
-    """Memory of the bodies that are being read, or wait in line.
+    """Hold the memory of bodies that are being read, or wait for admission.
 
     Args:
-        budget: Where it is held.
+        budget: Budget that provides the memory.
         make_room: See `MakeRoom`.
     """
 
@@ -69,7 +73,7 @@ class Bodies:
         self._nbytes = 0
 
     def hold(self, hold: Hold | None, nbytes: int, tenant: Tenant) -> Hold:
-        """Hold as much for one of them, or more than so far.
+        """Hold this many bytes for a body, or resize its hold to them.
 
         Raises:
             Overloaded: If there is no memory for it.
@@ -87,13 +91,13 @@ class Bodies:
         return hold
 
     def release(self, hold: Hold) -> None:
-        """One of them is not needed any more."""
+        """Release a body."""
         self._nbytes -= hold.nbytes
         hold.release()
 
 
 class Coming:
-    """A body that is being read: as much is held as has come, a step at a time."""
+    """Hold the memory of a body that is being read, in steps as it arrives."""
 
     STEP_BYTES = 1 << 20
 
@@ -103,11 +107,11 @@ class Coming:
 
     @property
     def nbytes(self) -> int:
-        """What is held for it."""
+        """Bytes held for the body."""
         return 0 if self._hold is None else self._hold.nbytes
 
     def room(self, nbytes: int) -> None:
-        """There are to be so many bytes.
+        """Hold at least this many bytes.
 
         Raises:
             Overloaded: If there is no memory for them.
@@ -118,19 +122,19 @@ class Coming:
         self._hold = self._bodies.hold(self._hold, wanted, self._tenant)
 
     def release(self) -> None:
-        """It is not needed any more; may be called again."""
+        """Release the body. May be called again."""
         if self._hold is not None:
             self._bodies.release(self._hold)
 
 
 class AnswerRoom:
-    """Whether an answer fits what a request holds; asked by a worker's thread, decided in the loop's.
+    """Decide whether an answer fits its request's memory. A worker's thread asks, the event loop decides.
 
     Args:
-        hold: The request's.
-        loop: The one that the hold belongs to.
+        hold: The request's memory.
+        loop: Event loop that the hold belongs to.
         make_room: See `MakeRoom`.
-        check_fits: Raises DoesNotFit where the request never may hold so many bytes.
+        check_fits: Raises DoesNotFit if the request may never hold this many bytes.
     """
 
     def __init__(
@@ -144,20 +148,20 @@ class AnswerRoom:
         self._beside = 0
 
     def __call__(self, nbytes: int) -> bool:
-        """Whether there is; what is missing is held from here on if so. Input stages are through.
+        """Return whether the answer fits, and hold the missing bytes if so. Call it after the input stages.
 
         Raises:
-            DoesNotFit: If there never is.
+            DoesNotFit: If the answer never fits.
         """
         if not self._beside and 2 * nbytes <= self._hold.nbytes:
             return True
         return self._decided(self._for_answer(nbytes))
 
     def beside(self, nbytes: int) -> bool:
-        """Whether so many bytes more are there, while input stages work: until it is asked for an answer.
+        """Return whether this many more bytes are available to input stages, until an answer is asked for.
 
         Raises:
-            DoesNotFit: If there never are.
+            DoesNotFit: If they never are.
         """
         return nbytes <= self._beside or self._decided(self._for_stages(nbytes))
 
@@ -170,7 +174,7 @@ class AnswerRoom:
             return False
 
     async def _for_answer(self, nbytes: int) -> bool:
-        """Twice an answer: what was laid out, beside what it was laid out from."""
+        """Reserve twice an answer: the source of the layout and its result coexist."""
         self._hold.resize(self._hold.nbytes - self._beside)
         self._beside = 0
         return self._grow(max(0, 2 * nbytes - self._hold.nbytes))

@@ -1,4 +1,4 @@
-"""What a stretch of a stranger's program takes, from its graph alone: worked out in a worker."""
+"""Compute the footprint of a stage range of an untrusted program from its graph alone, in a worker."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from upriver.server.scheduling.footprint import END
 log = logging.getLogger(__name__)
 
 MOST_RUNS = 64
-"""Of the weights of a stretch, which are one where no weight is read twice."""
+"""Most runs of numbers of a range's weights; there is one run if no weight is read twice."""
 
 
 class FootprintEstimator:
-    """Weighs stretches of one graph.
+    """Estimate the footprints of stage ranges of one graph.
 
     Args:
-        graph: From anyone.
-        device: Where it is to run.
-        caps: What it may declare at most.
+        graph: Untrusted graph.
+        device: Device that it will run on.
+        caps: Bounds on its declarations.
 
     Attributes:
-        nbytes: Of the graph, as JSON.
+        nbytes: Bytes of the graph as JSON.
 
     Raises:
-        ProgramError: If it is not sound.
+        ProgramError: If the graph is invalid.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FootprintEstimator:
         )
 
     def weigh(self, start: int, stop: int) -> Weighed:
-        """What stages [start, stop) take for one micro-batch.
+        """Return the footprint of stages [start, stop) for one micro-batch.
 
         Raises:
             ProtocolError: If there are no such stages.
@@ -76,7 +76,7 @@ class FootprintEstimator:
         )
 
     def _weights_of(self, start: int, stop: int) -> Runs:
-        """What some stages read, by numbers of the graph's weights."""
+        """Return the weights that some stages read, by their numbers in the graph."""
         keys = keys_read(self._graph, stop, start=start)
         return runs_of(number for number, weight in enumerate(self._graph.weights) if weight.key in keys)
 
@@ -89,7 +89,7 @@ class FootprintEstimator:
         return self._all_tensors(start, stop)
 
     def _all_tensors(self, start: int, stop: int) -> int:
-        """As if nothing were dropped before the end; twice, for what operators take beside their results."""
+        """Return a bound as if no tensor were freed before the end; twice, for operators' workspaces."""
         before = self._graph.stages[start - 1].stop if start else 0
         made = [
             output for node in self._graph.nodes[before:] for output in node.outputs if output is not None
@@ -99,9 +99,9 @@ class FootprintEstimator:
 
 
 def runs_of(numbers: Iterable[int]) -> Runs:
-    """Rising numbers as runs: the first of each and the one behind its last.
+    """Return ascending numbers as runs: the first of each, and one past its last.
 
-    Where there would be too many, the last one holds numbers that are none of these.
+    If there would be too many runs, the last one also holds numbers that are not among these.
     """
     runs: list[tuple[int, int]] = []
     for number in numbers:
@@ -114,7 +114,7 @@ def runs_of(numbers: Iterable[int]) -> Runs:
 
 
 def _peaks(graph: Graph, device: torch.device) -> StretchPeaks | None:
-    """None where the stages cannot run without data."""
+    """Return None if the stages cannot run without data."""
     try:
         return StretchPeaks(graph, device)
     except UpriverError as error:

@@ -1,33 +1,33 @@
-"""What work takes of a worker's time, from what it took."""
+"""Predict the worker seconds of work from those of earlier work."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 FIRST_GUESS_S = 0.1
-"""Of compute, for work that was never done here: a micro-batch of a small network."""
+"""Seconds of compute for unknown work: a micro-batch of a small network."""
 
 MAX_COSTS = 1024
 """Kinds of work whose seconds are remembered."""
 
 SMOOTH = 0.3
-"""Weight of the newest in the mean of what work of a kind takes."""
+"""Weight of the newest value in the moving mean of a kind's seconds."""
 
 
 class ServiceCosts:
-    """Seconds of compute by kind of work, as they were of late."""
+    """Track recent seconds of compute by kind of work."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[object, float] = OrderedDict()
 
     def of(self, work: object) -> float:
-        """What it will take: of unknown work, what a kind takes in the mean."""
+        """Return the expected seconds; for unknown work, the mean over the known kinds."""
         if work in self._known:
             return self._known[work]
         return sum(self._known.values()) / len(self._known) if self._known else FIRST_GUESS_S
 
     def saw(self, work: object, seconds: float) -> None:
-        """It took so long."""
+        """Record the seconds of some work."""
         before = self._known.get(work, seconds)
         self._known[work] = before + SMOOTH * (seconds - before)
         self._known.move_to_end(work)
