@@ -1,6 +1,6 @@
-"""Programs that are kept, and the memory they hold: what is in use stays, the rest goes when room is short.
+"""Cache programs and the memory that they hold: unused ones are evicted when memory is short.
 
-Everything belongs to the event loop's thread.
+All methods belong to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.scheduling.memory_budget import Budget, Hold
 
 RETRY_S = 2.0
-"""When to ask again where programs in use take all the room: a request is through in some seconds."""
+"""``Retry-After`` if programs in use fill the memory: a request ends within some seconds."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A program that is kept, or will be when it is loaded."""
+    """Hold a program that is kept, or will be once it is loaded."""
 
     owner: str
     hold: Hold
@@ -32,12 +32,12 @@ class _Entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CachedProgram:
-    """One program, for those who want to see.
+    """Describe one cached program for monitoring.
 
     Attributes:
-        owner: The tenant's name.
-        users: Requests that hold on to it.
-        loaded: Whether all of it is there that was asked for; it is being read otherwise.
+        owner: Name of the tenant.
+        users: Requests that hold it.
+        loaded: Whether all requested parts are here; if False, it is being read.
     """
 
     key: str
@@ -48,13 +48,13 @@ class CachedProgram:
 
 
 class ProgramCache:
-    """Keeps programs under a budget, least recently used out first.
+    """Keep programs within a budget; evict the least recently used first.
 
     Args:
-        budget: What they hold is held there.
-        most_bytes: That programs may hold while nobody uses them.
-        on_evict: Told each key that is not kept any more.
-        quotas: By owner, what its programs may hold while nobody uses them.
+        budget: Budget of the memory that they hold.
+        most_bytes: Bytes that unused programs may hold.
+        on_evict: Called with each evicted key.
+        quotas: Bytes that unused programs may hold, by owner.
     """
 
     def __init__(
@@ -84,26 +84,26 @@ class ProgramCache:
 
     @property
     def nbytes(self) -> int:
-        """What all of them hold."""
+        """Bytes that all programs hold."""
         return sum(entry.hold.nbytes for entry in self._entries.values())
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of what is kept or expected."""
+        """Return the keys of programs that are kept or expected."""
         return frozenset(self._entries)
 
     def files(self, key: str) -> ProgramFiles | None:
-        """The program, if it is there."""
+        """Return the program, or None if it is not here."""
         entry = self._entries.get(key)
         return None if entry is None else entry.files
 
     def idle_bytes(self, *, but: Collection[str] = (), owner: str | None = None) -> int:
-        """What could be had by letting go of programs that nobody uses, of all tenants or of one."""
+        """Return the bytes that evicting unused programs would free, of all tenants or of one."""
         idle = [self._entries[key] for key in self._idle(but)]
         return sum(entry.hold.nbytes for entry in idle if owner in (None, entry.owner))
 
     def make_room(self, nbytes: int, *, but: Collection[str] = ()) -> bool:
-        """Let go of idle programs until the budget has so many bytes; nothing goes where that cannot be."""
+        """Evict idle programs until ``nbytes`` are free in the budget, or evict none and return False."""
         if self._budget.free_bytes + self.idle_bytes(but=but) < nbytes:
             return False
         for key in self._idle(but):
@@ -113,11 +113,11 @@ class ProgramCache:
         return True
 
     def take(self, key: str, nbytes: int, *, owner: str) -> None:
-        """Hold on to a program; where it is not kept yet, its memory is held from here on.
+        """Hold a program; hold its memory too if it is not kept yet.
 
         Raises:
-            DoesNotFit: If there never is room for it.
-            Overloaded: If there is none now.
+            DoesNotFit: If there is never enough memory for it.
+            Overloaded: If there is no memory for it now.
         """
         if key not in self._entries:
             self._need(nbytes, whole=nbytes)
@@ -126,7 +126,7 @@ class ProgramCache:
         self._entries.move_to_end(key)
 
     def give_back(self, key: str) -> None:
-        """Nobody uses it on whoever's behalf this is called; `take` was."""
+        """Release a program that `take` held."""
         entry = self._entries[key]
         entry.users -= 1
         if entry.users:
@@ -134,12 +134,12 @@ class ProgramCache:
         if entry.files is None and entry.loading is None:
             self._drop(key)  # it was never loaded
         self._trim(entry.owner)
-        self._budget.changed()  # what is idle makes room
+        self._budget.changed()  # idle programs can be evicted
 
     async def load(self, key: str, read: Callable[[], Awaitable[ProgramFiles]]) -> ProgramFiles:
-        """A program that is held on to; read by the first who asks, while the others wait.
+        """Return a held program; the first caller reads it while others wait.
 
-        Its weights may still have to come: see `come`.
+        Its weights may still have to arrive: see `come`.
 
         Raises:
             UpriverError: If it cannot be read.
@@ -154,11 +154,11 @@ class ProgramCache:
         if entry.files is not None:
             return entry.files
         assert entry.loading is not None
-        # Shielded: others may wait for the same program when this request is given up.
+        # Shielded: other requests may wait for the same program when this one is cancelled.
         return await asyncio.shield(entry.loading)
 
     def come(self, key: str, files: ProgramFiles) -> None:
-        """More of its weights was asked for: it stays until that is there; if it does not come, it goes."""
+        """Keep a program while more of its weights are read; drop it if they do not arrive."""
         entry, cold = self._entries[key], files.cold
         if cold is None or entry.files is not files or entry.loading is not None:
             return
@@ -173,37 +173,37 @@ class ProgramCache:
         entry.loading.add_done_callback(lambda done: self._settle(key, entry, done))
 
     def coming(self, *, owner: str) -> Hold:
-        """Memory for a program that is being sent: none yet, and more with `grow`; `over` ends it."""
+        """Return memory for a program that is being uploaded: empty, enlarged by `grow`, ended by `over`."""
         return self._budget.hold(0, owner=owner)
 
     def grow(self, hold: Hold, nbytes: int) -> None:
-        """What is being sent takes so much by now.
+        """Enlarge the memory of an upload.
 
         Raises:
-            DoesNotFit: If there never is room for it.
-            Overloaded: If there is none now.
+            DoesNotFit: If there is never enough memory for it.
+            Overloaded: If there is no memory for it now.
         """
         if nbytes > hold.nbytes:
             self._need(nbytes - hold.nbytes, whole=nbytes)
             hold.resize(nbytes)
 
     def put(self, files: ProgramFiles, hold: Hold) -> None:
-        """What was sent is whole and sound: keep it, unless somebody has asked for it meanwhile."""
+        """Keep a complete and valid upload, unless a request has loaded the same program meanwhile."""
         if files.key not in self._entries:
             self._entries[files.key] = _Entry(hold.owner, hold, files=files)
 
     def over(self, key: str, hold: Hold) -> None:
-        """Nobody sends that program any more; what was not put is given back."""
+        """End an upload; release its memory unless it was `put`."""
         entry = self._entries.get(key)
         if entry is None or entry.hold is not hold:
             hold.release()
         if entry is None:
-            self._on_evict(key)  # a worker may have looked at it
+            self._on_evict(key)  # a worker may have loaded it
         self._trim(hold.owner)
         self._budget.changed()
 
     def drop_idle(self, owner: str, nbytes: int) -> None:
-        """Let go of what a tenant does not use, until it keeps at most so many bytes."""
+        """Evict a tenant's unused programs until its programs hold at most this many bytes."""
         mine = [key for key, entry in self._entries.items() if entry.owner == owner]
         kept = sum(self._entries[key].hold.nbytes for key in mine)
         for key in mine:
@@ -227,7 +227,7 @@ class ProgramCache:
         self._budget.changed()
 
     def _need(self, more: int, *, whole: int) -> None:
-        """Have room for so much more, of a program that takes so much in all."""
+        """Free ``more`` bytes for a program that needs ``whole`` bytes in all."""
         most = self._budget.most_bytes
         if whole > most:
             raise DoesNotFit(f"this program takes {whole} bytes of memory, and the server has {most}")
@@ -242,7 +242,7 @@ class ProgramCache:
         ]
 
     def _trim(self, owner: str) -> None:
-        """What nobody uses takes at most its share, and its owner's."""
+        """Evict unused programs beyond the limit of all, and beyond their owner's quota."""
         if owner in self._quotas:
             self.drop_idle(owner, self._quotas[owner])
         over = self.idle_bytes() - self._most_bytes

@@ -1,4 +1,4 @@
-"""Indexes that were opened, and what a tenant may see of them."""
+"""Open indexes of datasets, and check which samples a tenant may read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from upriver.text import bytes_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Open:
-    """An index that is kept.
+    """Hold an open index.
 
     Attributes:
-        holds: Memory of the index, and of what tenants may not read of it.
+        holds: Memory of the index, and of the lists of samples that tenants may not read.
     """
 
     dataset: Dataset
@@ -30,20 +30,20 @@ class _Open:
 
     @property
     def missing_bytes(self) -> int:
-        """What it takes and does not hold."""
+        """Bytes that it needs and does not hold."""
         held = sum(hold.nbytes for hold in self.holds)
         return self.dataset.nbytes + outside_nbytes(self.dataset) - held
 
 
 class Datasets:
-    """Opened indexes, least recently used out first.
+    """Keep open indexes; drop the least recently used first.
 
     Args:
-        stores: By the names that clients use.
-        prefix: The operator's, in every store.
-        most: Kept between requests.
-        most_bytes: Memory that opening one may take.
-        hold: Holds so many bytes for one, or raises `Overloaded`.
+        stores: Stores by the names that clients use.
+        prefix: The operator's prefix, in every store.
+        most: Indexes kept between requests.
+        most_bytes: Returns the bytes that opening one may need.
+        hold: Holds this many bytes for one, or raises `Overloaded`.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Datasets:
         self._opening: WeakValueDictionary[DatasetRef, asyncio.Lock] = WeakValueDictionary()
 
     async def get(self, ref: DatasetRef, tenant: Tenant) -> Dataset:
-        """The dataset.
+        """Return the dataset.
 
         Raises:
-            ObjectNotFound: If there is no store of that name that the tenant may see, or no such dataset.
-            Forbidden: If its samples lie where the server keeps its own.
+            ObjectNotFound: If the tenant may read no store of that name, or it has no such dataset.
+            Forbidden: If its samples lie under the server's own prefix.
             DatasetError: If it is damaged.
-            DoesNotFit: If opening its index takes more memory than that of one may.
+            DoesNotFit: If opening its index needs more memory than one index may have.
             Overloaded: If there is no memory for its index now.
         """
         store = self._stores.get(ref.store)
@@ -78,14 +78,14 @@ class Datasets:
                 _no_store(ref.store, [name for name in self._stores if tenant.may_read(name)])
             )
         opening = self._opening.setdefault(ref, asyncio.Lock())
-        async with opening:  # whoever asks meanwhile waits, and takes no memory for it
+        async with opening:  # concurrent callers wait, and need no memory for it
             if ref not in self._open:
                 await self._read(store, ref)
         self._open.move_to_end(ref)
         return self._open[ref].dataset
 
     async def _read(self, store: Store, ref: DatasetRef) -> None:
-        """Open an index in a thread, and hold what that takes before it is taken."""
+        """Open an index in a thread, and hold its memory before it is allocated."""
         loop, holds = asyncio.get_running_loop(), list[Hold]()
 
         def admit(nbytes: int) -> None:
@@ -100,7 +100,7 @@ class Datasets:
             for hold in holds:
                 hold.release()
             if not reading.cancelled():
-                reading.exception()  # of which nobody hears whose client has gone
+                reading.exception()  # if the client is gone, nothing else retrieves the exception
 
         reading = asyncio.ensure_future(asyncio.to_thread(_open, store, ref.digest, self._prefix, admit))
         reading.add_done_callback(release)
@@ -111,7 +111,7 @@ class Datasets:
         self._count(ref)
 
     async def _admit(self, nbytes: int, holds: list[Hold]) -> None:
-        """Hold so many bytes in all for an index that is being opened; others go for it.
+        """Hold this many bytes in all for an index that is being opened; drop other indexes for them.
 
         Raises:
             Overloaded: If there is no memory for it.
@@ -127,7 +127,7 @@ class Datasets:
                 return
 
     def _count(self, ref: DatasetRef) -> None:
-        """Hold what the index takes that was used last; others go for it, and then the index itself.
+        """Hold the bytes of the index that was used last; drop others for them, and finally the index itself.
 
         Raises:
             Overloaded: If there is no memory for it.
@@ -145,7 +145,7 @@ class Datasets:
                 return
 
     def drop_oldest(self) -> bool:
-        """Let go of the index that was used longest ago; whether there was one."""
+        """Drop the least recently used index; return whether there was one."""
         if not self._open:
             return False
         _, oldest = self._open.popitem(last=False)
@@ -154,19 +154,20 @@ class Datasets:
         return True
 
     async def ask(self, request: RunRequest, tenant: Tenant) -> Dataset | None:
-        """The dataset that a request names, if it names one, which the request fits and the tenant may read.
+        """Return the dataset that a request names, if any, after checking request and tenant against it.
 
         Raises:
-            ObjectNotFound: If it is not there.
-            Forbidden: If its samples lie where the tenant, or nobody, may read.
-            ProtocolError: If it has no such samples, or starts elsewhere.
-            Overloaded: If there is no memory for its index, or for what the tenant may not read of it, now.
+            ObjectNotFound: If it does not exist.
+            Forbidden: If its samples lie where this tenant, or every tenant, may not read.
+            ProtocolError: If it has no such samples, or starts at another position.
+            Overloaded: If there is no memory now for its index, or for the list of samples barred to the
+                tenant.
         """
         if request.dataset is None:
             return None
         dataset = await self.get(request.dataset, tenant)
         ids = [sample for batch in request.micro_batches for sample in batch]
-        try:  # first: other errors tell of the dataset
+        try:  # first: other errors reveal facts about the dataset
             tenant.check_objects(request.dataset.store, dataset, ids)
         finally:
             self._count(request.dataset)
@@ -179,10 +180,12 @@ class Datasets:
 
 
 def _open(store: Store, digest: str, prefix: str, admit: Callable[[int], None]) -> Dataset:
-    """A dataset of samples: whoever can write an index could read others' programs with it otherwise.
+    """Open a dataset, and refuse samples under the server's own prefix.
+
+    Otherwise any writer of an index could read other tenants' programs through it.
 
     Raises:
-        Forbidden: If one of them lies under the server's own prefix.
+        Forbidden: If a sample lies under the server's own prefix.
     """
     dataset = Dataset.open(store, digest, prefix=prefix, admit=admit)
     if inside(dataset.objects.dictionary, (prefix,)).any():
@@ -193,7 +196,7 @@ def _open(store: Store, digest: str, prefix: str, admit: Callable[[int], None]) 
 
 
 def _no_store(name: str, seen: Sequence[str]) -> str:
-    """What a client reads whose dataset lies in a store that is called otherwise here, as a rule."""
+    """Return the error text for an unknown store name; usually the store has another name here."""
     if not seen:
         return f"no store {name!r} here; there are none"
     return (

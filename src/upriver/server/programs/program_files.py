@@ -14,11 +14,11 @@ from upriver.server.programs.streaming_weights import ColdFile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramFiles:
-    """A program as the front holds it: two files, sealed but for weights that are still to come.
+    """Hold the two files of a program in the front, sealed except for weights that still arrive.
 
     Attributes:
-        key: What workers know it by; a tenant's own.
-        numbers: By the numbers of the graph's weights, their places in a file that is still to come.
+        key: Its key in workers; separate for each tenant.
+        numbers: Numbers of the graph's weights in a file that still arrives, in the graph's order.
     """
 
     key: str
@@ -29,19 +29,19 @@ class ProgramFiles:
 
     @property
     def nbytes(self) -> int:
-        """Memory it takes."""
+        """Bytes of memory that it needs."""
         return self.graph.nbytes + self.weights.nbytes
 
     @property
     def cold(self) -> ColdFile | None:
-        """Its weights, where some may still have to come."""
+        """Return its weights if some may still have to arrive; else None."""
         return self.weights if isinstance(self.weights, ColdFile) and not self.weights.whole else None
 
     @property
     def broken(self) -> bool:
-        """Whether its weights will not come."""
+        """Return whether its weights will not arrive."""
         return self.cold is not None and self.cold.error is not None
 
     def places(self, runs: Runs) -> list[int]:
-        """Of some of the graph's weights in a file that is still to come."""
+        """Return the numbers of some of the graph's weights in a file that still arrives."""
         return [number for start, stop in runs for number in self.numbers[start:stop]]

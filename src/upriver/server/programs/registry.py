@@ -1,4 +1,4 @@
-"""Programs in the front: found in a store or sent by a client, into sealed memory; the shelf keeps them."""
+"""Read programs from a store, or receive them from a client, into sealed memory for the program cache."""
 
 from __future__ import annotations
 
@@ -65,32 +65,40 @@ _CPU = torch.device("cpu")
 _T = TypeVar("_T")
 
 PIECE_BYTES = 16 << 20
-"""One ranged GET of a weights file: long enough to reach a store's rate, short enough to repeat."""
+"""Bytes of one ranged GET of a weights file: enough to reach a store's rate, few enough to repeat."""
 
 SMALL_BYTES = 1 << 20
-"""Weights that are here as soon as anybody could have looked up what is in them: one request, not four."""
+"""Weights below this size are read whole: one request, where a lookup of their contents needs four."""
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 64, 32 << 20
-"""Graphs of programs that may not be loaded, kept for the next request: some hundred kB each, as a rule."""
+"""Most known graphs and their bytes, kept for later requests whether loaded or not.
+
+A graph usually has some hundred kB.
+"""
 
 KEPT_SHARE = 1 / 8
-"""Of its weights' bytes, what the front may keep of a cold program beside them: nothing is held for it, and a
-tenant may upload as many as the budget takes. A network with more has some MB, which are soon read whole."""
+"""Share of its weights' bytes up to which the front keeps a streaming program's metadata.
+
+No memory is held for the metadata, and a tenant may upload as many programs as the budget takes. A network
+with more metadata has some MB of weights, which are soon read whole.
+"""
 
 LOOKING = 4
-"""Cold programs of one store that are looked up at once, each in a thread: a store that says nothing holds up
-its own alone."""
+"""Streaming programs of one store that are looked up at once, each in a thread.
+
+A store that does not answer blocks only its own threads.
+"""
 
 MAX_NOTED = 4096
-"""Programs of which it is known when their use was noted last; of others it is noted again."""
+"""Programs whose last noted use is remembered. The use of others is noted again."""
 
 STEP_BYTES = 1 << 20
-"""Memory for an upload is taken in steps of so much."""
+"""Step in which memory for an upload is held."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramLocation:
-    """Where a program's files lie: in which store, under which prefix."""
+    """Name the store and the prefix of a program's files."""
 
     store: Store
     prefix: str
@@ -98,15 +106,15 @@ class ProgramLocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownProgram:
-    """A program as far as its graph tells; its weights need not be here.
+    """Describe a program by its graph; its weights may not be loaded.
 
     Attributes:
-        key: Names it here: a tenant's own, whoever else has one of the same digest.
-        nbytes: What it takes when it is loaded, in the front and in workers.
+        key: Its name here, separate for each tenant, even with equal digests.
+        nbytes: Bytes that it needs in the front and in workers once it is loaded.
         graph: ``graph.json``, sealed.
-        weights: Where its weights file lies.
-        weights_digest: Names them.
-        weights_nbytes: What that has.
+        weights: Location of its weights file.
+        weights_digest: Digest of the weights.
+        weights_nbytes: Bytes of the weights file.
     """
 
     key: str
@@ -118,26 +126,26 @@ class KnownProgram:
     weights_nbytes: int
 
     def need(self, weighed: Weighed, *, workers: int) -> NeededProgram:
-        """The same for the line, with what loading it makes in each worker."""
+        """Return it for the admission queue, with the constants that loading makes in each worker."""
         return NeededProgram(key=self.key, nbytes=self.nbytes + workers * weighed.constant_bytes)
 
 
 class ProgramRegistry:
-    """Finds programs by tenant and digest, and brings them onto the shelf.
+    """Find programs by tenant and digest, and load them into the program cache.
 
-    A tenant's uploads go to a place of its own; what stands at the server's own prefix is for everyone who
-    may see the store, and knows the digest.
+    A tenant's uploads go to a prefix of its own. Programs at the server's own prefix are open to all tenants
+    that may read the store and know the digest.
 
     Args:
-        stores: Searched in order; uploads go to the first that a tenant may see.
-        prefix: The operator's, in every store.
-        shelf: Keeps what was loaded.
-        stored_bytes: Programs and weights that a tenant may have in a store that has no number of its own.
-        workers: That may load a program.
-        copies: Of its weights; see `upriver.server.scheduling.footprint.program_bytes`.
-        device: Where workers compute.
-        limits: Of what weights take of a link that come while a program runs; none runs before all of its
-            weights are there if None.
+        stores: Searched in order; uploads go to the first one that a tenant may read.
+        prefix: The operator's prefix, in every store.
+        shelf: Cache of loaded programs.
+        stored_bytes: Bytes of programs and weights that a tenant without a limit of its own may store.
+        workers: Workers that may load a program.
+        copies: Copies of its weights; see `upriver.server.scheduling.footprint.program_bytes`.
+        device: Device on which workers compute.
+        limits: Bounds on the link's use by weights that stream while a program runs. If None, a program runs
+            only after all of its weights arrived.
     """
 
     def __init__(
@@ -172,19 +180,22 @@ class ProgramRegistry:
         }
 
     async def exists(self, tenant: Tenant, digest: str) -> bool:
-        """Whether a run request may name it. The graph is put last, so its weights are there too."""
+        """Return whether a run request may name the program.
+
+        Its graph is stored last, so the weights exist too.
+        """
         found = [
             await place.store.exists_async(graph_path(place.prefix, digest)) for place in self._places(tenant)
         ]
         return any(found)
 
     async def know(self, tenant: Tenant, digest: str) -> KnownProgram:
-        """The program, as far as its graph tells.
+        """Return the program as its graph describes it.
 
         Raises:
-            ProgramNotFound: If no store has it.
+            ProgramNotFound: If no store has the program.
             ProgramError: If it is damaged.
-            TooLarge: If it is larger than any may be.
+            TooLarge: If it is larger than any program may be.
         """
         key = key_of(tenant, digest)
         if key not in self._known:
@@ -194,7 +205,7 @@ class ProgramRegistry:
         return self._known[key]
 
     async def load(self, tenant: Tenant, known: KnownProgram, weighed: Weighed) -> ProgramFiles:
-        """The program, with what a stretch of it reads on its way; the shelf must be holding on to it.
+        """Return the program, and start to read the weights of a stage range. The program cache must hold it.
 
         Raises:
             ProgramNotFound: If it was removed since its graph was read.
@@ -215,7 +226,7 @@ class ProgramRegistry:
         return files
 
     async def close(self) -> None:
-        """Read and note nothing more."""
+        """Stop all reads and notes."""
         for task in self._noting:
             task.cancel()
         files = list(self._cold)
@@ -227,11 +238,11 @@ class ProgramRegistry:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def make_room(self, nbytes: int) -> bool:
-        """Let go of programs that nobody uses until so many bytes are free, if that can be."""
+        """Evict unused programs until this many bytes are free, if possible."""
         return self._shelf.make_room(nbytes)
 
     def _note_use(self, known: KnownProgram) -> None:
-        """Have the store say that a program is used, beside what is done with it, once an hour."""
+        """Note in the store that a program is used, in the background, once an hour."""
         now = time.monotonic()
         if now - self._noted.get(known.key, -math.inf) < TOUCH_S:
             return
@@ -258,11 +269,11 @@ class ProgramRegistry:
     # ------------------------------------------------------------------------------------- uploads
 
     async def check_room(self, tenant: Tenant, digest: str, body_nbytes: int) -> None:
-        """Refuse an upload before it has come that is more than its tenant may store.
+        """Refuse an upload that exceeds its tenant's storage, before its body arrives.
 
         Raises:
             Forbidden: If the tenant may use no store.
-            StorageFull: If it is more.
+            StorageFull: If the upload exceeds the storage.
             StoreError: If the store cannot be listed.
         """
         place = self._own(tenant)
@@ -283,12 +294,12 @@ class ProgramRegistry:
 
     @contextmanager
     def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[Hold, MemoryUse]]:
-        """Memory for an upload, as much as has come, and who uses it: the block, and workers that enter.
+        """Yield the memory of an upload, which grows as it arrives, and its users: the block, and workers.
 
-        When the last one has left it is given back, unless the program was `put`.
+        When the last user leaves, the memory is released, unless the program was `put`.
 
         Raises:
-            Forbidden: If the tenant may use no store, where it could go.
+            Forbidden: If the tenant may use no store to keep it.
             TooLarge: If it is larger than any program may be.
         """
         self._own(tenant)
@@ -300,18 +311,18 @@ class ProgramRegistry:
     async def receive(
         self, tenant: Tenant, digest: str, chunks: AsyncIterator[bytes], hold: Hold, *, body_nbytes: int
     ) -> ProgramFiles | None:
-        """Take an upload into memory; None if the program is kept here already.
+        """Read an upload into memory; return None if the program is kept here already.
 
-        A graph without weights takes those that are stored already. Nothing reaches a store before all of it
-        is there and checked.
+        A graph without weights gets weights that are stored already. Nothing reaches a store before all of
+        the upload is received and checked.
 
         Raises:
-            ProgramNotFound: If none are.
-            ProtocolError: If the body is not a program's.
-            ProgramError: If it is another program's, or none.
+            ProgramNotFound: If such weights are not stored.
+            ProtocolError: If the body is not a program.
+            ProgramError: If it is another program, or an invalid one.
             TooLarge: If it is larger than allowed.
-            DoesNotFit: If there never is memory for it.
-            Overloaded: If there is none now.
+            DoesNotFit: If there is never enough memory for it.
+            Overloaded: If there is no memory for it now.
         """
         if self._shelf.files(key_of(tenant, digest)) is not None:  # its digest says that it is the same
             async for _ in chunks:
@@ -333,25 +344,25 @@ class ProgramRegistry:
         return builder.finish()
 
     def weighed(self, program: ProgramFiles, weighed: Weighed, hold: Hold) -> None:
-        """Loading an upload takes so much: hold it before a worker does.
+        """Hold the memory that loading an upload needs, before a worker loads it.
 
         Raises:
-            DoesNotFit: If there never is room for it.
-            Overloaded: If there is none now.
+            DoesNotFit: If there is never enough memory.
+            Overloaded: If there is no memory now.
         """
         nbytes = self._takes(program.nbytes, program.graph.nbytes)
         self._shelf.grow(hold, nbytes + self._workers * weighed.constant_bytes)
 
     async def put(self, tenant: Tenant, program: ProgramFiles, hold: Hold, manifest: bytes) -> None:
-        """Store a program that a worker has loaded: weights first, so that whoever finds a graph has both.
+        """Store a program that a worker has loaded: weights first, so that a stored graph always has them.
 
-        Weights that are stored with their manifest stay as they are: others may be reading them by it.
+        Weights that are stored with their manifest stay unchanged: other readers may use both.
 
         Args:
-            manifest: To lie beside the weights, but for their ETag; empty where there is to be none.
+            manifest: Manifest of the weights, without their ETag; empty if there is none.
 
         Raises:
-            StorageFull: If it is more than the tenant may store.
+            StorageFull: If the program exceeds the tenant's storage.
             Overloaded: If some of it is being removed.
             StoreError: If the store cannot be listed or written.
         """
@@ -383,10 +394,10 @@ class ProgramRegistry:
     async def _room(
         self, tenant: Tenant, place: ProgramLocation, objects: Mapping[str, int], digests: Collection[str]
     ) -> AsyncIterator[None]:
-        """Note in the store what the block writes, so that others count it and nobody removes it.
+        """Note in the store what the block writes, so that other uploads count it and no process removes it.
 
         Raises:
-            StorageFull: If it is more than the tenant may store.
+            StorageFull: If it exceeds the tenant's storage.
             Overloaded: If some of it is being removed.
             StoreError: If the store cannot be listed or written.
         """
@@ -406,7 +417,7 @@ class ProgramRegistry:
         try:
             yield
         finally:
-            with suppress(RuntimeError):  # the server has been closed meanwhile; the note ends by itself
+            with suppress(RuntimeError):  # the server was closed meanwhile; the note expires by itself
                 await asyncio.shield(self._looked(store, partial(end_upload, store, note)))
 
     # ------------------------------------------------------------------------------------- finding
@@ -435,7 +446,7 @@ class ProgramRegistry:
             nbytes -= self._known.popitem(last=False)[1].graph.nbytes
 
     def _takes(self, nbytes: int, graph_nbytes: int, *, workers: int | None = None) -> int:
-        """What a program takes in so many workers, or all of them."""
+        """Return the bytes of a program in this many workers, or in all of them."""
         count = self._workers if workers is None else workers
         return program_bytes(
             nbytes, graph_nbytes=graph_nbytes, workers=count, copies=min(count, self._copies)
@@ -493,19 +504,18 @@ class ProgramRegistry:
         return files
 
     async def _looked(self, store: Store, look: Callable[[], _T]) -> _T:
-        """What is found in a store by a thread that may have to wait for it."""
+        """Run a lookup in a thread, since the store may answer slowly."""
         return await asyncio.get_running_loop().run_in_executor(self._looking[store.name], look)
 
     def _weights_here(self, tenant: Tenant, digest: str) -> SealedFile | ColdFile | None:
-        """Weights that another program brought, or is bringing."""
+        """Return weights that another program has loaded or is loading."""
         shared = self._weights.get((tenant.name, digest))
         return None if isinstance(shared, ColdFile) and shared.error is not None else shared
 
     async def _coming(self, known: KnownProgram, weights_digest: str) -> ColdFile | None:
-        """A weights file of which nothing is asked for yet; None where it has to be read whole.
+        """Return a weights file without any requested tensor, or None if it must be read whole.
 
-        So it is where nothing says what is in it, where what said so turned out to be wrong, and where that
-        is too much to keep.
+        It must be if it has no manifest, a wrong one, or one that is too large to keep.
 
         Raises:
             StoreError: If the store cannot be read.
@@ -538,7 +548,7 @@ class ProgramRegistry:
                 device=self._device,
                 on_forged=lambda: self._forged.add(name),
             )
-        # Of the manifest, of this kind of memory, or as there is no thread to look in.
+        # The manifest, this kind of memory, or the start of a thread may fail.
         except (ProgramError, OSError, RuntimeError) as error:
             log.warning("program %s is read whole before it runs: %s", known.digest, error)
             return None
@@ -553,7 +563,7 @@ class ProgramRegistry:
             await asyncio.to_thread(builder.add_weights, piece)
 
     async def _add_weights_of_another(self, tenant: Tenant, builder: ProgramBuilder, hold: Hold) -> None:
-        """Those that came with another program: the same network captured at another size, as a rule."""
+        """Add the weights of another stored program, usually the same network captured at another size."""
         for place in self._places(tenant):
             try:
                 info = await place.store.head_async(weights_path(place.prefix, builder.weights_digest))
@@ -577,17 +587,17 @@ def _gone(digest: str) -> ProgramNotFound:
 
 
 def key_of(tenant: Tenant, digest: str) -> str:
-    """What a tenant's program is called here, in the front and in workers."""
+    """Return the key of a tenant's program in the front and in workers."""
     return f"{tenant.name}/{digest}"
 
 
 def own_prefix(prefix: str, tenant: Tenant) -> str:
-    """Where a tenant's uploads go."""
+    """Return the prefix of a tenant's uploads."""
     return f"{prefix}/tenants/{tenant.name}"
 
 
 def _is_stored(store: Store, path: str, described: Manifest) -> bool:
-    """Whether a weights file is there with a manifest of its own, which says the same of each weight.
+    """Return whether a weights file is stored with a manifest that describes each weight equally.
 
     Raises:
         StoreError: If the store cannot be read.
@@ -608,10 +618,10 @@ class _Weights(msgspec.Struct):
 
 
 def _numbers(graph: memoryview, file: ColdFile) -> list[int]:
-    """Of a graph's weights in a file.
+    """Return the places of a graph's weights in a file.
 
     Raises:
-        ProgramError: If one is not in it.
+        ProgramError: If a weight is missing from the file.
     """
     try:
         keys = [weight.key for weight in msgspec.json.decode(graph, type=_Weights).weights]

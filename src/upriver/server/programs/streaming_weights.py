@@ -1,11 +1,12 @@
-"""Weights that are still on their way into the memory that workers map: what is asked for, and who waits.
+"""Stream weights into the memory that workers map, while programs run and wait for them.
 
-A program runs before all of its weights are there, stage by stage, as in PISeL (CIKM 2024); see
-:mod:`upriver.coldstart.load_program`. Here the front reads, as workers have no network: each tensor goes
-straight to where the file has it, and a worker asks before a stage whose weights it has not seen.
+A program runs before all of its weights arrived, stage by stage, as in PISeL (CIKM 2024); see
+:mod:`upriver.coldstart.load_program`. Here the front reads, as workers have no network. Each tensor goes
+straight to its place in the file, and a worker asks before a stage whose weights it has not seen.
 
-Chunks are checked against the manifest before anyone reads them, and the whole file against the digest that
-the graph names as it comes. Where only stages before a cut are asked for, that is never known.
+Chunks are checked against the manifest before a worker reads them. The whole file is checked, as it arrives,
+against the digest that the graph names. If only stages before a cut are requested, the second check never
+completes.
 """
 
 from __future__ import annotations
@@ -37,33 +38,35 @@ from upriver.text import error_text
 log = logging.getLogger(__name__)
 
 TENSOR_BYTES, CHECKSUM_BYTES, CHARACTER_BYTES = 1600, 96, 4
-"""What a process keeps of a tensor that is asked for, of each of its checksums and of its name: as it is
-stored, as it is placed, what is asked for, what has happened."""
+"""Bytes that a process keeps for a requested tensor, each of its checksums, each character of its name.
+
+They cover its stored form, its place, its request and its history.
+"""
 
 
 GROUPING = "upriver"
-"""Which tensors are asked for together: :data:`~upriver.coldstart.grouping.groups.GROUPINGS`."""
+"""Grouping of tensors that are requested together, from `upriver.coldstart.grouping.groups.GROUPINGS`."""
 
 
 class ColdFile:
-    """A weights file of which some is here, and some asked for.
+    """Hold a weights file that is partly here and partly requested.
 
-    It belongs to the event loop's thread, but for what says otherwise.
+    All methods belong to the event loop's thread unless a section below says otherwise.
 
     Args:
-        found: What is known of the file.
-        digest: The file's.
-        limits: Of what it takes of a link.
-        device: Where programs with these weights run.
-        on_forged: Told where all of it came, each chunk as the manifest has it, and it is another file.
+        found: Metadata of the file.
+        digest: Digest of the file.
+        limits: Bounds on its use of the link.
+        device: Device on which programs with these weights run.
+        on_forged: Called if each chunk matches the manifest but the whole file has another digest.
 
     Attributes:
-        fd: Of the memory, which has the file's header from the start.
-        nbytes: Of the file.
-        numbers: Of its tensors, by key: their places in it.
+        fd: Descriptor of the memory, which holds the file's header from the start.
+        nbytes: Bytes of the file.
+        numbers: Number of each tensor in the file, by key.
 
     Raises:
-        OSError: If there is no memory of the kind.
+        OSError: If this kind of memory is not available.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class ColdFile:
         self.fd, self.nbytes = self._memory.fd, self._memory.nbytes
         self.numbers = {tensor.name: number for number, tensor in enumerate(self._tensors)}
         self._on_forged = on_forged
-        # That the file is what it is called is one more thing to come.
+        # The last arrival is the check of the file's digest.
         self._arrivals = Arrivals(len(self._tensors) + 1)
         self._asked: set[int] = set()
         self._wanted: deque[Collection[int]] = deque()
@@ -99,19 +102,19 @@ class ColdFile:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is here, and is what it is called."""
+        """Return whether all of the file is here, and its digest is right."""
         return self._arrivals.complete
 
     @property
     def error(self) -> UpriverError | None:
-        """Why what is not here will not come; a new one each time."""
+        """Return the error for which missing tensors will not arrive; a new one each time."""
         return self._arrivals.error
 
     def wait(self, numbers: Collection[int], *, timeout_s: float) -> bool:
-        """Until these tensors are here, in a thread other than the loop's; False where that takes longer.
+        """Wait until these tensors are here, outside the event loop's thread; return False after the timeout.
 
         Raises:
-            UpriverError: If they do not come.
+            UpriverError: If they do not arrive.
         """
         if not self._asked.issuperset(numbers):
             self._tell(lambda: self.ask(numbers))
@@ -121,16 +124,15 @@ class ColdFile:
 
     @property
     def coming(self) -> bool:
-        """Whether something is under way that was asked for, or is being checked."""
+        """Return whether requested tensors, or the check of the digest, are in progress."""
         return not self._arrivals.over and (self._part is not None or self._checking is not None)
 
     def ask(self, numbers: Iterable[int], *, to_end: bool = False) -> None:
-        """Have these tensors come.
+        """Request these tensors.
 
         Args:
-            numbers: By their places in the file.
-            to_end: Whether all others are to come behind them, so that the file can be held against its
-                digest.
+            numbers: Their numbers in the file.
+            to_end: Whether all others follow, so that the file can be checked against its digest.
         """
         self._wanted.append(set(numbers) - self._asked)
         self._to_end |= to_end
@@ -148,13 +150,13 @@ class ColdFile:
                 self._checking = checking
 
     async def ready(self, first: Collection[int], others: Collection[int], *, within_s: float) -> None:
-        """Wait until the first are here, and the others will be in so many seconds, as the link is.
+        """Wait until ``first`` is here, and ``others`` will be within ``within_s`` at the link's rate.
 
-        Who begins now and works for so long is not through later than who would have begun before, and waits
-        less in between: a worker that waits for weights is one that nobody else has.
+        A request that begins now and works that long ends no later than one that began earlier, and waits
+        less in between. A worker that waits for weights is not available to other requests.
 
         Raises:
-            UpriverError: If they do not come.
+            UpriverError: If they do not arrive.
         """
         for number in first:
             self._hurry(number)
@@ -168,38 +170,38 @@ class ColdFile:
             await news.wait()
 
     async def over(self) -> None:
-        """Wait while something is under way.
+        """Wait until nothing is in progress.
 
         Raises:
-            UpriverError: If it does not come, or the file is another one.
+            UpriverError: If a tensor does not arrive, or the digest is wrong.
         """
         while self.coming:
             await self._news.wait()
         self._arrivals.check()
 
     async def checked(self) -> None:
-        """Wait until the file is known to be what it is called, where all of it was asked for.
+        """Wait until the digest is checked, if all of the file was requested.
 
         Raises:
-            UpriverError: If it is not, or does not come.
+            UpriverError: If the digest is wrong, or the file does not arrive.
         """
         while self._to_end and not self._arrivals.over:
             await self._news.wait()
         self._arrivals.check()
 
     def cancel(self) -> None:
-        """Nothing more is read; who waits gets an error."""
+        """Stop reading; waiting callers get an error."""
         self._give_up(Cancelled(f"the load of {self._found.source.path!r} was cancelled"))
 
     def join(self) -> None:
-        """Wait until nothing of it runs any more, after a cancel."""
+        """Wait until all its threads have ended, after `cancel`."""
         if self._part is not None:
             self._part.join()
         if self._checking is not None:
             self._checking.join()
 
     def _next(self) -> None:
-        """Begin with what is wanted next, if anything is."""
+        """Request the next wanted tensors, if any."""
         self._part = None
         numbers: set[int] = set()
         while self._wanted and not numbers:
@@ -221,7 +223,7 @@ class ColdFile:
         self._wake()
 
     def _wake(self) -> None:
-        """Have all who wait look again."""
+        """Wake all waiting coroutines, which check their condition again."""
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -233,11 +235,11 @@ class ColdFile:
     # -------------------------------------------------------------------- in threads of its own
 
     def room(self, number: int) -> memoryview:
-        """Where a tensor belongs."""
+        """Return the memory of a tensor."""
         return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
 
     def stream_of(self, numbers: Sequence[int], sink: _Part) -> Stream:
-        """What brings these tensors; to choose what is asked for together can take tenths of a second."""
+        """Return a stream of these tensors. Choosing their groups can take tenths of a second."""
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
@@ -255,10 +257,14 @@ class ColdFile:
         return stream
 
     def came(self, number: int, *, last: bool) -> None:
-        """A tensor is here; whether it is the last of those that are under way.
+        """Record that a tensor is here.
+
+        Args:
+            last: Whether it is the last one of its part.
 
         Raises:
-            ProgramError: If it has no values of its type. A worker looked before there were any.
+            ProgramError: If its values are invalid for its type. A worker's own check runs before
+                the values arrive.
         """
         tensor = self._tensors[number]
         room = self.room(number) if tensor.dtype == "bool" else memoryview(b"")
@@ -268,11 +274,11 @@ class ColdFile:
         self._tell(self._part_is_here if last else self._wake)
 
     def unreadable(self, error: Exception) -> None:
-        """It cannot be asked for."""
+        """Fail because the file cannot be requested."""
         self.failed(UpriverError(f"{self._found.source.path} cannot be read: {error_text(error)}"))
 
     def failed(self, error: UpriverError) -> None:
-        """What is not here will not come."""
+        """Record that the missing tensors will not arrive."""
         self._arrivals.failed(error)
         self._tell(self._wake)
 
@@ -281,11 +287,11 @@ class ColdFile:
             part.hurry(number)
 
     def _tell(self, what: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no coroutine waits any more
             self._loop.call_soon_threadsafe(what)
 
     def _check(self) -> None:
-        """Hold the file against its digest as it comes, behind everybody who has stages to run."""
+        """Check the file's digest as it arrives, at a lower priority than threads that run stages."""
         path = self._found.source.path
         try:
             step_back()
@@ -307,10 +313,10 @@ class ColdFile:
                 remember(self._found.source, stream, self._groupings)
 
     def _folded(self) -> str:
-        """The digest of what is here, once all is.
+        """Return the digest of the file, once all of it is here.
 
         Raises:
-            UpriverError: If it does not come.
+            UpriverError: If it does not arrive.
         """
         folded, end = hashlib.sha256(), 0
         with self._memory.room(0, self.nbytes) as data:
@@ -323,7 +329,7 @@ class ColdFile:
 
 
 def kept_bytes(manifest: Manifest) -> int:
-    """What the front keeps of a weights file beside its bytes, at most."""
+    """Return the most bytes that the front keeps of a weights file besides its contents."""
     return sum(
         TENSOR_BYTES + CHECKSUM_BYTES * len(tensor.crc32c) + CHARACTER_BYTES * len(tensor.name)
         for tensor in manifest.tensors
@@ -331,16 +337,16 @@ def kept_bytes(manifest: Manifest) -> int:
 
 
 class _Part:
-    """Tensors that come with one stream, whose sink this is; a thread of its own makes that.
+    """Receive tensors of one stream, as its sink. A thread creates the stream.
 
-    It lets go of the file at the end, as each holds on to the other: memory is given back at once.
+    At the end it drops the file, because the two refer to each other: so memory is freed at once.
 
     Args:
-        file: Whose they are.
-        numbers: Their places in it, in order.
+        file: File of the tensors.
+        numbers: Their numbers in it, in order.
 
     Attributes:
-        stream: What brings them, as soon as it is made.
+        stream: Stream of the tensors, once it exists.
     """
 
     def __init__(self, file: ColdFile, numbers: Sequence[int]) -> None:
@@ -353,26 +359,26 @@ class _Part:
         self._thread = threading.Thread(target=self._begin, name="upriver-cold-part", daemon=True)
 
     def start(self) -> None:
-        """Have them come."""
+        """Start the thread that creates the stream."""
         try:
             self._thread.start()
         except RuntimeError as error:  # no thread can be started
             self._unreadable(error)
 
     def cancel(self) -> None:
-        """Nothing more is to come; the file has failed."""
+        """Cancel the stream; the file has failed."""
         if self.stream is not None:
             self.stream.cancel()
 
     def join(self) -> None:
-        """Wait until nothing of it runs any more."""
+        """Wait until its threads have ended."""
         if self._thread.ident is not None:
             self._thread.join()
         if self.stream is not None:
             self.stream.join()
 
     def hurry(self, number: int) -> None:
-        """Somebody waits for this tensor, if it is one of these."""
+        """Prefer this tensor, if it is one of these, since a caller waits for it."""
         if number not in self._indices:
             return
         with self._lock:
@@ -387,7 +393,7 @@ class _Part:
             stream = file.stream_of(self._numbers, self)
             with self._lock:
                 self.stream = stream
-            if file.error is not None:  # and so nobody cancels it
+            if file.error is not None:  # it failed before: no later call cancels the stream
                 self._file = None
                 return
             for index in self._hurried:
@@ -427,4 +433,4 @@ class _Part:
 
 
 def _no_hurry(number: int) -> None:
-    """What is hashed behind everybody is in no hurry."""
+    """Do nothing: hashing waits for tensors without priority."""

@@ -1,4 +1,4 @@
-"""A program's two files put together from what comes, and hashed on the way."""
+"""Assemble a program's two files from incoming bytes, and hash them on arrival."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from upriver.server.programs.streaming_weights import ColdFile
 
 
 class ProgramBuilder:
-    """Puts a program together and hashes it on the way.
+    """Assemble a program, and hash it on arrival.
 
     Args:
-        key: What it is to be called here.
-        digest: What the graph's must be.
+        key: Its key here.
+        digest: Expected digest of the graph.
     """
 
     def __init__(self, key: str, digest: str) -> None:
@@ -31,10 +31,10 @@ class ProgramBuilder:
         self.graph_nbytes = self.weights_nbytes = 0
 
     def add_graph(self, graph: bytes) -> None:
-        """All of ``graph.json``.
+        """Add the whole ``graph.json``.
 
         Raises:
-            ProgramError: If it is not the graph of that digest.
+            ProgramError: If its digest is another one.
         """
         if len(graph) > MAX_GRAPH_BYTES:
             raise ProgramError(f"graph.json has at most {MAX_GRAPH_BYTES} bytes, got {len(graph)}")
@@ -46,16 +46,16 @@ class ProgramBuilder:
         self.graph_nbytes = len(graph)
 
     def add_weights(self, piece: bytes | memoryview) -> None:
-        """The next bytes of the weights file."""
+        """Append bytes to the weights file."""
         self._hash.update(piece)
         self._weights.append(piece)
         self.weights_nbytes += len(piece)
 
     def finish(self) -> ProgramFiles:
-        """The program, sealed.
+        """Return the program, sealed.
 
         Raises:
-            ProgramError: If the weights are not those the graph names.
+            ProgramError: If the weights are not those that the graph names.
         """
         got = self._hash.hexdigest()
         if got != self.weights_digest:
@@ -64,10 +64,10 @@ class ProgramBuilder:
         return self.finish_with(self._weights)
 
     def finish_with(self, weights: SealedFile | ColdFile, *, numbers: Sequence[int] = ()) -> ProgramFiles:
-        """The program with a weights file of the digest that the graph names.
+        """Return the program with a weights file of the digest that the graph names.
 
         Args:
-            numbers: Of its weights in a file that is still to come.
+            numbers: Numbers of its weights in a file that still arrives.
         """
         self._graph.seal()
         return ProgramFiles(
@@ -84,8 +84,9 @@ async def fill(
     """Feed a body to a builder: the length of the graph, the graph, the weights.
 
     Args:
-        body_nbytes: How long it is to be.
-        room: Told how much has come, and how much of it is the graph's at most; raises if there is no room.
+        body_nbytes: Expected bytes of the body.
+        room: Called with the bytes received so far, and the most of them that are the graph's; raises if
+            there is no memory.
     """
     head, graph, graph_nbytes, got = bytearray(), bytearray(), -1, 0
     async for chunk in chunks:
