@@ -1,4 +1,4 @@
-"""Messages and file descriptors over a Unix socket, blocking, between the front and one worker."""
+"""Send messages and file descriptors over a blocking Unix socket between the front and one worker."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from upriver.errors import TooLarge
 
 _HEAD = struct.Struct(">II")
 MAX_MESSAGE_BYTES = 16 << 20
-"""Messages hold names and numbers; what is large lies in shared memory."""
+"""Most bytes of a message. Messages hold names and numbers; large data lies in shared memory."""
 MAX_FDS = 4
 READ_BYTES = 128 << 10
-"""Received at once: all messages but those with the names of thousands of samples."""
+"""Bytes received at once: enough for all messages except those with the names of thousands of samples."""
 
 _M = TypeVar("_M")
 
 
 class ChannelClosed(ConnectionError):
-    """The other process is gone, or talks nonsense, which is as good as gone."""
+    """Signal that the other process is gone, or sent an invalid message, which counts as gone."""
 
 
 class Channel(Generic[_M]):
-    """One end: sends anything that msgspec can encode, receives ``kind``.
+    """One end of the connection: send anything that msgspec can encode, receive ``kind``.
 
     Args:
         sock: A connected Unix stream socket; closed with the channel.
-        kind: What the other side may say.
+        kind: Type of the messages from the other side.
     """
 
     def __init__(self, sock: socket.socket, kind: type[_M]) -> None:
@@ -42,11 +42,11 @@ class Channel(Generic[_M]):
         self._came_fds: list[int] = []
 
     def set_timeout(self, seconds: float | None) -> None:
-        """How long one message may take from here on; TimeoutError then."""
+        """Set the seconds that one message may take from now on; later it raises TimeoutError."""
         self._socket.settimeout(seconds)
 
     def stay_apart(self) -> None:
-        """Keep this end from processes that this one starts: they may outlive it, and keep it open."""
+        """Close this end in processes that this one starts: they may outlive it, and would keep it open."""
         self._socket.set_inheritable(False)
         os.register_at_fork(after_in_child=self.close)
 
@@ -54,7 +54,8 @@ class Channel(Generic[_M]):
         """Send a message, with descriptors that the other side gets copies of.
 
         Raises:
-            TooLarge: If it is longer than any may be; nothing was sent then, and the channel is as it was.
+            TooLarge: If it is longer than any message may be. Nothing was sent then, and the channel is
+                unchanged.
             ChannelClosed: If the other process is gone.
         """
         body = msgspec.msgpack.encode(message)
@@ -71,10 +72,10 @@ class Channel(Generic[_M]):
             raise ChannelClosed(str(error)) from None
 
     def receive(self) -> tuple[_M, list[int]]:
-        """The next message and its descriptors, which the caller closes.
+        """Return the next message and its descriptors, which the caller closes.
 
         Raises:
-            ChannelClosed: If the other process is gone, or talks nonsense.
+            ChannelClosed: If the other process is gone, or sent an invalid message.
         """
         while (end := self._end_of_first()) is None:
             self._receive_more()
@@ -93,7 +94,7 @@ class Channel(Generic[_M]):
             raise
 
     def has_news(self) -> bool:
-        """Whether the other process has said something that was not received yet, or is gone."""
+        """Return whether the other process sent bytes that are not received yet, or is gone."""
         looked = select.poll()
         looked.register(self._socket, select.POLLIN)
         return bool(self._came or looked.poll(0))
@@ -105,7 +106,7 @@ class Channel(Generic[_M]):
         self._came_fds.clear()
 
     def _end_of_first(self) -> int | None:
-        """Return where the first message ends; None if it is not whole."""
+        """Return the end of the first message; None if it is not complete."""
         if len(self._came) < _HEAD.size:
             return None
         nbytes, num_fds = _HEAD.unpack_from(self._came)
@@ -117,7 +118,7 @@ class Channel(Generic[_M]):
         return end if len(self._came) >= end else None
 
     def _receive_more(self) -> None:
-        """Receive what is there, which may be several messages; the kernel stops behind descriptors."""
+        """Receive the available bytes, which may be several messages; the kernel stops behind descriptors."""
         try:
             data, fds, _, _ = socket.recv_fds(
                 self._socket, READ_BYTES, MAX_FDS, flags=socket.MSG_CMSG_CLOEXEC
@@ -128,7 +129,7 @@ class Channel(Generic[_M]):
         self._came_fds += fds
         if not data:
             raise ChannelClosed("the other process is gone")
-        if len(self._came_fds) > 2 * MAX_FDS:  # of a message that is not whole, and of the next one
+        if len(self._came_fds) > 2 * MAX_FDS:  # of a message that is not complete, and of the next one
             raise ChannelClosed("descriptors that came with no message")
 
 

@@ -1,4 +1,4 @@
-"""What the front and a worker say to each other: both of one version, so no part of the protocol."""
+"""Define the messages between the front and a worker; both have one version, so these are not protocol."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class _Message(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=Tru
 
 
 class Setup(_Message):
-    """First of all.
+    """Configure a worker; the first message of all.
 
     Attributes:
-        memory_bytes: What may be admitted at once: nothing that a program declares may take more.
-        allow: Which code of its own it may run; none if empty.
+        memory_bytes: Memory for all requests. No declaration of a program may exceed it.
+        allow: Installed code that it may run; none if empty.
     """
 
     threads: int
@@ -41,7 +41,7 @@ class MapSlot(_Message):
 
 
 class Forget(_Message):
-    """Unmap slots, unload programs."""
+    """Unmap slots and unload programs."""
 
     slots: tuple[int, ...] = ()
     programs: tuple[str, ...] = ()
@@ -50,10 +50,10 @@ class Forget(_Message):
 class LoadProgram(_Message):
     """Load the graph and the weights that come with this message; answered by `Loaded` or `Failed`.
 
-    It is ``key`` from then on: whoever has another key has another program, be it of the same digest.
+    The program is ``key`` from then on. Another key is another program, even with the same digest.
 
     Attributes:
-        coming: Whether weights are still being filled in behind their header: `NeedWeights` asks for some.
+        coming: Whether weights still arrive behind their header: `NeedWeights` asks for some.
     """
 
     key: str
@@ -67,11 +67,12 @@ class Run(_Message):
     """Take one micro-batch from ``start`` to ``stop``.
 
     Its input lies in ``slot``: the stored bytes of each sample at ``blobs`` (offset, size), or the payload of
-    a data frame with that ``header``. Answered by a `NeedRoom` for each image that is larger than all before
-    it, one `NeedSlot` for each frame that `Done` has no room for and then `Done`, or by `Failed`.
+    a data frame with that ``header``. The worker answers with a `NeedRoom` for each image that is larger than
+    all before it, one `NeedSlot` for each frame that `Done` has no room for, and then `Done`; or with
+    `Failed`.
 
     Attributes:
-        program: Key of a program that was loaded.
+        program: Key of a loaded program.
         rows: Rows of each data frame of the answer; ``micro_batch`` is a multiple of it.
     """
 
@@ -93,20 +94,20 @@ class Run(_Message):
 
     @property
     def frames(self) -> int:
-        """Data frames of the answer, at most."""
+        """Most data frames of the answer."""
         return max(1, -(-len(self.ids) // self.rows))
 
 
 class RunCode(_Message):
-    """Make the samples of one micro-batch with the user's own code, which is here.
+    """Make the samples of one micro-batch with the user's own code, which is installed here.
 
-    What was read of them lies in ``slot`` where ``start`` says so: the payload of a data frame with that
-    ``header``. Answered by `NeedSlot` and then `Done`, or by `Failed`.
+    If ``start`` says so, their stored values lie in ``slot``: the payload of a data frame with that
+    ``header``. The worker answers with `NeedSlot` and then `Done`, or with `Failed`.
 
     Attributes:
-        name: What makes the dataset, ``package.module:callable``.
+        name: Callable that makes the dataset, ``package.module:callable``.
         arguments: Its keyword arguments, as JSON.
-        collate: What makes a batch of the samples; empty where they stay apart.
+        collate: Callable that makes a batch of the samples; empty if they stay apart.
         batch: Number of the batch in its epoch.
     """
 
@@ -136,13 +137,13 @@ class Measure(_Message):
 
 
 class Describe(_Message):
-    """Say what is to lie beside a loaded program's weights; answered by `Described` or `Failed`."""
+    """Ask for the manifest of a loaded program's weights; answered by `Described` or `Failed`."""
 
     program: str
 
 
 class Weigh(_Message):
-    """Work out what stages [start, stop) take, from the graph that comes with this message alone.
+    """Compute the footprint of stages [start, stop) from the graph that comes with this message alone.
 
     Answered by `Weighed` or `Failed`.
     """
@@ -154,27 +155,27 @@ class Weigh(_Message):
 
 
 NO_SLOT = 0
-"""In place of a slot's number: there is no memory for the answer now."""
+"""Replaces a slot's number if there is no memory for the answer now."""
 
 
 class UseSlot(_Message):
-    """Write the answer here; `NO_SLOT` refuses it."""
+    """Write the answer to this slot; `NO_SLOT` refuses it."""
 
     slot: int
 
 
 class Room(_Message):
-    """Whether there is memory for what `NeedRoom` named."""
+    """Grant or refuse the memory that `NeedRoom` asked for."""
 
     granted: bool
 
 
 class Here(_Message):
-    """What `NeedWeights` named is there, or will not be.
+    """Report that the weights of `NeedWeights` are here, or will not be.
 
     Attributes:
-        whole: Whether all of the program's weights are there.
-        error: An `upriver.protocol.error_body`; empty where there is none.
+        whole: Whether all of the program's weights are here.
+        error: An `upriver.protocol.error_body`; empty without an error.
     """
 
     whole: bool
@@ -200,12 +201,12 @@ FromFront = (
 
 
 class Hello(_Message):
-    """Ready for work.
+    """Report that the worker is ready.
 
     Attributes:
-        network: True where it could not be cut off.
-        sandbox: What it is shut in by.
-        resident_bytes: What the process takes before it has done anything but warm up.
+        network: True if the network could not be cut off.
+        sandbox: Sandbox that the worker runs in.
+        resident_bytes: Bytes of the process after its warm-up, before any job.
     """
 
     fingerprint: dict[str, str]
@@ -215,36 +216,36 @@ class Hello(_Message):
 
 
 class Loaded(_Message):
-    """The program is there."""
+    """Report that the program is loaded."""
 
 
 class NeedSlot(_Message):
-    """The answer takes so many bytes: where to?"""
+    """Ask for a slot for an answer of this many bytes."""
 
     nbytes: int
 
 
 class NeedRoom(_Message):
-    """Ask for the bytes that its next image takes beyond `footprint.DECODING_BYTES`."""
+    """Ask for the bytes that the next image needs beyond `footprint.DECODING_BYTES`."""
 
     nbytes: int
 
 
 class NeedWeights(_Message):
-    """The next stage reads these of its program's weights, by their numbers in the graph: are they there?
+    """Ask for the weights that the next stage reads, by their numbers in the program's graph.
 
-    Asked while a `Run` or a `Measure` is under way.
+    Sent during a `Run` or a `Measure`.
     """
 
     weights: tuple[int, ...]
 
 
 SMALL_BYTES = 64 << 10
-"""Payloads of so many bytes in all travel with `Done`: to ask for a slot takes longer than a copy."""
+"""Most bytes of payloads that travel with `Done`: asking for a slot takes longer than a copy."""
 
 
 class Done(_Message):
-    """The answer is data frames, a head and a payload each; None for a payload that lies in the next slot."""
+    """Answer with data frames, a head and a payload each; None for a payload that lies in the next slot."""
 
     frames: tuple[tuple[bytes, bytes | None], ...]
     phases: dict[str, float]
@@ -258,7 +259,7 @@ class Described(_Message):
 
 
 class StageMeasurements(_Message):
-    """Seconds and peak bytes per sample of each stage, in order."""
+    """Report the seconds and peak bytes per sample of each stage, in order."""
 
     micro_batch: int
     names: tuple[str, ...]
@@ -267,15 +268,15 @@ class StageMeasurements(_Message):
 
 
 class Weighed(_Message):
-    """What a stretch takes, for one micro-batch.
+    """Report the footprint of a stage range for one micro-batch.
 
     Attributes:
-        peak_bytes: While it runs, with what it is given and what it gives.
-        out_bytes: What it gives.
-        constant_bytes: What loading the program makes, in each worker, beside its weights.
-        rows: Whether everything that crosses at its end has a row for each sample.
-        weights: That it reads, by their numbers in the graph: runs, each from the first to the one behind it.
-        first: Those that its first stage reads.
+        peak_bytes: Bytes while it runs, with its inputs and outputs.
+        out_bytes: Bytes of its outputs.
+        constant_bytes: Bytes that loading the program makes in each worker besides its weights.
+        rows: Whether each tensor that crosses at its end has a row for each sample.
+        weights: Numbers of the weights that it reads, as runs: the first number, and one past the last.
+        first: The same for its first stage.
         to_end: Whether it goes to the program's end.
     """
 
@@ -289,7 +290,7 @@ class Weighed(_Message):
 
 
 class Failed(_Message):
-    """An `upriver.protocol.error_body`."""
+    """Report an `upriver.protocol.error_body`."""
 
     body: dict[str, Any]
 

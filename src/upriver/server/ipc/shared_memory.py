@@ -1,8 +1,8 @@
-"""Anonymous shared memory between the front and a worker.
+"""Share anonymous memory between the front and a worker.
 
-Every piece is a memfd that travels as a file descriptor: it has no name that could be left behind, and its
-memory is gone with the last process that maps it, however that died. Its size is sealed, so that neither side
-can pull the ground from under the other.
+Every piece is a memfd that travels as a file descriptor. It has no name that could be left behind. Its
+memory is freed with the last process that maps it, even after a crash. Its size is sealed, so neither side
+can shrink it under the other.
 """
 
 from __future__ import annotations
@@ -20,32 +20,36 @@ import numpy.typing as npt
 
 SMALLEST_SLOT = 64 * 1024
 FREE_SLOTS = 4
-"""Slots kept with their memory for the next micro-batch: one being filled, two waiting to be sent, one
-input."""
+"""Free slots that keep their memory for the next micro-batch.
+
+One is being filled, two wait to be sent, one is input.
+"""
 
 KEPT_BYTES = 32 << 20
-"""Memory that the free slots of a worker keep together; the budget counts it with what idle workers take. Two
-answers of 16 samples at ResNet-18's first maps (12.8 MB each) fit. To take memory again costs page faults:
-a fifth of a server's processor time where each answer did."""
+"""Bytes that the free slots of a worker keep together, counted in the budget as memory of idle workers.
+
+Two answers of 16 samples at ResNet-18's first maps (12.8 MB each) fit. New memory costs page faults: a fifth
+of a server's processor time if each answer needed it.
+"""
 
 F_SEAL_FUTURE_WRITE = 0x10
-"""Of Linux 5.1, which `fcntl` has no name for."""
+"""Flag of Linux 5.1 that `fcntl` has no name for."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 class Slot:
-    """Memory that both sides may write; the front owns it, and knows when nobody looks at it any more.
+    """Hold memory that both sides may write. The front owns it, and knows when no view uses it any more.
 
     Attributes:
         owner: Tenant whose bytes it holds.
-        written: Whether it may hold memory, and bytes.
+        written: Whether it may hold memory and bytes.
     """
 
     _ids = itertools.count(1)
 
     def __init__(self, nbytes: int) -> None:
-        self.fd: int | None = None  # before anything can fail: it is closed at the end
+        self.fd: int | None = None  # before anything can fail, since `close_fd` reads it
         self.owner = ""
         self.written = False
         self.id = next(self._ids)
@@ -60,17 +64,17 @@ class Slot:
             raise
 
     def array(self, nbytes: int) -> Bytes:
-        """The first ``nbytes`` bytes; the array and all views of it keep the mapping alive."""
+        """Return the first ``nbytes`` bytes; the array and all its views keep the mapping alive."""
         return np.frombuffer(self._map, dtype=np.uint8, count=nbytes)
 
     def clear(self) -> None:
-        """Give its memory back to the system, on both sides; the mapping stays, and is all zeros."""
+        """Return its memory to the system, on both sides; the mapping stays and reads as zeros."""
         if self.written:
             self._map.madvise(mmap.MADV_REMOVE)
             self.written = False
 
     def close_fd(self) -> None:
-        """The worker has mapped it: the descriptor is not needed any more."""
+        """Close the descriptor, which is not needed after the worker has mapped the memory."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -80,10 +84,10 @@ class Slot:
 
 
 class SlotPool:
-    """The slots of one worker.
+    """Manage the slots of one worker.
 
-    One thread takes; whichever thread drops the last view of a lent slot gives it back, hence only the atomic
-    operations of a deque, and no lock that a finalizer could find taken by its own thread.
+    One thread takes slots. Any thread may drop the last view of a lent slot and so give it back. Therefore
+    the pool uses only atomic operations of a deque: a finalizer could find a lock held by its own thread.
     """
 
     def __init__(self) -> None:
@@ -91,11 +95,11 @@ class SlotPool:
         self._dropped: deque[int] = deque()
 
     def take(self, nbytes: int, *, owner: str = "") -> Slot:
-        """Return a slot of at least ``nbytes`` bytes that nobody looks at, without another tenant's bytes.
+        """Return a slot of at least ``nbytes`` bytes that no view uses, without another tenant's bytes.
 
         Args:
-            nbytes: How many.
-            owner: The tenant whose bytes it is to hold.
+            nbytes: Bytes needed.
+            owner: Tenant whose bytes it will hold.
         """
         free = self._taken_out()
         fitting = [slot for slot in free if nbytes <= slot.nbytes <= 4 * max(nbytes, SMALLEST_SLOT)]
@@ -113,37 +117,37 @@ class SlotPool:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Nobody looks at it any more."""
+        """Give a slot back that no view uses any more."""
         try:
             room = _has_room(tuple(self._free), slot.nbytes)
-        except RuntimeError:  # another one comes back in this moment
+        except RuntimeError:  # another slot comes back at this moment
             room = False
         if not room:
             slot.clear()
         self._free.append(slot)
 
     def rest(self) -> None:
-        """Give the memory of all free slots back; from the thread that takes them."""
+        """Free the memory of all free slots; call it in the thread that takes them."""
         free = self._taken_out()
         for slot in free:
             slot.clear()
         self._free.extend(free)
 
     def _taken_out(self) -> list[Slot]:
-        """Those that are free: from here on nobody else touches them."""
+        """Remove and return the free slots: no other thread uses them from then on."""
         free = []
         while self._free:
             free.append(self._free.popleft())
         return free
 
     def lend(self, slot: Slot, nbytes: int) -> memoryview:
-        """A view for sending: the slot comes back by itself when this view and all slices of it are gone."""
+        """Return a view for sending. The slot comes back when the view and all its slices are gone."""
         array = slot.array(nbytes)
         weakref.finalize(array, self.give_back, slot)
         return array.data
 
     def dropped(self) -> list[int]:
-        """Slots that the worker may unmap, each told once."""
+        """Return the slots that the worker may unmap, each once."""
         ids = []
         while self._dropped:
             ids.append(self._dropped.popleft())
@@ -151,13 +155,13 @@ class SlotPool:
 
 
 def _has_room(free: Iterable[Slot], nbytes: int) -> bool:
-    """Whether one more slot may keep its memory."""
+    """Return whether one more slot may keep its memory."""
     kept = [slot.nbytes for slot in free if slot.written]
     return len(kept) < FREE_SLOTS and sum(kept) + nbytes <= KEPT_BYTES
 
 
 def _make_room(free: Sequence[Slot], nbytes: int) -> None:
-    """Clear free slots, those that came back first before others, until one more can be kept with them."""
+    """Clear free slots, the earliest given back first, until one more can be kept with them."""
     for slot in free:
         if nbytes > KEPT_BYTES or _has_room(free, nbytes):
             return
@@ -165,7 +169,7 @@ def _make_room(free: Sequence[Slot], nbytes: int) -> None:
 
 
 class SealedFile:
-    """Bytes that are written once, then sealed and shared by all workers, which map them without a copy."""
+    """Hold bytes that are written once, then sealed; all workers map them without a copy."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("upriver-program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -173,7 +177,7 @@ class SealedFile:
         self._finalizer = weakref.finalize(self, os.close, self.fd)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Write at the end."""
+        """Append data."""
         rest = memoryview(data)
         while len(rest):
             written = os.write(self.fd, rest)
@@ -181,22 +185,22 @@ class SealedFile:
             self.nbytes += written
 
     def seal(self) -> None:
-        """From here on nobody can change a byte, not even this process."""
+        """Seal the file: no process, not even this one, can change a byte from then on."""
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
 
     def view(self) -> memoryview:
-        """All of it, mapped."""
+        """Return all of the file, mapped."""
         return map_privately(self.fd, self.nbytes)
 
 
 class FillingFile:
-    """Bytes that come in any order while workers map them already; only this object can write them.
+    """Hold bytes that arrive in any order while workers map them; only this object can write them.
 
-    Its pages are there once something was written to them, or has read them, so what never comes takes none.
+    A page exists once it was written or read, so bytes that never arrive need no memory.
 
     Raises:
-        OSError: If there is no such memory: Linux has it since 5.1.
+        OSError: If this kind of memory is not available: Linux has it since 5.1.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -206,22 +210,22 @@ class FillingFile:
         os.ftruncate(self.fd, nbytes)
         self._map: mmap.mmap | None = mmap.mmap(self.fd, nbytes)
         seals = F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)  # whatever is mapped from here on cannot be written
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)  # later mappings cannot be written
 
     def room(self, start: int, stop: int) -> memoryview:
-        """Some of its bytes, to write or to read; the mapping is there as long as such a view is."""
+        """Return a view of some bytes to write or read; the mapping lives as long as its views."""
         assert self._map is not None, "it is whole"
         return memoryview(self._map)[start:stop]
 
     def close(self) -> None:
-        """Nothing more comes: from here on nobody can change a byte, not even this process."""
+        """End the writing: no process, not even this one, can change a byte from then on."""
         self._map = None
 
 
 def map_privately(fd: int, nbytes: int) -> memoryview:
-    """Map a file of the front's: its pages are everyone's, a write would change this process's copy alone.
+    """Map a file of the front privately: pages are shared, and a write changes only this process's copy.
 
-    What the front writes to one that is being filled shows here, in all pages that were not written here.
+    Later writes of the front to a `FillingFile` appear here, except in pages that were written here.
     """
     if nbytes == 0:
         return memoryview(b"")
