@@ -1,4 +1,4 @@
-"""Short questions to our own servers and to the directory: one GET, one small answer."""
+"""Ask own servers and the directory short questions: one GET, one small answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from upriver.errors import ServerUnavailable
 
 ANSWER_BYTES = 1 << 20
-"""Longest answer read; those asked for have some hundred bytes."""
+"""Most bytes of an answer that are read; usual answers have some hundred."""
 
 
 def get(
@@ -21,17 +21,17 @@ def get(
     headers: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of a GET.
+    """Return the status and the body of a GET.
 
     Args:
         url: ``http://host:port`` or ``https://host:port``.
-        path: On that server.
-        timeout_s: For connecting and for each read.
-        headers: Sent along.
-        tls: For https.
+        path: Path on that server.
+        timeout_s: Timeout of the connection and of each read.
+        headers: Headers of the request.
+        tls: TLS settings for https.
 
     Raises:
-        ServerUnavailable: If nobody answers in time.
+        ServerUnavailable: If the server does not answer in time.
     """
     address = urlsplit(url)
     connection = http.client.HTTPConnection(address.netloc, timeout=timeout_s)
@@ -48,13 +48,14 @@ def get(
 
 
 def own_server(certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
-    """TLS to a server that this machine has started itself, at the address that it has just told us.
+    """Return TLS settings for a server that this machine started, at the address it just announced.
 
-    Its certificate names what clients call it, which need not be that address, so it is not checked.
+    Its certificate names the address that clients use, which may be another, so the certificate is not
+    checked.
 
     Args:
         certificate: Shown to servers that ask for one, with its ``key``.
-        key: Of the certificate.
+        key: Key of the certificate.
 
     Raises:
         OSError: If certificate or key cannot be read.

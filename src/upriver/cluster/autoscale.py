@@ -1,12 +1,12 @@
-"""How many replicas: by the bytes that wait for admission, up at once, down slowly.
+"""Choose the number of replicas by the bytes that wait for admission: up at once, down slowly.
 
 Ray Serve counts the requests that pass through it, and ours do not: clients stream straight from the servers.
-So each replica reports what its own server says of itself, and this policy decides from that.
+So each replica reports its own server's load, and this policy decides from the reports.
 
 With ``q`` bytes waiting at all replicas together and ``t`` bytes that may wait at one, ``ceil(q / t)``
-replicas are wanted. More than there are is an order at once: whoever waits, waits now. Fewer is one only when
-it has been so for a while, one replica at a time, and only where the others can take over what the one does:
-an empty queue before busy workers means that there are just enough of them.
+replicas are wanted. More than the current number start at once, since requests already wait. Fewer are wanted
+only after a calm period, one replica at a time, and only if the others can take over its work. An empty queue
+with busy workers means that there are just enough replicas.
 """
 
 from __future__ import annotations
@@ -20,33 +20,38 @@ from typing import Any
 from upriver.errors import ConfigError
 
 TARGET_BYTES = 1 << 30
-"""Bytes that may wait at one replica: an eighth of what a server's queue holds before it refuses."""
+"""Bytes that may wait at one replica: an eighth of the queue that a server holds before it refuses."""
 
 SETTLE_S = 120.0
-"""A replica goes after so long a calm. A new one takes some 20 s until it serves, and what it has loaded is
-lost when it goes, so it stays for a few of these."""
+"""Calm period after which a replica stops.
+
+A new one needs some 20 s until it serves, and a stop loses everything it has loaded. So it stays for
+several start times.
+"""
 
 FULL = 0.7
-"""Most of the workers' time that may be taken after a replica has gone: at 0.7 a queue of requests that come
-at random is still short (0.7 / 0.3, some two jobs)."""
+"""Most utilisation of the workers after a replica has stopped.
+
+At 0.7 a queue of requests with random arrivals is still short (0.7 / 0.3, some two jobs).
+"""
 
 CALM = 0.5
-"""Most of the target that may wait after a replica has gone: at 1 the next request would bring it back."""
+"""Largest share of the target that may wait after a stop; at 1 the next request would restart it."""
 
 WAITING, UTILISATION, TARGET = "upriver_waiting_bytes", "upriver_utilisation", "upriver_target_bytes"
-"""What replicas report, by name."""
+"""Names of the values that replicas report."""
 
 CALM_SINCE = "upriver_calm_since_s"
-"""In the state that Ray Serve keeps for the policy between two decisions."""
+"""Key in the state that Ray Serve keeps for the policy between two decisions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingDecision:
-    """How many replicas there are to be.
+    """Decide the number of replicas.
 
     Attributes:
-        replicas: So many.
-        calm_since_s: Since when fewer would do; None where they would not.
+        replicas: Number of replicas.
+        calm_since_s: Time since when fewer would suffice; None if they would not.
     """
 
     replicas: int
@@ -62,21 +67,21 @@ def desired_replicas(
     *,
     utilisation: Sequence[float] = (),
 ) -> int:
-    """How many replicas what waits now asks for: any number more than ``current``, or one fewer.
+    """Return the number of replicas for the waiting bytes: any number above ``current``, or one fewer.
 
     Args:
-        queued_bytes: Waiting at each replica that has reported; one that starts reports nothing.
-        current: Replicas that there are, those that start included.
-        least: Never fewer.
-        most: Never more.
-        target_bytes: May wait at one replica.
+        queued_bytes: Bytes waiting at each replica that has reported; one that starts reports nothing.
+        current: Current replicas, including those that start.
+        least: Fewest replicas.
+        most: Most replicas.
+        target_bytes: Bytes that may wait at one replica.
         utilisation: Share of its workers' time that each was at work.
 
     Returns:
         A number in ``least..most``. It never falls with a longer queue.
 
     Raises:
-        ConfigError: If the bounds or the target make no sense.
+        ConfigError: If the bounds or the target are invalid.
     """
     if not 1 <= least <= most:
         raise ConfigError(f"replicas must be 1 <= least <= most, got {least} and {most}")
@@ -94,7 +99,7 @@ def desired_replicas(
 def _fewer_do(
     queued: float, reports: Sequence[float], current: int, target_bytes: float, busy: float
 ) -> bool:
-    """Whether one replica fewer would do, with something to spare, and all have said how they are."""
+    """Return whether one replica fewer would suffice with a margin, and all have reported."""
     left = current - 1
     return len(reports) >= current and queued <= CALM * target_bytes * left and busy <= FULL * left
 
@@ -102,14 +107,14 @@ def _fewer_do(
 def decide(
     wanted: int, current: int, *, now_s: float, calm_since_s: float | None, settle_s: float = SETTLE_S
 ) -> ScalingDecision:
-    """What to do about it: more at once, fewer only after ``settle_s`` in which it was so all the time.
+    """Decide on a wanted number: more at once, fewer only after ``settle_s`` of uninterrupted calm.
 
     Args:
-        wanted: Of `desired_replicas`.
-        current: Replicas that there are.
-        now_s: Any clock.
-        calm_since_s: Of the last decision.
-        settle_s: How long fewer must have been enough.
+        wanted: Result of `desired_replicas`.
+        current: Current replicas.
+        now_s: Time by any clock.
+        calm_since_s: Value of the last decision.
+        settle_s: Seconds for which fewer replicas must have sufficed.
     """
     if wanted >= current:
         return ScalingDecision(replicas=wanted)
@@ -120,7 +125,7 @@ def decide(
 
 
 def report(*, waiting_bytes: int, utilisation: float, target_bytes: int) -> dict[str, float]:
-    """What a replica tells Ray Serve; the target travels along, for a policy has no settings of its own."""
+    """Return a replica's report to Ray Serve, with the target, since a policy has no settings of its own."""
     return {
         WAITING: float(waiting_bytes),
         UTILISATION: float(utilisation),
@@ -129,13 +134,13 @@ def report(*, waiting_bytes: int, utilisation: float, target_bytes: int) -> dict
 
 
 def policy(context: Any) -> tuple[int, dict[str, Any]]:
-    """The policy as Ray Serve calls it, several times a second.
+    """Decide as Ray Serve calls it, several times a second.
 
     Args:
         context: A ``ray.serve.config.AutoscalingContext``.
 
     Returns:
-        How many replicas there are to be, and what to keep until the next call.
+        The number of replicas, and the state to keep until the next call.
     """
     least, most = context.capacity_adjusted_min_replicas, context.capacity_adjusted_max_replicas
     current = min(most, max(least, context.target_num_replicas))
@@ -154,9 +159,9 @@ def policy(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def latest(context: Any, name: str) -> list[float]:
-    """The last value that each running replica has reported under a name.
+    """Return the last value that each running replica has reported under a name.
 
-    Not the mean over time that Ray Serve also offers: a queue that is gone must not count for half a minute.
+    Ray Serve also offers a mean over time, but a queue that is gone must not count for half a minute.
     """
     series: Mapping[Any, Iterable[Any]] = (context.raw_metrics or {}).get(name, {})
     return [float(points[-1].value) for points in map(list, series.values()) if points]

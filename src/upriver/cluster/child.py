@@ -1,7 +1,7 @@
-"""A replica's own server: an ``upriver serve`` or ``worker`` of its own process, which ends with the replica.
+"""Run a replica's server: a separate ``upriver serve`` or ``worker`` process that ends with the replica.
 
-Tensors then never pass through Ray's processes, and neither do tokens: what the server is told reaches it as
-a file of mode 0600, which is gone as soon as it has been read.
+Therefore neither tensors nor tokens pass through Ray's processes. The server's configuration reaches it as a
+file of mode 0600, which is removed once it is read.
 """
 
 from __future__ import annotations
@@ -26,25 +26,28 @@ from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, OutputTail, anno
 from upriver.text import said
 
 ASK_S = 5.0
-"""For a question to the server's front, which answers within milliseconds however busy its workers are."""
+"""Timeout of a request to the server's front, which answers in milliseconds even with busy workers."""
 
 READY_POLL_S = 0.1
-"""Between two looks at /readyz while it starts."""
+"""Interval between two requests of /readyz during the start."""
 
 KILL_S = 5.0
-"""Beyond the time that running requests have to finish, for processes to end; then the server is killed."""
+"""Seconds that processes get to end after the grace period of requests; then the server is killed."""
 
 OF_RAY = "RAY_"
 NOT_PASSED_ON = ("UPRIVER_TOKEN", "OMP_NUM_THREADS")
-"""A token in the environment would stand beside the tenants that the server is told; the number of threads is
-set by Ray for its own processes, and by the server for its workers."""
+"""Environment variables that the server does not get.
+
+A token in the environment would add to the configured tenants. Ray sets the number of threads for its own
+processes, and the server sets it for its workers.
+"""
 
 
 class ServerProcess:
-    """A running server.
+    """Control a running server.
 
     Attributes:
-        url: Where it listens.
+        url: URL of the server.
     """
 
     def __init__(
@@ -77,17 +80,18 @@ class ServerProcess:
         command: str = "serve",
         timeout_s: float = START_TIMEOUT_S,
     ) -> ServerProcess:
-        """Start a server on a free port and wait until it takes requests.
+        """Start a server on a free port and wait until it accepts requests.
 
         Args:
-            document: What it is told (see `upriver.cluster.document.portable`).
+            document: Configuration of the server (see `upriver.cluster.document.portable`).
             host: Address to bind.
-            grace_s: How long requests may go on when it is closed; it has been told the same.
-            command: Of ``upriver``: ``serve`` or ``worker``.
-            timeout_s: How long starting may take.
+            grace_s: Seconds that running requests get after `close`; the server's configuration says the
+                same.
+            command: Subcommand of ``upriver``: ``serve`` or ``worker``.
+            timeout_s: Seconds that starting may need.
 
         Raises:
-            ServerUnavailable: If it ends or says nothing; with the last lines of its stderr.
+            ServerUnavailable: If the server ends or is not ready in time; with the last lines of its stderr.
         """
         token = secrets.token_urlsafe(32)
         told, asks = for_replica(document, host=host, keeper_token=token)
@@ -125,20 +129,20 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the server's front."""
+        """PID of the server's front."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process has not ended."""
         return self._process.poll() is None
 
     def wait(self) -> None:
-        """Until it has ended."""
+        """Wait until the server has ended."""
         self._process.wait()
 
     def check(self) -> None:
-        """See that it lives.
+        """Check that the server is alive.
 
         Raises:
             ServerUnavailable: If it has ended, or does not answer.
@@ -150,10 +154,10 @@ class ServerProcess:
             raise ServerUnavailable(f"{self.url}/livez answered {status}")
 
     def load(self) -> tuple[int, float]:
-        """Bytes that wait for admission, and the share of its workers' time that is taken.
+        """Return the bytes that wait for admission, and the utilisation of its workers.
 
         Raises:
-            ServerUnavailable: If it does not say.
+            ServerUnavailable: If the server does not report them.
         """
         status, body = get(self.url, "/v1/load", timeout_s=ASK_S, headers=self._headers, tls=self._tls)
         try:
@@ -165,7 +169,7 @@ class ServerProcess:
         raise ServerUnavailable(f"{self.url}/v1/load answered {status} {said(body.decode(errors='replace'))}")
 
     def close(self) -> None:
-        """Let running requests finish and end it, by force if that takes too long. May be called again."""
+        """Let running requests finish and end the server, by force if that takes too long. Callable again."""
         with self._lock:
             if self._closed:
                 return
@@ -174,7 +178,7 @@ class ServerProcess:
         try:
             self.check()
         except ServerUnavailable:
-            grace_s = 0.0  # whatever it was doing, it does not go on with it
+            grace_s = 0.0  # the server does not go on with its requests
         end(self._process, self._tail, self._lifeline, timeout_s=grace_s + KILL_S)
 
     def _wait_until_ready(self, deadline: float) -> None:
@@ -187,7 +191,7 @@ class ServerProcess:
 
 
 def _written(folder: Path, text: str) -> Path:
-    """A new file that only this user can read."""
+    """Write a new file that only this user can read."""
     path = folder / "server.toml"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "w", encoding="utf-8") as file:
@@ -196,7 +200,7 @@ def _written(folder: Path, text: str) -> Path:
 
 
 def environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """What a server sees of a replica's environment: nothing of Ray's, whose own token stands there."""
+    """Return a server's environment: the replica's, without Ray's variables, which hold Ray's token."""
     return {
         name: value
         for name, value in ours.items()
@@ -213,12 +217,12 @@ def _spawn(command: str, config: Path, *, parent_pipe: int) -> subprocess.Popen[
         stderr=subprocess.PIPE,
         pass_fds=(parent_pipe,),
         env=environment(os.environ),
-        start_new_session=True,  # Ctrl-C at a terminal is for whoever started the cluster
+        start_new_session=True,  # Ctrl-C at a terminal is for the process that started the cluster
     )
 
 
 def _not_there(process: subprocess.Popen[bytes], tail: OutputTail) -> ServerUnavailable:
-    """Why a server that was started cannot be used: its stdout ends a moment before it does."""
+    """Return why a started server cannot be used; its stdout ends a moment before the process does."""
     try:
         process.wait(KILL_S)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""From nothing to a deployment that serves, and back: a cluster, the application on it, an orderly end."""
+"""Deploy servers on Ray Serve: start or join a cluster, run the application, end both in order."""
 
 from __future__ import annotations
 
@@ -30,44 +30,46 @@ from upriver.text import said
 log = logging.getLogger(__name__)
 
 LOCAL = "local"
-"""The address that stands for a cluster of our own, on this machine, which ends with this process."""
+"""Address that stands for a local cluster, which this process starts, and which ends with it."""
 
 APPLICATION = "upriver"
 """Name of the application, and the first part of its path."""
 
 START_ATTEMPTS = 3
-"""Ray gives its own processes 30 s to start, which no setting changes. On a busy machine they need longer."""
+"""Attempts to start Ray. It gives its processes 30 s, fixed; a busy machine needs longer."""
 
 OBJECT_STORE_BYTES = 100 << 20
-"""Of a cluster of our own: nothing is put into it, and Ray takes no less than some 80 MB."""
+"""Object store of a local cluster: nothing is put into it, and Ray needs at least some 80 MB."""
 
 POLL_S = 0.25
-"""Between two looks whether the first replica serves."""
+"""Interval between two checks whether the first replica serves."""
 
 ASK_S = 5.0
-"""For a question to the directory, or to find that somebody listens."""
+"""Timeout of a request to the directory, or of a connection attempt."""
 
 DIRECTORY_S = 60.0
-"""Once all replicas serve, the directory must be seen within so long, or it listens somewhere else."""
+"""Deadline for the directory to answer once all replicas serve; after it, the directory listens elsewhere."""
 
 OFF = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
-"""Ray reports its use to its makers unless told not to, leaves repeated lines of logs out, and starts a
-cluster of its own for any call that comes when there is none: for one that comes just after the end of ours,
-say."""
+"""Settings that turn features of Ray off.
+
+By default Ray reports its use to its makers and drops repeated log lines. It also starts a cluster of its own
+for any call without one, such as a call just after the end of ours.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployment:
-    """Everything that is to run.
+    """Describe a deployment.
 
     Attributes:
-        document: What each server is told; holds no secrets.
-        settings: What replicas are told.
-        scale: How many.
-        port: Of the directory; 0 takes a free one where the cluster is our own.
-        address: Of an existing cluster (``auto``, ``HOST:PORT``, ``ray://HOST:10001``), or `LOCAL`.
-        certificate: For the directory over TLS; None speaks plain HTTP.
-        key: Of the certificate; None where that file holds it, too.
+        document: Configuration of each server; holds no secrets.
+        settings: Configuration of the replicas.
+        scale: Number of replicas.
+        port: Port of the directory; 0 selects a free one on a local cluster.
+        address: Existing cluster (``auto``, ``HOST:PORT``, ``ray://HOST:10001``), or `LOCAL`.
+        certificate: Certificate file of the directory for TLS; None selects plain HTTP.
+        key: Key of the certificate; None if the certificate's file holds it too.
     """
 
     document: Mapping[str, object]
@@ -80,23 +82,24 @@ class Deployment:
 
     @property
     def local(self) -> bool:
-        """Whether the cluster is started here."""
+        """Return whether this process starts the cluster."""
         return self.address == LOCAL
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine may reach it."""
+        """Return whether only this machine may reach the deployment."""
         return self.settings.host is not None and is_loopback(self.settings.host)
 
 
 class ShutdownRequest:
-    """Whether this process was asked to end, and how.
+    """Track whether this process was asked to end, and how.
 
-    Ray sets handlers of its own when it starts, which end the cluster at once; `install` puts ours back.
+    Ray sets signal handlers of its own when it starts, which end the cluster at once. `install` puts ours
+    back.
 
     Attributes:
-        wanted: Whether it was asked to.
-        signal: By which signal, if by one.
+        wanted: Whether the process was asked to end.
+        signal: Number of the signal that asked, if any.
     """
 
     def __init__(self) -> None:
@@ -105,33 +108,33 @@ class ShutdownRequest:
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Listen to SIGTERM and SIGINT, on the main thread; elsewhere nobody can."""
+        """Handle SIGTERM and SIGINT if called on the main thread; other threads cannot."""
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 before = signal.signal(number, self._on_signal)
                 self._before.setdefault(number, before)
 
     def uninstall(self) -> None:
-        """Put back what was there before."""
+        """Restore the previous handlers."""
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before.clear()
 
     def set(self) -> None:
-        """End, as if SIGTERM had come."""
+        """Ask to end, as SIGTERM does."""
         self.wanted = True
 
     def wait(self, timeout_s: float = math.inf) -> bool:
-        """Wait until it is asked to; whether it was."""
-        # A plain flag, looked at: a handler that sets an Event can meet, on this very thread, the lock that
-        # waiting for the Event takes.
+        """Wait until the process is asked to end; return whether it was."""
+        # Poll a plain flag. A handler that sets an Event can meet, on this very thread, the lock that waiting
+        # for the Event holds.
         deadline = time.monotonic() + timeout_s
         while not self.wanted and (left_s := deadline - time.monotonic()) > 0:
             time.sleep(min(POLL_S, left_s))
         return self.wanted
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.wanted:  # asked twice: no more patience
+        if self.wanted:  # asked twice: end at once
             raise SystemExit(1)
         self.signal = signum
         self.wanted = True
@@ -143,17 +146,18 @@ def serve_on_ray(
     on_listening: Callable[[Mapping[str, object]], None],
     stop: ShutdownRequest | None = None,
 ) -> None:
-    """Deploy, say so when the first replica serves, and end in an orderly manner when asked to.
+    """Deploy, report when the first replica serves, and end in order when asked to.
 
     Args:
-        deployment: What is to run.
-        on_listening: Told once: ``{"listening": "ray+http://HOST:PORT", "pid": N}``.
-        stop: Ends it; SIGTERM and SIGINT do so as well.
+        deployment: The deployment.
+        on_listening: Called once with ``{"listening": "ray+http://HOST:PORT", "pid": N}``.
+        stop: Ends the deployment; SIGTERM and SIGINT do so as well.
 
     Raises:
-        ConfigError: If Ray is not installed, there is no such cluster, or it cannot be reached as configured.
+        ConfigError: If Ray is not installed, or the cluster does not exist or cannot be reached as
+            configured.
         ServerUnavailable: If no replica can serve.
-        KeyboardInterrupt: After SIGINT, when all is over.
+        KeyboardInterrupt: After SIGINT, once everything has ended.
     """
     stop = stop or ShutdownRequest()
     stop.install()
@@ -174,10 +178,10 @@ def serve_on_ray(
 
 
 def before_import(*, local: bool) -> None:
-    """What Ray reads from the environment when it is imported.
+    """Set the environment variables that Ray reads on import.
 
-    A cluster of our own asks for a token, made here for this one run and kept in no file, unless somebody has
-    said how it is to be.
+    A local cluster requires a token. It is made here for this run and kept in no file, unless the environment
+    already sets how Ray authenticates.
     """
     for name, value in OFF.items():
         os.environ.setdefault(name, value)
@@ -198,12 +202,12 @@ def _needed(name: str) -> Any:
 
 @contextlib.contextmanager
 def _connected(ray: Any, deployment: Deployment) -> Iterator[None]:
-    """A connection to the cluster; one of our own is started first, and ended and cleared away last."""
-    # In /tmp, as Ray's own: the sockets that it puts there have paths of at most 107 characters.
+    """Connect to the cluster. Start a local one first, and end and remove it last."""
+    # In /tmp, as Ray's own: the sockets that Ray puts there have paths of at most 107 characters.
     folder = tempfile.mkdtemp(prefix="upriver-ray-", dir="/tmp") if deployment.local else None
     try:
         if folder is not None:
-            # Whoever asks for so many replicas on one machine gets them; they share its cores.
+            # All replicas requested on one machine start; they share its cores.
             num_cpus = max(1, math.ceil(deployment.scale.most * deployment.scale.num_cpus))
             start(ray, num_cpus=num_cpus, loopback=deployment.loopback, folder=folder, namespace=NAMESPACE)
         else:
@@ -216,14 +220,14 @@ def _connected(ray: Any, deployment: Deployment) -> Iterator[None]:
 
 
 def start(ray: Any, *, num_cpus: int, loopback: bool, folder: str, namespace: str | None = None) -> None:
-    """Start a cluster of our own, and connect to it.
+    """Start a local cluster, and connect to it.
 
     Args:
-        num_cpus: That Ray hands out. Accelerators it counts itself: a replica is told which one is its own,
-            and that must be there.
-        loopback: Whether only this machine may reach it.
-        folder: For its files and sockets.
-        namespace: Of named actors.
+        num_cpus: CPUs that Ray hands out. Ray counts accelerators itself: it assigns one to each replica,
+            which must exist.
+        loopback: Whether only this machine may reach the cluster.
+        folder: Folder of its files and sockets.
+        namespace: Namespace of named actors.
 
     Raises:
         ServerUnavailable: If Ray's own processes do not start.
@@ -243,8 +247,8 @@ def start(ray: Any, *, num_cpus: int, loopback: bool, folder: str, namespace: st
                 **node,
             )
             return
-        except Exception as error:  # Ray's own kinds, and there are many
-            ray.shutdown()  # what this attempt has started ends with this process
+        except Exception as error:  # Ray raises many kinds of its own
+            ray.shutdown()  # the processes of this attempt end with this process
             problem = f"Ray does not start on this machine: {said(str(error))}"
             if attempt == START_ATTEMPTS:
                 raise ServerUnavailable(problem) from error
@@ -252,7 +256,7 @@ def start(ray: Any, *, num_cpus: int, loopback: bool, folder: str, namespace: st
 
 
 def join(ray: Any, address: str, *, namespace: str | None = None) -> None:
-    """Connect to a cluster that runs.
+    """Connect to a running cluster.
 
     Raises:
         ConfigError: If there is none.
@@ -265,15 +269,15 @@ def join(ray: Any, address: str, *, namespace: str | None = None) -> None:
             logging_level=logging.WARNING,
             log_to_driver=False,
         )
-    except Exception as error:  # Ray's own kinds, and there are many
+    except Exception as error:  # Ray raises many kinds of its own
         raise ConfigError(f"no Ray cluster at {address!r}: {said(str(error))}") from error
 
 
 def _reach(address: str) -> None:
-    """See that somebody listens at ``HOST:PORT`` or ``ray://HOST:PORT``: Ray itself would try for a minute.
+    """Check that ``HOST:PORT`` or ``ray://HOST:PORT`` accepts connections; Ray itself would try for a minute.
 
     Raises:
-        OSError: If nobody does.
+        OSError: If it does not.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdecimal():
@@ -284,11 +288,11 @@ def _reach(address: str) -> None:
 
 
 LAST_LOOK_S = 10.0
-"""``serve.run`` asks every second whether all replicas serve, and gives up where the application is gone."""
+"""Final wait for ``serve.run``, which looks every second and gives up if the application is gone."""
 
 
 class Deploying:
-    """``serve.run`` in a thread: it returns when all replicas serve, and we go on with the first."""
+    """Run ``serve.run`` in a thread: it returns when all replicas serve, but the first one suffices here."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run
@@ -299,7 +303,7 @@ class Deploying:
     def _work(self) -> None:
         try:
             self._run()
-        except Exception as error:  # Ray's own kinds, and there are many
+        except Exception as error:  # Ray raises many kinds of its own
             self.failure = error
         finally:
             self.done.set()
@@ -307,10 +311,10 @@ class Deploying:
 
 @contextlib.contextmanager
 def _running(ray: Any, serve: Any, deployment: Deployment) -> Iterator[tuple[str, Deploying]]:
-    """The application on the cluster, and the URL of its directory; drained and taken away at the end."""
+    """Run the application, yield its directory's URL, and drain and remove the application at the end."""
     ours = not _in_use(serve)
     listen, url = _directory_address(ray, deployment)
-    # One file may hold both, which Ray Serve wants to be told twice.
+    # One file may hold both, but Ray Serve needs two settings.
     key = deployment.key or deployment.certificate
     files = {"ssl_certfile": deployment.certificate, "ssl_keyfile": key}
     serve.start(
@@ -325,18 +329,18 @@ def _running(ray: Any, serve: Any, deployment: Deployment) -> Iterator[tuple[str
     finally:
         try:
             _take_away(serve, deploying, timeout_s=2 * stop_timeout_s(deployment.settings.grace_s))
-            with contextlib.suppress(Exception):  # gone with its node, say: then there is nothing to end
+            with contextlib.suppress(Exception):  # gone with its node, for example: nothing is left to end
                 book.end()
             if ours and not _applications(serve):
                 serve.shutdown()
-            # Where it still asks after replicas once Ray is gone, Ray ends this process with exit code 1.
+            # If it still asks for replicas once Ray is gone, Ray ends this process with exit code 1.
             deploying.done.wait(LAST_LOOK_S)
-        except Exception as error:  # Ray's own kinds; what led here must not be lost behind them
+        except Exception as error:  # Ray raises many kinds of its own, which must not hide the original error
             log.warning("cannot tell whether all replicas have ended: %s", said(str(error)))
 
 
 def _directory_address(ray: Any, deployment: Deployment) -> tuple[dict[str, object], str]:
-    """Where Ray Serve's proxy is to listen, and how others reach it."""
+    """Return the address on which Ray Serve's proxy listens, and the URL by which others reach it."""
     port = deployment.port or _free_port()
     if deployment.loopback:
         host = reached = str(deployment.settings.host)
@@ -348,7 +352,7 @@ def _directory_address(ray: Any, deployment: Deployment) -> tuple[dict[str, obje
 
 
 def _head(ray: Any) -> str:
-    """Address of the machine on which Ray Serve's one proxy runs."""
+    """Return the address of the machine on which Ray Serve's only proxy runs."""
     nodes = [node for node in ray.nodes() if node.get("Alive")]
     head = [node for node in nodes if "node:__internal_head__" in node.get("Resources", {})]
     if not (head or nodes):
@@ -364,7 +368,7 @@ def _free_port() -> int:
 
 
 def _in_use(serve: Any) -> bool:
-    """Whether Ray Serve runs on the cluster already."""
+    """Return whether Ray Serve already runs on the cluster."""
     status = serve.status()
     return bool(status.proxies or status.applications)
 
@@ -375,12 +379,12 @@ def _applications(serve: Any) -> Mapping[str, Any]:
 
 
 def _take_away(serve: Any, deploying: Deploying, *, timeout_s: float) -> None:
-    """Delete the application: each replica leaves the address book, and its server finishes what it does."""
+    """Delete the application: each replica leaves the address book, and its server finishes its requests."""
     deadline = time.monotonic() + timeout_s
     while APPLICATION not in _applications(serve) and not deploying.done.wait(POLL_S):
-        if time.monotonic() >= deadline:  # what is still on its way could not be deleted
+        if time.monotonic() >= deadline:  # an application that is still being deployed cannot be deleted
             break
-    with contextlib.suppress(TimeoutError):  # Ray Serve's own patience may be shorter
+    with contextlib.suppress(TimeoutError):  # Ray Serve's own timeout may be shorter
         serve.delete(APPLICATION)
     while APPLICATION in _applications(serve):
         if time.monotonic() >= deadline:
@@ -395,11 +399,11 @@ def _take_away(serve: Any, deploying: Deploying, *, timeout_s: float) -> None:
 def _wait_for_first(
     serve: Any, url: str, deployment: Deployment, deploying: Deploying, stop: ShutdownRequest
 ) -> bool:
-    """Wait until the directory names a server; whether it does (False: asked to stop before).
+    """Wait until the directory lists a server; return False if asked to stop before.
 
     Raises:
         ServerUnavailable: If no replica can serve.
-        ConfigError: If replicas serve, and nobody answers where the directory should be.
+        ConfigError: If replicas serve, but the directory does not answer at its address.
     """
     deadline: float | None = None
     while not stop.wait(POLL_S):
@@ -418,7 +422,7 @@ def _wait_for_first(
 
 
 def _servers_listed(url: str, *, encrypted: bool) -> bool:
-    """Whether the directory answers, and names a server."""
+    """Return whether the directory answers and lists a server."""
     try:
         status, body = get(
             url,
@@ -432,18 +436,18 @@ def _servers_listed(url: str, *, encrypted: bool) -> bool:
 
 
 def _told(serve: Any) -> str:
-    """What Ray Serve says of the replicas: of the application it says only that they could not be started."""
+    """Return Ray Serve's message about the replicas; the application's says only that none started."""
     try:
         return str(_applications(serve)[APPLICATION].deployments[SERVERS].message)
-    except Exception:  # gone in between, say
+    except Exception:  # gone in between, for example
         return ""
 
 
 def reason(*texts: str) -> str:
-    """What went wrong in a replica: Ray Serve hands its whole traceback over, and our own error ends it.
+    """Return the cause of a replica's failure: upriver's error at the end of Ray Serve's traceback.
 
     Args:
-        texts: What Ray Serve says, the most detailed first.
+        texts: Messages of Ray Serve, the most detailed first.
     """
     for text in texts:
         place = text.rfind("upriver.errors.")

@@ -1,4 +1,4 @@
-"""What runs on Ray Serve: replicas that each keep a server, and a directory that tells where they are."""
+"""Define the application on Ray Serve: replicas that each keep a server, and a directory of the servers."""
 
 from __future__ import annotations
 
@@ -21,34 +21,33 @@ SERVERS, DIRECTORY = "servers", "directory"
 """The two deployments of the application, as Ray Serve's status shows them."""
 
 HEALTH_PERIOD_S = 2.0
-"""Between two checks of a replica. Ray Serve replaces one that fails three in a row."""
+"""Interval between two checks of a replica. Ray Serve replaces one that fails three in a row."""
 
 HEALTH_TIMEOUT_S = 15.0
-"""For one check, which asks the server and gives it 5 s; the replica's own process may be busy, too."""
+"""Timeout of one check, which gives the server 5 s; the replica's own process may be busy too."""
 
 METRICS_S = 2.0
-"""Between two reports of a replica's queue: a burst should meet new replicas, and they take 20 s to start."""
+"""Interval between two reports of a replica's queue. New replicas start in 20 s, and should meet a burst."""
 
 LOOK_BACK_S = 10.0
-"""How long Ray Serve keeps reports; only the last one counts."""
+"""Time for which Ray Serve keeps reports; only the last one counts."""
 
 DIRECTORY_REQUESTS = 200
-"""Clients that may ask the directory at once: a question takes some milliseconds, and a job asks every few
-seconds."""
+"""Concurrent requests to the directory. Each takes some milliseconds; a job asks every few seconds."""
 
 STOP_MARGIN_S = 10.0
-"""Beyond what a replica itself waits for its server, until Ray kills the replica."""
+"""Seconds beyond the replica's own wait for its server, after which Ray kills the replica."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSettings:
-    """What a replica is told beside its server's document.
+    """Configure a replica, in addition to its server's document.
 
     Attributes:
-        book: The address book's name.
+        book: Name of the address book.
         host: Address to bind; None for that of the replica's machine.
-        grace_s: How long running requests may go on when the replica is to stop.
-        target_bytes: Bytes that may wait at one replica before there are to be more.
+        grace_s: Seconds that running requests get when the replica stops.
+        target_bytes: Bytes that may wait at one replica before more replicas start.
     """
 
     book: str
@@ -59,13 +58,13 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """How many replicas, and what each takes.
+    """Set the number of replicas, and the resources of each.
 
     Attributes:
-        least: Replicas at least, and at the start.
-        most: Replicas at most; as many as ``least`` for a fixed number.
-        num_cpus: Cores that Ray sets aside for each.
-        num_gpus: Accelerators likewise.
+        least: Fewest replicas, and the number at the start.
+        most: Most replicas; equal to ``least`` for a fixed number.
+        num_cpus: Cores that Ray reserves for each.
+        num_gpus: Accelerators that Ray reserves for each.
     """
 
     least: int
@@ -86,13 +85,13 @@ class Scale:
 
 
 class ReplicaServer:
-    """A replica: keeps one server, says where it is, and takes it away in an orderly manner.
+    """Keep one server in a replica, register its address, and end it in order.
 
-    Ray Serve makes it, checks it, and calls ``__del__`` when it is to stop.
+    Ray Serve creates the replica, checks it, and calls ``__del__`` to stop it.
 
     Args:
-        document: What the server is told.
-        settings: What the replica is told.
+        document: Configuration of the server.
+        settings: Configuration of the replica.
 
     Raises:
         ServerUnavailable: If the server does not start.
@@ -113,19 +112,19 @@ class ReplicaServer:
         log.info("serving at %s", server.url)
 
     def __call__(self) -> str:
-        """Where its server is."""
+        """Return the URL of its server."""
         return self._server.url
 
     async def check_health(self) -> None:
-        """See that the server lives; Ray Serve calls this.
+        """Check that the server is alive; called by Ray Serve.
 
         Raises:
-            ServerUnavailable: If it does not; Ray Serve then puts another replica in this one's place.
+            ServerUnavailable: If it is not; Ray Serve then replaces this replica.
         """
         await asyncio.to_thread(self._server.check)
 
     def __del__(self) -> None:
-        """Leave the address book first, so that nobody new comes; then let the server finish."""
+        """Leave the address book first, so that no new client comes; then let the server finish."""
         if (membership := getattr(self, "_membership", None)) is not None:
             membership.close()
         if (server := getattr(self, "_server", None)) is not None:
@@ -133,16 +132,17 @@ class ReplicaServer:
 
 
 class ScaledReplicaServer(ReplicaServer):
-    """A replica that also says how much waits at its server.
+    """Report, in addition, the bytes that wait at the replica's server.
 
-    A class of its own, since Ray Serve asks every class that can tell, also where nothing is to be scaled.
+    It is a separate class: Ray Serve asks every class that can report, even if the number of replicas is
+    fixed.
     """
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What waits here, and how busy it is; Ray Serve calls this.
+        """Return the waiting bytes and the utilisation; called by Ray Serve.
 
         Raises:
-            ServerUnavailable: If the server does not say.
+            ServerUnavailable: If the server does not report them.
         """
         waiting_bytes, utilisation = await asyncio.to_thread(self._server.load)
         target_bytes = self._settings.target_bytes
@@ -150,11 +150,11 @@ class ScaledReplicaServer(ReplicaServer):
 
 
 class Directory:
-    """Answers ``GET …/servers`` with the addresses of all servers; knows nothing else.
+    """Answer ``GET …/servers`` with the addresses of all servers, and no other request.
 
     Args:
-        servers: The replicas; taken so that they belong to the same application.
-        book: The address book's name.
+        servers: The replicas; an argument so that they belong to the same application.
+        book: Name of the address book.
     """
 
     def __init__(self, servers: object, book: str) -> None:
@@ -162,14 +162,14 @@ class Directory:
         self._book = RayBook(book)
 
     async def __call__(self, request: Any) -> Any:
-        """One request, as Starlette hands it over."""
+        """Answer one request of Starlette's type."""
         if not str(request.url.path).rstrip("/").endswith(LISTING_PATH):
             return _answer({"error": {"code": "not_found", "message": f"there is {LISTING_PATH} only"}}, 404)
         if request.method not in ("GET", "HEAD"):
             return _answer({"error": {"code": "protocol", "message": "it can only be read"}}, 405)
         try:
             return _answer(await asyncio.to_thread(self._book.listing), 200)
-        except Exception as error:  # Ray's own kinds, and there are many
+        except Exception as error:  # Ray raises many kinds of its own
             log.warning("the address book does not answer: %s", error)
             message = "the address book does not answer now"
             return _answer({"error": {"code": "overloaded", "message": message}}, 503)
@@ -182,12 +182,12 @@ def _answer(document: Mapping[str, object], status: int) -> Any:
 
 
 def application(document: Mapping[str, object], settings: ReplicaSettings, scale: Scale) -> Any:
-    """The application for ``ray.serve.run``.
+    """Return the application for ``ray.serve.run``.
 
     Args:
-        document: What each replica's server is told (see `upriver.cluster.document.portable`).
-        settings: What replicas are told beside that.
-        scale: How many.
+        document: Configuration of each replica's server (see `upriver.cluster.document.portable`).
+        settings: Further configuration of the replicas.
+        scale: Number of replicas.
     """
     serve: Any = importlib.import_module("ray.serve")
     cls = ReplicaServer if scale.least == scale.most else ScaledReplicaServer
@@ -198,7 +198,7 @@ def application(document: Mapping[str, object], settings: ReplicaSettings, scale
         ray_actor_options={"num_cpus": scale.num_cpus, **gpus},
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
-        graceful_shutdown_wait_loop_s=0.1,  # of Serve's own requests there are none
+        graceful_shutdown_wait_loop_s=0.1,  # no request passes through Serve
         graceful_shutdown_timeout_s=stop_timeout_s(settings.grace_s),
         **_how_many(scale),
     ).bind(dict(document), settings)
@@ -213,7 +213,7 @@ def application(document: Mapping[str, object], settings: ReplicaSettings, scale
 
 
 def stop_timeout_s(grace_s: float) -> float:
-    """How long a replica that is to stop may take: its requests, its server, and the calls in between."""
+    """Return the seconds that a stopping replica may need: for requests, server, and calls in between."""
     return grace_s + KILL_S + STOP_MARGIN_S
 
 
@@ -222,7 +222,7 @@ def _how_many(scale: Scale) -> dict[str, object]:
         return {"num_replicas": scale.least}
     config: Any = importlib.import_module("ray.serve.config")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s, in some versions
+        warnings.simplefilter("ignore", DeprecationWarning)  # about metrics_interval_s, in some versions
         autoscaling = config.AutoscalingConfig(
             min_replicas=scale.least,
             initial_replicas=scale.least,

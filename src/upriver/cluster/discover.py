@@ -1,7 +1,7 @@
-"""The address book: which servers there are, told by their replicas and believed for a few seconds.
+"""Keep an address book of servers: their replicas register them, and each entry is valid for a few seconds.
 
-A replica renews its entry while its server lives and takes it out when it stops. One that dies without a word
-drops out when its lease is over. The book keeps nothing else: were it lost, the next renewals would fill it.
+A replica renews its entry while its server lives, and removes it on a stop. The entry of a replica that
+crashed expires with its lease. The book keeps no other state: after a loss the next renewals fill it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,38 @@ import upriver
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""An entry that has not been renewed for so long is no longer told. Five renewals: one lost call, or a pause
-of some seconds, takes no server from anyone."""
+"""Lease of an entry, after which it is no longer listed.
+
+It lasts five renewals, so one lost call or a pause of some seconds removes no server.
+"""
 
 RENEW_S = 2.0
-"""Between two renewals: a call of a millisecond."""
+"""Interval between two renewals. A renewal is a call of a millisecond."""
 
 LOOK_S = 0.25
-"""Between two looks whether the server's process has ended: a server that died is told for so long, and
-clients notice by themselves before that."""
+"""Interval between two checks whether the server's process has ended.
+
+A dead server stays listed for that long, and clients notice its death before.
+"""
 
 ASK_S = 5.0
-"""For one call to the book, which holds some entries in memory."""
+"""Timeout of one call to the book, which holds some entries in memory."""
 
 NAMESPACE = "upriver"
-"""Of Ray's named actors, where the book is found by replicas and by later runs."""
+"""Namespace of Ray's named actors, in which replicas and later runs find the book."""
 
 LISTING_PATH = "/servers"
-"""Below the deployment's own prefix."""
+"""Path below the deployment's own prefix."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaEntry:
-    """One replica's server.
+    """Describe one replica's server.
 
     Attributes:
-        url: Where it listens.
-        since: When it began to serve, in seconds since 1970.
-        until_s: When the lease is over, by the book's clock.
+        url: URL of the server.
+        since: Start of its service, in seconds since 1970.
+        until_s: End of the lease, by the book's clock.
     """
 
     url: str
@@ -56,10 +60,10 @@ class ReplicaEntry:
 
 
 class AddressBook:
-    """Entries with leases. Not thread-safe: an actor does one thing at a time.
+    """Hold entries with leases. Not thread-safe: an actor runs one call at a time.
 
     Args:
-        lease_s: How long an entry is believed.
+        lease_s: Seconds for which an entry is valid.
         now: Seconds of a clock that never goes back.
     """
 
@@ -68,18 +72,18 @@ class AddressBook:
         self._entries: dict[str, ReplicaEntry] = {}
 
     def renew(self, key: str, url: str, since: float) -> None:
-        """A replica's server serves: believe that for another lease."""
+        """Renew the lease of a replica's server."""
         self._entries[key] = ReplicaEntry(url=url, since=since, until_s=self._now() + self._lease_s)
 
     def leave(self, key: str) -> None:
-        """It does not, from now on; unknown keys are ignored."""
+        """Remove an entry; unknown keys are ignored."""
         self._entries.pop(key, None)
 
     def listing(self) -> dict[str, object]:
-        """What clients are told: the servers, the longest-serving first."""
+        """Return the list for clients: the servers, the longest-serving first."""
         now_s = self._now()
         self._entries = {key: entry for key, entry in self._entries.items() if entry.until_s > now_s}
-        # A replica that took over a port may share an address with one whose lease is not over.
+        # A replica that took over a port may share an address with one whose lease has not ended.
         since: dict[str, float] = {}
         for entry in self._entries.values():
             since[entry.url] = max(entry.since, since.get(entry.url, entry.since))
@@ -93,7 +97,7 @@ def _by_age(server: tuple[str, float]) -> tuple[float, str]:
 
 
 class Book(Protocol):
-    """What a replica needs of an address book."""
+    """Calls of an address book that a replica needs."""
 
     def renew(self, key: str, url: str, since: float) -> None:
         """See `AddressBook.renew`."""
@@ -103,10 +107,10 @@ class Book(Protocol):
 
 
 class RayBook:
-    """The address book of a cluster, by its name.
+    """Access the address book of a cluster by its name.
 
     Args:
-        name: Of the actor that `create` made.
+        name: Name of the actor that `create` made.
     """
 
     def __init__(self, name: str) -> None:
@@ -116,7 +120,7 @@ class RayBook:
 
     @classmethod
     def create(cls, name: str) -> RayBook:
-        """The book of that name, made where there is none; it outlives whoever makes it, until `end`."""
+        """Return the book of that name; create it if there is none. It outlives its creator, until `end`."""
         book = cls(name)
         actor = book._ray.remote(AddressBook)
         book._actor = actor.options(
@@ -125,7 +129,7 @@ class RayBook:
             get_if_exists=True,
             lifetime="detached",
             num_cpus=0,
-            max_restarts=-1,  # with its node: renewals fill the new one
+            max_restarts=-1,  # restarts with its node: renewals fill the new one
         ).remote()
         return book
 
@@ -138,7 +142,7 @@ class RayBook:
         self._ask("leave", key)
 
     def listing(self) -> Mapping[str, object]:
-        """See `AddressBook.listing`. Blocks: not for an event loop."""
+        """See `AddressBook.listing`. Blocks: do not call it in an event loop."""
         found: Mapping[str, object] = self._ask("listing")
         return found
 
@@ -160,14 +164,14 @@ class RayBook:
 
 
 class Membership:
-    """Keeps one server in the book, for as long as it lives and this object is not closed.
+    """Keep one server in the book, while the server lives and this object is not closed.
 
     Args:
-        book: Where it is written.
-        url: The server's address.
-        alive: Whether its process has not ended; asked often.
-        renew_s: Between two renewals.
-        look_s: Between two looks at ``alive``.
+        book: Address book.
+        url: URL of the server.
+        alive: Returns whether its process has not ended; called often.
+        renew_s: Seconds between two renewals.
+        look_s: Seconds between two calls of ``alive``.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class Membership:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the server out of the book. May be called again."""
+        """Remove the server from the book. May be called again."""
         self._stop.set()
         self._thread.join(2 * ASK_S)
 
@@ -202,10 +206,13 @@ class Membership:
         self._tell(lambda: self._book.leave(self._key))
 
     def _tell(self, call: Callable[[], None]) -> None:
-        """A book that cannot be reached now is told again: a server must not stop for want of it."""
+        """Call the book, and only log a failure.
+
+        A server must not stop for lack of the book, and a later call retries.
+        """
         try:
             call()
-        except Exception as error:  # Ray's own kinds, and there are many
+        except Exception as error:  # Ray raises many kinds of its own
             if self._told:
                 log.warning("the address book does not answer: %s", error)
             self._told = False

@@ -1,8 +1,8 @@
-"""What a server is told, on its way from the operator's file to replicas on other machines.
+"""Carry a server's configuration from the operator's file to replicas on other machines.
 
-The document is the server's TOML file as plain values. Ray carries it, and keeps it: so tokens are replaced
-by their hashes before it goes, and credentials of stores may only be named, not told. On the replica's
-machine it becomes a file again that nobody else can read.
+The document is the server's TOML file as plain values. Ray carries it, and keeps it. So tokens are replaced
+by their hashes first, and credentials of stores may only be named, not included. On the replica's machine the
+document becomes a file again that only its user can read.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from upriver.errors import ConfigError
 from upriver.secret_files import read_token_file
 
 SECRET_OPTIONS = ("access_key_id", "secret_access_key", "session_token")
-"""Of stores: what must not travel."""
+"""Options of stores that must not travel."""
 
 OF_THE_CLUSTER = ("host", "port", "token_file")
-"""Keys that replicas get anew, or not at all."""
+"""Keys that replicas set anew, or not at all."""
 
 ANYONE = "anyone"
-"""The one tenant of a server that has one token: the name it goes by in a server without tenants, too."""
+"""Only tenant of a server with one token; a server without tenants uses the same name."""
 
 KEEPER = "replica-keeper"
-"""The tenant as which a replica asks its own server how busy it is; it may read no store."""
+"""Tenant with which a replica asks its own server for its load; it may read no store."""
 
 LOOPBACK = "127.0.0.1"
 
 
 def portable(document: Mapping[str, object], *, token: str | None = None) -> dict[str, object]:
-    """The document as it may travel: without secrets, and without what each replica decides for itself.
+    """Return the document without secrets, and without the settings that each replica makes itself.
 
     Args:
-        document: As in the operator's file, with options of the command line in it.
-        token: The one token that clients must send, where there are no tenants.
+        document: Contents of the operator's file, merged with the options of the command line.
+        token: The one token that clients must send if there are no tenants.
 
     Raises:
         ConfigError: If it holds credentials, or both a token and tenants, or a token's file cannot be read.
@@ -57,12 +57,12 @@ def portable(document: Mapping[str, object], *, token: str | None = None) -> dic
 def for_replica(
     document: Mapping[str, object], *, host: str, keeper_token: str
 ) -> tuple[dict[str, object], bool]:
-    """What one replica's server is told, and whether it asks its clients who they are.
+    """Return the configuration of one replica's server, and whether the server authenticates its clients.
 
     Args:
-        document: Of `portable`.
+        document: Result of `portable`.
         host: Address to bind.
-        keeper_token: With which the replica asks its own server, where it asks.
+        keeper_token: Token of the replica at its own server, if the server authenticates.
     """
     found = {**document, "host": host, "port": 0}
     if not (tenants := _table(document, "tenants")):
@@ -74,15 +74,15 @@ def for_replica(
 
 
 def bind_host(document: Mapping[str, object], *, local: bool, token: str | None = None) -> str | None:
-    """The address that servers bind; None for that of their machine.
+    """Return the address that servers bind; None for that of their machine.
 
     Args:
-        document: As in the operator's file.
-        local: Whether the cluster is one that is started here, on this machine alone.
-        token: The one token that clients must send, where there are no tenants.
+        document: Contents of the operator's file.
+        local: Whether the cluster is started here, on this machine alone.
+        token: The one token that clients must send if there are no tenants.
 
     Raises:
-        ConfigError: If others could reach servers that ask nobody who they are.
+        ConfigError: If other machines could reach servers that do not authenticate clients.
     """
     host = document.get("host")
     if host is None and local:
@@ -99,7 +99,7 @@ def bind_host(document: Mapping[str, object], *, local: bool, token: str | None 
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
+    """Return whether only this machine can reach ``host``."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -107,15 +107,15 @@ def is_loopback(host: str) -> bool:
 
 
 def token_hash(token: str) -> str:
-    """What a server keeps of a token."""
+    """Return the hash that a server keeps of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def whole(document: Mapping[str, object], name: str, default: int) -> int:
-    """A count of the document.
+    """Return a count of the document.
 
     Raises:
-        ConfigError: If it is none.
+        ConfigError: If it is not a whole number >= 1.
     """
     value = document.get(name, default)
     if type(value) is not int or value < 1:
@@ -124,10 +124,10 @@ def whole(document: Mapping[str, object], name: str, default: int) -> int:
 
 
 def seconds(document: Mapping[str, object], name: str, default: float) -> float:
-    """A duration of the document.
+    """Return a duration of the document.
 
     Raises:
-        ConfigError: If it is none.
+        ConfigError: If it is not a finite number >= 0.
     """
     value = document.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -136,7 +136,7 @@ def seconds(document: Mapping[str, object], name: str, default: float) -> float:
 
 
 def tls_files(document: Mapping[str, object]) -> dict[str, str]:
-    """``certificate``, ``key`` and ``client_ca``, those of them that are set."""
+    """Return those of ``certificate``, ``key`` and ``client_ca`` that are set."""
     return {name: str(path) for name, path in _table(document, "tls").items() if path is not None}
 
 
@@ -144,10 +144,10 @@ def tls_files(document: Mapping[str, object]) -> dict[str, str]:
 
 
 def toml_text(document: Mapping[str, object]) -> str:
-    """The document as TOML; None is left out, for TOML has no word for it.
+    """Return the document as TOML, without values of None, which TOML cannot express.
 
     Raises:
-        ConfigError: If a value is of a kind that TOML does not know.
+        ConfigError: If a value is of a type that TOML does not have.
     """
     return "".join(
         f"{_key(name)} = {_value(name, value)}\n" for name, value in document.items() if value is not None
@@ -163,7 +163,7 @@ def _value(name: str, value: object) -> str:
         case int():
             return str(value)
         case float():
-            # repr gives inf and nan as TOML writes them, and an exponent with no dot is allowed
+            # repr gives inf and nan as TOML writes them; an exponent without a dot is allowed
             return repr(value)
         case Mapping():
             inside = (f"{_key(k)} = {_value(k, v)}" for k, v in value.items() if v is not None)
@@ -178,7 +178,7 @@ def _key(name: object) -> str:
 
 
 def _text(text: str) -> str:
-    """JSON's strings are TOML's, but for the one control character that JSON lets stand."""
+    """Return a TOML string: JSON's form, with the one control character escaped that JSON allows."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -206,7 +206,7 @@ def _refuse_credentials(stores: Mapping[str, object]) -> None:
 
 
 def _hashed(name: str, tenant: object) -> object:
-    """A tenant whose token is in a file, with the token's hash instead."""
+    """Return a tenant with the hash of its token in place of the token's file."""
     if not isinstance(tenant, Mapping) or tenant.get("token_file") is None:
         return tenant
     hashes = tenant.get("token_hashes") or []

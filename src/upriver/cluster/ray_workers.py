@@ -1,7 +1,7 @@
-"""Workers of the input pipeline on a Ray cluster: actors that each keep an ``upriver worker``.
+"""Run workers of the input pipeline on a Ray cluster: actors that each keep an ``upriver worker``.
 
-Ray says on which machines they run and ends them with the job that asked for them. Samples never pass through
-it: the loader talks to each worker's own server over HTTP, as to any other.
+Ray decides on which machines they run, and ends them with their job. Samples never pass through Ray: the
+loader talks to each worker's own server over HTTP, as to any other.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from upriver.text import printable, said
 log = logging.getLogger(__name__)
 
 MOST = 8
-"""Workers of ``"auto"`` where nobody says: some that a shared cluster can miss for a job."""
+"""Most workers of ``"auto"`` by default: a number that a shared cluster can spare for a job."""
 
 MOST_WORKERS = 1024
 MOST_CPUS = 256
-"""As many as the largest machines have; a larger number is a slip, as is a larger number of workers."""
+"""CPUs of the largest machines. A larger number is a mistake, as is a larger number of workers."""
 
 THREADS = 1
-"""Of each process, as in an ``upriver worker``: with more, some kernels give other low bits."""
+"""Threads of each process, as in an ``upriver worker``: with more, some kernels give other low bits."""
 
 GRACE_S = 1.0
-"""A worker whose loader is gone has nobody to finish anything for."""
+"""Grace period of a worker's server: once its loader is gone, no client waits for a request."""
 
 ADMITTED, ADMITTED_EACH = 8, 2
 """Requests that may compute at once, as in an ``upriver worker``."""
@@ -50,14 +50,14 @@ ADMITTED, ADMITTED_EACH = 8, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayWorkers(Provider):
-    """Workers on a Ray cluster, for a loader's ``workers``; made by `ray_workers`.
+    """Provide workers on a Ray cluster for a loader's ``workers``; made by `ray_workers`.
 
     Attributes:
-        number: How many; None for as many as are needed.
-        most: How many at most.
-        cpus: That Ray sets aside for each, and processes that each has.
-        address: Of the cluster; None for the one that this process is connected to.
-        start_timeout_s: How long workers may take to start, or to be given their CPUs.
+        number: Number of workers; None for as many as are needed.
+        most: Most workers.
+        cpus: CPUs that Ray reserves for each worker, and processes of each.
+        address: Address of the cluster; None for the one that this process is connected to.
+        start_timeout_s: Seconds that workers may need to start, or to get their CPUs.
     """
 
     number: int | None
@@ -67,10 +67,10 @@ class RayWorkers(Provider):
     start_timeout_s: float = START_TIMEOUT_S
 
     def open(self, what: Serves) -> Fleet:
-        """A fleet of none yet on the cluster, which is joined first.
+        """Connect to the cluster, and return a fleet without workers yet.
 
         Raises:
-            ConfigError: If there is no cluster, or Ray is not installed, or stores are to be served.
+            ConfigError: If there is no cluster, Ray is not installed, or stores are to be served.
         """
         if what.stores:
             raise ConfigError(
@@ -89,23 +89,23 @@ def ray_workers(
     address: str | None = None,
     start_timeout_s: float = START_TIMEOUT_S,
 ) -> RayWorkers:
-    """Workers on a Ray cluster: ``upriver.DataLoader(…, workers=upriver.ray_workers(4))``.
+    """Return workers on a Ray cluster: ``upriver.DataLoader(…, workers=upriver.ray_workers(4))``.
 
-    Each is an actor with a server of its own, which runs the code of the loader's dataset and nothing else,
-    and answers only who has the loader's token. They end with the loader. upriver, the dataset's code and its
-    data must be on every machine of the cluster.
+    Each worker is an actor with a server of its own. The server runs only the code of the loader's dataset,
+    and answers only requests with the loader's token. Workers end with the loader. upriver, the dataset's
+    code and its data must be on every machine of the cluster.
 
     Args:
-        number: How many; ``"auto"`` starts one, measures what it delivers, and then starts as many as the
-            input pipeline lacks, or none.
-        most: With ``"auto"``, how many at most; 8 if None. What the cluster has free is a bound, too.
-        cpus: CPUs that Ray sets aside for each worker, which makes samples in as many processes.
+        number: Number of workers. ``"auto"`` starts one, measures its throughput, and then starts as many as
+            the input pipeline lacks, or none.
+        most: Most workers of ``"auto"``; 8 if None. The free CPUs of the cluster are a bound too.
+        cpus: CPUs that Ray reserves for each worker, which makes samples in as many processes.
         address: ``auto``, ``HOST:PORT`` or ``ray://HOST:10001`` of a running cluster; ``local`` starts one on
             this machine, which ends with this process; None for the one that ``ray.init`` has connected to.
-        start_timeout_s: How long workers may take to start, or to be given their CPUs.
+        start_timeout_s: Seconds that workers may need to start, or to get their CPUs.
 
     Raises:
-        ConfigError: If an argument is outside what is allowed.
+        ConfigError: If an argument is outside its allowed range.
     """
     if number != "auto":
         _whole("the number of Ray workers", number, MOST_WORKERS, other=", or 'auto'")
@@ -143,15 +143,15 @@ def _shown(value: object) -> str:
 # ------------------------------------------------------------------------------------------ the cluster
 
 _joined = set[str]()
-"""Addresses that this process has been connected by."""
+"""Addresses by which this process was connected."""
 
 
 def connected(address: str | None, *, num_cpus: int) -> Any:
-    """Ray, in a process that is connected to a cluster.
+    """Return Ray, connected to a cluster.
 
     Args:
-        address: As of `ray_workers`.
-        num_cpus: That a cluster of our own hands out at least.
+        address: See `ray_workers`.
+        num_cpus: Least CPUs that a local cluster hands out.
 
     Raises:
         ConfigError: If there is no cluster, Ray is not installed, or the process is on another cluster.
@@ -190,8 +190,8 @@ def _no_cluster() -> ConfigError:
 
 
 def _start_here(ray: Any, num_cpus: int) -> None:
-    """A cluster on this machine, which ends with this process, as do its files."""
-    # In /tmp, as Ray's own: the sockets that it puts there have paths of at most 107 characters.
+    """Start a cluster on this machine, which ends with this process, as do its files."""
+    # In /tmp, as Ray's own: the sockets that Ray puts there have paths of at most 107 characters.
     folder = tempfile.mkdtemp(prefix="upriver-ray-", dir="/tmp")
     atexit.register(_end_here, ray, folder, os.getpid())
     start(ray, num_cpus=max(num_cpus, os.cpu_count() or 1), loopback=True, folder=folder)
@@ -207,11 +207,11 @@ def _end_here(ray: Any, folder: str, owner: int) -> None:
 
 
 class RayWorker:
-    """An actor: keeps one ``upriver worker``, which ends with the actor's process.
+    """Keep one ``upriver worker`` in an actor; it ends with the actor's process.
 
     Args:
-        document: What the server is told; a token stands in it as its hash.
-        start_timeout_s: How long the server may take to start.
+        document: Configuration of the server; it contains a token only as its hash.
+        start_timeout_s: Seconds that the server may need to start.
 
     Raises:
         ServerUnavailable: If the server does not start.
@@ -228,11 +228,11 @@ class RayWorker:
         )
 
     def url(self) -> str:
-        """Where the server listens."""
+        """Return the URL of the server."""
         return self._server.url
 
     def ended(self) -> None:
-        """Returns once the server has ended."""
+        """Wait until the server has ended."""
         self._server.wait()
 
 
@@ -240,13 +240,13 @@ class RayWorker:
 
 
 class RayFleet(Fleet):
-    """Workers of one loader on a Ray cluster.
+    """Manage the workers of one loader on a Ray cluster.
 
     Args:
-        ray: Connected to the cluster.
-        allow: Names of what they may run, as an ``upriver worker`` is told.
-        cpus: Of each, and its processes.
-        start_timeout_s: How long starting may take.
+        ray: Ray, connected to the cluster.
+        allow: Names of the code that they may run, in the form of an ``upriver worker``.
+        cpus: CPUs of each worker, and its processes.
+        start_timeout_s: Seconds that starting may need.
     """
 
     def __init__(self, ray: Any, allow: Sequence[str], *, cpus: int, start_timeout_s: float) -> None:
@@ -260,25 +260,25 @@ class RayFleet(Fleet):
 
     @property
     def token(self) -> str:
-        """Made for this fleet alone; what Ray carries is its hash."""
+        """Token of this fleet alone; Ray carries only its hash."""
         return self._token
 
     @property
     def processes(self) -> int:
-        """As many as CPUs."""
+        """Number of processes of a worker: its CPUs."""
         return self._cpus
 
     def room(self) -> int:
-        """By the CPUs that nobody on the cluster has taken."""
+        """Return the number of workers for which the cluster has free CPUs."""
         try:
             return int(self._free("available_resources") // self._cpus)
-        except Exception:  # Ray's own kinds: the cluster is gone
+        except Exception:  # Ray raises many kinds of its own: the cluster is gone
             return 0
 
     def start(self, count: int) -> Sequence[str]:
-        """Start actors, and wait until their servers take requests."""
-        # Said outright, a strategy also keeps out of the placement group of whoever asks: a trainer of Ray's
-        # own is in one, which has no CPU left.
+        """Start actors, and wait until their servers accept requests."""
+        # An explicit strategy also keeps actors out of the caller's placement group. A trainer of Ray's own
+        # runs in one, which has no CPU left.
         options = {"num_cpus": self._cpus, "max_restarts": 0, "scheduling_strategy": "SPREAD"}
         actor_class = self._ray.remote(**options)(RayWorker)
         asked = dict[Any, Any]()
@@ -301,13 +301,13 @@ class RayFleet(Fleet):
         return urls
 
     def lost(self) -> Sequence[str]:
-        """Those whose actor or server has ended."""
+        """Return the URLs of workers whose actor or server has ended."""
         with self._lock:
             serving = dict(self._serving)
         if not serving:
             return []
         ends = [end for _, end in serving.values()]
-        with suppress(Exception):  # Ray's own kinds: the cluster is gone, and all with it
+        with suppress(Exception):  # Ray raises many kinds of its own: the cluster is gone, with all actors
             ends, _ = self._ray.wait(ends, num_returns=len(ends), timeout=0)
         ended = set(ends)
         gone = [url for url, (_, end) in serving.items() if end in ended]
@@ -318,11 +318,11 @@ class RayFleet(Fleet):
         return gone
 
     def stop(self) -> None:
-        """Kill all actors: their servers end with them."""
+        """Kill all actors; their servers end with them."""
         self._finalizer()
 
     def _wait_for(self, asked: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
-        """Addresses of those that serve, and why the others do not; these are killed."""
+        """Return the addresses of workers that serve, and the failures of the others, which are killed."""
         if self._stopped.is_set():
             raise ServerUnavailable("the workers of this loader have been stopped")
         urls, failures = list[str](), list[str]()
@@ -330,7 +330,7 @@ class RayFleet(Fleet):
         for one in ready:
             try:
                 url = str(self._ray.get(one))
-            except Exception as error:  # Ray's own kinds, and there are many
+            except Exception as error:  # Ray raises many kinds of its own
                 failures.append(reason(str(error)))
                 self._kill([asked[one]])
             else:
@@ -360,7 +360,7 @@ class RayFleet(Fleet):
 
 
 def document(allow: Sequence[str], token: str, cpus: int) -> dict[str, object]:
-    """What the server of an actor is told; Ray keeps it in the clear, so that the token is a hash in it."""
+    """Return the configuration of an actor's server, with the token's hash only: Ray keeps it unencrypted."""
     return {
         "allow": list(allow),
         "workers": cpus,
@@ -372,8 +372,8 @@ def document(allow: Sequence[str], token: str, cpus: int) -> dict[str, object]:
 
 
 def kill(ray: Any, actor: Any) -> None:
-    """End an actor, if its cluster is still there."""
-    with suppress(Exception):  # Ray's own kinds: it, or the cluster, has ended
+    """End an actor, if its cluster still exists."""
+    with suppress(Exception):  # Ray raises many kinds of its own: the actor or the cluster has ended
         ray.kill(actor)
 
 
