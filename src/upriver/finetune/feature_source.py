@@ -1,4 +1,4 @@
-"""What brings a job its micro-batches: a loader for each pass over a dataset, and the rest of the prefix."""
+"""Supply a job's micro-batches: a loader for each pass over a dataset, and the rest of the prefix."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ log = logging.getLogger("upriver")
 
 
 class Feed:
-    """Makes loaders, and keeps what they delivered. Knows nothing of the job, which can be collected.
+    """Make loaders and keep what they delivered.
+
+    A feed holds no reference to its job, so the job can be collected.
 
     Args:
-        chain: The training data's; its cuts are those that plans name and canaries cover.
-        batch_size: Samples of the largest step of training.
-        log_level: At which each micro-batch's place is logged.
-        larger: Sizes at which servers may run several micro-batches at once.
+        chain: Input stages of the training data; plans name its cuts, and canaries cover them.
+        batch_size: Samples of the largest training step.
+        log_level: Level at which each micro-batch's place is logged.
+        larger: Returns the sizes at which servers may run several micro-batches at once.
 
     Attributes:
-        tally: What passes that are over have delivered.
+        tally: What finished passes have delivered.
         places: Where the micro-batches of training were computed.
     """
 
@@ -79,7 +81,7 @@ class Feed:
         step: int,
         pins: Mapping[int, Pin],
     ) -> Iterator[Loader]:
-        """A loader for an epoch of training, from a step of it on; its places are noted.
+        """Provide a loader for an epoch of training from a given step on; log where micro-batches come from.
 
         Args:
             pins: Micro-batches that must come from a certain place.
@@ -116,10 +118,10 @@ class Feed:
     def evaluating(
         self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
     ) -> Iterator[Loader]:
-        """A loader for one pass over a dataset of its own.
+        """Provide a loader for one pass over a separate dataset.
 
         Args:
-            servers: Whether they can read the dataset; where not, all of it is made here.
+            servers: Whether servers can read the dataset; if not, this process makes every micro-batch.
         """
 
         def note(index: int, source: str, came: Received, timings: Timings) -> None:
@@ -142,10 +144,10 @@ class Feed:
     def _dealt_elsewhere(
         self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
     ) -> tuple[Dealt, ...]:
-        """The routes of another dataset's micro-batches, as like the plan's as may be.
+        """Return the routes of another dataset's micro-batches, as close to the plan's as possible.
 
-        In another chain a cut below 0 lies behind other stages, and maybe none, so no canary has covered it:
-        what would take it is made here.
+        In another chain a cut below 0 may lie behind other stages, or may not exist, so no canary has covered
+        it. Micro-batches with such a cut are made locally.
         """
         hands = deal(plan.routes, len(order.micro_batches), start=self._chain.start)
         first = self._chain.start if dataset.chain == self._chain else 0
@@ -167,11 +169,11 @@ class Feed:
         note: Callable[[int, str, Received, Timings], None],
         saw: Callable[[Timings], None],
     ) -> Iterator[Loader]:
-        """A loader for one pass; what it delivered is added up when it ends.
+        """Provide a loader for one pass, and add up what it delivered when the pass ends.
 
         Args:
-            note: Told what was handed out.
-            saw: Told what the rest of the prefix has taken here.
+            note: Called for each micro-batch handed out.
+            saw: Called with the timings of the rest of the prefix, run locally.
         """
         tally = self.tally
 
@@ -207,16 +209,17 @@ class Feed:
             tally.add(loader.report)
 
     def values(self, batch: MicroBatch) -> Values:
-        """What crosses the freeze point, where the tail runs."""
+        """Return the values at the freeze point, on the device where the tail runs."""
         return tuple(value.to(self._device) for value in batch.tensors)
 
     def _finisher(self, dataset: Dataset, epoch: int, saw: Callable[[Timings], None]) -> Finish:
-        """What runs the rest of the prefix on a micro-batch, here, up to the freeze point."""
+        """Return a function that runs the rest of the prefix locally on a micro-batch."""
         engine = self._engine(dataset)
 
         def finish(batch: MicroBatch) -> MicroBatch:
             clock = Clock()
-            # Only input stages can find a sample bad, and name its object; as a rule they have run.
+            # Only input stages can find a sample bad and need its object's name. Usually they have run
+            # already.
             names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
             done = engine.resume(
                 batch,
@@ -274,17 +277,20 @@ class Feed:
 
     @property
     def _together(self) -> int:
-        """Micro-batches that a server may run at once: a request that has fewer gives it no choice."""
+        """Most micro-batches that a server may run at once; a request with fewer gives it no choice."""
         micro_batch = self._options.micro_batch
         return max((each.micro_batch for each in self._larger()), default=micro_batch) // micro_batch
 
     def _open_cut(self) -> int | None:
-        """The freeze point, if servers pass the canary there: for a plan that asked none, and must now."""
+        """Return the freeze point if servers pass the canary there, else None.
+
+        Used when the plan asked no server, and servers are needed now.
+        """
         replanner, freeze = self._replanner, self._split.freeze
         return freeze if replanner is not None and replanner.opened(freeze) else None
 
     def window(self, plan: Plan) -> PrefetchWindow:
-        """How far loaders run ahead under a plan."""
+        """Return the prefetch window of loaders under a plan."""
         options = self._options
         return window_for(
             plan,
@@ -299,7 +305,7 @@ class Feed:
         )
 
     def _crossing_bytes(self, cut: int) -> float:
-        """What a sample weighs that arrives at a cut; among input stages at most as much as behind them."""
+        """Return the bytes of a sample that arrives at a cut; for input stages this is an upper bound."""
         program = self._split.program
         if program is None:
             return 0.0

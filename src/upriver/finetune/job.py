@@ -1,8 +1,8 @@
-"""A fine-tuning job: an iterator over (features, targets), and the tail to call on them.
+"""Define a fine-tuning job: an iterator over (features, targets), and the tail to call on them.
 
-The frozen prefix runs where the plan says, in micro-batches of one size; what comes back is put in order and
-finished here up to the freeze point, so a training step sees the same bits wherever its features were
-computed.
+The plan says where the frozen prefix runs, in micro-batches of one size. The job puts the results in order
+and finishes them locally up to the freeze point. A training step therefore sees the same bits wherever its
+features were computed.
 """
 
 from __future__ import annotations
@@ -54,17 +54,18 @@ log = logging.getLogger("upriver")
 STATE_SCHEMA = "upriver.job/1"
 
 ABSENT = {"num_ranks": 1, "autocast": None, "subset": None}
-"""What states that were written before these fields existed stand for."""
+"""Values to assume for fields that an older state does not have."""
 
 Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
-"""What a job yields and takes: the value at the freeze point, or all of them where several cross."""
+"""The value at the freeze point, or a tuple of all values where several cross it."""
 
 
 class FinetuneJob:
-    """What :meth:`~upriver.finetune.session.Near.finetune` gives.
+    """Iterate over an epoch's features and train the tail on them.
 
-    Iterate over it once an epoch; call it on the features it yields. Everything else stays the model's: its
-    parameters, ``state_dict``, hooks, and the optimizer that was made for them.
+    :meth:`~upriver.finetune.session.Near.finetune` returns it. Iterate over the job once an epoch and call it
+    on the features it yields. Everything else stays with the model: its parameters, ``state_dict``, hooks,
+    and the optimizer that was made for them.
     """
 
     def __init__(
@@ -89,15 +90,15 @@ class FinetuneJob:
         following: Following | None = None,
         again: Callable[[bool], Attributes | None] = lambda hooked: None,
     ) -> None:
-        """Made by ``finetune``.
+        """Initialize the job; only ``finetune`` calls this.
 
         Args:
-            metered: Gives a dataset whose reads are counted as crossing the link.
+            metered: Returns a dataset whose reads are counted as crossing the link.
             closed: Called when the job is closed.
-            larger: Sizes at which servers may run several micro-batches at once.
-            following: Has servers come and go while the job runs.
-            again: Gives what the model reads now, if it would be split the same; else None. It is told
-                whether hooks changed.
+            larger: Returns the sizes at which servers may run several micro-batches at once.
+            following: Adds and removes servers while the job runs.
+            again: Returns what the model reads now if it would be split the same way, else None. Its argument
+                says whether hooks changed.
         """
         self._replanner, self._notes = replanner, notes
         self._switches: list[Switch] = []
@@ -153,18 +154,18 @@ class FinetuneJob:
     # ------------------------------------------------------------------------------------ training
 
     def __len__(self) -> int:
-        """Training steps of an epoch."""
+        """Return the number of training steps in an epoch."""
         return self._order(self._epoch).num_steps
 
     def __call__(self, features: Features) -> Any:
-        """The model's answer, from what the job yielded: runs only what is left of the model.
+        """Run the tail on features that the job yielded and return the model's output.
 
-        A model that was given in ``DistributedDataParallel`` runs inside it, so that gradients are averaged.
+        A model that was given in ``DistributedDataParallel`` runs inside it, so gradients are averaged.
 
         Raises:
-            ConfigError: If the features are none that the job yields.
-            FrozenChanged: If a frozen parameter was written to since the job started, or an attribute, a
-                submodule or a hook of the frozen part is another one.
+            ConfigError: If the features do not have the form that the job yields.
+            FrozenChanged: If a frozen parameter was written to since the job started, or an attribute,
+                submodule or hook of the frozen part was replaced.
         """
         self._check_features(features)
         self._check_autocast()
@@ -173,7 +174,7 @@ class FinetuneJob:
         return self._run(features)
 
     def _check_autocast(self) -> None:
-        """Autocast around a call would leave the frozen part without it, so it has no effect: say so."""
+        """Warn once about autocast around a call: the frozen part has already run without it."""
         if not self._warned and self._autocast is None and torch.is_autocast_enabled(self._device.type):
             self._warned = True
             log.warning(
@@ -182,7 +183,10 @@ class FinetuneJob:
             )
 
     def _check_flags(self) -> None:
-        """Frozen stages that run here would have other low bits from now on, and those elsewhere not."""
+        """Raise `NotExact` if a numerics flag changed since the job started.
+
+        Frozen stages that run locally would then give other low bits than those that run on servers.
+        """
         if self._flags is None or (now := self._flags_now()) == self._flags:
             return
         name = next(name for name in now if now[name] != self._flags[name])
@@ -192,7 +196,7 @@ class FinetuneJob:
         )
 
     def _flags_now(self) -> Mapping[str, str]:
-        """Read what low bits depend on; a job without servers may change its number of threads."""
+        """Return the flags that low bits depend on; without servers, the number of threads may change."""
         return flags() if self._pool is None else here()
 
     def _check_features(self, features: object) -> None:
@@ -209,25 +213,26 @@ class FinetuneJob:
 
     @property
     def tail(self) -> nn.Module:
-        """What is left of the model, as a module: takes what the job yields, has the model's own parameters.
+        """The rest of the model as a module, with the model's own parameters; called on what the job yields.
 
-        To be wrapped, in ``DistributedDataParallel(job.tail)`` for example, and called in place of the job.
+        Wrap it, for example in ``DistributedDataParallel(job.tail)``, and call the wrapper in place of the
+        job.
         """
         return self._split.tail
 
     def __iter__(self) -> Iterator[tuple[Features, torch.Tensor]]:
-        """One epoch: (features, targets) of each training step, in order.
+        """Yield (features, targets) of each training step of one epoch, in order.
 
-        Features are one tensor where one crosses the freeze point, else a tuple of them.
+        Features are one tensor where one value crosses the freeze point, else a tuple of tensors.
 
-        After :meth:`load_state_dict` it goes on where that state was taken; after a ``break`` it begins the
+        After :meth:`load_state_dict` the iteration continues from that state. After a ``break`` it begins the
         next epoch.
 
         Raises:
             BadSample: If a stored sample cannot be read and the job was not asked to skip it.
-            FrozenChanged: If something of the frozen part changed since the job started.
-            NotExact: If a numerics flag of this process did, or its number of threads while servers take
-                part, and low bits count.
+            FrozenChanged: If something in the frozen part changed since the job started.
+            NotExact: If low bits count and a numerics flag of this process changed, or its number of threads
+                while servers take part.
             ConfigError: If the job was closed.
         """
         self._check_open()
@@ -254,7 +259,7 @@ class FinetuneJob:
         self._epoch, self._step = self._epoch + 1, 0
 
     def _replan(self, trained_s: float, samples: int, order: EpochOrder) -> None:
-        """After a training step: ask the policy again, and go on with what it says when that lasts."""
+        """Ask the policy again after a training step, and switch to its plan once the gain has lasted."""
         self._standing.tell(self._plan, self._store_lost)
         replanner, loader = self._replanner, self._loader
         if replanner is None or loader is None or self._closed:
@@ -307,26 +312,27 @@ class FinetuneJob:
     # ------------------------------------------------------------------------------------- judging
 
     def evaluate(self, dataset: Indexed, metric: Any, *, batch_size: int | None = None) -> float:
-        """A metric over another dataset, which takes the same path; nothing is trained, nothing is shuffled.
+        """Return a metric over another dataset, without training or shuffling.
 
-        Servers take part where they can read the dataset: it must lie in the training data's store, and this
-        side must be able to write its index there. Else all of it is read from here.
+        The samples take the same path as in training. Servers take part if they can read the dataset: it must
+        lie in the training data's store, and this process must be able to write its index there. Otherwise
+        this process reads all of it.
 
         Targets are numbers of the training data's classes: where the classes differ they are matched by name.
 
         Args:
-            dataset: Held-out samples, a `torch.utils.data.Subset` of an indexed dataset among them; its own
-                input stages are used.
+            dataset: Held-out samples, or a `torch.utils.data.Subset` of an indexed dataset. Its own input
+                stages are used.
             metric: ``metric(outputs, targets)`` giving a mean over the batch, or an object with
                 ``update(outputs, targets)`` and ``compute()``.
-            batch_size: Samples at once in the tail; the job's where not given.
+            batch_size: Samples at once in the tail; defaults to the job's.
 
         Returns:
-            The mean over all samples, or what ``compute()`` gives.
+            The mean over all samples, or the result of ``compute()``.
 
         Raises:
-            ConfigError: If the job was closed, an argument is none that can be used, the metric gives no
-                number, or the held-out samples have a class that the training data do not have.
+            ConfigError: If the job was closed, an argument is invalid, the metric gives no number, or the
+                held-out samples have a class that the training data do not have.
             NotExact: As while training.
         """
         self._check_open()
@@ -365,7 +371,7 @@ class FinetuneJob:
         return validation.number(metric, metric.compute()) if keeps_count else total / count
 
     def _servers_can_read(self, dataset: Dataset) -> bool:
-        """Whether servers can be asked for samples of a dataset, which is published for them."""
+        """Return whether servers can read a dataset's samples; publish its index for them."""
         if self._pool is None:
             return False
         if _place(dataset) != _place(self._dataset):
@@ -381,11 +387,11 @@ class FinetuneJob:
     # ----------------------------------------------------------------------------- state and report
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the job stands, as plain data: what was yielded counts as done.
+        """Return the job's position as plain data; everything that was yielded counts as done.
 
-        All ranks stand at the same step, so one rank's state serves them all. What servers may run at once
-        (``adapt_batch``) is no part of it: it changes no sample, and low bits that servers choose are not had
-        again by going on from a state.
+        All ranks stand at the same step, so one rank's state serves them all. The sizes that servers may run
+        at once (``adapt_batch``) are not part of the state. They change no sample, and resuming cannot
+        reproduce low bits that servers chose.
         """
         program = self._split.program
         return {
@@ -405,10 +411,10 @@ class FinetuneJob:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken: the next iteration yields the step after it.
+        """Continue from a state of :meth:`state_dict`: the next iteration yields the step after it.
 
         Raises:
-            ConfigError: If the state is of another job; names what differs.
+            ConfigError: If the state belongs to another job; names the difference.
         """
         mine = self.state_dict()
         require_type("state", state, Mapping, "from state_dict()")  # type: ignore[type-abstract]
@@ -435,24 +441,24 @@ class FinetuneJob:
 
     @property
     def report(self) -> Report:
-        """What was delivered so far, and from where."""
+        """Counts of what has been delivered so far, by source."""
         running = self._loader.report if self._loader is not None else None
         return self._feed.tally.report(running, exact=self._exact, tolerance=self._tolerance)
 
     @property
     def placed(self) -> Sequence[Placed]:
-        """Where every micro-batch of training so far was computed, in order; each once, as it came last.
+        """The place where every micro-batch of training so far was last computed; each once, in order.
 
-        Given to a later ``finetune(..., replay=job.placed)``, each is computed there again: the same bits, in
-        a ``numeric`` job too.
+        Pass it to a later ``finetune(..., replay=job.placed)`` to compute each micro-batch at the same place
+        again. The bits are then the same, in a ``numeric`` job too.
         """
         return self._feed.places.all()
 
     @property
     def plan(self) -> Plan:
-        """Where each part runs and why; print it.
+        """The plan: where each part runs and why. Print it.
 
-        While servers or store do not answer it says so, and from then on what servers have refused.
+        It says so while servers or the store do not answer, and lists what servers have refused so far.
         """
         if self._closed:
             return self._plan
@@ -465,7 +471,7 @@ class FinetuneJob:
 
     @property
     def window(self) -> PrefetchWindow:
-        """How many micro-batches may be in flight under the plan, and how many bytes of them."""
+        """The number and bytes of micro-batches that may be in flight under the plan."""
         return self._feed.window(self._plan)
 
     @property
@@ -475,22 +481,22 @@ class FinetuneJob:
 
     @property
     def servers(self) -> tuple[ServerStatus, ...]:
-        """The servers as they stand."""
+        """The current status of each server."""
         return self._pool.status() if self._pool is not None else ()
 
     @property
     def why_unsplit(self) -> str:
-        """Why the model could not be cut; empty when it could."""
+        """The reason why the model could not be cut; empty if it could."""
         return self._split.why_not
 
     def close_loader(self) -> None:
-        """Stop fetching; an iteration under way ends."""
+        """Stop fetching and end an iteration under way."""
         if self._loader is not None:
             self._loader.close()
 
     def close(self) -> None:
-        """Stop fetching and let the servers go; no further iteration. May be called again."""
-        self._plan = self.plan  # as it stands: servers that are let go answer no more
+        """Stop fetching and disconnect from the servers; no further iteration is possible. Idempotent."""
+        self._plan = self.plan  # keep the current remarks: closed servers no longer answer
         self._closed = True
         self.close_loader()
         if self._following is not None:
@@ -510,5 +516,5 @@ class FinetuneJob:
 
 
 def _place(dataset: Dataset) -> tuple[str, str, str]:
-    """Where servers look for a dataset's index."""
+    """Return the location where servers look for a dataset's index."""
     return dataset.store.name, dataset.store.uri, dataset.prefix

@@ -1,8 +1,8 @@
-"""What people wrap a model in, and how the tail takes the model's place inside.
+"""Take a model out of its wrappers, and run its tail inside them.
 
-``DistributedDataParallel(model)`` averages gradients, ``torch.compile(model)`` compiles. Both hold a whole
-model, of which a job runs only the tail. So the model is taken out of them, split, and for the time of a call
-the tail is put where the model was: hooks, buckets and buffers of the wrapper work as ever.
+``DistributedDataParallel(model)`` averages gradients and ``torch.compile(model)`` compiles. Both hold a whole
+model, but a job runs only the tail. So the job takes the model out of its wrappers and splits it. During a
+call the tail stands in the model's place, and the wrapper's hooks, buckets and buffers work as usual.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from upriver.program.split.tail import Tail
 log = logging.getLogger("upriver")
 
 Compiler = Callable[[nn.Module], Callable[..., Any]]
-"""Gives a compiled module for a module."""
+"""Returns a compiled module for a module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wrapped:
-    """A model as the user gave it, taken apart.
+    """A model as the user gave it, separated from its wrappers.
 
     Attributes:
         model: The model itself.
-        parallel: The wrapper that averages gradients, if there is one.
+        parallel: The wrapper that averages gradients, if any.
         compiler: Compiles as the user's ``torch.compile`` did, if there was one.
     """
 
@@ -43,10 +43,10 @@ class Wrapped:
 
 
 def unwrap(model: nn.Module) -> Wrapped:
-    """Take a model out of ``DistributedDataParallel`` and ``torch.compile``, in whatever order they stand.
+    """Take a model out of ``DistributedDataParallel`` and ``torch.compile``, in any order.
 
     Raises:
-        ConfigError: If it is wrapped in something a tail cannot take its place in.
+        ConfigError: If it has another wrapper, in which a tail cannot take its place.
     """
     parallel: DistributedDataParallel | None = None
     compiler: Compiler | None = None
@@ -69,7 +69,7 @@ def unwrap(model: nn.Module) -> Wrapped:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Let modules on which ``module.compile()`` was called run as they are written, to be traced."""
+    """Disable ``module.compile()`` within a block, so that modules can be traced."""
     compiled = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl is not None}
     for module in compiled:
         module._compiled_call_impl = None
@@ -81,25 +81,26 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 class TailRunner:
-    """Runs a tail, compiled and under the user's ``DistributedDataParallel`` where there are such."""
+    """Run a tail, compiled and under the user's ``DistributedDataParallel`` if the model came so."""
 
     def __init__(
         self, tail: nn.Module, wrapped: Wrapped, *, compile_options: Mapping[str, Any] | None
     ) -> None:
-        """Nothing is compiled before the first call.
+        """Wrap the tail; nothing is compiled before the first call.
 
         Args:
-            compile_options: Arguments of ``torch.compile``; None leaves the decision to how the model came.
+            compile_options: Arguments of ``torch.compile``; None compiles the tail only if the model came
+                compiled.
 
         Raises:
-            ConfigError: If ``torch.compile`` does not take these arguments.
+            ConfigError: If ``torch.compile`` rejects these arguments.
         """
         self._tail = _compiled(tail, wrapped, compile_options)
         self._parallel = wrapped.parallel
         self._compiled_from = tail if isinstance(tail, Tail) and self._tail is not tail else None
 
     def __call__(self, features: Any) -> Any:
-        """The model's answer, as part of a training step."""
+        """Return the model's output, as part of a training step."""
         if self._compiled_from is not None:
             features = self._compiled_from.asking(features)
         if self._parallel is None:
@@ -112,7 +113,7 @@ class TailRunner:
             self._parallel.module = whole
 
     def alone(self, features: Any) -> Any:
-        """The model's answer where nothing is trained: other ranks need not call it at the same time."""
+        """Return the model's output without training; other ranks need not call it at the same time."""
         return self._tail(features)
 
 
@@ -135,7 +136,7 @@ def _compiled(tail: nn.Module, wrapped: Wrapped, options: Mapping[str, Any] | No
 def shard_of(
     parallel: DistributedDataParallel | None, rank: int | None, num_ranks: int | None
 ) -> tuple[int | None, int | None]:
-    """Which of how many ranks: what was given, else the process group of ``DistributedDataParallel``."""
+    """Return (rank, num_ranks) as given, else from the process group of ``DistributedDataParallel``."""
     if rank is not None or num_ranks is not None:
         return rank, num_ranks
     if parallel is not None:

@@ -1,4 +1,4 @@
-"""What a job is asked for, checked once: which samples it takes and how, and what its model is to do."""
+"""Hold the checked options of a job: which samples it reads and how, and how its model runs."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ Granularity = Literal["module", "op"]
 
 AUTO: Literal["auto"] = "auto"
 MicroBatchSize = int | Literal["auto"]
-"""A size, or ``auto``: chosen by what is measured."""
+"""A size, or ``auto`` to choose one from measurements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """Which samples a job takes, in which order, and how it fetches them; see ``finetune``.
+    """Options for the samples of a job, their order and how they are fetched; see ``finetune``.
 
     Attributes:
-        rows: Of the dataset's index; a range where the job takes all of them.
-        chosen: Whether the micro-batch is the job's own choice (``micro_batch="auto"``), the default until it
-            has been made.
-        adapt_batch: Most samples that a server may run at once; 0 leaves it at the micro-batch.
+        rows: Rows of the dataset's index; a range if the job reads all of them.
+        chosen: Whether the job chooses its own micro-batch (``micro_batch="auto"``). Until then
+            ``micro_batch`` is the default.
+        adapt_batch: Most samples that a server may run at once; 0 means one micro-batch.
     """
 
     rows: Sequence[int]
@@ -77,10 +77,10 @@ class JobOptions:
         num_ranks: int | None,
         adapt_batch: int = 0,
     ) -> JobOptions:
-        """Options from what a caller gave.
+        """Return options from a caller's arguments.
 
         Raises:
-            ConfigError: If one is outside what is allowed; names it.
+            ConfigError: If an argument is outside its allowed range; names it.
         """
         most = validation.MAX_THREADS
         workers = min(max(2, len(os.sched_getaffinity(0))), most) if num_workers is None else num_workers
@@ -107,19 +107,19 @@ class JobOptions:
 
     @property
     def larger_sizes(self) -> tuple[int, ...]:
-        """Samples that servers may run at once beside a micro-batch: two, four, eight … micro-batches."""
+        """Samples that servers may run at once besides one micro-batch: two, four, eight … micro-batches."""
         doubled = (self.micro_batch << times for times in range(1, MAX_LARGER + 1))
         return tuple(size for size in doubled if size <= self.adapt_batch)
 
     @property
     def subset(self) -> str | None:
-        """Digest of the rows that the job takes; None where these are all of them."""
+        """Digest of the job's rows; None if they are all of the dataset's."""
         if isinstance(self.rows, range):
             return None
         return hashlib.sha256(array("q", self.rows).tobytes()).hexdigest()
 
     def order(self, epoch: int) -> EpochOrder:
-        """This rank's part of an epoch."""
+        """Return this rank's part of an epoch."""
         order = epoch_order(
             len(self.rows),
             seed=self.seed,
@@ -137,11 +137,11 @@ class JobOptions:
 
     @property
     def step_samples(self) -> int:
-        """Samples of this rank's largest training step: an epoch may have less than a batch."""
+        """Samples of this rank's largest training step: an epoch may have fewer than a batch."""
         return min(self.batch_size, -(-len(self.rows) // self.num_ranks))
 
     def check_steps(self) -> None:
-        """An epoch must have a step.
+        """Check that an epoch has at least one step.
 
         Raises:
             ConfigError: If ``drop_last`` leaves none.
@@ -156,13 +156,15 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """How a job's model is cut, run and compared; see :meth:`upriver.finetune.session.Near.finetune`.
+    """Options for cutting, running and comparing a job's model.
+
+    See :meth:`upriver.finetune.session.Near.finetune`.
 
     Attributes:
-        policy: Its name.
-        shares: Cuts and their shares of the samples, to take instead of the policy's; None asks the policy.
+        policy: Name of the policy.
+        shares: Cuts and their shares of the samples, used instead of the policy's; None asks the policy.
         compile_options: Arguments of ``torch.compile`` for the tail; None leaves it as the model came.
-        replay: Routes of an earlier run; empty where there are none to follow.
+        replay: Routes of an earlier run; empty if there are none to follow.
     """
 
     policy: str
@@ -185,11 +187,11 @@ class Choices:
         compile_tail: bool | Mapping[str, Any],
         replay: Sequence[Placed | Mapping[str, Any]] | None,
     ) -> Choices:
-        """Choices from what a caller gave.
+        """Return choices from a caller's arguments.
 
         Raises:
-            ConfigError: If one is outside what is allowed, or both of two that exclude each other were given;
-                names it, or both.
+            ConfigError: If an argument is outside its allowed range, or two arguments exclude each other;
+                names them.
         """
         routes = Routes(replay)
         if cut is not None and routes:
@@ -211,7 +213,7 @@ class Choices:
 
 
 def _adapt_batch(value: object, batch_size: int, micro_batch: MicroBatchSize) -> int:
-    """Samples at once: none, or at least two micro-batches and at most a training batch."""
+    """Check ``adapt_batch``: 0, or at least two micro-batches and at most a training batch."""
     least = 2 * micro_batch if isinstance(micro_batch, int) else 1
     if type(value) is int and (value == 0 or least <= value <= batch_size):
         return value
@@ -222,7 +224,7 @@ def _adapt_batch(value: object, batch_size: int, micro_batch: MicroBatchSize) ->
 
 
 def _micro_batch(value: object, num_ranks: int) -> int:
-    """A size; the default where the job is to choose, which ranks cannot do each for itself."""
+    """Return the size, or the default for ``auto``; ranks cannot each choose their own."""
     if _is_auto(value) and num_ranks > 1:
         raise ConfigError(
             f"micro_batch must be a whole number with {num_ranks} ranks, which must all have the same, "

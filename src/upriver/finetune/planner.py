@@ -1,4 +1,4 @@
-"""How a job gets its plan: find servers, let them prove themselves, measure, ask a policy."""
+"""Plan a job: find servers, verify them, measure both tiers, and ask a policy."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from upriver.types import CutRow, Plan, Route, Workload
 log = logging.getLogger("upriver")
 
 ADAPTIVE = frozenset(POLICIES) - {"nosplit", "freeze", "min"}
-"""Policies whose answer depends on what is measured."""
+"""Policies whose plan depends on measurements."""
 
 JOIN_S = 60.0
-"""How long a job waits for servers that were just measured to be let in."""
+"""Seconds that a job waits until the pool has admitted the servers that were just measured."""
 
 
 class Planner:
-    """From a split model to a plan, and the servers that carry it out.
+    """Turn a split model into a plan and the servers that carry it out.
 
     Args:
-        servers: Gives a client for each server; may start one.
-        dataset: As the user gave it.
-        direct: The same, read over the metered link.
-        choices: Routes of an earlier run decide the cut, or shares do, instead of the policy;
-            ``exact="numeric"`` takes servers whose features differ by no more than a tolerance.
-        tell: Told what is being done.
+        servers: Returns a client for each server; may start one.
+        dataset: The dataset as the user gave it.
+        direct: The same dataset, read over the metered link.
+        choices: The caller's options. Routes of an earlier run, or shares, decide the cut instead of the
+            policy. ``exact="numeric"`` accepts servers whose features differ by no more than a tolerance.
+        tell: Receives progress messages.
         patience: When a running job leaves its plan; None keeps it.
-        bandwidth: What the link has lately carried.
+        bandwidth: Returns the link's recent bandwidth.
 
     Attributes:
-        measured: What the plan rests on; None where nothing was measured.
-        notes: What a plan's reason ends with, whatever policy and plan.
+        measured: The measurement that the plan rests on; None if nothing was measured.
+        notes: Notes at the end of every plan's reason, whatever the policy and the plan.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class Planner:
         self._model: CostModel | None = None
 
     def plan(self) -> tuple[Plan, ServerPool | None]:
-        """Decide; the pool is None when no server is needed.
+        """Return the plan, and the server pool or None if no server is needed.
 
         Raises:
-            ConfigError: If a cut that was asked for is none that training allows.
+            ConfigError: If training does not allow a requested cut.
             NoFeasibleCut: If no cut fits the memory.
         """
         plan, pool = self._planned()
@@ -135,13 +135,12 @@ class Planner:
     def best_size(self) -> int:
         """Return the micro-batch size with the shortest predicted epoch.
 
-        See `upriver.finetune.planning.micro_batch_size`.
-
-        A plan that is made afterwards by this planner rests on the same measurement.
+        See `upriver.finetune.planning.micro_batch_size`. A plan that this planner makes afterwards rests on
+        the same measurement.
 
         Returns:
-            The present one where no server can be used, the model runs unsplit, or nothing is known of what a
-            call costs, which the plan then says.
+            The present size if no server can be used, the model runs unsplit, or the cost of a call is
+            unknown. In the last case the plan says so.
         """
         shares = self._shares()
         if self.parts.program is None or not self._asks_servers(shares):
@@ -161,16 +160,16 @@ class Planner:
         return best_size(epochs)
 
     def offers(self) -> tuple[Larger, ...]:
-        """Sizes at which servers may run several micro-batches at once, as it stands."""
+        """Return the current sizes at which servers may run several micro-batches at once."""
         return self._gate.offers if self._gate is not None else ()
 
     def close(self) -> None:
-        """Let the servers go, where no plan follows."""
+        """Close the server clients; used if no plan follows."""
         for server in self._servers or ():
             server.close()
 
     def _shares(self) -> Mapping[int, float] | None:
-        """The cuts that were asked for and their shares; None where the policy is to choose."""
+        """Return the requested cuts and their shares; None if the policy is to choose."""
         if self.replay:
             return {self._replayed_cut(): 1.0}
         first, last = self.dataset.chain.start, self.parts.freeze
@@ -180,7 +179,7 @@ class Planner:
         return self.asked
 
     def _asks_servers(self, shares: Mapping[int, float] | None) -> bool:
-        """Whether anything but the plain way may come out."""
+        """Return whether the plan may be another one than running everything on the compute tier."""
         return self.policy != "nosplit" if shares is None else shares != {self.dataset.chain.start: 1.0}
 
     def _measuring_of(self) -> Measuring:
@@ -189,7 +188,7 @@ class Planner:
         return self._measuring
 
     def _replayed_cut(self) -> int:
-        """The cut of the run to replay: that of the largest part, where it had several."""
+        """Return the cut of the run to replay: the most frequent one, if it had several."""
         for replayed in self.replay.cuts:
             first = self.dataset.chain.start + 1
             if not first <= replayed <= self.parts.freeze:
@@ -242,7 +241,7 @@ class Planner:
         return self._with_tolerance(plan, gate), pool
 
     def _measure(self, measuring: Measuring, shares: Mapping[int, float] | None) -> Measurement | None:
-        """Find servers and measure, once; None where there is none that can be used."""
+        """Find servers and measure, once; return None if no server can be used."""
         if self._servers is not None or self._no_server:
             return self.measured
         try:
@@ -251,7 +250,7 @@ class Planner:
             raise
         except UpriverError as error:
             if self.replay:
-                raise  # the plain way might give other bits than the server that is replayed
+                raise  # the plain way might give other bits than the server of the earlier run
             log.warning("no near-data server, training straight from the store: %s", error)
             self._no_server = str(error)
             return None
@@ -259,13 +258,13 @@ class Planner:
         return self.measured
 
     def _judge(self, shares: Mapping[int, float] | None) -> Judge:
-        """Predicts epochs by the policy's own plan, or by the cuts that were asked for."""
+        """Return a function that predicts epochs by the policy's own plan, or by the requested cuts."""
         if shares is None:
             return by_policy(self.policy, self.workload)
         return by_routes(self._routes(shares), self.workload)
 
     def _epochs(self, measured: Measurement, shares: Mapping[int, float] | None) -> dict[int, float]:
-        """Size of a micro-batch to the predicted seconds of an epoch."""
+        """Return the predicted seconds of an epoch by micro-batch size."""
         return predicted(
             measured.profile,
             measured.cluster,
@@ -276,7 +275,7 @@ class Planner:
         )
 
     def _with_tolerance(self, plan: Plan, gate: ServerVerifier) -> Plan:
-        """A numeric job says by how much features may differ, and by how much they did."""
+        """Note in a numeric job's plan the allowed and the measured differences of features."""
         if self.allowed is None:
             return plan
         seen = ", ".join(f"{apart:.2g} at {url}" for url, apart in gate.distances.items())
@@ -287,20 +286,20 @@ class Planner:
         )
 
     def _noted(self, plan: Plan, note: str) -> Plan:
-        """The plan with a note, which stays when the job goes over to another plan."""
+        """Add a note to the plan; the note stays when the job switches to another plan."""
         self.notes.append(note)
         return with_notes(plan, note)
 
     def _adapts(self, shares: Mapping[int, float] | None) -> bool:
-        """Whether the policy is asked again while the job runs."""
+        """Return whether the policy is asked again while the job runs."""
         return shares is None and self.patience is not None and self.policy in ADAPTIVE
 
     def _needs_servers(self, plan: Plan, shares: Mapping[int, float] | None) -> bool:
-        """Whether any server is asked, now or later."""
+        """Return whether any server is asked, now or later."""
         return bool(self._remote_cuts(plan)) or self._adapts(shares)
 
     def _add_larger(self, measuring: Measuring, measured: Measurement) -> None:
-        """Have the program at larger sizes, too, which servers must then pass the canary at."""
+        """Add the program at larger sizes, at which servers must then pass the canary too."""
         if self.options.adapt_batch:
             gate, found = measuring.gate, measuring.larger(measured.caps)
             gate.larger, gate.left_out = found.programs, list(found.left_out)
@@ -339,7 +338,7 @@ class Planner:
         )
 
     def _at_servers(self, measured: Measurement, gate: ServerVerifier) -> AtServers:
-        """What the job has at each server while they are what it waits for."""
+        """Return the job's load on each server while the servers are its bottleneck."""
         options, servers = self.options, len(measured.at_once)
         together = max((each.micro_batch for each in gate.larger), default=options.micro_batch)
         in_flight = options.connections * options.num_ranks * (together // options.micro_batch)
@@ -351,10 +350,10 @@ class Planner:
         )
 
     def _capacity(self, servers: Sequence[ServerStatus]) -> float:
-        """What these servers compute at once, over what those measured did; a new one counts 1.
+        """Return the present compute capacity of servers, relative to that of the measured ones.
 
-        One that refuses counts for the share of the time in which it does not: what it has room for is all
-        that it can be asked for.
+        A new server counts 1. A server that refuses requests counts for the share of the time in which it
+        accepts them: a job can ask it for no more.
         """
         known = self.measured.at_once if self.measured is not None else {}
         here = [server for server in servers if server.health in (Health.UP, Health.RESTING)]
@@ -362,17 +361,17 @@ class Planner:
         return can / max(1, sum(known.values()))
 
     def _remote_cuts(self, plan: Plan) -> tuple[int, ...]:
-        """The cuts at which servers are asked."""
+        """Return the cuts at which servers are asked."""
         cuts = {*(route.cut for route in plan.routes), *self.replay.cuts}
         return tuple(sorted(cuts - {self.dataset.chain.start}))
 
     def _fitting(
         self, measuring: Measuring, servers: Sequence[ServerClient], plan: Plan, *, fixed: bool
     ) -> tuple[Plan, list[str]]:
-        """The plan, and addresses of servers that pass the canary at its cuts.
+        """Return the plan, and the addresses of servers that pass the canary at its cuts.
 
-        Where none has the memory for a cut, it is the best plan without that one, unless cuts are ``fixed``:
-        what an earlier stage gives may be larger than what the freeze point does, at which all have passed.
+        All servers have passed at the freeze point, but an earlier stage's output may be larger. If no server
+        has the memory for a cut, return the best plan without that cut, unless cuts are ``fixed``.
         """
         too_large: dict[int, DoesNotFit] = {}
         while True:
@@ -393,13 +392,13 @@ class Planner:
         plan: Plan,
         too_large: dict[int, DoesNotFit],
     ) -> tuple[list[str], dict[ServerClient, UpriverError]]:
-        """The canary at the chosen cuts, but for the one measured.
+        """Run the canary at the chosen cuts, except at the freeze point, which was measured already.
 
         Args:
-            too_large: Gets the cuts that a server has no memory for, and what it says.
+            too_large: Filled with the cuts for which a server lacks the memory, and its error.
 
         Returns:
-            Addresses of those that pass; the others, and why they do not.
+            Addresses of the servers that pass, and the errors of the others.
         """
         gate = measuring.gate
         gate.cuts = self._remote_cuts(plan)
@@ -424,7 +423,7 @@ class Planner:
         return passed, failed
 
     def _at(self, plan: Plan, row: CutRow, too_large: Mapping[int, DoesNotFit]) -> Plan:
-        """The same policy's plan at another cut, the last of those in place of which it is named."""
+        """Return the same policy's plan at another cut, with a note about the last cut that did not fit."""
         *_, (cut, error) = too_large.items()
         note = f"no server has the memory for cut {cut} ({error}), so it is cut {row.cut}"
         log.warning("%s", note)
@@ -445,7 +444,7 @@ class Planner:
         return tuple(route_between(start, cut, stop, share=share) for cut, share in shares.items())
 
     def _fixed(self, plan: Plan, shares: Mapping[int, float], *, why: str) -> Plan:
-        """The same plan with other routes; what is known of their cost is kept."""
+        """Return the plan with other routes, and their predicted cost if a cost model exists."""
         routes = self._routes(shares)
         return replace(
             plan,
@@ -461,7 +460,7 @@ class Planner:
 
 
 def _allowed(parts: Split) -> Tolerance:
-    """By how much features may differ: more where a program computes in half precision."""
+    """Return the tolerance for features, larger if a program computes in half precision."""
     program = parts.program
     if program is None:
         return tolerance([])

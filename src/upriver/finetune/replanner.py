@@ -1,8 +1,8 @@
-"""Planning goes on while a job runs: the policy is asked again after each iteration, and sometimes heeded.
+"""Ask the policy again while a job runs, and switch plans when the gain lasts.
 
-A plan is left only for one that is predicted to be shorter by more than a threshold, several iterations
-running: measurements jitter, and a switch that does not last costs more than it brings. Before a server is
-asked for a cut that it has not been asked for yet, it must pass the canary there; that happens beside the
+The job leaves a plan only for one with a clearly shorter predicted epoch, for several consecutive iterations.
+Measurements jitter, and a switch that does not last costs more than it gains. A server must pass the canary
+at a cut before a job asks it there for the first time. The canary runs in a background thread during
 training, and the switch waits for it.
 """
 
@@ -24,24 +24,24 @@ from upriver.types import Cluster, Cost, Plan, Profile, Route, Tier, Timings, Wo
 log = logging.getLogger("upriver")
 
 GAIN = 0.10
-"""By how much shorter an epoch must be predicted for a plan to be left."""
+"""Relative gain in predicted epoch time above which a plan is left."""
 
 PATIENCE = 3
-"""Iterations running that must say so."""
+"""Consecutive iterations that must show the gain."""
 
 DEAD_BAND = 0.2
-"""A link that carries within so much of what the plan was made for counts as unchanged."""
+"""Relative change of bandwidth, from the one the plan was made for, that still counts as unchanged."""
 
 PLANNING_SHARE = 0.02
-"""Of a job's time goes into planning at most: steps of a few milliseconds are not all followed by it."""
+"""Largest share of a job's time spent on planning; steps of a few milliseconds are not all followed by it."""
 
 STEADY = 6
-"""The gain must be one at each of so many last bandwidths: jitter now and then passes any average. Where the
-link is clearly another one than the plan was made for, the patience alone decides."""
+"""Recent bandwidths that must each show the gain, since occasional jitter passes any average. If the link
+clearly differs from the one the plan was made for, the patience alone decides."""
 
 
 PROOF_REST_S = 15.0
-"""Servers that could not be asked for the canary at some cut are not asked again for so long."""
+"""Seconds before servers that could not run the canary at some cut are asked again."""
 
 Prove = Callable[[Sequence[int]], None]
 
@@ -51,10 +51,10 @@ class Switch:
     """A change of plan in a running job.
 
     Attributes:
-        epoch: In which it happened, from 0.
-        step: Before which training step of it.
-        before: Epoch seconds predicted for the routes that were left.
-        after: Those predicted for the routes that were taken.
+        epoch: Epoch in which it happened, from 0.
+        step: Training step of the epoch before which it happened.
+        before: Predicted epoch seconds of the old routes.
+        after: Predicted epoch seconds of the new routes.
     """
 
     epoch: int
@@ -66,7 +66,7 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """When a plan is left: for a gain of more than ``gain``, ``iterations`` times running."""
+    """Rule for leaving a plan: a gain of more than ``gain`` in ``iterations`` consecutive iterations."""
 
     gain: float = GAIN
     iterations: int = PATIENCE
@@ -77,15 +77,15 @@ class Patience:
 
 
 class Replanner:
-    """Asks a policy again and again. Belongs to the thread that trains; proving runs beside it.
+    """Ask a policy again during a job. The training thread owns it; canaries run in a background thread.
 
     Args:
-        policy: Its name.
-        plan: What runs now.
-        live: What is known; fed through the methods below.
-        prove: Lets the servers pass the canary at some cuts; raises where they do not.
-        bandwidth: What the link has lately carried, if it has carried anything.
-        capacity: What can be asked of servers now, over what could be when the job began.
+        policy: Name of the policy.
+        plan: The running plan.
+        live: The current profile and cluster, updated through the methods below.
+        prove: Runs the canary on the servers at some cuts; raises if they do not pass.
+        bandwidth: Returns the link's recent bandwidth; None if nothing crossed it.
+        capacity: Returns the servers' present capacity over that at the start of the job.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class Replanner:
         self._opening, self._opened = threading.Lock(), dict[int, tuple[bool, float]]()
 
     def saw(self, tier: Tier, timings: Timings, *, sent_bytes: float = 0.0) -> None:
-        """One micro-batch, or what is left of one, has run on a tier."""
+        """Record that one micro-batch, or the rest of one, has run on a tier."""
         self._live.saw(tier, timings, sent_bytes=sent_bytes)
 
     def waits(self, wait_s: float) -> None:
-        """So long a micro-batch would wait at the servers, where this job has none now."""
+        """Record how long a micro-batch would wait at the servers, while this job has none there."""
         self._live.waits(wait_s)
 
     def answers(self) -> int:
-        """Micro-batches that servers have made so far."""
+        """Return the number of micro-batches that servers have made so far."""
         return self._live.answers
 
     def after_step(self, trained_s: float, samples: int) -> tuple[Plan, Cost, Cost] | None:
-        """One training step has run: :meth:`consider`, unless that was done a moment ago."""
+        """Record one training step, then call :meth:`consider` unless that happened a moment ago."""
         self._live.trained(trained_s, samples)
         began = time.perf_counter()
         if began < self._again_at:
@@ -134,7 +134,7 @@ class Replanner:
         return found
 
     def consider(self) -> tuple[Plan, Cost, Cost] | None:
-        """After an iteration: the plan to go on with, where it is another one, and both costs."""
+        """Return the plan to switch to and both costs (old, new), or None to keep the plan."""
         bandwidth = self._bandwidth()
         if bandwidth is not None:
             self._live.carried(bandwidth)
@@ -158,7 +158,7 @@ class Replanner:
         return fresh, now, fresh.predicted
 
     def _with_capacity(self, cluster: Cluster) -> Cluster:
-        """The same cluster with the servers that are there; where none is, no plan is for what is not."""
+        """Scale the cluster's storage tier to the present servers; leave it unchanged if there are none."""
         capacity, storage = self._capacity(), cluster.storage
         if capacity <= 0:
             return cluster
@@ -166,9 +166,9 @@ class Replanner:
         return replace(cluster, storage=replace(storage, load=storage.load / capacity, concurrency=at_once))
 
     def _prepare(self, profile: Profile, cluster: Cluster, bandwidth: float) -> None:
-        """Have servers asked for the canary that a plan for this link would need.
+        """Start the canaries that a plan for this link would need.
 
-        It is early, but over a link that has become thin the canary waits behind all that is in flight.
+        It starts early: over a link that has become slow, the canary waits behind everything in flight.
         """
         link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
         fresh, now = self._compared(profile, replace(cluster, link=link))
@@ -176,9 +176,9 @@ class Replanner:
             self._proved(_cuts(fresh))
 
     def opened(self, cut: int) -> bool:
-        """Whether servers pass the canary at a cut, which takes a while; from any thread.
+        """Return whether servers pass the canary at a cut, which takes a while; callable from any thread.
 
-        What was found holds for `PROOF_REST_S`: all who fetch ask at once.
+        The result holds for `PROOF_REST_S`, since all fetching threads ask at once.
         """
         with self._opening:
             passed, until = self._opened.get(cut, (False, 0.0))
@@ -197,7 +197,7 @@ class Replanner:
         return True
 
     def close(self) -> None:
-        """Wait for a canary that runs beside the training; those it asks have been told to break off."""
+        """Wait for a running canary; its servers' pool has already been closed, which interrupts it."""
         if self._proof is not None:
             self._proof.join()
 
@@ -207,11 +207,12 @@ class Replanner:
         return now.epoch_s > (1 + self._patience.gain) * fresh.predicted.epoch_s
 
     def _lasting(self, profile: Profile, cluster: Cluster) -> tuple[bool, bool]:
-        """Whether the plan would have been left at each of the last bandwidths.
+        """Return (changed, steady): whether the gain held at enough of the last bandwidths.
 
-        Of a link that is clearly another one than the plan was made for, as many count as the patience has
-        iterations, once they agree; of one that may only jitter, more. While it is changing, nothing counts:
-        the plan would be one for a link that is no more.
+        ``changed`` is for a link that clearly differs from the one the plan was made for: as many agreeing
+        bandwidths must show the gain as the patience has iterations. ``steady`` is for a link that may only
+        jitter, and needs more of them. While the link is still changing neither holds: a plan for it would be
+        out of date.
         """
         recent = self._live.recent_bandwidths(STEADY)
         if not recent or _another(recent[-1], cluster.link.bandwidth_bytes_per_s):
@@ -229,19 +230,19 @@ class Replanner:
         return changed >= self._patience.iterations, steady >= STEADY
 
     def _unchanged(self, cluster: Cluster) -> Cluster:
-        """The same cluster, with the link that the plan was made for if it is about as fast."""
+        """Return the cluster with the bandwidth of the present plan, if its own is close to that."""
         bandwidth = cluster.link.bandwidth_bytes_per_s
         if abs(bandwidth - self._planned_for) > DEAD_BAND * self._planned_for:
             return cluster
         return replace(cluster, link=replace(cluster.link, bandwidth_bytes_per_s=self._planned_for))
 
     def _compared(self, profile: Profile, cluster: Cluster) -> tuple[Plan, Cost]:
-        """What the policy would do now, and what going on as before would cost."""
+        """Return the policy's plan now, and the cost of keeping the present routes."""
         fresh = POLICIES[self._policy](profile, cluster, self._workload)
         return fresh, CostModel(profile, cluster, self._workload).evaluate(self.plan.routes)
 
     def _proved(self, cuts: frozenset[int]) -> bool:
-        """Whether servers have passed the canary at all of these cuts; if not, they are asked now."""
+        """Return whether servers have passed the canary at all of these cuts; if not, start it."""
         if self._proof is not None and self._proof.done:
             if self._proof.passed:
                 self._known |= self._proof.cuts
@@ -258,7 +259,7 @@ class Replanner:
 
 
 class _Proof:
-    """Canaries that run beside the training."""
+    """Canaries that run in a background thread."""
 
     def __init__(self, cuts: frozenset[int], prove: Prove) -> None:
         self.cuts = cuts
@@ -267,7 +268,7 @@ class _Proof:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until it is done."""
+        """Wait for the canaries to end."""
         self._thread.join()
 
     def _run(self, prove: Prove) -> None:
@@ -284,7 +285,7 @@ class _Proof:
 
 
 def _another(bandwidth: float, before: float) -> bool:
-    """Whether a link that carries so much is clearly another one than it was."""
+    """Return whether the bandwidth clearly differs from the earlier one."""
     return max(bandwidth / before, before / bandwidth) > CHANGED
 
 
@@ -293,7 +294,7 @@ def _cuts(plan: Plan) -> frozenset[int]:
 
 
 def _in_turn(prove: Prove) -> Prove:
-    """One canary after the other: a cut that does not pass must not close one that passes meanwhile."""
+    """Run canaries one at a time: a cut that fails must not close one that passes meanwhile."""
     lock = threading.Lock()
 
     def proved(cuts: Sequence[int]) -> None:

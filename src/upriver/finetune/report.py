@@ -1,4 +1,4 @@
-"""What a job has delivered, and where it was computed."""
+"""Count what a job has delivered, and where it was computed."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from upriver.types import Timings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What a job has delivered, and where it was computed.
+    """Counts of what a job has delivered, by the place where it was computed.
 
     Attributes:
-        samples: Server URL or ``local`` to samples.
-        retried: Micro-batches that had to be asked for again.
+        samples: Number of samples by server URL or ``local``.
+        retried: Micro-batches that had to be requested again.
         skipped: Ids of samples that could not be read and were left out, in the order in which they were due.
-        epoch_s: Wall-clock seconds of each finished epoch, the caller's training steps included.
+        epoch_s: Wall-clock seconds of each finished epoch, including the caller's training steps.
         epoch_bytes: Bytes that crossed the link in each finished epoch.
         phases: Seconds by source and phase. A source is ``local``, a server's URL, or ``finish``: the rest of
-            the prefix, which runs here on what any of them gave.
+            the prefix, which runs locally on the output of any source.
         exact: ``bitwise`` or ``numeric``.
-        tolerance: By how much a server's features may differ; None where they may not.
+        tolerance: By how much a server's features may differ; None if they may not.
     """
 
     samples: Mapping[str, int]
@@ -44,7 +44,7 @@ class Report:
 
 @dataclass(kw_only=True, slots=True)
 class JobTally:
-    """What is counted while a job runs."""
+    """Counters of a running job."""
 
     samples: dict[str, int] = field(default_factory=dict)
     retried: int = 0
@@ -67,7 +67,7 @@ class JobTally:
             phases[name] = phases.get(name, 0.0) + seconds
 
     def report(self, running: LoaderReport | None, *, exact: str, tolerance: Tolerance | None) -> Report:
-        """All of it so far, with what a loader that still runs has delivered."""
+        """Return the totals so far, including what a running loader has delivered."""
         total = JobTally(samples=dict(self.samples), retried=self.retried, skipped=list(self.skipped))
         if running is not None:
             total.add(running)

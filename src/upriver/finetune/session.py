@@ -1,4 +1,4 @@
-"""``upriver.connect()``: the door through which a training script finds the near-data servers."""
+"""Provide ``upriver.connect()``, through which a training script reaches the near-data servers."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ from upriver.types import DEFAULT_MICRO_BATCH, require_type
 log = logging.getLogger("upriver")
 
 WINDOW_BYTES = 1 << 30
-"""Memory that prefetched micro-batches may take: two training batches of 512 at most cuts measured."""
+"""Memory for prefetched micro-batches: two training batches of 512 at most cuts measured."""
 
 
 class Near:
-    """Servers near the data, and the link to them.
+    """A connection to servers near the data, over a link.
 
     Args:
-        urls: Addresses of servers; none starts an embedded one, on this machine, when the first job needs it.
+        urls: Addresses of servers. Without any, an embedded server starts on this machine when the first job
+            needs it.
         token: Sent with every request.
-        ca: For https: authorities that vouch for the servers, those of the system if None.
+        ca: For https: authorities that vouch for the servers; the system's if None.
         certificate: For https: shown to servers that ask for one.
-        key: Of the certificate.
-        meter: Counts what crosses the link, and emulates a thinner one if it has a rate.
-        server_cpus: For an embedded server: the CPUs it may use.
-        server_threads: For an embedded server: threads of its compute worker. As many as torch uses
-            here where not given: another number changes the bits of some networks.
+        key: Private key of the certificate.
+        meter: Counts bytes that cross the link, and emulates a slower link if it has a rate.
+        server_cpus: CPUs that an embedded server may use.
+        server_threads: Threads of an embedded server's compute worker. Defaults to torch's number of threads
+            in this process: another number changes the bits of some networks.
 
     Attributes:
-        measured: What the plan of the last job rests on, and how long measuring it took; None where there was
+        measured: The measurement that the last job's plan rests on, with its duration; None if there was
             nothing to measure.
     """
 
@@ -127,57 +128,57 @@ class Near:
         """Prepare a fine-tuning job: capture and prove the frozen part, measure both tiers, choose the cut.
 
         Args:
-            model: Frozen parameters (``requires_grad=False``) say where the freeze point is. It may come in
-                ``DistributedDataParallel``, which then averages gradients as ever, and in
-                ``torch.compile``, which then compiles the tail.
-            dataset: What to train on, with its input stages; a `torch.utils.data.Subset` or `random_split`
-                of an indexed dataset has the order and the samples of its rows.
+            model: Model whose frozen parameters (``requires_grad=False``) define the freeze point. It may
+                come in ``DistributedDataParallel``, which still averages gradients, and in ``torch.compile``,
+                which then compiles the tail.
+            dataset: Training data with its input stages. A `torch.utils.data.Subset` or `random_split` of an
+                indexed dataset keeps the order and the samples of its rows.
             batch_size: Samples of a training step, on each rank.
-            micro_batch: Samples that the frozen stages see at once, on every tier. ``auto`` takes the size
-                with which an epoch is predicted to be shortest, by what is measured. The size decides the low
-                bits of features, so two such jobs may differ; ``state_dict()`` says which size it was, and
-                a job that goes on from there must be given it.
+            micro_batch: Samples that the frozen stages see at once, on every tier. ``auto`` chooses the size
+                with the shortest predicted epoch, from measurements. The size decides the low bits of
+                features, so two such jobs may differ. ``state_dict()`` holds the size; pass it to a job that
+                resumes from that state.
             policy: One of ``nosplit``, ``freeze``, ``min``, ``neurosurgeon``, ``hapi_bandwidth``, ``hapi``,
-                ``exhaustive``, ``upriver`` (see :mod:`upriver.policies`); ``upriver`` where neither it nor
-                ``cut`` is given.
-            cut: Take this cut instead of a policy's, which must not be given then; a mapping of cuts to
-                shares of the samples deals the micro-batches among them. Cuts up to 0 lie among the input
-                stages.
+                ``exhaustive``, ``upriver`` (see :mod:`upriver.policies`). Defaults to ``upriver`` if ``cut``
+                is not given either.
+            cut: Cut to use instead of a policy, which must not be given then. A mapping of cuts to shares of
+                the samples divides the micro-batches among them. Cuts up to 0 lie among the input stages.
             exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance,
                 which the plan states.
             autocast: ``torch.bfloat16`` or ``torch.float16``: frozen part and tail compute under autocast to
-                this type. A ``with torch.autocast`` of your own would not reach what runs ahead or elsewhere.
+                this type. A ``with torch.autocast`` in the training script would not reach stages that run
+                ahead or on servers.
             granularity: ``module`` cuts where modules end, ``op`` between any two operators where that is
                 legal.
-            compile_tail: Compile what is left of the model; a mapping holds arguments of ``torch.compile``.
-            rank: Which of ``num_ranks`` processes this is; the process group of
-                ``DistributedDataParallel`` says it where the model comes in one.
-            num_ranks: Processes that train together. Each gets its own part of every epoch's order, all
-                equally many steps: the first samples of the order come again at its end where they do not
-                divide (with ``drop_last`` the last ones are left out instead).
-            replay: ``job.placed`` of an earlier run: each micro-batch it names is computed where it was then,
-                at the same cut, so that a ``numeric`` run can be had again to the bit.
-            replan: Ask the policy again after each iteration, with what the answers and the link showed, and
-                go over to what it says when that is better for long enough. No bit depends on it.
-            replan_gain: By how much shorter an epoch must be predicted for that (0.1: a tenth).
-            replan_patience: In how many iterations running.
+            compile_tail: Compile the tail; a mapping holds arguments of ``torch.compile``.
+            rank: Index of this process among ``num_ranks``. Defaults to the process group of the model's
+                ``DistributedDataParallel``, if it has one.
+            num_ranks: Processes that train together. Each gets its own part of every epoch's order, all with
+                equally many steps. If the samples do not divide evenly, the first samples of the order are
+                repeated at its end; with ``drop_last`` the last ones are left out instead.
+            replay: ``job.placed`` of an earlier run. Each micro-batch in it is computed at the same place and
+                cut again, so that a ``numeric`` run is reproduced to the bit.
+            replan: Ask the policy again after each iteration, with what the answers and the link showed.
+                Switch to its plan when that is better for long enough. No bit depends on it.
+            replan_gain: By how much shorter the predicted epoch must be for a switch (0.1: a tenth).
+            replan_patience: Number of consecutive iterations that must show the gain.
             seed: Decides the order of samples and random input stages.
-            shuffle: A new order each epoch.
+            shuffle: Use a new order each epoch.
             drop_last: Leave out a last, short batch.
             on_bad_sample: ``fail`` raises, ``skip`` leaves the sample out and counts it.
-            num_workers: Threads that read and decode here when samples come straight from the store.
+            num_workers: Local threads that read and decode samples straight from the store.
             connections: Requests in flight.
             per_request: Micro-batches in a request.
             adapt_batch: Most samples that a server may run at once, up to ``batch_size``; with
-                ``exact="numeric"`` only. The frozen part is captured at two, four, eight … micro-batches,
-                too, and a server that has room and reason chooses among them. Requests and window are made
-                long enough for that. Which size it was is not written down, so such a run cannot be had
-                again by ``replay``.
-            window_bytes: Memory that prefetched micro-batches may take.
-            on_progress: Told what is being done.
+                ``exact="numeric"`` only. The frozen part is also captured at two, four, eight …
+                micro-batches, and a server with enough room and work chooses among them. Requests and window
+                are made long enough for that. The chosen sizes are not recorded, so ``replay`` cannot
+                reproduce such a run.
+            window_bytes: Memory for prefetched micro-batches.
+            on_progress: Receives progress messages.
 
         Raises:
-            ConfigError: If an argument is outside what is allowed, or the connection was closed.
+            ConfigError: If an argument is outside its allowed range, or the connection was closed.
             ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model
                 does not run.
             NoFeasibleCut: If no cut fits the memory.
@@ -306,7 +307,7 @@ class Near:
         )
 
     def servers(self, dataset: Dataset) -> list[ServerClient]:
-        """A client for each server, the embedded one started if it is needed.
+        """Return a client for each server; start the embedded server if needed.
 
         Raises:
             ServerUnavailable: If an embedded server cannot be started, or a directory names none.
@@ -321,11 +322,11 @@ class Near:
         return ServerClient(url, token=self._token, meter=self.meter, tls=self._tls)
 
     def _metered(self, dataset: Dataset) -> Dataset:
-        """The same dataset, read over the metered link."""
+        """Return the same dataset, read over the metered link."""
         return dataset.with_store(MeteredStore(dataset.store, self.meter))
 
     def _embed(self, dataset: Dataset) -> EmbeddedServer:
-        """The embedded server for a dataset's store, started where none runs."""
+        """Return the embedded server for a dataset's store; start one if none runs."""
         store = dataset.store
         key = (store.name, store.uri)
         with self._lock:
@@ -345,7 +346,7 @@ class Near:
             return server
 
     def close(self) -> None:
-        """End all jobs and the embedded server; no further jobs. May be called again."""
+        """Close all jobs and the embedded server; no further jobs are possible. Idempotent."""
         with self._lock:
             self._closed = True
         for job in list(self._jobs):
@@ -366,7 +367,7 @@ class Near:
 
 
 def _check_adapting(choices: Choices) -> None:
-    """Servers may choose how many samples they run at once only where low bits are theirs."""
+    """Raise `ConfigError` unless low bits may depend on how many samples servers run at once."""
     if choices.replay:
         raise ConfigError("adapt_batch must be 0 to replay a run: another size of batch gives other low bits")
     if choices.exact != "numeric":
@@ -386,25 +387,27 @@ def connect(
     server_cpus: set[int] | None = None,
     server_threads: int | None = None,
 ) -> Near:
-    """Connect to near-data servers; without an address, to an embedded one.
+    """Connect to near-data servers, or to an embedded one if no address is given.
 
-    Nothing is sent before a job needs it, and a job without a server that answers runs the plain way.
+    Nothing is sent before a job needs it. A job without an answering server runs everything on the compute
+    tier.
 
     Args:
         urls: ``http://host:port`` or ``https://host:port`` of each server; all of them reach the same stores.
-            Or one ``ray+http://host:port``, which names servers that come and go: they are used as they are.
+            Or one ``ray+http://host:port``, a directory whose servers come and go: the job uses those it
+            names at the moment.
         token: Sent with every request.
-        ca: File with the authorities that vouch for servers at ``https://``, in PEM; the system's if None.
-        certificate: File with the certificate that is shown to servers that ask for one, in PEM.
-        key: File with its private key, in PEM and without a password.
-        meter: Counts what crosses the link, and emulates a thinner one if it has a rate.
-        server_cpus: For an embedded server: the CPUs it may use.
-        server_threads: For an embedded server: threads of its compute worker. As many as torch uses
-            here where not given: another number changes the bits of some networks.
+        ca: PEM file with the authorities that vouch for servers at ``https://``; the system's if None.
+        certificate: PEM file with the certificate that is shown to servers that ask for one.
+        key: PEM file with its private key, without a password.
+        meter: Counts bytes that cross the link, and emulates a slower link if it has a rate.
+        server_cpus: CPUs that an embedded server may use.
+        server_threads: Threads of an embedded server's compute worker. Defaults to torch's number of threads
+            in this process: another number changes the bits of some networks.
 
     Raises:
-        ConfigError: If an address is none, a file cannot be read or is not what it should be, or another
-            argument is outside what is allowed.
+        ConfigError: If an address is invalid, a file cannot be read or has the wrong content, or another
+            argument is outside its allowed range.
     """
     return Near(
         urls,

@@ -1,4 +1,4 @@
-"""What does not answer or has refused, in words: a plan says so, and a job goes on from what answers."""
+"""Describe what does not answer or has refused; a plan shows it, and the job continues with what answers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ GONE = (Health.DOWN, Health.OUT)
 
 
 class Standing:
-    """Whether a plan can be carried out now, and if not, why and what is done instead.
+    """Track whether a plan can be carried out now; if not, say why and what happens instead.
 
     Args:
-        pool: The servers; None where no plan asks any.
+        pool: The servers; None if no plan asks any.
         start: Position of the stored bytes: routes that cut there need no server.
     """
 
@@ -25,10 +25,10 @@ class Standing:
         self._told = ""
 
     def lost(self, plan: Plan, store_lost: str = "") -> str:
-        """What a plan needs that does not answer; empty when all is well.
+        """Describe what the plan needs and cannot reach; empty if all is well.
 
         Args:
-            store_lost: Why the store is not read from here at the moment, where that is so.
+            store_lost: Why this process cannot read the store at the moment; empty if it can.
         """
         if store_lost:
             return f"the store cannot be read from here now ({store_lost}): servers make that share, too"
@@ -42,11 +42,11 @@ class Standing:
 
     @property
     def refused(self) -> str:
-        """What servers have had no room for so far; empty when they had for all."""
+        """Requests that servers refused for lack of room so far, in words; empty if there were none."""
         return self._pool.refusal_log.remark if self._pool is not None else ""
 
     def tell(self, plan: Plan, store_lost: str = "") -> None:
-        """Log it once when something stops answering, and once when it is back."""
+        """Log once when something stops answering, and once when it is back."""
         lost = self.lost(plan, store_lost)
         if lost and not self._told:
             log.warning("the plan cannot be carried out: %s", lost)

@@ -1,9 +1,9 @@
-"""A job's frozen part at several micro-batches at once, where low bits may differ.
+"""Capture a job's frozen part at several micro-batches at once, for jobs whose low bits may differ.
 
-A server that has room, and many samples to run, takes less time for each where it runs more of them at once.
-With ``exact="numeric"`` a job may leave that to servers: it captures its frozen part at two, four, eight …
-times its micro-batch, lets servers have these programs, too, and names them in its requests. What comes back
-is divided into micro-batches as ever.
+A server with room and many samples needs less time for each sample if it runs more at once. With
+``exact="numeric"`` a job may leave that choice to servers. The job captures its frozen part at two, four,
+eight … times its micro-batch. It uploads these programs too, and names them in its requests. Responses are
+divided into micro-batches as usual.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class LargerCaptures:
     """The frozen part at larger sizes.
 
     Attributes:
-        programs: By size, the smallest first.
-        left_out: Samples of sizes that are not there, to why.
+        programs: Captured programs, the smallest size first.
+        left_out: (samples, reason) of each size that was not captured.
     """
 
     programs: tuple[Program, ...] = ()
@@ -50,15 +50,15 @@ def captured(
     caps: Caps,
     tell: Callable[[str], None],
 ) -> LargerCaptures:
-    """Capture the frozen part at each larger size that a request can be for.
+    """Capture the frozen part at each larger size that a request can hold.
 
     Args:
-        model: What was split.
-        direct: The dataset, read from here.
+        model: The model that was split.
+        direct: The dataset, read by this process.
         parts: The split, at the job's own size.
-        autocast: What the model was split under.
-        caps: What servers take.
-        tell: Told what is being done.
+        autocast: Autocast type under which the model was split.
+        caps: Limits of the servers.
+        tell: Receives progress messages.
     """
     programs: list[Program] = []
     left_out: list[tuple[int, str]] = []
@@ -76,11 +76,11 @@ def captured(
 
 
 def notes(taken: Sequence[Program], left_out: Sequence[tuple[int, str]]) -> list[str]:
-    """What a plan says of them.
+    """Return the plan's notes on larger sizes.
 
     Args:
         taken: Programs that servers may choose.
-        left_out: As `LargerCaptures.left_out`.
+        left_out: See `LargerCaptures.left_out`.
     """
     found = []
     if taken:
@@ -91,6 +91,6 @@ def notes(taken: Sequence[Program], left_out: Sequence[tuple[int, str]]) -> list
 
 
 def _too_large(size: int, micro_batch: int, caps: Caps) -> str:
-    """Why no request can be for so many samples at once; empty where one can."""
+    """Return why no request can hold this many samples; empty if one can."""
     most = min(caps.samples, caps.tensors, caps.micro_batches * micro_batch)
     return "" if size <= most else f"a request has at most {most} samples there"

@@ -1,4 +1,4 @@
-"""A micro-batch to capture a model with."""
+"""Make a micro-batch to capture a model with."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from upriver.pipeline import Dataset
 
 
 def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch.Tensor:
-    """A micro-batch of the right form, on the model's device.
+    """Return a micro-batch of the right shape and type, on the model's device.
 
-    Of whole numbers it holds real samples: any others could be out of an embedding's range.
+    A micro-batch of integers holds real samples: random ones could be out of an embedding's range.
     """
     device = next(model.parameters(), torch.empty(0, dtype=torch.uint8, device="cpu")).device
     spec = dataset.chain.output_spec()
@@ -33,7 +33,7 @@ def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch
 
 
 def _real_example(dataset: Dataset, options: JobOptions) -> torch.Tensor:
-    """The first samples that the job takes, repeated where these are fewer."""
+    """Return the first samples of the job, repeated if they are fewer than a micro-batch."""
     ids = list(options.rows[: options.micro_batch])
     engine = Engine(chain=dataset.chain, program=None, micro_batch=len(ids))
     names = [ref.object for ref in dataset.locate(ids)]

@@ -1,4 +1,4 @@
-"""The canary on this side: what servers must answer bit for bit, and what stages take here."""
+"""Run the canary locally: the bits that servers must match, and the seconds of each stage."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from upriver.types import MicroBatch, Timings
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCanary:
-    """A real micro-batch of a job, run to the freeze point; the store is read once.
+    """A real micro-batch of a job, run to the freeze point; its samples are read from the store once.
 
     Attributes:
-        dataset: Read over the metered link.
-        ids: Its samples.
+        dataset: The dataset, read over the metered link.
+        ids: Ids of the samples.
         freeze: The freeze point.
     """
 
@@ -31,15 +31,15 @@ class LocalCanary:
     on_bad_sample: OnBadSample
 
     def run(self) -> tuple[MicroBatch, Timings]:
-        """The features, and what each stage took."""
+        """Return the features, and the seconds of each stage."""
         clock = Clock()
         batch = self._resume(self._stored(), 0, clock)
         return self.engine.advance(batch, self.freeze, clock), clock.timings()
 
     def run_in_steps(self) -> tuple[Timings, dict[int, float]]:
-        """What each stage took, and the mean bytes of a sample after each input stage.
+        """Return the seconds of each stage, and the mean bytes of a sample after each input stage.
 
-        Pixels that are decoded and cropped are often the smallest form of all.
+        Decoded and cropped pixels are often the smallest representation.
         """
         clock, batch, sizes = Clock(), self._stored(), {}
         for position in range(batch.position + 1, 1):

@@ -1,9 +1,9 @@
-"""What a job finds out before it begins: who may be used, what stages cost on both tiers, the link.
+"""Measure before a job begins: usable servers, costs of stages on both tiers, and the link.
 
-Each server first computes the canary, which lets it in; what that took are the first timings. Model stages
-are then measured at a second size of micro-batch on both tiers, as far as the budget allows, so that what a
-call costs is known beside what a sample costs. What an earlier job has kept takes the place of all that,
-brought up to how slow the canary shows the tiers to be today.
+Each server first computes the canary, which admits it and gives the first timings. Then model stages are
+measured at a second micro-batch size on both tiers, as the time budget allows. This separates the cost of a
+call from the cost of a sample. A profile that an earlier job cached replaces these measurements; it is scaled
+to the present slowdown of both tiers, which the canary shows.
 """
 
 from __future__ import annotations
@@ -57,33 +57,34 @@ from upriver.types import Cluster, Profile, Tier, Timings
 log = logging.getLogger("upriver")
 
 CANARY = "canary"
-"""The part that is no measuring: every server must pass, which takes loading the program there, too."""
+"""The part that is not measuring: every server must pass, which includes loading the program there."""
 
 FULL_S = 30.0
-"""For so long a job that begins waits for servers that have no room, where there is no other: as long as a
-server lets requests wait before it sends them away."""
+"""Seconds that a new job waits for servers without room, if there are no others: as long as a server lets
+requests wait before it rejects them."""
 
 LEAST_WAIT_S = 0.1
-"""Between two times that a full server is asked, whatever it says: nothing but a mistake says less."""
+"""Least seconds between two requests to a full server, even if the server asks for less: a smaller value is
+an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement:
-    """What a plan rests on.
+    """The measurements that a plan rests on.
 
     Attributes:
-        profile: With the seconds of today.
-        cluster: Likewise.
-        servers: Those that passed the canary.
-        at_once: Address of each of them to the micro-batches that it computes at once.
-        caps: What the first of them takes.
-        kept: Whether its stages were measured by an earlier job.
-        seconds: What each part took: ``canary``, ``stages``, ``link``, ``tail``, ``memory``,
-            ``second size``.
-        notes: What a reader of the plan should know.
-        slowed: By others' work, how many times as long micro-batches take on the servers; in the cluster's
-            load.
-        micro_batch_s: For how long one of this job's keeps a worker there.
+        profile: Profile with present seconds.
+        cluster: Cluster with present seconds.
+        servers: Servers that passed the canary.
+        at_once: Number of micro-batches that each server computes at once, by address.
+        caps: Limits of the first server.
+        kept: Whether an earlier job measured the stages.
+        seconds: Duration of each part: ``canary``, ``stages``, ``link``, ``tail``, ``memory``, ``second
+            size``.
+        notes: Notes for readers of the plan.
+        slowed: How many times as long micro-batches take on the servers because of other jobs; included in
+            the cluster's load.
+        micro_batch_s: Seconds for which one of this job's micro-batches occupies a server's worker.
     """
 
     profile: Profile
@@ -99,7 +100,7 @@ class Measurement:
 
     @property
     def total_s(self) -> float:
-        """Seconds that went into measuring: all parts but the canary."""
+        """Seconds spent on measuring: all parts but the canary."""
         return sum(seconds for part, seconds in self.seconds.items() if part != CANARY)
 
     def __str__(self) -> str:
@@ -113,8 +114,9 @@ class _Passed:
     """A server that has computed the canary.
 
     Attributes:
-        timings: Of each time.
-        waits: What one more micro-batch would have waited for a worker, while this job asked for none.
+        timings: Timings of each run.
+        waits: Seconds that one more micro-batch would have waited for a worker, while this job asked for
+            none.
     """
 
     client: ServerClient
@@ -129,20 +131,20 @@ class _Passed:
 
 
 class Measuring:
-    """Measures the machines of one job.
+    """Measure the servers, the link and the local machine for one job.
 
     Args:
-        model: What ``parts`` is the split of, for its tail and for a second size.
-        dataset: As the user gave it.
-        direct: The same, read over the metered link.
+        model: Model that ``parts`` is the split of; needed for its tail and for a second size.
+        dataset: The dataset as the user gave it.
+        direct: The same dataset, read over the metered link.
         program: The frozen part.
         allowed: By how much features may differ; None asks for equal bits.
-        autocast: What the model was split under.
-        tell: Told what is being done.
+        autocast: Autocast type under which the model was split.
+        tell: Receives progress messages.
 
     Attributes:
-        gate: Lets servers in.
-        not_used: Why others are not used for now.
+        gate: Admits servers.
+        not_used: Why other servers are not used for now.
     """
 
     def __init__(
@@ -181,10 +183,10 @@ class Measuring:
         )
 
     def run(self, servers: Sequence[ServerClient], judge: Judge) -> Measurement | None:
-        """Measure; None where no server can be used.
+        """Measure; return None if no server can be used.
 
         Args:
-            judge: Predicts an epoch, by which the budget goes.
+            judge: Predicts the epoch time that sets the budget.
         """
         passed = self._let_in(servers)
         link = self._link(passed)
@@ -193,7 +195,7 @@ class Measuring:
         first = passed[0]
         kept = self._kept.get(first.client.url)
         if kept is None and self._kept:
-            self._here, self._kept = None, {}  # the server that is known has gone: measure after all
+            self._here, self._kept = None, {}  # the cached profile's server is gone: measure after all
         profile, cluster = self._put_together(passed, link, kept)
         factors = self._factors(kept, first)
         profile = as_of_today(profile, factors)
@@ -217,10 +219,10 @@ class Measuring:
         return measured
 
     def larger(self, caps: Caps) -> LargerCaptures:
-        """The program at larger sizes, as far as servers may run it so, and it can be captured.
+        """Capture the program at larger sizes, where servers accept them and the capture succeeds.
 
         Args:
-            caps: What servers take.
+            caps: Limits of the servers.
         """
         return captured(
             self._model,
@@ -235,9 +237,9 @@ class Measuring:
     # ------------------------------------------------------------------------------------- one size
 
     def _let_in(self, servers: Sequence[ServerClient]) -> list[_Passed]:
-        """Servers that pass the canary at the freeze point, with its timings.
+        """Return servers that pass the canary at the freeze point, with its timings.
 
-        Where none does, and some only have no room now, those are asked again for a while.
+        If none passes but some only lack room now, ask those again for a while.
         """
         until = time.monotonic() + FULL_S
         passed, full = self._ask(servers)
@@ -246,14 +248,14 @@ class Measuring:
             if time.monotonic() + wait_s > until:
                 break
             self._tell(f"waiting for room at {', '.join(server.url for server in full)}")
-            time.sleep(random.uniform(wait_s, 2 * wait_s))  # those sent away together come back apart
+            time.sleep(random.uniform(wait_s, 2 * wait_s))  # jobs rejected together retry at different times
             passed, full = self._ask(list(full))
         for server, error in full.items():
             self.leave_out(server, error)
         return passed
 
     def _ask(self, servers: Sequence[ServerClient]) -> tuple[list[_Passed], dict[ServerClient, Overloaded]]:
-        """Those of some servers that pass the canary, and those that have no room now."""
+        """Return the servers that pass the canary, and those that have no room now."""
         passed: list[_Passed] = []
         full: dict[ServerClient, Overloaded] = {}
         for server in servers:
@@ -274,7 +276,10 @@ class Measuring:
         return passed, full
 
     def _canaries(self, server: _Passed, kept: CachedProfile | None) -> _Passed:
-        """The canary must pass, whatever is known; again to be measured, or if it says that much changed."""
+        """Run the canary, and repeat it to measure, or if it shows a changed speed.
+
+        The canary must pass even if a cached profile exists.
+        """
         with self._clock.part(CANARY):
             self._run_canary(server)
         with self._clock.part("stages"):
@@ -289,7 +294,7 @@ class Measuring:
         server.waits += waits
 
     def _look_up(self, server: ServerClient, info: Info) -> CachedProfile | None:
-        """What an earlier job measured with this server, if it is kept."""
+        """Return the cached profile that an earlier job measured with this server, if any."""
         self._keys[server.url] = key = profile_key(self._dataset.digest, self._program, server, info)
         kept = load_profile(
             key,
@@ -307,7 +312,7 @@ class Measuring:
         log.warning("a server is not used for now: %s", self.not_used[-1])
 
     def _link(self, passed: list[_Passed]) -> LinkEstimate | None:
-        """The link to the first server; those that fail the probe are taken off the list."""
+        """Measure the link to the first server; remove servers that fail the probe."""
         while passed:
             self._tell("measuring the link")
             try:
@@ -326,7 +331,7 @@ class Measuring:
         return self._here
 
     def _run_here(self, kept: CachedProfile | None) -> LocalMeasurement:
-        """The canary on this side, as often as on a server; the first time counts as the canary's."""
+        """Run the canary locally, as often as on a server; the first run counts as the canary's."""
         canary = LocalCanary(
             engine=self._engine,
             dataset=self._direct,
@@ -370,7 +375,7 @@ class Measuring:
             tail=tail,
             at_once=sum(each.at_once for each in passed),
             num_workers=options.num_workers,
-            # Every rank asks the same servers for as much, and all wait for what others ask.
+            # Every rank sends as much work to the same servers, and all wait for other jobs' work.
             load=options.num_ranks / sum(each.at_once for each in passed) * self._waiting(passed),
             kept=kept,
         )
@@ -385,7 +390,7 @@ class Measuring:
         return slowdown(kept.profile, tier, timings, samples=self._options.micro_batch)
 
     def _factors(self, kept: CachedProfile | None, first: _Passed) -> dict[Tier, float]:
-        """By how much the stages of each tier have changed since they were kept."""
+        """Return how much slower each tier's stages are than the cached ones; leave out small changes."""
         if kept is None:
             return {}
         seen = {Tier.STORAGE: first.timings, Tier.COMPUTE: self._measured_here().timings}
@@ -393,11 +398,11 @@ class Measuring:
         return {tier: by for tier, by in found.items() if not 1 / UNCHANGED <= by <= UNCHANGED}
 
     def _waiting(self, passed: Sequence[_Passed]) -> float:
-        """How many times as long micro-batches take on the servers since others' work is done in turn.
+        """Return how many times as long micro-batches take on the servers because of other jobs' work.
 
-        A server takes micro-batches in the order in which they come, so this job's share is what it has in
-        flight beside what waits already. Seconds of stages hold no waiting, so nothing counts twice; other
-        ranks of this job are counted apart.
+        A server runs micro-batches in the order of arrival. This job's share is therefore its micro-batches
+        in flight over those and the waiting ones. Seconds of stages include no waiting, so nothing counts
+        twice. Other ranks of this job are counted separately.
         """
         if self._options.num_ranks > 1:
             return 1.0
@@ -409,7 +414,7 @@ class Measuring:
     def _with_lines(
         self, server: _Passed, profile: Profile, cluster: Cluster, judge: Judge
     ) -> Profile | None:
-        """The profile with model stages measured at two sizes; None where that takes too long or fails."""
+        """Return the profile with model stages measured at two sizes; None if that is too slow or fails."""
         epoch_s = judge(profile, cluster)
         if epoch_s is None:
             return None
@@ -433,6 +438,6 @@ class Measuring:
 
 
 def input_sizes(profile: Profile) -> dict[int, float]:
-    """Position to the bytes of a sample there, after each input stage."""
+    """Return the bytes of a sample after each input stage, by position."""
     stages = profile.input_stages
     return {position: stage.out_bytes for position, stage in enumerate(stages, start=1 - len(stages))}

@@ -1,4 +1,4 @@
-"""Model stages at a second size of micro-batch, on both tiers: so that what a call costs is known."""
+"""Measure model stages at a second micro-batch size on both tiers, to learn the cost of a call."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from upriver.types import Cluster, Profile, Tier
 
 
 class SecondSize:
-    """What it would take, and doing it.
+    """Estimate the cost of measuring at a second size, and measure.
 
     Args:
-        model: What was split.
-        direct: The dataset, read from here.
+        model: The model that was split.
+        direct: The dataset, read by this process.
         parts: The split, at the job's own size.
-        autocast: What the model was split under.
+        autocast: Autocast type under which the model was split.
 
     Attributes:
-        size: The second one.
+        size: The second size, in samples.
     """
 
     def __init__(
@@ -49,18 +49,18 @@ class SecondSize:
         self._own, self.size = sizes(options.micro_batch)
 
     def once_s(self, cluster: Cluster) -> float:
-        """Seconds to capture the model once more and to send its graph; the weights are there."""
+        """Return the seconds to capture the model again and send its graph; the server has the weights."""
         num_bytes = len(self._program.graph_bytes)
         return self._parts.capture_s + num_bytes / cluster.link.bandwidth_bytes_per_s
 
     def turn_s(self, profile: Profile) -> float:
-        """Seconds to run each size once on each tier, as the seconds of one size make one think."""
+        """Return the estimated seconds to run each size once on each tier, from measurements at one size."""
         frozen = profile.stages[: profile.freeze]
         each = sum(stage.seconds[tier][1] for stage in frozen for tier in (Tier.STORAGE, Tier.COMPUTE))
         return each * (self._own + self.size)
 
     def measure(self, server: ServerClient, *, repeats: int) -> dict[Tier, Sequence[Seconds]]:
-        """Lines of each stage up to the freeze point: medians of so many runs of each size.
+        """Return the line of each stage up to the freeze point, from medians of runs at each size.
 
         Raises:
             CaptureError: If the model cannot be captured at this size.
@@ -79,10 +79,10 @@ class SecondSize:
 
 
 def _of_stages(costs: StageCosts, freeze: int) -> tuple[Seconds, ...]:
-    """What a server said of each stage, in order.
+    """Return a server's seconds of each stage, in order.
 
     Raises:
-        ProtocolError: If it left some out.
+        ProtocolError: If the server left out a stage.
     """
     found = {stage.position: stage.seconds for stage in costs.stages}
     if sorted(found) != list(range(1, freeze + 1)):

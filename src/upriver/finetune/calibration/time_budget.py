@@ -1,4 +1,4 @@
-"""How long a job may measure before its first iteration, and how long it did."""
+"""Limit and count the time that a job spends on measuring before its first iteration."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from contextlib import contextmanager
 from upriver.profile.stage_timing import REPEATS, WARM_UPS
 
 SHARE = 0.03
-"""Of the first epochs, as predicted from what is known so far, goes into measuring at most."""
+"""Largest share of the first epochs' predicted time that goes into measuring."""
 
 EPOCHS = 10
-"""How many epochs those are: fine-tuning runs about as many."""
+"""Number of epochs in the budget; a typical fine-tuning run has about as many."""
 
 LEAST_REPEATS = 2
-"""Runs that count at each size: with fewer, one that was disturbed is all there is."""
+"""Fewest counted runs at each size: with only one, a disturbed run would be the only value."""
 
 
 class Stopwatch:
-    """Adds up the seconds of some parts; of nested ones each has its own alone.
+    """Add up the seconds of named parts; a nested part's seconds count for that part alone.
 
     Attributes:
-        seconds: Part to its seconds so far.
+        seconds: Seconds so far, by part.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Stopwatch:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """The block is of this part."""
+        """Count the block's seconds for this part."""
         began, before = time.perf_counter(), sum(self.seconds.values())
         try:
             yield
@@ -40,17 +40,17 @@ class Stopwatch:
 
 
 def allowed_s(epoch_s: float) -> float:
-    """Seconds that measuring may take in all, for epochs of so many."""
+    """Return the seconds that measuring may take in total, given the seconds of an epoch."""
     return SHARE * EPOCHS * epoch_s
 
 
 def affordable_repeats(allowed: float, *, once_s: float, turn_s: float) -> int | None:
-    """How many runs that count fit beside the warm-up: at most as many as are wanted; None if too few do.
+    """Return how many counted runs fit after the warm-up, at most `REPEATS`; None if too few do.
 
     Args:
         allowed: Seconds that may be spent.
-        once_s: What is spent whatever the number of runs.
-        turn_s: One run of each program on each tier.
+        once_s: Seconds spent whatever the number of runs.
+        turn_s: Seconds of one run of each program on each tier.
     """
     left = allowed - once_s
     if left < (WARM_UPS + LEAST_REPEATS) * turn_s or left <= 0:

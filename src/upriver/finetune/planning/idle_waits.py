@@ -1,8 +1,8 @@
-"""What work would wait for at servers that a job asks for nothing at the moment.
+"""Ask servers how long work would wait while a job sends them none.
 
-Servers say with every answer how busy they are with others' work, and a job that finds them too busy does all
-of it here. Then no answer comes, and nothing would ever tell that they have become free again: so they are
-asked.
+Every response says how busy a server is with other jobs' work. A job that finds its servers too busy runs
+everything locally. No further responses arrive then, so the job would never learn that the servers are free
+again. This module asks them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from upriver.rpc.load_report import expected_waits
 from upriver.rpc.server_pool import ServerPool
 
 ASK_AFTER_S = 5.0
-"""Seconds without an answer after which servers are asked, and then between two times: slow networks take as
-long for a micro-batch, and a question costs some hundred bytes."""
+"""Seconds without a response after which servers are asked, and between two requests. Slow networks take as
+long for a micro-batch, and a request costs some hundred bytes."""
 
 
 class IdleWaits:
-    """Asks beside the training, where servers owe and give no answers; one question at a time.
+    """Ask idle servers for their waits in a background thread, one request at a time.
 
     Args:
         pool: The servers; those that are up are asked.
-        answers: Micro-batches that they have made so far.
-        after_s: Seconds without a further one.
+        answers: Returns the number of micro-batches that the servers have made so far.
+        after_s: Seconds without a further micro-batch before the servers are asked.
     """
 
     def __init__(self, pool: ServerPool, answers: Callable[[], int], *, after_s: float = ASK_AFTER_S) -> None:
@@ -38,11 +38,11 @@ class IdleWaits:
         self._thread: threading.Thread | None = None
 
     def look(self) -> float | None:
-        """What was found since the last look, if anything; begins to ask if it is time. Returns at once."""
+        """Return the wait found since the last call, if any, and start asking if it is time. Never blocks."""
         answers, now = self._answers(), time.monotonic()
         if answers != self._seen:
             self._seen, self._since = answers, now
-            self._found.clear()  # the answers say more
+            self._found.clear()  # the responses say more
         found = self._found.pop() if self._found else None
         if now - self._since >= self._after_s and (self._thread is None or not self._thread.is_alive()):
             self._since = now
@@ -51,13 +51,13 @@ class IdleWaits:
         return found
 
     def close(self) -> None:
-        """Wait for a question under way; the pool, which is closed before, has broken it off."""
+        """Wait for a running request; the pool, which is closed before, has interrupted it."""
         if self._thread is not None:
             self._thread.join()
 
     def _ask(self) -> None:
         if any(server.in_flight for server in self._pool.status()):
-            return  # they would tell of this job's own work
+            return  # they would count this job's own work
         servers = [cast(ServerClient, client) for client in self._pool.up]
         if waits := [wait_s for server in servers for wait_s in expected_waits(server)]:
             self._found = [fmean(waits)]

@@ -1,7 +1,7 @@
-"""Which micro-batch would make an epoch shortest, as far as the measured lines tell.
+"""Find the micro-batch size with the shortest predicted epoch, from the measured lines.
 
-The size decides the low bits of features, so nothing here changes it: a job asks with ``micro_batch="auto"``,
-and any other job is told.
+The size decides the low bits of features, so this module never changes it. A job with ``micro_batch="auto"``
+uses the result; any other job gets advice.
 """
 
 from __future__ import annotations
@@ -15,30 +15,32 @@ from upriver.protocol import Caps
 from upriver.types import DEFAULT_MICRO_BATCH, Cluster, Profile, Route, Workload
 
 CANDIDATES = (4, 8, 16, 32, 64, 128, 256)
-"""Below, calls cost more than they do; above, the pipeline fills for longer than a call costs."""
+"""Sizes to compare. Below them the cost of calls dominates; above them filling the pipeline takes longer than
+a call costs."""
 
 GAIN = 0.03
-"""By how much shorter an epoch must be predicted for another size than the default to be chosen."""
+"""Relative gain in predicted epoch time needed to choose another size than the default."""
 
 ALIKE = 0.01
-"""Sizes whose epochs are so near to the shortest are as good, and the smallest takes the least memory."""
+"""Relative excess over the shortest epoch within which sizes count as equal; the smallest needs the least
+memory."""
 
 WORTH_SAYING = 0.10
-"""By how much shorter an epoch must be with another size for a job whose size is fixed to be told."""
+"""Relative gain in epoch time above which a job with a fixed size gets advice."""
 
 Judge = Callable[[Profile, Cluster], float | None]
-"""Seconds that an epoch is predicted to take; None where nothing that may be chosen fits the memory."""
+"""Predicts the seconds of an epoch; None if no allowed plan fits the memory."""
 
 
 def predicted(
     profile: Profile, cluster: Cluster, workload: Workload, judge: Judge, *, caps: Caps, per_request: int
 ) -> dict[int, float]:
-    """Size to the predicted seconds of an epoch, of each candidate that fits and of the present one.
+    """Return the predicted seconds of an epoch by size, for the present size and each candidate that fits.
 
     Args:
-        profile: With lines; its memory a sample is taken to hold at any size.
-        cluster: At the present size.
-        caps: What a request and a frame may hold.
+        profile: Profile with lines; its memory per sample is assumed to hold at any size.
+        cluster: Cluster at the present size.
+        caps: Limits of a request and a frame.
         per_request: Micro-batches of a request.
     """
     most = min(caps.tensors, caps.samples // per_request, caps.payload_bytes // _widest(profile))
@@ -52,7 +54,7 @@ def predicted(
 
 
 def with_size(cluster: Cluster, size: int) -> Cluster:
-    """The same machines with another micro-batch on both tiers."""
+    """Return the same machines with another micro-batch on both tiers."""
     return replace(
         cluster,
         storage=replace(cluster.storage, micro_batch=size),
@@ -61,10 +63,10 @@ def with_size(cluster: Cluster, size: int) -> Cluster:
 
 
 def best_size(epochs: Mapping[int, float]) -> int:
-    """The default, unless another is predicted to be clearly shorter: then the smallest of the shortest.
+    """Return the default, or the smallest of the shortest sizes if the predicted gain is clear.
 
     Args:
-        epochs: Size to the predicted seconds of an epoch, of those that fit.
+        epochs: Predicted seconds of an epoch by size, for sizes that fit.
     """
     if not epochs:
         return DEFAULT_MICRO_BATCH
@@ -75,7 +77,7 @@ def best_size(epochs: Mapping[int, float]) -> int:
 
 
 def advice(epochs: Mapping[int, float], size: int) -> list[str]:
-    """What a job with this size is told; nothing where another would not help much."""
+    """Return the advice for a job with this size; empty if another size would not help much."""
     best = best_size(epochs)
     if best == size or not epochs.get(size):
         return []
@@ -89,7 +91,7 @@ def advice(epochs: Mapping[int, float], size: int) -> list[str]:
 
 
 def by_policy(policy: str, workload: Workload) -> Judge:
-    """Predicts epochs by what the policy would do."""
+    """Return a judge that predicts epochs by the policy's plan."""
 
     def judge(profile: Profile, cluster: Cluster) -> float | None:
         plan = POLICIES[policy](profile, cluster, workload)
@@ -99,7 +101,7 @@ def by_policy(policy: str, workload: Workload) -> Judge:
 
 
 def by_routes(routes: Sequence[Route], workload: Workload) -> Judge:
-    """Predicts epochs by routes that are given."""
+    """Return a judge that predicts epochs by given routes."""
 
     def judge(profile: Profile, cluster: Cluster) -> float | None:
         model = CostModel(profile, cluster, workload)
@@ -109,5 +111,5 @@ def by_routes(routes: Sequence[Route], workload: Workload) -> Judge:
 
 
 def _widest(profile: Profile) -> int:
-    """Bytes of a sample at the cut where it has the most."""
+    """Return the bytes of a sample at the cut where it is largest."""
     return max(1, *(int(profile.cut_bytes(cut)) for cut in candidates(profile)))

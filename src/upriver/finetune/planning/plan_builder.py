@@ -1,4 +1,4 @@
-"""A short measurement on both tiers, and the plan that follows from it."""
+"""Measure the tail, combine the measurements of both tiers, and make a plan from them."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ from upriver.types import (
 )
 
 MEASURED_MICRO_BATCHES = 2
-"""One warms up, one counts: more would refine what the answers of the running job refine anyway."""
+"""One warms up, one counts; the running job's responses refine the result anyway."""
 
 STATES_PER_WEIGHT = 4
-"""Weights, gradients and the two moments of Adam: what a trained parameter takes at most, as a rule."""
+"""Weights, gradients and the two moments of Adam: usually the most that a trained parameter needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalMeasurement:
-    """The canary on this side.
+    """The result of the local canary.
 
     Attributes:
-        features: At the freeze point.
-        timings: What each stage took.
-        input_bytes: Position to the bytes of a sample there, after each input stage.
+        features: Features at the freeze point.
+        timings: Seconds of each stage.
+        input_bytes: Bytes of a sample after each input stage, by position.
     """
 
     features: MicroBatch
@@ -62,14 +62,14 @@ class LocalMeasurement:
 def measure_tail(
     model: nn.Module, split: Split, features: Values, *, samples: int, batch_size: int | None = None
 ) -> TailProfile:
-    """Forward and backward of the tail on one micro-batch; nothing of the model is changed.
+    """Measure forward and backward of the tail on one micro-batch; the model stays unchanged.
 
-    Seconds are measured; memory is that of training on any number of samples, worked out without data.
+    Seconds are measured. Memory is computed without data, for training on any number of samples.
 
     Args:
-        features: Everything that crosses the freeze point.
-        samples: How many samples that is.
-        batch_size: Of a training batch; as many by default.
+        features: All values that cross the freeze point.
+        samples: Number of samples in ``features``.
+        batch_size: Samples of a training batch; ``samples`` by default.
     """
     with state_kept(model, idle=split.prefix_units):
         seconds, saved = time_tail(model, split, features)
@@ -78,9 +78,9 @@ def measure_tail(
 
 
 def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
-    """Seconds of the tail's forward and backward, warmed up, and bytes that forward saves for backward.
+    """Return the seconds of the warmed-up tail's forward and backward, and the bytes saved for backward.
 
-    The model runs as it trains, its frozen units in eval, whatever mode it is in.
+    The model runs in training mode, with its frozen units in eval mode, whatever its present mode.
     """
     values = split.tail.values
     # One sample is too few for a BatchNorm that trains.
@@ -94,7 +94,7 @@ def time_tail(model: nn.Module, split: Split, features: Values) -> tuple[float, 
 
 
 def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float, int]:
-    """Seconds of forward and backward, and bytes saved in between that are no parameters."""
+    """Return the seconds of forward and backward, and the bytes saved in between, without parameters."""
     kept = {storage.data_ptr() for p in model.parameters() for storage in storages_of(p)}
     saved: dict[int, int] = {}
 
@@ -122,10 +122,10 @@ def _train_once(model: nn.Module, split: Split, features: Values) -> tuple[float
 def _tail_bytes(
     model: nn.Module, split: Split, features: Values, samples: int, batch_size: int, saved: int
 ) -> tuple[float, float]:
-    """Bytes of training the tail, weights included: whatever the number of samples, and for each of them."""
+    """Return the bytes of training the tail: fixed ones, weights included, and those of each sample."""
     try:
         peak = tail_memory(model, split, features, samples=samples, batch_size=batch_size)
-    except ModelError:  # it looks at its data: what backward has saved, and as much again for gradients
+    except ModelError:  # it depends on its data: count the bytes saved for backward twice, for gradients
         weights = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         return float(STATES_PER_WEIGHT * weights), 2.0 * saved / samples
     return float(tail_weights(model, split) + peak.fixed_bytes), peak.growing_bytes
@@ -146,14 +146,14 @@ def profile_and_cluster(
     load: float,
     kept: CachedProfile | None = None,
 ) -> tuple[Profile, Cluster]:
-    """Put together what was measured at one size of micro-batch.
+    """Build a profile and a cluster from measurements at one micro-batch size.
 
     Args:
-        stored_bytes: Mean stored size of the samples that the job takes.
+        stored_bytes: Mean stored size of the job's samples.
         at_once: Micro-batches that the servers compute at once.
-        num_workers: Threads that run input stages here.
+        num_workers: Local threads that run input stages.
         load: Factor on the servers' seconds.
-        kept: What an earlier job measured: it counts for all that follows from ``here`` and ``there``.
+        kept: Cached profile of an earlier job; used instead of values derived from ``here`` and ``there``.
     """
     program = split.program
     if program is None:
@@ -197,9 +197,9 @@ def profile_and_cluster(
 
 
 def cores_for_inputs(device: torch.device) -> tuple[bool, int]:
-    """Whether input stages have cores beside what runs the model here, and on how many they run at once.
+    """Return whether input stages have cores of their own, and on how many cores they run at once.
 
-    Where the model's threads take every core the two take turns, and while input stages run they have all.
+    If the model's threads use every core, model and input stages take turns on all of them.
     """
     cores = len(os.sched_getaffinity(0))
     if device.type != "cpu":
@@ -211,7 +211,7 @@ def cores_for_inputs(device: torch.device) -> tuple[bool, int]:
 def make_plan(
     policy: str, *, profile: Profile, cluster: Cluster, workload: Workload, notes: Sequence[str] = ()
 ) -> Plan:
-    """Ask a policy, with what was measured; the plan's ``why`` ends with the notes.
+    """Ask a policy for a plan from the measurements; the plan's ``why`` ends with the notes.
 
     Raises:
         NoFeasibleCut: If no cut fits the memory of both tiers.
@@ -220,12 +220,12 @@ def make_plan(
 
 
 def with_notes(plan: Plan, *notes: str) -> Plan:
-    """The plan whose ``why`` ends with these."""
+    """Return the plan with notes at the end of its ``why``."""
     return replace(plan, why="; ".join((plan.why.rstrip("."), *notes))) if notes else plan
 
 
 def _with_rates_of(cluster: Cluster, earlier: Cluster) -> Cluster:
-    """Reading, encoding and decoding took as long a byte as earlier; the rest is of now."""
+    """Return the cluster with an earlier one's seconds per byte for reading, encoding and decoding."""
     storage, compute = earlier.storage.seconds_per_byte, earlier.compute.seconds_per_byte
     return replace(
         cluster,
@@ -235,7 +235,7 @@ def _with_rates_of(cluster: Cluster, earlier: Cluster) -> Cluster:
 
 
 def unsplit_plan(policy: str, dataset: Dataset, *, stop: int, why: str) -> Plan:
-    """The plan when there is nothing to decide: everything on the compute tier."""
+    """Return the plan that runs everything on the compute tier, for when there is nothing to decide."""
     start = dataset.chain.start
     return Plan(
         policy=policy,

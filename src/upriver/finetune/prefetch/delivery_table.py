@@ -1,8 +1,8 @@
-"""The table behind the loader: which micro-batches are free, in flight, ready or taken. No threads, no clock.
+"""Track which micro-batches are free, in flight, ready or taken. The table has no threads and no clock.
 
-Everything that makes delivery exact lives here. A micro-batch has a slot from the moment somebody claims it
-until the consumer takes it; a slot belongs to one claim, and what arrives for another claim is dropped. So
-each index is delivered once, and in order, because only the lowest one can be taken.
+The table makes delivery exact. A micro-batch has a slot from its claim until the consumer takes it. A slot
+belongs to one claim, and results for another claim are dropped. Each index is therefore delivered once, and
+in order, because only the lowest one can be taken.
 
 ```
 free ──claim──► in flight ──deliver──► ready ──take──► taken
@@ -23,16 +23,16 @@ from upriver.errors import ConfigError
 from upriver.types import MicroBatch, Timings
 
 MAX_REMOTE_ATTEMPTS = 3
-"""A micro-batch that failed remotely so often is computed here: it may be what kills the servers."""
+"""Remote failures after which a micro-batch is computed locally: it may be what crashes the servers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefetchWindow:
-    """How far fetching may run ahead of the consumer.
+    """Limits on how far fetching may run ahead of the consumer.
 
     Attributes:
-        micro_batches: At most so many in flight or ready.
-        num_bytes: At most so many bytes of them; one micro-batch is always allowed, whatever its size.
+        micro_batches: Most micro-batches in flight or ready.
+        num_bytes: Most bytes of them; one micro-batch is always allowed, whatever its size.
     """
 
     micro_batches: int = 64
@@ -47,7 +47,7 @@ class PrefetchWindow:
 
 
 class Way(StrEnum):
-    """How a micro-batch is made: by a server, or here from the store."""
+    """The two ways to make a micro-batch: by a server, or locally from the store."""
 
     REMOTE = "remote"
     LOCAL = "local"
@@ -55,12 +55,12 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pin:
-    """Where a micro-batch must come from, when an earlier run is replayed.
+    """The place where a micro-batch must be computed, when an earlier run is replayed.
 
     Attributes:
-        way: By a server or here.
-        source: The server's URL.
-        cut: The position up to which it runs there.
+        way: By a server or locally.
+        source: URL of the server.
+        cut: Position up to which the server runs it.
     """
 
     way: Way
@@ -70,11 +70,11 @@ class Pin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dealt:
-    """How one micro-batch is to be made.
+    """The way and the cut by which one micro-batch is to be made.
 
     Attributes:
-        way: By a server or here.
-        cut: The position up to which a server runs it; that of the stored bytes where none does.
+        way: By a server or locally.
+        cut: Position up to which a server runs it; the position of the stored bytes if no server does.
     """
 
     way: Way
@@ -83,11 +83,11 @@ class Dealt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """A micro-batch as it came.
+    """The state of a micro-batch on arrival.
 
     Attributes:
-        position: Where it stood.
-        num_bytes: Of its tensors.
+        position: Its position in the stages.
+        num_bytes: Bytes of its tensors.
     """
 
     position: int
@@ -96,11 +96,11 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Delivery:
-    """What came of a micro-batch: itself, or the error that stands in its place.
+    """A micro-batch that was made, or the error that stands in its place.
 
     Attributes:
-        came: What it was when it came, once more was done to it here, or tried.
-        done: Whether nothing is left to be done to it here.
+        came: State of the micro-batch on arrival; set once local stages have run or failed on it.
+        done: Whether no local stage is left to run on it.
     """
 
     source: str
@@ -112,25 +112,28 @@ class Delivery:
 
     @property
     def arrival(self) -> Received:
-        """What it was when it came."""
+        """State of the micro-batch on arrival."""
         if self.came is not None:
             return self.came
         batch = self.result()
         return Received(position=batch.position, num_bytes=sum(tensor.nbytes for tensor in batch.tensors))
 
     def finished(self, batch: MicroBatch | None) -> Delivery:
-        """The same with nothing left to be done here; None where that failed: its turn tells."""
+        """Return the delivery after its local stages ran; a ``batch`` of None means that they failed.
+
+        A failed delivery keeps its micro-batch: the stages run again, and fail, when it is due.
+        """
         return replace(self, batch=batch or self.batch, came=self.arrival, done=batch is not None)
 
     def result(self) -> MicroBatch:
-        """The micro-batch; raises what stands in its place."""
+        """Return the micro-batch, or raise the error in its place."""
         if self.batch is None:
             raise self.error or ValueError("a delivery holds a micro-batch or an error")
         return self.batch
 
     @property
     def num_bytes(self) -> int:
-        """Memory it holds: whole storages, each once, since tensors are often views of one buffer."""
+        """Memory that it holds: whole storages, each once, since tensors are often views of one buffer."""
         if self.batch is None:
             return 0
         storages = [tensor.untyped_storage() for tensor in self.batch.tensors]
@@ -142,7 +145,7 @@ class Claim:
     """A run of micro-batches that one thread works on.
 
     Attributes:
-        cut: The position up to which a server runs them; None where the loader was told of no routes.
+        cut: Position up to which a server runs them; None if the loader was given no routes.
     """
 
     way: Way
@@ -158,22 +161,22 @@ class _Slot:
 
 
 def _kind(way: Way, cut: int | None) -> tuple[Way, int | None]:
-    """Micro-batches of a kind weigh the same; what is made here is always the model's input."""
+    """Return a key for micro-batches of equal size; local ones are always the model's input."""
     return (way, None if way is Way.LOCAL else cut)
 
 
 class SlotTable:
-    """Which of ``num_micro_batches`` are free, in flight, ready or taken. Not thread-safe: the loader locks.
+    """Track the state of ``num_micro_batches``. Not thread-safe: the loader holds a lock.
 
     Args:
-        num_micro_batches: Of the whole epoch.
-        first: Where to start; those before count as taken.
+        num_micro_batches: Micro-batches of the whole epoch.
+        first: Index to start at; earlier ones count as taken.
         window: How far to run ahead.
-        expected_bytes: What a micro-batch weighs, by route or, for all others, by way; corrected by what
-            arrives.
+        expected_bytes: Bytes of a micro-batch by route, or by way for all other routes; corrected by real
+            sizes.
         pins: Micro-batches that must come from a certain place; all others may come from anywhere.
-        dealt: The route of each micro-batch; None lets servers make them all, up to the same cut. What
-            servers cannot do is made here all the same.
+        dealt: The route of each micro-batch; None lets servers make them all, up to the same cut.
+            Micro-batches that servers cannot make are made locally in any case.
     """
 
     def __init__(
@@ -193,7 +196,7 @@ class SlotTable:
         self._stop = num_micro_batches
         self.window = window
         self._expected_bytes: Mapping[Way | Dealt, int] = expected_bytes or {}
-        self._largest_bytes: dict[tuple[Way, int | None], int] = {}  # that has arrived
+        self._largest_bytes: dict[tuple[Way, int | None], int] = {}  # of those that arrived
         self._pins = dict(pins or {})
         self._num = num_micro_batches
         self._instead: Dealt | None = None
@@ -206,7 +209,7 @@ class SlotTable:
 
     @property
     def done(self) -> bool:
-        """Whether every micro-batch has been taken."""
+        """Return whether every micro-batch has been taken."""
         return self.taken >= self._stop
 
     @property
@@ -215,23 +218,24 @@ class SlotTable:
         return self._held_bytes
 
     def __len__(self) -> int:
-        """Micro-batches in flight or ready."""
+        """Return the number of micro-batches in flight or ready."""
         return len(self._slots)
 
     # -------------------------------------------------------------------------------- finding work
 
     def find(self, way: Way, limit: int, *, stride: int = 1, only_failed: bool = False) -> tuple[int, ...]:
-        """The free micro-batches, at most ``limit``, that ``way`` should work on next.
+        """Return the free micro-batches, at most ``limit``, that ``way`` should work on next.
 
-        They are neighbours, but for micro-batches of other routes in between. Or each is so many behind the
-        one before it: of ``stride`` who ask, each then gets the next one that is due, and what is made at the
-        same time is taken one after the other.
+        With ``stride`` 1 they are neighbours, except for micro-batches of other routes in between. With a
+        larger stride each lies that many behind the one before. Each of ``stride`` connections then gets one
+        of the next due micro-batches. Micro-batches that are made at the same time are thus taken in
+        sequence.
 
         Args:
-            way: Who asks. Those that failed too often remotely are left to the local way.
+            way: The way that asks. The remote way gets no micro-batches that failed too often remotely.
             limit: Longest run.
-            stride: Steps from one to the next, over micro-batches of that way.
-            only_failed: Only those that failed too often remotely.
+            stride: Steps from one to the next, counted over micro-batches of that way.
+            only_failed: Return only those that failed too often remotely.
         """
         run: list[int] = []
         for index in self._free(way, only_failed=only_failed):
@@ -245,19 +249,19 @@ class SlotTable:
         return () if self._worth_waiting(run, limit, stride) else tuple(run)
 
     def num_kinds(self, way: Way) -> int:
-        """How many requests it takes at least to have all free micro-batches of the window made this way."""
+        """Return the least number of requests that cover this way's free micro-batches in the window."""
         return len({(self._route(index), self.pin(index)) for index in self._free(way, only_failed=False)})
 
     def pin(self, index: int) -> Pin | None:
-        """Where this micro-batch must come from; None when from anywhere."""
+        """Return where this micro-batch must come from; None if it may come from anywhere."""
         return self._pins.get(index)
 
     def _alike(self, index: int, other: int) -> bool:
-        """Whether one request can be for both."""
+        """Return whether one request can hold both micro-batches."""
         return self._route(index) == self._route(other) and self.pin(index) == self.pin(other)
 
     def _route(self, index: int) -> Dealt | None:
-        """How a micro-batch is to be made now; None where that was not said."""
+        """Return the present route of a micro-batch; None if there are no routes."""
         if self._dealt is None:
             return None
         route = self._dealt[index]
@@ -266,11 +270,11 @@ class SlotTable:
         return route
 
     def _failed(self, index: int) -> bool:
-        """Whether servers have failed at it too often."""
+        """Return whether servers have failed on it too often."""
         return self._failures.get(index, 0) >= MAX_REMOTE_ATTEMPTS
 
     def _ahead(self, index: int, steps: int) -> int:
-        """The next that could go with this one, so many of its way or more behind; the end if none is."""
+        """Return the next index for the same request, at least ``steps`` of its way behind, or the end."""
         stop = min(self._stop, self._window_end + self.window.micro_batches)
         way = self._way(index)
         others = (other for other in range(index + 1, stop) if self._way(other) is way)
@@ -278,7 +282,7 @@ class SlotTable:
         return next((other for other in range(earliest, stop) if self._alike(other, index)), self._stop)
 
     def _way(self, index: int) -> Way | None:
-        """Who is to make a micro-batch; None where that was not said."""
+        """Return the way of a micro-batch; None if neither a pin nor a route sets it."""
         chosen = self.pin(index) or self._route(index)
         return chosen.way if chosen is not None else None
 
@@ -289,7 +293,7 @@ class SlotTable:
         return route.cut if route is not None else None
 
     def claim(self, way: Way, run: Sequence[int]) -> Claim:
-        """Give a run that `find` returned to one thread."""
+        """Claim a run that `find` returned, for one thread."""
         claim = Claim(way=way, indices=tuple(run), cut=self._cut(run[0]))
         expected = self._expected(way, claim.cut)
         for index in claim.indices:
@@ -298,7 +302,7 @@ class SlotTable:
         return claim
 
     def _expected(self, way: Way, cut: int | None) -> int:
-        """Bytes of a micro-batch that is made this way, as far as is known before it is there."""
+        """Return the expected bytes of a micro-batch that is made this way."""
         even = self.window.num_bytes // self.window.micro_batches
         guess = self._expected_bytes.get(way, even)
         if cut is not None:
@@ -324,15 +328,16 @@ class SlotTable:
         return self.taken + self.window.micro_batches
 
     def _fits(self, index: int, found: int, way: Way) -> bool:
-        """Whether one more stays within the window's bytes; the one that is due always does."""
+        """Return whether one more stays within the window's bytes; the one that is due always does."""
         expected = self._expected(way, self._cut(index)) * (found + 1)
         return index == self.taken or self._held_bytes + expected <= self.window.num_bytes
 
     def _worth_waiting(self, run: Sequence[int], limit: int, stride: int) -> bool:
-        """Whether a run cut short by the window's end should wait until the window has moved on.
+        """Return whether a run cut short by the window's end should wait until the window has moved on.
 
-        Otherwise each step of the consumer would start a request for a single micro-batch. Of a route with a
-        small share the window holds few, so what is due within the nearer half of it waits no longer.
+        Otherwise each step of the consumer would start a request for a single micro-batch. The window holds
+        few micro-batches of a route with a small share. Those in the nearer half of the window therefore do
+        not wait.
         """
         if not 0 < len(run) < limit or run[0] == self.taken:
             return False
@@ -343,16 +348,16 @@ class SlotTable:
     # ------------------------------------------------------------------------------------- changes
 
     def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None = None) -> None:
-        """New routes, and another window, for what is not in flight yet; what is stays what it was."""
+        """Set new routes, and another window, for micro-batches that are not in flight yet."""
         self._check_dealt(dealt)
         self._dealt = dealt
         self.window = window or self.window
 
     @property
     def common_cut(self) -> int | None:
-        """The cut at which servers are asked for most of the epoch; None where they are asked for nothing.
+        """The cut at which servers make most of the epoch; None if they make nothing.
 
-        While they make what was to be made here, too, it is the cut that they do that at.
+        While servers also replace the plain way, it is the cut at which they do so.
         """
         if self._instead is not None:
             return self._instead.cut
@@ -360,9 +365,9 @@ class SlotTable:
         return cuts.most_common(1)[0][0] if cuts else None
 
     def ask_servers(self, claim: Claim, cut: int) -> bool:
-        """Free what could not be made here; servers make it, and all that was to be made here, up to a cut.
+        """Release a local claim that failed, and have servers make all local micro-batches, up to ``cut``.
 
-        False, and nothing changes, where servers have failed at it themselves, or it may come from here only.
+        Return False and change nothing if servers have failed on it too, or if it is pinned.
         """
         if any(self._failed(index) or self.pin(index) is not None for index in claim.indices):
             return False
@@ -371,7 +376,7 @@ class SlotTable:
         return True
 
     def ask_servers_no_more(self) -> None:
-        """What was dealt to be made here is made here again."""
+        """Make micro-batches with local routes locally again."""
         self._instead = None
 
     def _check_dealt(self, dealt: Sequence[Dealt]) -> None:
@@ -379,7 +384,7 @@ class SlotTable:
             raise ConfigError(f"{self._num} micro-batches need as many routes, got {len(dealt)}")
 
     def deliver(self, claim: Claim, index: int, delivery: Delivery) -> bool:
-        """Put a result in its slot; False (and dropped) when the slot is no longer this claim's to fill."""
+        """Put a result in its slot; drop it and return False if the slot no longer belongs to this claim."""
         slot = self._slots.get(index)
         if slot is None or slot.claim is not claim or slot.delivery is not None:
             return False
@@ -391,29 +396,29 @@ class SlotTable:
         return True
 
     def _fill(self, slot: _Slot, delivery: Delivery) -> None:
-        """Hold a delivery, and count what it really weighs."""
+        """Store a delivery in its slot, and count its real bytes."""
         num_bytes = delivery.num_bytes
         self._held_bytes += num_bytes - slot.num_bytes
         slot.num_bytes, slot.delivery = num_bytes, delivery
 
     def missing(self, claim: Claim) -> tuple[int, ...]:
-        """The claim's micro-batches that have not arrived."""
+        """Return the claim's micro-batches that have not arrived."""
         mine = ((index, self._slots.get(index)) for index in claim.indices)
         return tuple(i for i, slot in mine if slot and slot.claim is claim and slot.delivery is None)
 
     def release(self, claim: Claim) -> None:
-        """Free what has not arrived, so that others can claim it."""
+        """Free the claim's micro-batches that have not arrived, so that other threads can claim them."""
         for index in self.missing(claim):
             self._held_bytes -= self._slots.pop(index).num_bytes
 
     def give_up(self, claim: Claim, *, retry: bool) -> None:
-        """Free what has not arrived of a remote claim that failed.
+        """Free the missing micro-batches of a remote claim that failed.
 
-        The first one missing is counted as having failed: it is the one the server was at.
+        The first one missing counts as failed: the server was working on it.
 
         Args:
             claim: The claim that broke off.
-            retry: Whether servers may try again; otherwise all of it is left to the local way.
+            retry: Whether servers may try again; otherwise all of them are left to the plain way.
         """
         missing = self.missing(claim)
         for index in missing if not retry else missing[:1]:
@@ -423,12 +428,12 @@ class SlotTable:
 
     @property
     def ready(self) -> bool:
-        """Whether the micro-batch that is due has arrived."""
+        """Return whether the micro-batch that is due has arrived."""
         slot = self._slots.get(self.taken)
         return slot is not None and slot.delivery is not None
 
     def unfinished(self) -> tuple[int, Delivery] | None:
-        """The first micro-batch behind the one that is due that has arrived and was not touched since."""
+        """Return the first micro-batch behind the due one that has arrived and awaits its local stages."""
         for index in range(self.taken + 1, min(self._stop, self._window_end)):
             slot = self._slots.get(index)
             delivery = slot.delivery if slot is not None else None
@@ -437,11 +442,11 @@ class SlotTable:
         return None
 
     def finish(self, index: int, delivery: Delivery) -> None:
-        """Put what has been done to a micro-batch in its slot."""
+        """Replace the delivery in a slot after its local stages."""
         self._fill(self._slots[index], delivery)
 
     def take(self) -> Delivery:
-        """Hand out the micro-batch that is due; only when `ready`."""
+        """Hand out the micro-batch that is due; call it only if `ready`."""
         slot = self._slots[self.taken]
         if slot.delivery is None:
             raise KeyError(self.taken)

@@ -1,9 +1,9 @@
-"""The threads that fetch an epoch's micro-batches, and what they share.
+"""Run the threads that fetch an epoch's micro-batches, and hold their shared state.
 
-Two kinds of threads pull work from one table of slots (see `upriver.finetune.prefetch.delivery_table`), under
-one lock: those that send runs of micro-batches to servers, and those that make one micro-batch here, straight
-from the store. The second kind works when there is no server to use, and on what servers failed at again and
-again; so an epoch ends with the same numbers however many servers are left.
+Two kinds of threads take work from one table of slots (see `upriver.finetune.prefetch.delivery_table`), under
+one lock. Remote threads send runs of micro-batches to servers. Local threads make one micro-batch at a time,
+straight from the store. They work when there is no server to use, and on micro-batches that servers failed on
+repeatedly. An epoch therefore ends with the same numbers however many servers are left.
 """
 
 from __future__ import annotations
@@ -52,36 +52,35 @@ if TYPE_CHECKING:
 log = logging.getLogger("upriver")
 
 LOCAL = "local"
-"""Names the plain way in reports, where a server has its URL."""
+"""Name of the local source in reports, in place of a server's URL."""
 
 CONNECTIONS = 4
-"""Requests in flight. Two keep a server busy while an answer is on the way; four also cover a second
-server."""
+"""Requests in flight. Two keep a server busy while a response is sent; four also cover a second server."""
 
 PER_REQUEST = 4
-"""Micro-batches a request: enough that a server overlaps reads with compute, few enough that little is
+"""Micro-batches in a request: enough that a server overlaps reads with compute, few enough that little is
 redone."""
 
 MakeLocally = Callable[[tuple[int, ...]], tuple[MicroBatch, Timings]]
-"""The plain way: sample ids to their micro-batch, made here."""
+"""Makes the micro-batch of some sample ids locally."""
 
 Finish = Callable[[MicroBatch], MicroBatch]
-"""A micro-batch as it came to the same as it is used; gives the same whenever it is called."""
+"""Runs the local stages on a micro-batch that arrived; returns the same on every call."""
 
 RequestMaker = Callable[[Sequence[int], "int | None"], "RunRequest"]
-"""Indices of micro-batches that take the same route, and its cut where there is one, to the request."""
+"""Returns the request for indices of micro-batches on one route, and for the route's cut if it has one."""
 
 STORE_REST_S = 30.0
 MOST_STORE_REST_S = 480.0
-"""A store that cannot be read from here is left alone for so long, each time twice as long as before: an
-attempt keeps the micro-batch waiting for as long as the store's own retries take, some 15 s."""
+"""Seconds for which an unreadable store is left alone, doubled each time up to the maximum. An attempt delays
+its micro-batch for as long as the store's own retries take, some 15 s."""
 
 NOT_THERE = (DoesNotFit, DeadlineExceeded, TooLarge)
-"""Errors that say that servers are not the place for a micro-batch, and nothing about how well they are."""
+"""Errors meaning that a micro-batch cannot run on servers, although they are healthy."""
 
 FAILED = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, Forbidden, WorkerCrashed)
-"""Errors that say something about a server, nothing about the samples: others can do what is missing. Those
-above are none of them, be they of such a kind."""
+"""Errors of a server, not of the samples: other servers can do the missing work. The types in `NOT_THERE` are
+handled first, even if they are subclasses of these."""
 
 
 class LoaderClosed(UpriverError):
@@ -92,15 +91,15 @@ class LoaderClosed(UpriverError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remote:
-    """Servers, and how to ask them.
+    """Servers, and how to send requests to them.
 
     Attributes:
         pool: The servers; stays open when a loader is closed.
         make_request: Called in the threads that send.
         connections: Requests in flight at once.
-        per_request: Micro-batches in a request at most; fewer where the window is small.
-        open_cut: Where no micro-batch is dealt to servers: has them pass the canary at some cut, and gives
-            it; None if they do not. Takes as long as a canary does.
+        per_request: Most micro-batches in a request; fewer if the window is small.
+        open_cut: Used if no micro-batch is dealt to servers: runs the canary on them at some cut and returns
+            the cut; None if they fail. Takes as long as a canary does.
     """
 
     pool: ServerPool
@@ -116,7 +115,10 @@ class Remote:
 
 
 class Crew:
-    """The loader's threads and what they share; knows nothing of the `Loader`, which can be collected."""
+    """The loader's threads and their shared state.
+
+    A crew holds no reference to its `Loader`, which can be collected.
+    """
 
     def __init__(
         self,
@@ -152,10 +154,10 @@ class Crew:
         _LIVE.add(self)
 
     def take(self, finish: Finish | None) -> tuple[int, Delivery]:
-        """Wait for the micro-batch that is due, or the error in its place; StopIteration at the end.
+        """Wait for the micro-batch that is due, or the error in its place; raise StopIteration at the end.
 
         Args:
-            finish: Done meanwhile to others that have come.
+            finish: Local stages, run meanwhile on other micro-batches that have arrived.
         """
         while True:
             with self._changed:
@@ -185,7 +187,7 @@ class Crew:
                 self._finish(*ahead, finish)
 
     def _finish(self, index: int, delivery: Delivery, finish: Finish) -> None:
-        """Do what is left to be done to a micro-batch; what goes wrong does so again in its turn."""
+        """Run the local stages on a micro-batch; an error is suppressed, since it recurs when it is due."""
         batch: MicroBatch | None = None
         with suppress(Exception):
             batch = finish(delivery.result())
@@ -193,7 +195,7 @@ class Crew:
             self.table.finish(index, delivery.finished(batch))
 
     def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None) -> None:
-        """See the loader's."""
+        """Set new routes; see `Loader.deal`."""
         with self._changed:
             self.table.deal(dealt, window)
             self._changed.notify_all()
@@ -218,7 +220,7 @@ class Crew:
             self._changed.notify_all()
 
     def _guard(self, main: Callable[[], None]) -> None:
-        """A fault of our own must reach the consumer, which would wait for ever otherwise."""
+        """Run a thread's loop; pass internal errors to the consumer, which would otherwise wait for ever."""
         try:
             main()
         except BaseException as error:
@@ -243,7 +245,7 @@ class Crew:
             except FAILED as error:
                 self._leave_to_others(claim, lease.client.url, error, may_retry=pool.budget.withdraw)
             except StoreError as error:
-                # Only the plain kind: a missing or changed object is a fact, and stays one.
+                # Only the base class: a missing or changed object is permanent, and no retry helps.
                 if type(error) is StoreError:
                     self._leave_to_others(claim, lease.client.url, error, may_retry=lambda: False)
                 else:
@@ -254,14 +256,14 @@ class Crew:
     def _leave_to_others(
         self, claim: Claim, source: str, error: Exception, *, may_retry: Callable[[], bool]
     ) -> None:
-        """What a server has not done is done by others, or here; where nobody else may, it is an error."""
+        """Leave a server's missing work to other servers or the plain way; if pinned, put the error there."""
         if self.table.pin(claim.indices[0]) is not None:
             self._put_error(claim, source, error)
         else:
             self._give_up(claim, retry=may_retry())
 
     def _next_request(self, remote: Remote) -> tuple[Lease, Claim] | None:
-        """Wait for a run of free micro-batches and a server with room; None when it is over."""
+        """Wait for a run of free micro-batches and a server with room; return None at the end."""
         pool = remote.pool
         with self._changed:
             while not self._stopped:
@@ -276,18 +278,18 @@ class Crew:
         return None
 
     def _longest(self, remote: Remote) -> int:
-        """Micro-batches for one request.
+        """Return the most micro-batches for one request.
 
-        As many as the window has would leave nothing to send while the consumer is at work. And a request is
-        for one route: the more of them there are, the shorter it is. One that is due would otherwise wait for
-        others that are due long after it, until somebody is free for its route.
+        A request for the whole window would leave nothing to send while the consumer is at work. A request
+        also holds one route only, so the more routes there are, the shorter it is. Otherwise a due
+        micro-batch would wait for later ones of another route, until a thread is free for its own.
         """
         even = self.table.window.micro_batches // (remote.connections + 1)
         in_turn = remote.per_request // max(1, self.table.num_kinds(Way.REMOTE))
         return max(1, min(in_turn, even))
 
     def _cannot_replay(self, run: Sequence[int], pin: Pin, why: str) -> None:
-        """A server that a replay needs is lost: another one might give other bits, so say so instead."""
+        """Put an error in place of a run whose server is lost: another server might give other bits."""
         error = ServerUnavailable(
             f"micro-batch {run[0]} came from {pin.source}, which cannot be asked now ({why}); "
             "a replay asks no other"
@@ -295,7 +297,7 @@ class Crew:
         self._put_error(self.table.claim(Way.REMOTE, run), pin.source, error)
 
     def _fetch(self, lease: Lease, claim: Claim, make_request: RequestMaker) -> None:
-        """One request: each micro-batch is there for the consumer as soon as it has arrived."""
+        """Send one request; the consumer can take each micro-batch as soon as it has arrived."""
         url = lease.client.url
         answer = lease.client.run(make_request(claim.indices, claim.cut))
         with self._open(answer):
@@ -309,13 +311,13 @@ class Crew:
             raise ProtocolError(f"{url} answered {arrived} of {len(claim.indices)} micro-batches")
 
     def _check(self, batch: MicroBatch, expected: tuple[int, ...], url: str) -> None:
-        """A server that answers something else than it was asked for must not get it into an epoch."""
+        """Raise `ProtocolError` if a server answers other samples than it was asked for."""
         if not expected or batch.ids != tuple(self._micro_batches[expected[0]]):
             raise ProtocolError(f"{url} answered samples {batch.ids} that were not asked for at this place")
 
     @contextmanager
     def _open(self, answer: AnswerStream) -> Iterator[None]:
-        """Let `close` break the answer off while it is read."""
+        """Let `close` interrupt the response while it is read."""
         with self._changed:
             stopped = self._stopped
             self._answers.add(answer)
@@ -343,8 +345,8 @@ class Crew:
                 self._put(claim, index, Delivery(source=LOCAL, batch=batch, timings=timings))
 
     def _ask_servers(self, claim: Claim, error: Exception) -> bool:
-        """Where the store does not answer here and a server does, go on from that one; whether so."""
-        if type(error) is not StoreError:  # a missing or changed object is a fact, and stays one
+        """Hand local work to servers if the store fails here and a server answers; return whether it did."""
+        if type(error) is not StoreError:  # a missing or changed object is permanent
             return False
         cut = self._cut_for_all()
         with self._changed:
@@ -359,7 +361,7 @@ class Crew:
         return True
 
     def _cut_for_all(self) -> int | None:
-        """A cut at which servers can be asked now for what was to be made here."""
+        """Return a cut at which servers can now do the local work; None if there is none."""
         remote = self._remote
         if remote is None or not remote.pool.usable:
             return None
@@ -373,7 +375,7 @@ class Crew:
             self.table.ask_servers_no_more()
 
     def _next_local(self) -> Claim | None:
-        """Wait for a micro-batch that is to be made here; None when it is over."""
+        """Wait for a micro-batch to make locally; return None at the end."""
         with self._changed:
             while not self._stopped:
                 self._try_store_again()
@@ -391,7 +393,7 @@ class Crew:
             self._changed.notify_all()
 
     def _put_error(self, claim: Claim, source: str, error: Exception) -> None:
-        """Let the error surface where the first missing micro-batch would have been; free the rest."""
+        """Put the error in place of the first missing micro-batch, and free the rest."""
         with self._changed:
             for index in self.table.missing(claim)[:1]:
                 self.table.deliver(claim, index, Delivery(source=source, error=error))
@@ -413,14 +415,14 @@ _LIVE: weakref.WeakSet[Crew] = weakref.WeakSet()
 
 
 def dispose(crew: Crew) -> None:
-    """Close a crew whose loader was collected: in another thread, as this one may be holding any lock."""
-    # While the interpreter ends there are no new threads any more; `_close_all` has done it by then.
+    """Close a crew whose loader was collected, in another thread: the present one may hold any lock."""
+    # While the interpreter exits no thread can start; `_close_all` has closed the crew by then.
     with suppress(RuntimeError):
         threading.Thread(target=crew.close, name="upriver-loader-close", daemon=True).start()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Threads in the middle of a tensor operation must not meet the end of the interpreter."""
+    """Join all threads at exit: none may be inside a tensor operation when the interpreter ends."""
     for crew in list(_LIVE):
         crew.close()

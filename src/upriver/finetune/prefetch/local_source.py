@@ -1,4 +1,4 @@
-"""The plain way: stored samples to the model's input, made here with the same code that servers run."""
+"""Make the model's input locally from stored samples, with the same code that servers run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from upriver.types import MicroBatch, Timings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSource:
-    """Reads a micro-batch straight from the store, runs its input stages. Any number of threads may call it.
+    """Read a micro-batch straight from the store and run its input stages. Any number of threads may call it.
 
     Attributes:
-        dataset: Its store is a `upriver.rpc.link_meter.MeteredStore` where the link is counted.
-        engine: For the dataset's chain.
-        seed: Of the job.
-        epoch: Of the pass over the data.
-        on_bad_sample: As `upriver.engine.engine.Engine.begin`.
-        shared: The link, where servers answer over it, too. What is read then fills it and no more, one
-            micro-batch after the other: connections share a link evenly, so an answer that is due would wait
-            for a dozen objects that are not.
+        dataset: The dataset; its store is a `upriver.rpc.link_meter.MeteredStore` if the link is counted.
+        engine: Engine for the dataset's chain.
+        seed: Seed of the job.
+        epoch: Epoch of the pass over the data.
+        on_bad_sample: See `upriver.engine.engine.Engine.begin`.
+        shared: The link, if servers respond over it too. Local reads then fill it and no more, one
+            micro-batch after the other. Connections share a link evenly, so a due response would otherwise
+            wait for a dozen objects that are not due.
     """
 
     dataset: Dataset
@@ -39,7 +39,7 @@ class LocalSource:
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __call__(self, ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
-        """The micro-batch of these samples at position 0.
+        """Return the micro-batch of these samples at position 0.
 
         Raises:
             UpriverError: As `read_samples` and `Engine.begin`.
@@ -61,7 +61,7 @@ class LocalSource:
         return batch, clock.timings()
 
     def _at_once(self, refs: Sequence[SampleRef]) -> int:
-        """GETs to have in flight."""
+        """Return the number of GETs to have in flight."""
         if self.shared is None or not refs:
             return CONCURRENCY
         enough = self.shared.filled_by(sum(ref.stop - ref.start for ref in refs) / len(refs))

@@ -1,6 +1,6 @@
-"""One epoch's micro-batches: exactly once, in order, prefetched within a window, whatever dies meanwhile.
+"""Deliver one epoch's micro-batches exactly once and in order, prefetched within a window, despite failures.
 
-Who fetches them is the loader's crew (`upriver.finetune.prefetch.fetch_threads`); here they are handed out.
+The loader's crew (`upriver.finetune.prefetch.fetch_threads`) fetches them; this module hands them out.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from upriver.types import MicroBatch, Timings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderReport:
-    """What has been delivered so far, and from where.
+    """Counts of what has been delivered so far, by source.
 
     Attributes:
-        samples: Server URL or "local" to the samples delivered from there, skipped ones included.
-        retried: Micro-batches that had to be asked for again.
+        samples: Delivered samples by server URL or "local", skipped ones included.
+        retried: Micro-batches that had to be requested again.
         skipped: Ids of delivered samples that could not be read, in order.
     """
 
@@ -32,26 +32,26 @@ class LoaderReport:
 
 
 class Loader:
-    """Delivers one epoch's micro-batches exactly once and in order.
+    """Deliver one epoch's micro-batches exactly once and in order.
 
-    Use it as a context manager, or call `close`. It is also closed when it is collected, for which the
-    callables below must not hold a reference to it.
+    Use it as a context manager, or call `close`. It is also closed when it is collected, so the callables
+    below must not hold a reference to it.
 
     Args:
         micro_batches: Sample ids of every micro-batch of the epoch.
         first: Index to start at (resume).
-        local: The plain way; called in ``num_workers`` threads.
-        remote: Servers and how to ask them, or None to use the plain way only.
+        local: Makes a micro-batch locally; called in ``num_workers`` threads.
+        remote: Servers and how to send requests to them, or None to make everything locally.
         window: How far to run ahead.
         num_workers: Threads of the plain way.
-        expected_bytes: What a micro-batch weighs in memory, by route or way, before any has arrived.
-        on_timings: Called with index, source, what the micro-batch was when it came, and its timings, when it
-            is handed out.
-        finish: What is left to be done to a micro-batch here, in the thread that takes it. Where the one that
-            is due has not come, it is done to those that have: that time would be lost.
-        pins: Micro-batches that must come from a certain place, as in an earlier run: nobody else is asked
-            for them, and what fails there is an error.
-        dealt: The route of each micro-batch, where not all are to take the same.
+        expected_bytes: Bytes of a micro-batch in memory, by route or way, before any has arrived.
+        on_timings: Called when a micro-batch is handed out, with its index, source, state on arrival and
+            timings.
+        finish: Runs the local stages on a micro-batch, in the thread that takes it. While the due one is
+            missing, it runs on those that have arrived, so the time is not lost.
+        pins: Micro-batches that must come from a certain place, as in an earlier run. No other server makes
+            them, and a failure there is an error.
+        dealt: The route of each micro-batch; None if all are to take the same.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Loader:
         self._samples: dict[str, int] = {}
         self._skipped: list[int] = []
         self._crew.start(num_workers=num_workers)
-        # Joining threads is nothing for a garbage collector, which may run in one of them, with a lock held.
+        # The garbage collector must not join threads: it may run in one of them, with a lock held.
         weakref.finalize(self, dispose, self._crew).atexit = False
 
     @property
@@ -96,12 +96,12 @@ class Loader:
 
     @property
     def store_lost(self) -> str:
-        """Why nothing is read from the store here, while servers make it all; empty when that is not so."""
+        """The reason why servers make everything instead of the plain way; empty if the store answers."""
         return self._crew.store_lost
 
     @property
     def report(self) -> LoaderReport:
-        """What has been delivered so far."""
+        """Counts of what has been delivered so far."""
         return LoaderReport(
             samples=dict(self._samples), retried=self._crew.table.retried, skipped=tuple(self._skipped)
         )
@@ -110,11 +110,10 @@ class Loader:
         return self
 
     def __next__(self) -> MicroBatch:
-        """The next micro-batch, as soon as it is there.
+        """Return the next micro-batch, as soon as it has arrived.
 
         Raises:
-            UpriverError: What stands in the next one's place (BadSample, ObjectChanged, …); again on each
-                call.
+            UpriverError: The error in the next one's place (BadSample, ObjectChanged, …); again on each call.
             LoaderClosed: After `close`.
         """
         try:
@@ -133,16 +132,16 @@ class Loader:
         return batch
 
     def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None = None) -> None:
-        """New routes for every micro-batch that nobody works on yet; none is lost, none is made twice.
+        """Set new routes for every micro-batch that no thread works on yet; none is lost or made twice.
 
         Args:
-            dealt: For the whole epoch.
-            window: How far to run ahead from now on, where that changes too.
+            dealt: Routes for the whole epoch.
+            window: How far to run ahead from now on, if that changes too.
         """
         self._crew.deal(dealt, window)
 
     def close(self) -> None:
-        """Break everything off and wait for the threads. May be called again."""
+        """Interrupt all requests and wait for the threads. Idempotent."""
         self._crew.close()
 
     def __enter__(self) -> Loader:

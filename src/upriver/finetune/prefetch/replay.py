@@ -1,7 +1,7 @@
-"""Where each micro-batch was computed, and how to have it computed there again.
+"""Record where each micro-batch was computed, and have it computed there again.
 
-With ``exact="numeric"`` the low bits of a run depend on which server gave which micro-batch. A job keeps that
-as data, :class:`Placed`, and a later job that is given it asks the same servers for the same work.
+With ``exact="numeric"`` the low bits of a run depend on which server made which micro-batch. A job keeps that
+as data, :class:`Placed`. A later job that gets this data sends the same work to the same servers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from upriver.text import printable
 log = logging.getLogger("upriver")
 
 _NOWHERE = -1
-"""Stands for a micro-batch that has not come: before the step at which a job was resumed."""
+"""Marks a micro-batch that did not arrive: it lies before the step at which a job was resumed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placed:
-    """One micro-batch's route: where it came from and at which cut.
+    """One micro-batch's route: its source and cut.
 
-    Plain numbers and text: ``[dataclasses.asdict(placed) for placed in job.placed]`` can be written as JSON.
+    The fields are plain numbers and text: ``[dataclasses.asdict(placed) for placed in job.placed]`` can be
+    written as JSON.
 
     Attributes:
-        epoch: Of the job, from 0.
-        index: Of the micro-batch in its epoch.
+        epoch: Epoch of the job, from 0.
+        index: Index of the micro-batch in its epoch.
         source: Server URL, or ``local``.
-        cut: The position up to which the source ran it; 0 for ``local``, which reads it here.
+        cut: Position up to which the source ran it; 0 for ``local``, which reads it in this process.
     """
 
     epoch: int
@@ -43,20 +44,20 @@ class Placed:
 
 
 class PlacementLog:
-    """Where a job's micro-batches were computed, in 4 bytes each; of one that came twice, the last time."""
+    """Record where a job's micro-batches were computed, in 4 bytes each; the last time counts."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], int] = {}
         self._epochs: dict[int, array[int]] = {}
 
     def note(self, *, epoch: int, index: int, source: str, cut: int) -> None:
-        """A micro-batch has come from a source, which ran it up to a cut."""
+        """Record a micro-batch's source, and the cut up to which the source ran it."""
         places = self._epochs.setdefault(epoch, array("i"))
         places.extend([_NOWHERE] * (index + 1 - len(places)))
         places[index] = self._known.setdefault((source, cut), len(self._known))
 
     def all(self) -> tuple[Placed, ...]:
-        """Every micro-batch once, in the order of epochs and indices."""
+        """Return every micro-batch once, in the order of epochs and indices."""
         known = list(self._known)
         return tuple(
             Placed(epoch=epoch, index=index, source=known[place][0], cut=known[place][1])
@@ -67,13 +68,13 @@ class PlacementLog:
 
 
 class Routes:
-    """The routes of an earlier run, for a job to take again. Empty where there are none to follow."""
+    """The routes of an earlier run, to replay in a new job; empty if there are none."""
 
     def __init__(self, placed: Sequence[Placed | Mapping[str, Any]] | None = None) -> None:
-        """Check what a caller gave.
+        """Check the caller's routes.
 
         Raises:
-            ConfigError: If it is no list of routes, or names a micro-batch twice; says which entry.
+            ConfigError: If the value is no list of routes, or names a micro-batch twice; says which entry.
         """
         if isinstance(placed, str | bytes | Mapping) or not isinstance(placed, Sequence | None):
             raise ConfigError(f"replay must be the list that job.placed gives, got {_shown(placed)}")
@@ -96,12 +97,12 @@ class Routes:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The cuts at which servers were asked, most frequent first."""
+        """Cuts at which servers were asked, most frequent first."""
         cuts = [p.cut for p in self._placed.values() if p.source != LOCAL]
         return tuple(sorted(set(cuts), key=lambda cut: (-cuts.count(cut), cut)))
 
     def on(self, urls: Sequence[str]) -> Routes:
-        """The same routes on these servers; a single server may have moved to another address since.
+        """Return the same routes on these servers; a single server may have another address now.
 
         Raises:
             ConfigError: If a server that took part is not among them.
@@ -122,7 +123,7 @@ class Routes:
         return moved
 
     def pins(self, epoch: int) -> dict[int, Pin]:
-        """Micro-batch to where it must come from, for one epoch."""
+        """Return where each micro-batch of an epoch must come from, by index."""
         return {
             p.index: Pin(way=Way.LOCAL if p.source == LOCAL else Way.REMOTE, source=p.source, cut=p.cut)
             for p in self._placed.values()

@@ -1,4 +1,4 @@
-"""Which route each micro-batch of an epoch takes: dealt by counters, so shares hold at every prefix."""
+"""Assign each micro-batch of an epoch to a route, by counters, so that shares hold at every prefix."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from upriver.types import Route
 
 
 def deal(routes: Sequence[Route], num_micro_batches: int, *, start: int) -> tuple[Dealt, ...]:
-    """The route of each micro-batch of an epoch.
+    """Return the route of each micro-batch of an epoch.
 
-    Each goes to the route that is furthest behind its share, the earlier route of equals. With two routes a
-    prefix of any length is within one micro-batch of the shares; with more it is within as many as there are
-    other routes.
+    Each micro-batch goes to the route that is furthest behind its share, or the earlier one of equals. With
+    two routes a prefix of any length is within one micro-batch of the shares. With more it is within as many
+    as there are other routes.
 
     Args:
-        routes: With shares that sum to 1.
-        num_micro_batches: Of the epoch.
-        start: Position of the stored bytes: a route that cuts there, or below it, reads them here.
+        routes: Routes whose shares sum to 1.
+        num_micro_batches: Micro-batches of the epoch.
+        start: Position of the stored bytes; a route that cuts there or below is read locally.
     """
     kinds = [_dealt(route.cut, start) for route in routes]
     given = [0] * len(routes)

@@ -1,4 +1,4 @@
-"""The order of an epoch: a pure function of (seed, epoch), divided into ranks, micro-batches and steps."""
+"""Compute the order of an epoch, a pure function of (seed, epoch), by rank, micro-batch and step."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from upriver.pipeline import Draw
 
 _ORDER_STAGE = 1 << 20
-"""Stage number of the draw that seeds an epoch's order: above any input stage's."""
+"""Stage number of the draw that seeds an epoch's order; larger than any input stage's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochOrder:
-    """Which samples an epoch takes, in which order.
+    """The samples of an epoch, in order.
 
-    Micro-batches divide the whole epoch, not each training batch: the same samples meet in a micro-batch
-    wherever a job is resumed.
+    Micro-batches divide the whole epoch, not each training batch. A micro-batch therefore holds the same
+    samples wherever a job is resumed.
 
     Attributes:
         ids: Rows of the dataset's index.
@@ -32,7 +32,7 @@ class EpochOrder:
 
     @property
     def num_steps(self) -> int:
-        """Training steps."""
+        """Number of training steps."""
         return -(-len(self.ids) // self.batch_size)
 
     @property
@@ -41,7 +41,7 @@ class EpochOrder:
         return [self.ids[i : i + self.micro_batch] for i in range(0, len(self.ids), self.micro_batch)]
 
     def step(self, step: int) -> tuple[int, int]:
-        """The stretch [start, stop) of the epoch that a training step takes."""
+        """Return the range [start, stop) of the epoch that a training step covers."""
         start = step * self.batch_size
         return start, min(start + self.batch_size, len(self.ids))
 
@@ -58,17 +58,17 @@ def epoch_order(
     rank: int = 0,
     num_ranks: int = 1,
 ) -> EpochOrder:
-    """The order of one epoch, or one rank's shard of it.
+    """Return the order of one epoch, or one rank's shard of it.
 
     Args:
         num_samples: Samples in the dataset.
         batch_size: Samples of a training step, on each rank.
-        shuffle: Permute them, with a permutation drawn from (seed, epoch).
+        shuffle: Permute the samples, with a permutation drawn from (seed, epoch).
         drop_last: Leave out the samples of a last, short training batch.
-        rank: Which of the ranks this is.
-        num_ranks: Processes that train on one epoch together. Each takes every ``num_ranks``-th sample of the
-            same order; all take equally many, for which the first ones of the order come again at its end
-            (none with ``drop_last``).
+        rank: Index of this rank.
+        num_ranks: Processes that train on one epoch together. Each gets every ``num_ranks``-th sample of the
+            same order, and all get equally many. To make that possible the first samples are repeated at the
+            end of the order (none with ``drop_last``).
     """
     if shuffle:
         draw = Draw(seed=seed, epoch=epoch, sample=0, stage=_ORDER_STAGE)
@@ -83,6 +83,6 @@ def epoch_order(
 
 
 def _shard(ids: Sequence[int], rank: int, num_ranks: int) -> tuple[int, ...]:
-    """A rank's part of the order, which begins again at its end: ranks must have equally many steps."""
+    """Return a rank's part of the order; the order wraps around so that ranks have equally many steps."""
     each = -(-len(ids) // num_ranks)
     return tuple(ids[(rank + number * num_ranks) % len(ids)] for number in range(each))

@@ -1,4 +1,4 @@
-"""From micro-batches to training steps: the same samples in the same order, whatever the two sizes are."""
+"""Regroup micro-batches into training steps: the same samples in the same order, for any two sizes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.types import MicroBatch
 
 Values = tuple[torch.Tensor, ...]
-"""Everything that crosses the freeze point, for some samples."""
+"""All values that cross the freeze point, for some samples."""
 
 
 class CrossingForm(Protocol):
-    """Where the samples lie in what crosses the freeze point: a tail's ``values``."""
+    """The sample dimensions of the values that cross the freeze point; a tail's ``values`` implements it."""
 
     def select(self, values: Sequence[torch.Tensor], rows: Sequence[int]) -> Values:
-        """The same values of some of the samples."""
+        """Return the values of some of the samples."""
 
     def concatenate(self, parts: Sequence[Sequence[torch.Tensor]]) -> Values:
-        """The values of several groups of samples, one group after the other."""
+        """Return the values of several groups of samples, one group after the other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +30,10 @@ class _Finished:
     """A micro-batch at the freeze point.
 
     Attributes:
-        start: Where its first sample stands in the epoch.
-        ids: Its samples.
-        skipped: Those of them that are padding.
-        values: For a full micro-batch, padding behind.
+        start: Position of its first sample in the epoch.
+        ids: Ids of its samples.
+        skipped: Ids of skipped samples, whose rows are padding.
+        values: Values of a full micro-batch, with padding at the end.
     """
 
     start: int
@@ -46,14 +46,14 @@ class _Finished:
         return self.start + len(self.ids)
 
     def rows(self, start: int, stop: int) -> Sequence[int]:
-        """Its samples that stand in [start, stop) of the epoch, without skipped ones."""
+        """Return the rows of its samples in [start, stop) of the epoch, without skipped ones."""
         stretch = range(max(start, self.start) - self.start, min(stop, self.stop) - self.start)
         kept = [row for row in stretch if self.ids[row] not in self.skipped]
         return stretch if len(kept) == len(stretch) else kept
 
 
 def first_micro_batch(order: EpochOrder, step: int) -> int:
-    """Index of the micro-batch that a step's first sample is in; past the last one when the epoch is over."""
+    """Return the index of the micro-batch with a step's first sample; past the last one after the epoch."""
     if step >= order.num_steps:
         return len(order.micro_batches)
     return order.step(step)[0] // order.micro_batch
@@ -71,12 +71,12 @@ def steps(
 
     Args:
         batches: Micro-batches in order, from :func:`first_micro_batch` of ``first`` on.
-        form: Knows where the samples lie in the values.
-        finish: Gives the values at the freeze point of one of them.
+        form: Knows the sample dimensions of the values.
+        finish: Returns the values at the freeze point of a micro-batch.
         first: The step to begin with.
 
     Yields:
-        Values and sample ids of each step; None and no ids where every sample of it was skipped.
+        Values and sample ids of each step; None and no ids if every sample in the step was skipped.
     """
     pending: list[_Finished] = []
     fetched = first_micro_batch(order, first) * order.micro_batch

@@ -1,7 +1,7 @@
-"""How many micro-batches may be in flight, and how many bytes of them: sized from the plan.
+"""Derive the prefetch window from the plan: how many micro-batches and bytes may be in flight.
 
-Too few leave a resource idle while another one works, too many only hold memory and make a change of plan
-take effect later, since what is in flight stays what it was.
+A small window leaves a resource idle while another one works. A large one only holds memory and delays a
+change of plan, since micro-batches in flight keep their routes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from upriver.text import bytes_text
 from upriver.types import Plan, Tier
 
 BATCHES = 2
-"""Training batches that a window holds: one is being trained on while the next is put together."""
+"""Training batches in a window: one is being trained on while the next is assembled."""
 
 LEAST = 8
-"""Micro-batches at least: with a mix of routes a window of 8 came to 1.03 times the bound."""
+"""Fewest micro-batches in a window: with a mix of routes a window of 8 came to 1.03 times the bound."""
 
 AHEAD = 2
-"""Micro-batches for each thread that fetches, and of each route: one is under way while another one waits."""
+"""Micro-batches for each fetching thread and each route: one is under way while another one waits."""
 
 SMALLEST_SHARE = 1 / 16
-"""A route with less of the samples than this enlarges no window: it has little to keep busy."""
+"""Share of the samples below which a route does not enlarge the window: it has little to keep busy."""
 
 
 def window_for(
@@ -39,18 +39,18 @@ def window_for(
     num_bytes: int,
     together: int = 1,
 ) -> PrefetchWindow:
-    """The window of a plan.
+    """Return the window of a plan.
 
     Args:
         plan: Its routes are dealt by their shares, so a window holds some of each.
-        start: Position of the stored bytes: a route that cuts there is fetched here, others by servers.
+        start: Position of the stored bytes: a route that cuts there is fetched locally, others by servers.
         batch_size: Samples of a training step.
         micro_batch: Samples of a micro-batch.
         connections: Requests in flight at once.
-        num_workers: Threads that fetch here.
-        crossing_bytes: Cut to what a sample weighs in memory that arrives by it.
-        num_bytes: What the caller allows; less where the plan leaves the compute tier less.
-        together: Micro-batches that a server may run at once, for which a request must have as many.
+        num_workers: Local threads that fetch.
+        crossing_bytes: Returns the bytes in memory of a sample that arrives at a cut.
+        num_bytes: The caller's limit; reduced if the plan leaves less memory on the compute tier.
+        together: Most micro-batches that a server may run at once; a request must hold as many.
     """
     two_batches = math.ceil(BATCHES * batch_size / micro_batch)
     ways = {route.cut <= start for route in plan.routes}
@@ -65,7 +65,7 @@ def window_for(
 
 
 def spare_bytes(plan: Plan) -> float:
-    """Memory of the compute tier that the plan leaves free; infinite where no memory is known."""
+    """Return the memory that the plan leaves free on the compute tier; infinite if no memory is known."""
     if not isinstance(plan.table, CutTable):
         return math.inf
     model = plan.table.model
@@ -75,5 +75,5 @@ def spare_bytes(plan: Plan) -> float:
 
 
 def told(window: PrefetchWindow) -> str:
-    """A window in words."""
+    """Return a window in words."""
     return f"up to {window.micro_batches} micro-batches in flight, at most {bytes_text(window.num_bytes)}"
