@@ -1,4 +1,4 @@
-"""An ``upriver serve`` that this process has started: its address, what it said last, and its end."""
+"""Control an ``upriver serve`` that this process has started: its address, its last output, and its end."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from typing import IO
 from upriver.rpc import forking
 
 START_TIMEOUT_S = 180.0
-"""Until a server is ready: the server and its workers import torch. That takes 2 s, and a minute on a machine
-that is busy or starts several at once. A server that ends before is noticed at once."""
+"""Seconds until a server is ready: the server and its workers import torch. That takes 2 s, or a minute on a
+machine that is busy or starts several at once. A server that ends earlier is noticed at once."""
 
 TAIL_LINES = 20
-"""Of the server's stderr, kept for the error if it ends."""
+"""Last lines of the server's stderr, kept for the error if it ends."""
 
 
 class Lifeline:
     """Hold the writing end of a pipe: the child that reads it ends when this process does.
 
-    The kernel closes the writing end however this process dies. A fork of this process closes its own copy
-    at once, as it would otherwise keep the child alive. (A death signal would follow the *thread* that
-    started the child.)
+    The kernel closes the writing end however this process dies. A fork of this process closes its own copy at
+    once, as it would otherwise keep the child alive. (A death signal would follow the *thread* that started
+    the child.)
 
     Attributes:
         reader: The reading end, for the child.
@@ -40,11 +40,11 @@ class Lifeline:
         forking.tell(self)
 
     def hand_over(self) -> None:
-        """Close the reading end here, once the child has it."""
+        """Close this process's reading end, once the child has its own."""
         os.close(self.reader)
 
     def close(self) -> None:
-        """Close the writing end. May be called again."""
+        """Close the writing end. Idempotent."""
         writer, self._writer = self._writer, -1
         if writer >= 0:
             os.close(writer)
@@ -53,10 +53,10 @@ class Lifeline:
 
 
 class OutputTail:
-    """Reads a stream to its end in a thread, so that its writer never blocks; keeps the last lines.
+    """Read a stream to its end in a thread, so that its writer never blocks; keep the last lines.
 
     Args:
-        echo: Whether they are passed on to our stderr.
+        echo: Whether to print the lines to this process's stderr.
     """
 
     def __init__(self, stream: IO[bytes] | None, *, echo: bool = False) -> None:
@@ -83,12 +83,12 @@ class OutputTail:
                 text = line.decode(errors="replace").rstrip()
                 self._lines.append(text)
                 if self._echo:
-                    with contextlib.suppress(OSError, ValueError):  # ours may be closed by now
+                    with contextlib.suppress(OSError, ValueError):  # stderr may be closed by now
                         print(text, file=sys.stderr, flush=True)
 
 
 def announced_url(process: subprocess.Popen[bytes], deadline: float) -> str | None:
-    """The address in the JSON line that a server prints once it listens; None if it ends, or time is up."""
+    """Return the address in the JSON line of a server that listens; None if it ends, or time is up."""
     for line in _lines(process, deadline):
         with contextlib.suppress(ValueError):
             found = json.loads(line)
@@ -98,11 +98,11 @@ def announced_url(process: subprocess.Popen[bytes], deadline: float) -> str | No
 
 
 def end(process: subprocess.Popen[bytes], tail: OutputTail, lifeline: Lifeline, *, timeout_s: float) -> None:
-    """End exactly this process: by its handle, which knows whether the id is still its own.
+    """End exactly this process, by its handle, which knows whether the process id is still valid.
 
     Args:
-        lifeline: What it was started with; closed at the end.
-        timeout_s: How long it may take after SIGTERM before it is killed.
+        lifeline: The lifeline of its start; closed at the end.
+        timeout_s: Seconds after SIGTERM before it is killed.
     """
     process.terminate()
     try:
@@ -117,7 +117,7 @@ def end(process: subprocess.Popen[bytes], tail: OutputTail, lifeline: Lifeline, 
 
 
 def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]:
-    """Lines of its stdout until it ends or time is up."""
+    """Yield lines of a process's stdout until it ends or time is up."""
     if process.stdout is None:
         return
     descriptor, rest = process.stdout.fileno(), b""

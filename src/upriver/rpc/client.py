@@ -1,8 +1,8 @@
-"""Talking to one near-data server: HTTP/1.1 from the standard library, in the caller's threads.
+"""Talk to one near-data server: HTTP/1.1 from the standard library, in the caller's threads.
 
-Payloads are read right into the memory that the tensors then use (`upriver.protocol.read_frame`); nothing
-joins or copies chunks in between. Whatever goes wrong on the way is `ServerUnavailable`; what the server
-itself says comes back as the error it raised.
+Payloads are read directly into the memory of the resulting tensors (`upriver.protocol.read_frame`), without
+joining or copying chunks. A transport failure raises `ServerUnavailable`. An error that the server reports is
+raised as the same error here.
 """
 
 from __future__ import annotations
@@ -56,48 +56,49 @@ from upriver.text import said
 from upriver.types import MicroBatch, Timings
 
 PUT_S = 120.0
-"""For an upload beside its bytes: the server checks it and writes it into its store."""
+"""Seconds for an upload in addition to sending its bytes: the server checks it and writes it to its store."""
 
 PUT_BYTES_PER_S = 125_000
-"""Uploads may be this slow: over less than 1 Mbit/s no job gains from a server."""
+"""Slowest upload that does not time out: below 1 Mbit/s no job gains from a server."""
 
 INFO_BYTES = 1 << 20
-"""Longest /v1/info read; a real one has some hundred bytes."""
+"""Longest /v1/info body read; a real one has some hundred bytes."""
 
 ANSWER_BYTES = 4 << 20
-"""Longest profile read: a thousand stages take some hundred kB."""
+"""Longest profile read: a thousand stages need some hundred kB."""
 
 PROFILE_S = 180.0
-"""For a profile: a server stops after 30 s as soon as each program has run twice, which takes the slowest
-network measured as long, loading it included; others' micro-batches come in between."""
+"""Seconds for a profile. A server stops after 30 s once each program has run twice. For the slowest network
+measured that takes as long, loading included, and other jobs' micro-batches run in between."""
 
 PROBE_BYTES = 64 * 1024
-"""Read at once by a probe: one piece of an emulated link."""
+"""Bytes that a probe reads at once: one piece of an emulated link."""
 
 PROBE_SETTLED = 4
-"""A probe's rate is that after so many parts of it: before, a burst or a slow start decides."""
+"""A probe's rate leaves out the first of this many parts: a burst or a slow start decides that part's rate.
+"""
 
 _ZEROS = bytes(1 << 20)
-"""What an upload is made of that measures the link."""
+"""Body of uploads that measure the link."""
 
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-"""Nothing beside the token."""
+"""No headers in addition to the token."""
 
 _T = TypeVar("_T")
 
 
 class AnswerClosed(UpriverError):
-    """This side closed an answer while it was being read."""
+    """This process closed an answer while it was being read."""
 
     code = "closed"
 
 
 class ProgramUpload(Protocol):
-    """What is uploaded of a `upriver.program.Program`."""
+    """The parts of a `upriver.program.Program` that are uploaded."""
 
     @property
     def digest(self) -> str:
-        """Names the program."""
+        """Digest that names the program."""
 
     @property
     def graph_bytes(self) -> bytes:
@@ -110,15 +111,15 @@ class ProgramUpload(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """What one probe of the link measured.
+    """The result of one probe of the link.
 
     Attributes:
-        num_bytes: Bytes asked for and received, or sent.
-        first_byte_s: From the request to the first byte: round trip, and the server's front. Of an upload
-            what it took beside ``seconds``.
-        seconds: From the first byte to the last, as they arrived.
-        bytes_per_s: What the link carried, the first part of the transfer left out; in an upload that counts,
-            too, so that a burst makes this more.
+        num_bytes: Bytes requested and received, or sent.
+        first_byte_s: Seconds from the request to the first byte: the round trip and the server's front. For
+            an upload: the seconds in addition to ``seconds``.
+        seconds: Seconds from the first byte to the last, as they arrived.
+        bytes_per_s: Rate of the link, without the first part of the transfer. An upload includes that part,
+            so a burst raises its rate.
     """
 
     num_bytes: int
@@ -128,17 +129,18 @@ class Probe:
 
 
 class ServerClient:
-    """One server. Thread-safe: each request in flight has a connection of its own, kept for the next one.
+    """A client for one server. Thread-safe.
 
-    A child of this process has connections of its own, too; answers that were being read are its parent's.
+    Each request in flight has its own connection, which is kept for the next one. A forked child of this
+    process gets its own connections; answers that were being read stay with the parent.
 
     Args:
-        url: ``http://host:port`` or ``https://host:port``, with a path where a proxy adds one.
+        url: ``http://host:port`` or ``https://host:port``, with a path if a proxy adds one.
         token: Sent as a bearer token.
-        meter: Counts, and on an emulated link paces, what the server sends.
-        timeouts: For connecting and reading.
-        caps: What a frame may hold at most.
-        tls: For https; the system's certificates if None.
+        meter: Counts what the server sends, and paces it on an emulated link.
+        timeouts: Timeouts for connecting and reading.
+        caps: Largest allowed frame.
+        tls: TLS context for https; the system's certificates if None.
     """
 
     def __init__(
@@ -170,23 +172,23 @@ class ServerClient:
     # ------------------------------------------------------------------------------ short questions
 
     def alive(self, *, timeout_s: float | None = None) -> bool:
-        """Whether the server's front answers (``GET /livez``).
+        """Return whether the server's front answers (``GET /livez``).
 
         Raises:
-            ServerUnavailable: If it cannot be reached, or says nothing in time.
+            ServerUnavailable: If it cannot be reached, or does not answer in time.
         """
         return self._status("GET", "/livez", timeout_s=timeout_s) == 200
 
     def ready(self, *, timeout_s: float | None = None) -> bool:
-        """Whether the server takes requests (``GET /readyz``).
+        """Return whether the server accepts requests (``GET /readyz``).
 
         Raises:
-            ServerUnavailable: If it cannot be reached, or says nothing in time.
+            ServerUnavailable: If it cannot be reached, or does not answer in time.
         """
         return self._status("GET", "/readyz", timeout_s=timeout_s) == 200
 
     def process(self) -> str:
-        """Names the process that answers at this address now; empty where it does not say, as older ones.
+        """Return the name of the process at this address; empty if it sends none, as older versions do.
 
         Raises:
             UpriverError: As for `info`.
@@ -196,10 +198,10 @@ class ServerClient:
             return _process_of(response)
 
     def info(self, *, process: str | None = None) -> Info:
-        """What the server says of itself.
+        """Return the server's description of itself.
 
         Args:
-            process: That is to answer, as `process` names it; None takes any.
+            process: The process that must answer, named as by `process`; None accepts any.
 
         Raises:
             ProtocolError: If it speaks another version of the protocol, or is no such server.
@@ -211,7 +213,7 @@ class ServerClient:
             return self._decoded(response, INFO_BYTES, decode_info)
 
     def load(self, *, process: str | None = None) -> Load:
-        """How busy the server is.
+        """Return how busy the server is.
 
         Args:
             process: As for `info`.
@@ -224,16 +226,16 @@ class ServerClient:
             return self._decoded(response, INFO_BYTES, lambda data: decode_versioned(data, Load, "load"))
 
     def profile(self, programs: Sequence[str], *, stop: int | None = None, repeats: int = 5) -> StageCosts:
-        """Have the server measure what model stages cost there.
+        """Let the server measure the costs of model stages.
 
         Args:
-            programs: Digests of programs that it has: one network at different sizes of micro-batch.
-            stop: Measure stages up to there; all of them if None.
-            repeats: Runs of each that count.
+            programs: Digests of programs on the server: one network at different micro-batch sizes.
+            stop: Last stage to measure; None measures all.
+            repeats: Counted runs of each.
 
         Raises:
             Busy: If it is measuring another profile.
-            ProgramNotFound: If it has not all of the programs.
+            ProgramNotFound: If a program is missing on the server.
             UpriverError: As for `info`.
         """
         request = ProfileRequest(programs=tuple(programs), stop=stop, repeats=repeats)
@@ -244,7 +246,7 @@ class ServerClient:
             )
 
     def has_program(self, digest: str) -> bool:
-        """Whether the server can get at a program.
+        """Return whether the server has access to a program.
 
         Raises:
             UpriverError: As for `info`.
@@ -256,12 +258,12 @@ class ServerClient:
             return True
 
     def put_program(self, program: ProgramUpload) -> None:
-        """Give the server a program, which it puts into its store.
+        """Upload a program, which the server puts into its store.
 
-        Weights that came with another program, the same network at another size, are not sent again.
+        Weights that were uploaded with another program, the same network at another size, are not sent again.
 
         Raises:
-            UpriverError: As for `info`; `ProgramError` if the server does not accept the program.
+            UpriverError: As for `info`; `ProgramError` if the server rejects the program.
         """
         try:
             self._put_program(program, ())
@@ -281,7 +283,7 @@ class ServerClient:
             self._expect_ok(response)
 
     def probe(self, num_bytes: int) -> Probe:
-        """Move ``num_bytes`` over the link and take the time.
+        """Download ``num_bytes`` over the link and measure the time.
 
         Raises:
             UpriverError: As for `info`.
@@ -291,7 +293,7 @@ class ServerClient:
             self._expect_ok(response)
             source, buffer = BodyStream(response, self.url), memoryview(bytearray(PROBE_BYTES))
             arrived: list[tuple[int, float]] = []
-            received, piece = 0, 1  # a read returns when all of it is there: the first byte comes alone
+            received, piece = 0, 1  # a read returns when all its bytes are there: the first byte comes alone
             with Crossing(self.meter) as crossing:
                 while received < num_bytes:
                     crossing(got := source.readinto(buffer[: min(piece, num_bytes - received)]))
@@ -309,11 +311,11 @@ class ServerClient:
         )
 
     def probe_upload(self, num_bytes: int) -> Probe:
-        """Send ``num_bytes`` to the server, which takes the time; bytes that come at once take none.
+        """Send ``num_bytes`` to the server, which measures the time; bytes that arrive at once take none.
 
         Raises:
             ConfigError: If ``num_bytes`` is no whole number from 1 on.
-            TooLarge: If it is more than the server takes.
+            TooLarge: If it is more than the server accepts.
             UpriverError: As for `info`.
         """
         whole("num_bytes", num_bytes)
@@ -337,26 +339,26 @@ class ServerClient:
     def run(
         self, request: RunRequest, batches: Sequence[MicroBatch] = (), *, process: str | None = None
     ) -> RunAnswer:
-        """Run stages on the server; an iterator of micro-batches with their timings, in the order asked.
+        """Run stages on the server; return an iterator of (micro-batch, timings) in the order of the request.
 
-        Nothing is sent before the first one is asked for. Closing it early closes the connection, upon which
-        the server drops the rest.
+        Nothing is sent before the first item is requested. Closing the iterator early closes the connection,
+        and the server drops the rest.
 
         Args:
-            request: What to run on what.
-            batches: The inputs, where the request names no dataset.
+            request: The stages to run, and their inputs.
+            batches: The inputs, if the request names no dataset.
             process: As for `info`.
 
         Raises:
-            ServerUnavailable: While iterating: if the server cannot be reached, stops, or breaks off, or if
+            ServerUnavailable: While iterating: if the server cannot be reached, stops or breaks off, or if
                 another process answers.
-            ProtocolError: While iterating: if the answer is not what was asked for.
-            UpriverError: While iterating: whatever went wrong there.
+            ProtocolError: While iterating: if the answer does not match the request.
+            UpriverError: While iterating: the server's error.
         """
         return RunAnswer(self, request, batches, process=process)
 
     def abort(self) -> None:
-        """Break all connections off: whoever reads gets ServerUnavailable. Further requests work."""
+        """Break off all connections: their readers get ServerUnavailable. Further requests work."""
         self._connections.abort()
 
     def close(self) -> None:
@@ -387,7 +389,7 @@ class ServerClient:
         total_s: float | None = None,
         span: str | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """An exchange that is over after so many seconds, however; ``span`` is its name in traces."""
+        """Open a short exchange with a total time limit; ``span`` is its name in traces."""
         holder = Holder()
         total_s = total_s or self.timeouts.question_s
         timeout_s = min(total_s, self.timeouts.read_s)
@@ -412,7 +414,7 @@ class ServerClient:
         on_connection: Holder | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> Iterator[http.client.HTTPResponse]:
-        """One request and its answer, on a connection that is kept if the answer was read to its end."""
+        """Send one request and yield its response; keep the connection if the response was read fully."""
         headers = {**self._headers, **headers}
         connection, response = self._send(method, path, body, headers, timeout_s, on_connection)
         try:
@@ -445,8 +447,8 @@ class ServerClient:
                 return connection, response
             except BROKEN as error:
                 self._connections.give_back(connection, reusable=False)
-                # A kept connection may have been closed at the other end meanwhile: that says nothing about
-                # the server, and every request may be repeated.
+                # The server may have closed a kept connection meanwhile. That is no failure of the server,
+                # and every request may be repeated.
                 if fresh or isinstance(error, TimeoutError) or connection.broken_off:
                     raise self._unavailable(error, hung_up=not connection.broken_off) from error
             except BaseException:
@@ -454,10 +456,10 @@ class ServerClient:
                 raise
 
     def _unavailable(self, error: BaseException, *, hung_up: bool = False) -> ServerUnavailable:
-        """An error of a connection in words.
+        """Return a connection's error as `ServerUnavailable`, with a message.
 
         Args:
-            hung_up: Whether it came before an answer, and not because this side broke off.
+            hung_up: Whether the error came before a response, and this process did not break off.
         """
         plain = self._address.tls is None and not self._answered
         if isinstance(error, TimeoutError):
@@ -493,7 +495,7 @@ def _process_of(response: http.client.HTTPResponse) -> str:
 
 
 class RunAnswer:
-    """The answer to one run request: an iterator; `close` may be called from any thread, at any time."""
+    """The answer to one run request, as an iterator; any thread may call `close` at any time."""
 
     def __init__(
         self,
@@ -524,14 +526,15 @@ class RunAnswer:
 
     @property
     def arrived(self) -> tuple[int, float]:
-        """Bytes of the answer so far, and seconds from the first of them to the last."""
+        """Bytes of the answer so far, and seconds from the first byte to the last."""
         return (self._reader.num_bytes, self._reader.arriving_s) if self._reader is not None else (0, 0.0)
 
     def close(self) -> None:
         """Break off; a thread that is reading the answer gets AnswerClosed."""
         self._holder.close()
-        # A thread inside the generator leaves it by itself now. To close it meanwhile is a ValueError most of
-        # the time, but CPython 3.11 looks for its inner iterator first, and may crash on what it finds there.
+        # A thread inside the generator now leaves it by itself. Closing the generator meanwhile mostly raises
+        # a ValueError. But CPython 3.11 looks for the inner iterator first, and may crash on what it finds
+        # there.
         if self._reading.acquire(blocking=False):
             try:
                 self._frames.close()

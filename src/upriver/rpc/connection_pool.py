@@ -1,4 +1,4 @@
-"""The connections of one client: each request in flight has one of its own, kept for the next one."""
+"""Keep the connections of one client: each request in flight has its own, kept for the next one."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from upriver.rpc.http import Address, Connection
 class Connections:
     """Connections to one address. Thread-safe.
 
-    A child of this process begins without any: two processes that read from one connection would take each
-    other's answers.
+    A forked child of this process begins without any: two processes that read from one connection would get
+    each other's answers.
 
     Args:
-        address: Where they go.
+        address: Address to connect to.
 
     Attributes:
-        idle: Open, and asked for nothing.
-        busy: In use.
+        idle: Open connections without a request.
+        busy: Connections in use.
     """
 
     def __init__(self, address: Address) -> None:
         self.idle: list[Connection] = []
         self.busy: set[Connection] = set()
         self._address, self._closed = address, False
-        self._lock = threading.RLock()  # a finalizer may close them in whatever thread, also in here
+        self._lock = threading.RLock()  # a finalizer may close them in any thread, even in here
         forking.tell(self)
 
     def borrow(self) -> tuple[Connection, bool]:
-        """One that nobody uses, and whether it is a new one.
+        """Return an unused connection, and whether it is a new one.
 
         Raises:
-            ServerUnavailable: If they were closed.
+            ServerUnavailable: If the connections were closed.
         """
         with self._lock:
             idle = self.idle
             fresh = not idle
             connection = self._address.connection() if fresh else idle.pop()
             self.busy.add(connection)
-            if self._closed:  # last: it may have happened in the midst of this
+            if self._closed:  # checked last: a finalizer may have closed them meanwhile
                 self.busy.discard(connection)
                 connection.close()
                 raise ServerUnavailable(f"{self._address.url}: this client was closed")
         return connection, fresh
 
     def give_back(self, connection: Connection, *, reusable: bool) -> None:
-        """It is not in use any more; one that is not ``reusable`` is closed."""
+        """Return a connection to the pool; close one that is not ``reusable``."""
         with self._lock:
             self.busy.discard(connection)
             if reusable and not connection.broken_off and not self._closed:
@@ -57,7 +57,7 @@ class Connections:
         connection.close()
 
     def abort(self) -> None:
-        """Break all of them off; there may be new ones."""
+        """Break off all connections; new ones are still allowed."""
         with self._lock:
             busy, idle = list(self.busy), self.idle
             self.idle = []
@@ -67,12 +67,12 @@ class Connections:
             connection.close()
 
     def close(self) -> None:
-        """Abort, and refuse new ones."""
+        """Abort, and refuse new connections."""
         self._closed = True
         self.abort()
 
     def forked(self) -> None:
-        """In a child: leave those there are to the parent, and begin with none."""
+        """Leave the connections to the parent, and begin without any; called in a forked child."""
         idle, busy = self.idle, self.busy
         self._lock, self.idle, self.busy = threading.RLock(), [], set()
         for connection in (*idle, *busy):

@@ -1,13 +1,12 @@
-"""Servers that come and go: their addresses are asked of a directory, again and again, while a job runs.
+"""Follow servers that come and go, by polling a directory for their addresses while a job runs.
 
-A directory (``upriver serve --engine ray`` keeps one) answers ``GET /upriver/servers`` with addresses. It is
-control only: a job streams straight from the servers, and where the directory falls silent, it goes on with
-those that it knows.
+A directory (``upriver serve --engine ray`` runs one) answers ``GET /upriver/servers`` with addresses. It is
+used for control only: a job streams straight from the servers. If the directory does not answer, the job
+continues with the servers that it knows.
 
-A server that is named for the first time joins at once. One that is named no more stays for as long as an
-address is good for (its lease), counted from the first answer without it: a directory that has just been
-restarted, after whatever silence, knows nobody, and whether a server really is gone the pool sees better by
-itself.
+A newly listed server joins at once. A server that is no longer listed stays for the length of its lease,
+counted from the first answer without it. A directory that has just restarted lists no servers, and the pool
+itself detects lost servers better.
 """
 
 from __future__ import annotations
@@ -32,28 +31,27 @@ from upriver.types import require_finite
 log = logging.getLogger("upriver")
 
 SCHEMES = {"ray+http": "http", "ray+https": "https"}
-"""How the address of a directory differs from a server's, and what is spoken there."""
+"""URL schemes of directories, and the protocol for each."""
 
 LISTING_PATH = "/upriver/servers"
-"""Where a directory answers, behind whatever path its address has."""
+"""Path of the listing, appended to the path of the directory's address."""
 
 LISTING_BYTES = 1 << 20
-"""Longest answer read: a server takes some 60 bytes in it, and there are dozens."""
+"""Longest answer read: a server needs some 60 bytes in it, and there are dozens."""
 
 MAX_SERVERS = 256
-"""Most servers that one job uses: each has a thread here and connections there, and a directory that names
-more is broken, or not ours."""
+"""Most servers that one job uses. Each needs a thread in this process and connections to the server. A
+directory that lists more is broken, or not one of upriver's."""
 
 POLL_S = 2.0
-"""Between two questions: a new server takes 20 s to start, and an answer comes from memory."""
+"""Seconds between two requests: a new server needs 20 s to start, and an answer comes from memory."""
 
 FIRST_S = 60.0
-"""How long a job that begins waits for the first server: about as long as one takes to start on a busy
-machine."""
+"""Seconds that a new job waits for the first server: about its start time on a busy machine."""
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """One server, as a directory names it.
+    """One server in a directory's answer.
 
     Attributes:
         url: ``http://HOST:PORT`` or ``https://HOST:PORT``.
@@ -65,12 +63,12 @@ class Listed(msgspec.Struct, frozen=True):
 
 
 class Listing(msgspec.Struct, frozen=True):
-    """A directory's answer; what else is in it is for later versions.
+    """A directory's answer; other fields are reserved for later versions.
 
     Attributes:
-        servers: All that it knows.
-        version: Of the software there.
-        lease_s: How long a server that is named no more may still be taken for one that serves.
+        servers: All servers that the directory knows.
+        version: Version of the directory's software.
+        lease_s: Seconds for which a server that is no longer listed may still count as serving.
     """
 
     servers: Annotated[tuple[Listed, ...], msgspec.Meta(max_length=MAX_SERVERS)]
@@ -79,20 +77,20 @@ class Listing(msgspec.Struct, frozen=True):
 
 
 def is_directory(url: str) -> bool:
-    """Whether an address is that of a directory, not of a server."""
+    """Return whether an address is that of a directory, not of a server."""
     return url.partition("://")[0] in SCHEMES
 
 
 class DirectoryClient:
-    """Asks a directory; keeps no connection, since it asks seldom.
+    """A client for a directory. It keeps no connection, since its requests are rare.
 
     Args:
-        url: ``ray+http://HOST:PORT`` or ``ray+https://HOST:PORT``; plain ``http`` and ``https`` will do.
-        tls: For https; the system's certificates if None.
-        timeouts: For connecting and answering.
+        url: ``ray+http://HOST:PORT`` or ``ray+https://HOST:PORT``; plain ``http`` and ``https`` also work.
+        tls: TLS context for https; the system's certificates if None.
+        timeouts: Timeouts for connecting and answering.
 
     Raises:
-        ConfigError: If the address is none.
+        ConfigError: If the address is invalid.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class DirectoryClient:
         self._timeouts = timeouts or Timeouts()
         scheme, separator, rest = url.partition("://")
         self._address = Address.parse(SCHEMES.get(scheme, scheme) + separator + rest, tls)
-        self._unused_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the system's certificates take 20 ms
+        self._unused_tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # loading certificates takes 20 ms
         path = self._address.path
         self._path = path if path.endswith(LISTING_PATH) else path + LISTING_PATH
 
@@ -110,12 +108,12 @@ class DirectoryClient:
         return f"Directory({self.url!r})"
 
     def listing(self) -> Listing:
-        """What it says now, less servers whose address is none, or less private than the directory's.
+        """Return the directory's answer, without servers at addresses that are invalid or lack its TLS.
 
         Raises:
-            ServerUnavailable: If it cannot be reached, or says nothing in time.
-            Overloaded: If it cannot tell just now.
-            ProtocolError: If the answer is none.
+            ServerUnavailable: If it cannot be reached, or does not answer in time.
+            Overloaded: If it cannot answer at the moment.
+            ProtocolError: If the answer is invalid.
         """
         holder = Holder()
         connection = self._address.connection()
@@ -135,7 +133,7 @@ class DirectoryClient:
         return msgspec.structs.replace(found, servers=servers)
 
     def wait(self, timeout_s: float = FIRST_S) -> Listing:
-        """The first answer that names a server.
+        """Return the first answer that lists a server.
 
         Raises:
             ServerUnavailable: If none does in time.
@@ -166,7 +164,7 @@ class DirectoryClient:
             raise ProtocolError(f"{self.url} is no directory of servers: {said(str(error))}") from None
 
     def _may_use(self, url: str) -> bool:
-        """Whether a job's token may go there: in the clear only where the directory itself was asked so."""
+        """Return whether a job's token may go to this address: without TLS only if the directory has none."""
         try:
             secure = Address.parse(url, self._unused_tls).tls is not None
         except ConfigError:
@@ -180,11 +178,11 @@ class DirectoryClient:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """What one answer of a directory changes.
+    """The changes in one answer of a directory.
 
     Attributes:
         joined: Addresses that are new.
-        gone: Addresses that no answer has named for longer than their lease.
+        gone: Addresses that no answer has listed for longer than their lease.
     """
 
     joined: tuple[str, ...] = ()
@@ -192,23 +190,23 @@ class Changes:
 
 
 class Roll:
-    """Who is in, by a directory's answers and the clock; no threads, no sockets.
+    """Track the listed servers, from a directory's answers and the clock; no threads, no sockets.
 
     Args:
-        urls: Who is in already.
+        urls: Addresses that are listed already.
     """
 
     def __init__(self, urls: Collection[str] = ()) -> None:
-        # To the time of the first answer that left them out; None where the last one names them.
+        # Time of the first answer without each address; None if the last answer lists it.
         self._missed_s: dict[str, float | None] = dict.fromkeys(map(_plain, urls))
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Who is in, in the order in which they came."""
+        """Addresses of the listed servers, in the order in which they joined."""
         return tuple(self._missed_s)
 
     def heard(self, listing: Listing, now_s: float) -> Changes:
-        """Take an answer in; silence changes nothing, so there is no method for it."""
+        """Update the roll with an answer and return the changes; a missing answer changes nothing."""
         named = tuple(dict.fromkeys(_plain(server.url) for server in listing.servers))
         joined = tuple(url for url in named if url not in self._missed_s)
         missed_s = {url: now_s if at_s is None else at_s for url, at_s in self._missed_s.items()}
@@ -222,29 +220,29 @@ class Roll:
 
 
 def _plain(url: str) -> str:
-    """As clients write it, without a slash at its end."""
+    """Return the address as clients write it, without a trailing slash."""
     return url.rstrip("/")
 
 
 class Members(Protocol):
-    """What a `Following` needs of a pool of servers."""
+    """The pool interface that a `Following` needs."""
 
     def add(self, client: Transport) -> None:
-        """Let one more server in, once it has passed what all have to pass; the pool closes its client."""
+        """Add one more server, used once it is admitted; the pool closes its client."""
 
     def drop(self, url: str) -> None:
-        """Give a server no more requests; those under way may finish. Unknown ones are ignored."""
+        """Send a server no more requests; those in flight may finish. Unknown addresses are ignored."""
 
 
 class Following:
-    """Keeps a pool in step with a directory, in a thread, until it is closed. Close it before the pool.
+    """Keep a pool in step with a directory, in a thread. Close it before the pool.
 
     Args:
-        directory: Asked every ``poll_s``.
-        members: Told who comes and goes.
-        client: Makes a client for an address.
-        urls: Who is in the pool already.
-        poll_s: Between two questions.
+        directory: The directory, polled every ``poll_s``.
+        members: The pool, told of each server that joins or leaves.
+        client: Returns a client for an address.
+        urls: Addresses that are in the pool already.
+        poll_s: Seconds between two requests.
     """
 
     def __init__(
@@ -266,7 +264,7 @@ class Following:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop following; waits for the question under way. May be called again, from any thread."""
+        """Stop following, and wait for a running request. Idempotent; any thread may call this."""
         self._closed.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What a forked child does not share with its parent: connections, and locks that threads held there."""
+"""Notify objects in a forked child, which must not share connections or held locks with its parent."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """Something that is another thing in a child."""
+    """An object that needs another state in a forked child."""
 
     def forked(self) -> None:
-        """Called in a child, when no other thread is there yet."""
+        """Reset the object; called in a child, before any other thread exists."""
 
 
 _told: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def tell(thing: Forked) -> None:
-    """From here on it is told in each child of this process; it is not kept alive by that."""
+    """Register an object to be notified in each child of this process; a weak reference is kept."""
     _told.add(thing)
 
 

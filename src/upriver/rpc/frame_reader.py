@@ -1,4 +1,4 @@
-"""Reading what a server answers: frames that are what was asked for, and every byte accounted to the link."""
+"""Read a server's answer: check each frame against the request, and account every byte to the link."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from upriver.types import MicroBatch, Timings
 
 
 class FrameReader:
-    """Takes an answer apart, and accepts nothing but what was asked for.
+    """Read the frames of an answer, and accept only those that match the request.
 
     Attributes:
-        num_bytes: That have arrived so far.
-        arriving_s: From the first of them to the last.
+        num_bytes: Bytes that have arrived so far.
+        arriving_s: Seconds from the first byte to the last.
     """
 
     def __init__(self, response: http.client.HTTPResponse, *, url: str, meter: LinkMeter, caps: Caps) -> None:
@@ -28,12 +28,12 @@ class FrameReader:
         self.num_bytes, self.arriving_s, self._first_at = 0, 0.0, 0.0
 
     def micro_batch(self, ids: Sequence[int], request: RunRequest) -> tuple[MicroBatch, Timings]:
-        """The next one, which has these samples.
+        """Return the next micro-batch, which must hold these samples.
 
         Raises:
             ServerUnavailable: If the answer breaks off.
-            ProtocolError: If it is not what was asked for.
-            UpriverError: Whatever went wrong there.
+            ProtocolError: If it does not match the request.
+            UpriverError: The server's error.
         """
         batch = self._frame()
         if not isinstance(batch, MicroBatch):
@@ -51,7 +51,7 @@ class FrameReader:
         return batch, timings
 
     def end(self) -> None:
-        """Nothing else comes.
+        """Check that the answer ends here.
 
         Raises:
             UpriverError: As for `micro_batch`.
@@ -83,14 +83,14 @@ class FrameReader:
 
 
 class BodyStream:
-    """An answer's body as the blocking stream that `read_frame` wants; its end is never expected."""
+    """An answer's body as a blocking stream for `read_frame`; an early end is an error."""
 
     def __init__(self, response: http.client.HTTPResponse, url: str) -> None:
         self._response = response
         self._url = url
 
     def readinto(self, buffer: memoryview, /) -> int:
-        """Read some bytes; how many."""
+        """Read some bytes into the buffer; return their number."""
         got = self._response.readinto(buffer)
         if not got and len(buffer):
             raise ServerUnavailable(f"{self._url}: broke off in the middle of its answer")
@@ -98,7 +98,7 @@ class BodyStream:
 
 
 class Crossing:
-    """Accounts what arrives; the link is busy from the first bytes on, not while the server computes."""
+    """Account bytes that arrive; the link is busy from the first bytes on, not while the server computes."""
 
     def __init__(self, meter: LinkMeter) -> None:
         self._meter = meter
@@ -109,7 +109,7 @@ class Crossing:
         return self
 
     def __call__(self, num_bytes: int) -> None:
-        """So many bytes more have arrived."""
+        """Account ``num_bytes`` that have arrived."""
         if not self._under_way:
             self._under_way = True
             self._transfer.__enter__()

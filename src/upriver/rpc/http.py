@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections that another thread can break off, and what goes wrong on them."""
+"""Provide HTTP/1.1 connections that another thread can break off, and their errors."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from upriver.text import said
 from upriver.types import require_finite
 
 ERROR_BODY_BYTES = 64 * 1024
-"""Longest error body read; ours have a few hundred bytes."""
+"""Longest error body read; upriver's own have a few hundred bytes."""
 
 SEND_BYTES = 1 << 20
-"""Sent at once: a socket's timeout covers one send, however much it is given."""
+"""Bytes per send: a socket's timeout covers one send, however much it is given."""
 
 BROKEN = (OSError, http.client.HTTPException)
-"""What sockets, TLS and http.client raise when the other side is not there, stops, or talks nonsense."""
+"""Errors of sockets, TLS and http.client if the peer is unreachable, stops, or violates the protocol."""
 
 Place = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
-"""What `socket.getaddrinfo` says of one of a host's addresses."""
+"""One of a host's addresses, as returned by `socket.getaddrinfo`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """How long to wait for a server.
+    """Timeouts for a server, in seconds.
 
     Attributes:
         connect_s: For a connection to one of a host's addresses, and then for TLS. 5 s: a round trip around
             the world takes 0.3 s, a lost first packet costs 1 s and a second one 3 s.
         read_s: For the next bytes of an answer. 120 s: a micro-batch of the slowest network measured takes 11
-            s on one core, and some others may be queued before it. That a silent server is alive is seen much
-            sooner by the pool, which asks /livez.
-        question_s: For a short question (what are you, do you have this program, a probe) and all of its
-            answer, however it trickles. 10 s: a front answers within milliseconds; a lost packet costs it 1
-            to 3 s, and the store that it asks for a program some more.
+            s on one core, and several others may be queued before it. The pool, which probes /livez, detects
+            a dead server much sooner.
+        question_s: For a short request (server information, a program's existence, a probe) and its complete
+            answer, however slowly it arrives. 10 s: a front answers within milliseconds; a lost packet costs
+            1 to 3 s, and asking the store for a program some more.
     """
 
     connect_s: float = 5.0
@@ -67,7 +67,7 @@ class Timeouts:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, taken apart once."""
+    """The parsed address of a server."""
 
     url: str
     host: str
@@ -77,10 +77,10 @@ class Address:
 
     @classmethod
     def parse(cls, url: str, tls: ssl.SSLContext | None) -> Address:
-        """Check an address; ``tls`` is used for https.
+        """Parse and check an address; ``tls`` is used for https.
 
         Raises:
-            ConfigError: If it is none.
+            ConfigError: If it is invalid.
         """
         try:
             parts = urlsplit(url)
@@ -106,18 +106,18 @@ class Address:
         )
 
     def connection(self) -> Connection:
-        """A connection that is not yet open."""
+        """Return a connection that is not yet open."""
         if self.tls is None:
             return Connection(http.client.HTTPConnection(self.host, self.port), None)
         return Connection(http.client.HTTPSConnection(self.host, self.port, context=self.tls), self.tls)
 
 
 class Connection:
-    """An `http.client` connection that another thread can break off, also while it is being made.
+    """An `http.client` connection that another thread can break off, even while it connects.
 
     Args:
-        connection: Not yet connected.
-        tls: What it speaks TLS by; None where it does not.
+        connection: A connection that is not yet open.
+        tls: TLS context; None for a plain connection.
     """
 
     def __init__(self, connection: http.client.HTTPConnection, tls: ssl.SSLContext | None) -> None:
@@ -127,7 +127,7 @@ class Connection:
         self.broken_off = False
 
     def open(self, timeouts: Timeouts, timeout_s: float | None) -> None:
-        """Connect if need be; set the timeout of the next answer."""
+        """Connect if necessary, and set the timeout of the next answer."""
         if self._connection.sock is None:
             self._connection.sock = self._made(min(timeouts.connect_s, timeout_s or timeouts.connect_s))
         self._use(self._connection.sock)
@@ -146,7 +146,8 @@ class Connection:
             connection.putheader("Content-Type", "application/octet-stream")
             connection.putheader("Content-Length", str(sum(len(view) for view in views)))
         connection.endheaders()
-        # A server that refuses a body may answer and close before it has read all of it: its answer says why.
+        # A server that rejects a body may answer and close before it has read all of the body. Its answer
+        # says why.
         with suppress(BrokenPipeError, ConnectionResetError):
             for view in views:
                 for start in range(0, len(view), SEND_BYTES):
@@ -154,23 +155,23 @@ class Connection:
         return connection.getresponse()
 
     def break_off(self) -> None:
-        """Wake whoever reads or writes; the descriptor is closed by its owner."""
+        """Wake every reader or writer; the owner closes the descriptor."""
         self.broken_off = True
         self._found.put(None)
         if self._socket is not None:
             with suppress(OSError):
-                # Not SSLSocket's own, which takes its state away from under the reader.
+                # SSLSocket's own shutdown would discard the TLS state while the reader uses it.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close, from the thread that owns it."""
+        """Close the connection, from the thread that owns it."""
         self._connection.close()
 
     def leave(self) -> None:
-        """In a child of the process that uses it: let go of it, and leave it open for that one.
+        """Detach a forked child from the connection, and leave it open for the parent.
 
-        Whoever still has it here finds another file in its place: a number that were free would be given to
-        something else.
+        The child's descriptor then refers to another file. A freed number could be reused for an unrelated
+        file, while some code in the child still holds it.
         """
         self.broken_off = True
         if self._socket is not None and self._socket.fileno() >= 0:
@@ -179,19 +180,19 @@ class Connection:
             os.close(nothing)
 
     def _use(self, sock: socket.socket) -> None:
-        """From here on breaking off means to shut this one down."""
+        """Make ``sock`` the socket that `break_off` shuts down."""
         self._socket = sock
-        if self.broken_off:  # before
+        if self.broken_off:  # broken off before the socket existed
             raise ConnectionAbortedError("broken off")
 
     def _made(self, connect_s: float) -> socket.socket:
-        """A socket that is connected, TLS included."""
+        """Return a connected socket, TLS included."""
         sock = self._joined(connect_s)
         try:
             if self._tls is None:
                 return sock
             host = self._connection.host
-            # A handshake that has begun cannot be broken off before there is the socket that does it.
+            # Breaking off a handshake needs the TLS socket, so the handshake runs after the socket exists.
             sock = self._tls.wrap_socket(sock, server_hostname=host, do_handshake_on_connect=False)
             self._use(sock)
             sock.do_handshake()
@@ -201,7 +202,7 @@ class Connection:
         return sock
 
     def _joined(self, connect_s: float) -> socket.socket:
-        """One that is connected to the first of the host's addresses that answers."""
+        """Return a socket connected to the first of the host's addresses that answers."""
         last = OSError("the host has no address")
         for family, kind, protocol, _, address in self._look_up():
             sock = socket.socket(family, kind, protocol)
@@ -220,7 +221,7 @@ class Connection:
         raise last
 
     def _look_up(self) -> Sequence[Place]:
-        """Where the host is. A resolver cannot be interrupted: one that hangs is left behind."""
+        """Resolve the host. A resolver cannot be interrupted: a hanging one is left in its thread."""
         host, port = self._connection.host, self._connection.port
         with suppress(socket.gaierror):
             return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -241,7 +242,7 @@ class Connection:
 
 
 class Holder:
-    """Lets one thread break off the connection that another one uses for an answer."""
+    """Let one thread break off the connection that another one uses for an answer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -249,19 +250,19 @@ class Holder:
         self.closed = False
 
     def hold(self, connection: Connection) -> None:
-        """Take the connection that is about to be used."""
+        """Hold the connection that is about to be used."""
         with self._lock:
             self._connection = connection
             if self.closed:
                 connection.break_off()
 
     def release(self) -> None:
-        """The connection is about to serve someone else."""
+        """Release the connection before another request uses it."""
         with self._lock:
             self._connection = None
 
     def close(self) -> None:
-        """Break off what is held, now or later."""
+        """Break off the held connection, or the next one."""
         with self._lock:
             self.closed = True
             if self._connection is not None:
@@ -270,10 +271,10 @@ class Holder:
 
 @contextmanager
 def within(seconds: float, break_off: Callable[[], None], *, url: str) -> Iterator[None]:
-    """Break off what takes longer than ``seconds`` in all; a socket's timeout covers one read, not their sum.
+    """Break off an exchange after ``seconds`` in total; a socket's timeout covers only a single read.
 
     Raises:
-        ServerUnavailable: If it took longer, in place of the error that being broken off led to.
+        ServerUnavailable: If it took longer, in place of the error that breaking off caused.
     """
     over = threading.Event()
 
@@ -293,19 +294,19 @@ def within(seconds: float, break_off: Callable[[], None], *, url: str) -> Iterat
         cause = error
     finally:
         timer.cancel()
-    # Without an error too: http.client takes a head that breaks off for one that ends.
+    # Check even without an error: http.client accepts a head that breaks off as complete.
     if over.is_set():
         raise ServerUnavailable(f"{url}: no answer in time ({seconds:g} s in all)") from cause
 
 
 def read_to_end(response: http.client.HTTPResponse) -> None:
-    """Read what is left, if it is little: the connection can then take another request."""
+    """Read the rest of a response if it is short, so that the connection can carry another request."""
     with suppress(*BROKEN):
         response.read(ERROR_BODY_BYTES)
 
 
 def error_of(response: http.client.HTTPResponse, url: str) -> UpriverError:
-    """The error that an answer with an error status carries."""
+    """Return the error that a response with an error status carries."""
     retry_after_s = _seconds(response.getheader("Retry-After"))
     with suppress(ValueError, RecursionError):
         body = json.loads(response.read(ERROR_BODY_BYTES))
@@ -325,5 +326,5 @@ def error_of(response: http.client.HTTPResponse, url: str) -> UpriverError:
 
 
 def _seconds(text: str | None) -> float | None:
-    """Retry-After in seconds; its other form, a date, is not used by our servers."""
+    """Return Retry-After in seconds; its other form, a date, is not used by upriver's servers."""
     return float(text) if text and text.isascii() and text.isdigit() else None

@@ -1,8 +1,8 @@
-"""Probes of a link that nothing has crossed for a while, so that a plan is not judged by an old bandwidth.
+"""Probe a link that nothing has crossed for a while, so that a plan is not judged by an old bandwidth.
 
-A plan that ships next to nothing, or a cache that holds the epoch, leaves the link quiet, and what it carried
-last says little of what it would carry now. A probe crosses the job's meter as all traffic does, which takes
-it for the newest figure there is.
+A plan that sends next to nothing, or a cache that holds the epoch, leaves the link quiet. Its last bandwidth
+then says little about the present one. A probe crosses the job's meter like all traffic, and the meter uses
+it as the newest figure.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ PROBE_AFTER_S = QUIET_S
 
 
 class QuietLink:
-    """Probes the link beside the training whenever it has been quiet; one probe at a time.
+    """Probe a quiet link in a background thread during training; one probe at a time.
 
     Args:
-        pool: The servers. One that does not answer a probe is lost, as for any request.
-        num_bytes: Bytes that have crossed the link so far, by servers' answers and by direct reads.
-        after_s: Seconds without a byte.
+        pool: The servers. A server that does not answer a probe is lost, as for any request.
+        num_bytes: Returns the bytes that have crossed the link so far, by servers' answers and by direct
+            reads.
+        after_s: Seconds without a byte before a probe.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class QuietLink:
         self._thread: threading.Thread | None = None
 
     def look(self) -> None:
-        """Begin a probe if it is time; returns at once."""
+        """Start a probe if it is time; never blocks."""
         crossed, now = self._num_bytes(), time.monotonic()
         if crossed != self._crossed:
             self._crossed, self._since = crossed, now
@@ -53,7 +54,7 @@ class QuietLink:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait for a probe under way; the pool, which is closed before, has broken it off."""
+        """Wait for a running probe; the pool, which is closed before, has interrupted it."""
         if self._thread is not None:
             self._thread.join()
 

@@ -1,8 +1,7 @@
-"""The link from storage to compute: count every byte that crosses it, and emulate a thinner one if asked.
+"""Meter the link from storage to compute: count every byte that crosses it, and emulate a slower one.
 
-Answers of near-data servers and direct reads of the store pass the same meter, so the plain way and the
-near-data way are judged by one yardstick. Counted are the bytes of bodies and objects, not HTTP headers or
-TCP's own.
+Answers of near-data servers and direct reads of the store pass the same meter, so both ways are compared by
+the same measure. It counts the bytes of bodies and objects, without HTTP headers or TCP overhead.
 """
 
 from __future__ import annotations
@@ -25,53 +24,53 @@ from upriver.store.store import _ignore, _ignore_async, _info, _is_empty_range, 
 from upriver.types import require_finite
 
 Kind = Literal["answers", "direct"]
-"""What crossed the link: frames of a server, or objects read straight from the store."""
+"""Traffic on the link: frames of a server, or objects read straight from the store."""
 
 PIECE_BYTES = 64 * 1024
-"""Reserved at once on an emulated link: small, so that parallel streams take turns (what TCP would do)."""
+"""Bytes reserved at once on an emulated link: small, so that parallel streams take turns as under TCP."""
 
 BURST_BYTES = 64 * 1024
-"""What an idle emulated link lets through at once: one piece. A large burst would make short transfers
-cheat."""
+"""Bytes that an idle emulated link passes at once: one piece. A larger burst would make short transfers seem
+too fast."""
 
 WINDOW_BUSY_S = 10.0
-"""Seconds of transfers that `LinkMeter.observed_bandwidth` looks back on: long enough to smooth single
-frames, short enough to follow a link that changes within an epoch."""
+"""Seconds of transfers in the window of `LinkMeter.observed_bandwidth`: long enough to smooth single frames,
+short enough to follow a link that changes within an epoch."""
 
 CHECKPOINT_BUSY_S = 0.05
-"""Busy seconds between two points of that window: it then holds some 200 points."""
+"""Busy seconds between two points of that window, which then holds some 200 points."""
 
 WINDOW_AGE_S = 60.0
-"""Seconds on the clock after which a point is forgotten all the same: a link that carries little is busy for
-ten seconds in an hour."""
+"""Elapsed seconds after which a point is dropped: a link with little traffic is busy for ten seconds in an
+hour."""
 
 QUIET_S = 5.0
-"""Seconds without a transfer after which what the link carried is old: what comes next counts alone."""
+"""Seconds without a transfer after which earlier measurements are out of date; later ones count alone."""
 
 RECENT_BUSY_S = 1.0
-"""Busy seconds that say what the link carries at this moment."""
+"""Busy seconds that show the link's present bandwidth."""
 
 BEFORE_BUSY_S = 0.25
-"""Busy seconds before those that they are compared with at least. Fewer than those: a change is seen while it
-is still part of the last second, and what is left of the time before it must go, too."""
+"""Least busy seconds before the recent ones to compare with. They are fewer: a change is seen while it is
+still part of the last second, and the rest of the time before it must be dropped too."""
 
 CHANGED = 1.6
-"""The link has become another one if it carries more than so many times as much as before, or as little:
-jitter of a fifth both ways makes 1.5, and what came before a change only delays that it is seen."""
+"""Factor, up or down, beyond which the link's bandwidth has changed. Jitter of a fifth both ways makes 1.5,
+and traffic from before a change only delays its detection."""
 
 FRESH_BYTES = 256 * 1024
 FRESH_BUSY_S = 0.15
-"""What must have crossed, the one or the other, before there is a figure, at first and after a pause: less is
-a burst, or a head without a body."""
+"""Bytes or busy seconds, one of the two, needed for a bandwidth at the start and after a pause: less is a
+burst, or a head without a body."""
 
 
 HEADS = 64
-"""Requests to a store of which the quickest says how long it takes to look for an object: while the link is
-full, most of their heads have waited for other bytes."""
+"""Number of recent store requests whose minimum is the store's lookup time. While the link is full, most of
+their heads have waited for other bytes."""
 
 
 class _Point(NamedTuple):
-    """Where the counters stood at some moment."""
+    """The counters at some moment."""
 
     at_s: float
     busy_s: float
@@ -79,12 +78,12 @@ class _Point(NamedTuple):
 
 
 class LinkMeter:
-    """Counts bytes from storage to compute, and paces them when a rate is set. Thread-safe.
+    """Count bytes from storage to compute, and pace them when a rate is set. Thread-safe.
 
     Args:
-        rate_bytes_per_s: Rate of the emulated link, shared by all connections and direct reads; None leaves
-            the real link as it is.
-        burst_bytes: What may pass at once after the emulated link was idle.
+        rate_bytes_per_s: Rate of the emulated link, shared by all connections and direct reads; None keeps
+            the rate of the real link.
+        burst_bytes: Bytes that may pass at once after the emulated link was idle.
     """
 
     def __init__(self, rate_bytes_per_s: float | None = None, *, burst_bytes: int = BURST_BYTES) -> None:
@@ -94,12 +93,12 @@ class LinkMeter:
         self.rate_bytes_per_s = rate_bytes_per_s
         self._burst_bytes = burst_bytes
         self._lock = threading.Lock()
-        self._free_at = 0.0  # when the emulated link has sent all that was promised so far
+        self._free_at = 0.0  # when the emulated link has sent all reserved bytes
         self._bytes: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self._active = self._pending = 0
         self._busy_s = 0.0  # seconds with at least one transfer under way, up to _busy_since
         self._busy_since = 0.0
-        self._last_at = time.monotonic()  # something crossed
+        self._last_at = time.monotonic()  # time of the last bytes that crossed
         self._checkpoints = deque([_Point(self._last_at, 0.0, 0)])
         self._before_pause: float | None = None
         self._heads: deque[float] = deque(maxlen=HEADS)
@@ -118,13 +117,13 @@ class LinkMeter:
 
     @property
     def piece_bytes(self) -> int:
-        """How much to read between two calls of `account`: small only where the link is emulated."""
+        """Bytes to read between two calls of `account`: few only if the link is emulated."""
         return PIECE_BYTES if self.rate_bytes_per_s is not None else 16 * PIECE_BYTES
 
     def account(self, num_bytes: int, kind: Kind) -> None:
         """Count bytes that have arrived; on an emulated link, return only when they would have.
 
-        Blocks the calling thread, so an event loop calls it through a thread.
+        Blocks the calling thread, so an event loop must call it in another thread.
         """
         if num_bytes < 0 or kind not in self._bytes:
             raise ConfigError(
@@ -139,7 +138,7 @@ class LinkMeter:
             num_bytes -= piece
 
     def _reserve(self, num_bytes: int) -> float:
-        """Take the emulated link's next stretch of time for these bytes; the seconds until it is over."""
+        """Reserve the emulated link's next time span for these bytes; return the seconds until it is over."""
         if self.rate_bytes_per_s is None:
             return 0.0
         with self._lock:
@@ -149,7 +148,7 @@ class LinkMeter:
             return self._free_at - now
 
     def _count(self, num_bytes: int, kind: Kind) -> None:
-        """They have arrived."""
+        """Count bytes that have arrived."""
         with self._lock:
             self._bytes[kind] += num_bytes
             self._last_at = now = time.monotonic()
@@ -157,7 +156,7 @@ class LinkMeter:
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
-        """Mark a stretch during which bytes are on the way: what `observed_bandwidth` divides by.
+        """Mark a time span during which bytes are on the way: the divisor of `observed_bandwidth`.
 
         Overlapping transfers count once, as they share the link.
         """
@@ -176,7 +175,7 @@ class LinkMeter:
 
     @contextmanager
     def pending(self) -> Iterator[None]:
-        """Mark a stretch in which an answer may come at any moment: the link is not quiet, nor is it busy."""
+        """Mark a time span in which an answer may arrive any moment: the link is neither quiet nor busy."""
         with self._lock:
             self._pending += 1
         try:
@@ -186,7 +185,7 @@ class LinkMeter:
                 self._pending -= 1
 
     def _begin(self, now: float) -> None:
-        """The link is in use again; after a long pause, everything before it is forgotten."""
+        """Mark the link as in use again; after a long pause, forget everything before it."""
         if now - self._last_at >= QUIET_S:
             self._before_pause = self._rate()
             self._checkpoints = deque([_Point(now, self._busy_s, sum(self._bytes.values()))])
@@ -194,30 +193,30 @@ class LinkMeter:
 
     @property
     def quiet_s(self) -> float:
-        """Seconds for which nothing has crossed, or been under way."""
+        """Seconds since anything has crossed or been under way."""
         with self._lock:
             return 0.0 if self._active or self._pending else time.monotonic() - self._last_at
 
     def observed_bandwidth(self) -> float | None:
-        """Bytes per second of the last transfers, while one was under way; None before enough has crossed.
+        """Return the bytes per second of recent transfers, over busy time; None before enough has crossed.
 
-        Looks back on `WINDOW_BUSY_S` of transfers, on less where they are old or the link has changed. After
-        a pause it is the figure from before, until enough has crossed anew.
+        The window spans `WINDOW_BUSY_S` of transfers, or less if they are old or the link has changed. After
+        a pause the earlier figure holds until enough has crossed anew.
         """
         with self._lock:
             self._checkpoint(time.monotonic())
             return self._rate()
 
     def head_came(self, seconds: float) -> None:
-        """A store has begun to answer so long after it was asked."""
+        """Record the seconds that a store needed to begin an answer."""
         with self._lock:
             self._heads.append(seconds)
 
     def filled_by(self, num_bytes: float) -> int | None:
-        """How many objects of so many bytes, read at once, fill the link; None before that can be known.
+        """Return how many objects of this size, read at once, fill the link; None before that is known.
 
-        One that arrives, one that is asked for meanwhile, and as many more as would arrive while a store
-        looks for one.
+        The number covers one object that arrives and one that is requested meanwhile. It adds those that
+        could arrive while the store looks for an object.
         """
         with self._lock:
             rate, wait_s = self._rate(), min(self._heads, default=None)
@@ -250,7 +249,7 @@ class LinkMeter:
             points.popleft()
 
     def _forget_before_change(self) -> None:
-        """Where the last second carried clearly more or less than all before it, that alone counts."""
+        """Keep only the last second if its rate clearly differs from the rate before it."""
         points, last = self._checkpoints, self._checkpoints[-1]
         old = [i for i, point in enumerate(points) if last.busy_s - point.busy_s >= RECENT_BUSY_S]
         if not old or points[at := old[-1]].busy_s - points[0].busy_s < BEFORE_BUSY_S:
@@ -265,13 +264,13 @@ def _between(first: _Point, last: _Point) -> float:
 
 
 class MeteredStore(Store):
-    """A store whose reads cross the meter: what the compute tier reads by itself is on the same link.
+    """A store whose reads cross the meter, since the compute tier's direct reads use the same link.
 
-    Over a network the bytes are accounted as they arrive, in the calling thread: accounted at the end,
-    sixteen objects that share a thin link would be nothing for seconds, and then a burst. The link is busy
-    from an answer's head on, not while the store looks for the object. Other reads come at
-    once, and are accounted afterwards (for an event loop, in a thread of its pool). Sizes and listings are
-    not counted, nor are writes, which go the other way.
+    Over a network the calling thread accounts bytes as they arrive. If it accounted them at the end, sixteen
+    objects that share a slow link would show nothing for seconds, and then a burst. The link is busy from the
+    head of an answer on, not while the store looks for the object. Reads of other stores arrive at once and
+    are accounted afterwards (in a pool thread, for an event loop). Sizes, listings and writes, which go the
+    other way, are not counted.
 
     Args:
         store: The store to read.
@@ -287,7 +286,7 @@ class MeteredStore(Store):
     def get(
         self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
     ) -> bytes:
-        """`Store.get`, accounted."""
+        """Call `Store.get`, accounted."""
         if self._root is None:
             return self._arriving(path, _options(etag), on_answer)
         with self.meter.transfer():
@@ -296,14 +295,14 @@ class MeteredStore(Store):
         return data
 
     async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
-        """`Store.get_async`, accounted."""
+        """Call `Store.get_async`, accounted."""
         with self.meter.transfer():
             data = await super().get_async(path, etag=etag)
             await asyncio.to_thread(self.meter.account, len(data), "direct")
         return data
 
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """`Store.get_range`, accounted."""
+        """Call `Store.get_range`, accounted."""
         if _is_empty_range(start, stop):
             return b""
         if self._root is None:
@@ -315,7 +314,7 @@ class MeteredStore(Store):
         return data
 
     async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """`Store.get_range_async`, accounted."""
+        """Call `Store.get_range_async`, accounted."""
         with self.meter.transfer():
             data = await super().get_range_async(path, start, stop, etag=etag)
             await asyncio.to_thread(self.meter.account, len(data), "direct")
@@ -331,7 +330,7 @@ class MeteredStore(Store):
         on_bytes: Callable[[int], None] = _ignore,
         piece_bytes: int = PLACED_BYTES,
     ) -> None:
-        """`Store.read_into`, accounted."""
+        """Call `Store.read_into`, accounted."""
         asked_at = time.monotonic()
         with self.meter.pending(), ExitStack() as busy:
 
@@ -355,7 +354,7 @@ class MeteredStore(Store):
         piece_bytes: int = PLACED_BYTES,
         direct: Direct | None = None,
     ) -> None:
-        """`Store.read_into_async`, accounted."""
+        """Call `Store.read_into_async`, accounted."""
         asked_at = time.monotonic()
         with self.meter.pending(), ExitStack() as busy:
 
@@ -371,13 +370,13 @@ class MeteredStore(Store):
             )
 
     def _begun(self, busy: ExitStack, asked_at: float) -> None:
-        """An answer begins: from now on it keeps the link busy."""
+        """Mark the link as busy from the head of an answer on."""
         if self._root is None:
             self.meter.head_came(time.monotonic() - asked_at)
         busy.enter_context(self.meter.transfer())
 
     def _arriving(self, path: str, options: Any, on_answer: Callable[[ObjectInfo], None] = _ignore) -> bytes:
-        """What an object's request gives, accounted piece by piece as it arrives."""
+        """Return a requested object's bytes, accounted piece by piece as they arrive."""
         pieces, asked_at = [], time.monotonic()
         with self._errors("read", path), self.meter.pending():
             answer = obstore.get(self._backend, self._checked(path), options=options)

@@ -1,4 +1,4 @@
-"""What a link carries, by transfers that mean nothing: they grow until they take long enough to tell."""
+"""Measure a link by transfers without content, which grow until they take long enough to be meaningful."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from upriver.rpc.client import ServerClient
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """How much a probe may cost.
+    """The allowed cost of a probe.
 
     Attributes:
-        first_bytes: The first transfer.
-        most_bytes: The largest one.
-        seconds: A transfer that took so long is the last: below it, start-up and bursts decide.
+        first_bytes: Size of the first transfer.
+        most_bytes: Size of the largest transfer.
+        seconds: A transfer that took this long is the last: below it, start-up and bursts decide.
     """
 
     first_bytes: int
@@ -23,28 +23,28 @@ class Effort:
 
 
 BEFORE = Effort(first_bytes=16 << 10, most_bytes=16 << 20, seconds=0.15)
-"""Before a job begins, when nothing else crosses; 16 KiB at half a megabit take 0.26 s."""
+"""Effort before a job begins, when nothing else crosses; 16 KiB at half a megabit take 0.26 s."""
 
 BESIDE = Effort(first_bytes=16 << 10, most_bytes=1 << 20, seconds=0.1)
-"""Beside a training whose next request may come at any moment."""
+"""Effort during a training whose next request may come at any moment."""
 
 GROWTH = 8
-"""From one transfer to the next at most: what a burst let through says little about the link."""
+"""Largest growth from one transfer to the next: a rate measured during a burst says little about the link."""
 
 BEYOND = 1.25
-"""Aim so far beyond the seconds that are asked for, so that one more transfer is the last."""
+"""Aim for this many times the required seconds, so that one more transfer is the last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkEstimate:
-    """What probes of the link showed."""
+    """The bandwidth and round trip that probes of the link showed."""
 
     bandwidth_bytes_per_s: float
     rtt_s: float
 
 
 def measure_link(server: ServerClient) -> LinkEstimate:
-    """Bandwidth and round trip, before a job begins.
+    """Measure bandwidth and round trip, before a job begins.
 
     Raises:
         UpriverError: If the server does not answer.
@@ -54,7 +54,7 @@ def measure_link(server: ServerClient) -> LinkEstimate:
 
 
 def probed(server: ServerClient, effort: Effort) -> float:
-    """Bytes per second of the last of some transfers.
+    """Return the bytes per second of the last of several probes.
 
     Raises:
         UpriverError: If the server does not answer.

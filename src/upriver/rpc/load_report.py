@@ -1,4 +1,4 @@
-"""How slow the machines are today: beside what an earlier job has kept, and by others' work there."""
+"""Compare the machines' present speed with a cached profile, and estimate delays by other jobs' work."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from upriver.types import Tier, Timings
 log = logging.getLogger("upriver")
 
 UNCHANGED = 1.25
-"""A tier within so many times what was kept, either way, counts as unchanged: one run tells no more."""
+"""Factor, either way, within which a tier counts as unchanged since it was cached: one run shows no more."""
 
 NOTABLE = 1.5
-"""From so many times as slow on, a plan says so."""
+"""Factor from which on a plan notes the slowdown."""
 
 
 def notes(factors: Mapping[Tier, float], wait: float) -> list[str]:
-    """What of it a plan says.
+    """Return a plan's notes on slow machines.
 
     Args:
-        factors: Of tiers that have changed, how many times as long they take as was kept.
-        wait: As :func:`waiting` gives it.
+        factors: For tiers that have changed, their present time over the cached one.
+        wait: The result of :func:`waiting`.
     """
     found = [
         f"the {tier} tier takes {by:.1f} times as long as when its profile was measured"
@@ -48,12 +48,12 @@ def notes(factors: Mapping[Tier, float], wait: float) -> list[str]:
 
 
 def waiting(waits: Sequence[float], micro_batch_s: float, *, in_flight: int) -> float:
-    """How many times as long work takes where it is done in turn with others'.
+    """Return how many times as long work takes when it queues with other jobs' work.
 
     Args:
-        waits: What one more micro-batch would have waited, as told a few times.
-        micro_batch_s: What one of this job takes.
-        in_flight: How many of them wait for a worker themselves.
+        waits: Seconds that one more micro-batch would have waited, from a few responses.
+        micro_batch_s: Seconds of one of this job's micro-batches.
+        in_flight: Number of this job's micro-batches that wait for a worker.
     """
     if not waits or micro_batch_s <= 0:
         return 1.0
@@ -61,14 +61,14 @@ def waiting(waits: Sequence[float], micro_batch_s: float, *, in_flight: int) -> 
 
 
 def busy_s(timings: Timings) -> float:
-    """For how long a micro-batch kept a worker busy."""
+    """Return the seconds for which a micro-batch kept a worker busy."""
     return sum(
         seconds for phase, seconds in timings.phases.items() if phase not in ("receive", "queue", "weights")
     )
 
 
 def expected_waits(server: ServerClient) -> list[float]:
-    """What one more micro-batch would wait for a worker; nothing where the server does not say."""
+    """Return the seconds that one more micro-batch would wait for a worker; empty if unknown."""
     try:
         return [server.load().expected_wait_s]
     except UpriverError as error:
@@ -77,10 +77,10 @@ def expected_waits(server: ServerClient) -> list[float]:
 
 
 def profile_key(dataset: str, program: Program, server: ServerClient, info: Info) -> ProfileKey:
-    """What names the profile of a program on this machine and a server.
+    """Return the key of a program's profile on this machine and a server.
 
     Args:
-        dataset: Digest of what it runs on; empty where inputs come one by one.
+        dataset: Digest of the dataset that it runs on; empty if inputs come one by one.
     """
     return ProfileKey(
         program=program.digest,

@@ -1,4 +1,4 @@
-"""A near-data server of one's own: a subprocess on loopback, for one machine and for demonstrations."""
+"""Run a near-data server of one's own: a subprocess on loopback, for one machine and for demonstrations."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, OutputTail, anno
 from upriver.rpc.client import ServerClient
 
 READY_POLL_S = 0.05
-"""Between two looks at /readyz while it starts: a hundredth of what starting takes."""
+"""Seconds between two requests to /readyz during the start: a hundredth of the start's duration."""
 
 STOP_TIMEOUT_S = 10.0
-"""After SIGTERM; what has not ended by then is killed."""
+"""Seconds after SIGTERM before a process is killed."""
 
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
-"""Where ``upriver serve`` finds its token: unlike an argument, other users cannot see it."""
+"""Environment variable with the token of ``upriver serve``: unlike arguments, other users cannot see it."""
 
 
 class EmbeddedServer:
     """A running ``upriver serve``, which ends with this object, and with this process however that dies.
 
     Attributes:
-        url: Where it listens, on loopback.
+        url: Address on loopback.
     """
 
     def __init__(
@@ -53,20 +53,20 @@ class EmbeddedServer:
         port: int = 0,
         timeout_s: float = START_TIMEOUT_S,
     ) -> EmbeddedServer:
-        """Start a server and wait until it takes requests.
+        """Start a server and wait until it accepts requests.
 
         Args:
-            stores: Names to URIs.
-            threads: Of each compute process; the server's own default if None.
+            stores: URIs of stores, by name.
+            threads: Threads of each compute process; the server's own default if None.
             workers: Compute processes; the server's own default if None.
             cpu: Cores that the server and its processes may use.
-            token: What clients must send.
-            port: 0 takes a free one.
-            timeout_s: How long that may take.
+            token: Token that clients must send.
+            port: Port to listen on; 0 chooses a free one.
+            timeout_s: Seconds that the start may take.
 
         Raises:
             ConfigError: If a store cannot be shared with another process.
-            ServerUnavailable: If it ends or says nothing; with the last lines of its stderr.
+            ServerUnavailable: If it ends or does not get ready; with the last lines of its stderr.
         """
         _check_stores(stores)
         options = [option for name, uri in stores.items() for option in ("--store", f"{name}={uri}")]
@@ -83,12 +83,12 @@ class EmbeddedServer:
         token: str | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> EmbeddedServer:
-        """Start an ``upriver worker`` and wait until it takes requests.
+        """Start an ``upriver worker`` and wait until it accepts requests.
 
         Args:
-            allow: Names of what it may run, as ``--allow`` takes them.
+            allow: Names that it may run, as for ``--allow``.
             workers: Compute processes; its own default if None.
-            cpu: As for `start`, as are the others.
+            cpu: As for `start`, as are the other arguments.
 
         Raises:
             ServerUnavailable: As `start`.
@@ -136,16 +136,16 @@ class EmbeddedServer:
 
     @property
     def running(self) -> bool:
-        """Whether the process has not ended."""
+        """Return whether the process is still running."""
         return self._process.poll() is None
 
     @property
     def stderr_tail(self) -> str:
-        """The last lines it wrote to stderr."""
+        """The last lines that the server wrote to stderr."""
         return self._errors.text
 
     def close(self) -> None:
-        """Ask it to end, wait, and kill it if it does not. May be called again."""
+        """Ask the server to end, wait, and kill it if it does not. Idempotent."""
         self._close()
 
     def __enter__(self) -> EmbeddedServer:
@@ -192,7 +192,7 @@ def _spawn(
 
 @contextlib.contextmanager
 def _on_cores(cpu: Set[int] | None) -> Iterator[None]:
-    """Confine this thread for a moment: a child starts where the thread that starts it may run."""
+    """Restrict this thread's cores within a block: a child inherits them from the thread that starts it."""
     if cpu is None:
         yield
         return
@@ -209,7 +209,7 @@ def _on_cores(cpu: Set[int] | None) -> Iterator[None]:
 def _wait_until_ready(
     process: subprocess.Popen[bytes], errors: OutputTail, url: str, token: str | None, deadline: float
 ) -> None:
-    """One worker was ready when it said that it listens; whether it still answers is seen by asking."""
+    """Wait until /readyz answers; the server announced its address once one worker was ready."""
     with ServerClient(url, token=token) as client:
         while process.poll() is None and (left_s := deadline - time.monotonic()) > 0:
             with contextlib.suppress(UpriverError):
@@ -220,7 +220,7 @@ def _wait_until_ready(
 
 
 def _not_there(process: subprocess.Popen[bytes], errors: OutputTail, deadline: float) -> ServerUnavailable:
-    """Why a server that was started cannot be used."""
+    """Return the error that says why a started server cannot be used."""
     if time.monotonic() >= deadline:
         return ServerUnavailable(f"the embedded server was not ready in time{_said(errors)}")
     code = process.wait()
@@ -233,7 +233,7 @@ def _said(errors: OutputTail) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], lifeline: Lifeline, errors: OutputTail, owner: int) -> None:
-    """End it, unless this is not the process that started it."""
-    if owner != os.getpid():  # a fork of the process that started the server, on its own way out
+    """End the server, unless this process is a fork of the one that started it."""
+    if owner != os.getpid():  # a fork of the process that started the server is exiting
         return
     end(process, errors, lifeline, timeout_s=STOP_TIMEOUT_S)

@@ -1,7 +1,7 @@
-"""For how much of the time a server that is well takes nothing, and why: it is full, or a quota is.
+"""Track for how much of the time a healthy server refuses requests, and why: it is full, or a quota is.
 
-Where it refuses now and then a request waits a moment, and that is all. Where it does little else it is no
-place to plan for, though it answers every question at once. Either way the job gets slower, so it is told.
+If a server refuses now and then, a request waits a moment. If it mostly refuses, no plan should rely on it,
+although it answers every request at once. In both cases the job gets slower, so the log and the plan say so.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from upriver.text import said
 log = logging.getLogger("upriver")
 
 MAX_REST_S = 5.0
-"""A server may ask for a longer rest; asking it again after this long is cheap."""
+"""Longest rest that a server can ask for; asking it again after this time is cheap."""
 
 WINDOW_S = 20.0
-"""How far back to look: some rests of the longest kind (`MAX_REST_S`), and a server that takes requests again
-is soon one to plan for."""
+"""Seconds to look back: several of the longest rests (`MAX_REST_S`), yet short enough that a recovered server
+is soon planned for again."""
 
 LEAST = 0.01
-"""What is left of a server that has refused all the time: it may take the next request, which one that is not
-there cannot."""
+"""Least availability of a server that has refused all the time: unlike a dead one, it may accept the next
+request."""
 
 LOG_EVERY_S = 60.0
-"""Between two log lines about one server, at least: a full one refuses several times a second."""
+"""Least seconds between two log lines about one server: a full one refuses several times a second."""
 
 
 class Refusals:
-    """The stretches of time in which one server took nothing. Not thread-safe.
+    """The time spans in which one server refused requests. Not thread-safe.
 
     Args:
-        window_s: How far back to look.
-        now: Seconds of a clock that never goes back.
+        window_s: Seconds to look back.
+        now: Returns seconds of a monotonic clock.
     """
 
     def __init__(self, *, window_s: float = WINDOW_S, now: Callable[[], float] = time.monotonic) -> None:
         self._window_s, self._now = window_s, now
-        self._spans: deque[tuple[float, float]] = deque()  # one after the other, none overlaps another
+        self._spans: deque[tuple[float, float]] = deque()  # in order, without overlaps
 
     def refused(self, began: float, until: float) -> None:
-        """A request that was sent at ``began`` was refused; none is to be sent before ``until``."""
+        """Record that a request sent at ``began`` was refused, and that none follows before ``until``."""
         while self._spans and self._spans[-1][1] >= began:
             first, last = self._spans.pop()
             began, until = min(began, first), max(until, last)
@@ -54,7 +54,7 @@ class Refusals:
 
     @property
     def available(self) -> float:
-        """The share of the last seconds in which it was not so; 1 for a server that has refused nothing."""
+        """Share of the last seconds without refusals; 1 for a server that has refused nothing."""
         now = self._now()
         first = now - self._window_s
         while self._spans and self._spans[0][1] <= first:
@@ -64,21 +64,21 @@ class Refusals:
 
 
 class RefusalLog:
-    """What servers have refused, in words: counted for plans, and logged now and then. Thread-safe.
+    """Count refused requests for plans, and log them now and then. Thread-safe.
 
     Args:
-        every_s: Seconds between two lines about one server, at least.
-        now: Seconds of a clock that never goes back.
+        every_s: Least seconds between two lines about one server.
+        now: Returns seconds of a monotonic clock.
     """
 
     def __init__(self, *, every_s: float = LOG_EVERY_S, now: Callable[[], float] = time.monotonic) -> None:
         self._every_s, self._now = every_s, now
         self._lock = threading.Lock()
         self._count, self._last = 0, ""
-        self._logged: dict[str, tuple[float, int]] = {}  # address to when, and how many since
+        self._logged: dict[str, tuple[float, int]] = {}  # address to (time of its line, refusals since)
 
     def add(self, url: str, error: Overloaded) -> None:
-        """A server has refused a request; logs it, unless there was a line about this server just now."""
+        """Record that a server refused a request; log it unless a line about this server is recent."""
         after = f"to be asked again after {min(MAX_REST_S, error.retry_after_s):g} s"
         reason = said(str(error).removeprefix(f"{url} "))
         why = f"{after}: {reason}" if reason else after
@@ -93,7 +93,7 @@ class RefusalLog:
 
     @property
     def remark(self) -> str:
-        """All of it so far in one sentence; empty where nothing was refused."""
+        """All refusals so far in one sentence; empty if there were none."""
         with self._lock:
             count, last = self._count, self._last
         if not count:

@@ -1,8 +1,8 @@
-"""Several servers as one: which is healthy, which has room, and when a lost one is back.
+"""Pool several servers: track which are healthy and have room, and bring lost ones back.
 
-Each server has a keeper, a thread that sleeps unless its server needs attention: it lets a new or returned
-server in (after the caller's check), lets an overloaded one rest, and looks whether a silent one is still
-alive.
+Each server has a keeper, a thread that sleeps unless its server needs attention. The keeper admits a new or
+returned server, after the caller's check. It lets an overloaded server rest, and checks whether a silent one
+is still alive.
 
 ```
 joining ──admit──► up ──Overloaded, nothing in flight──► resting ──► up
@@ -11,8 +11,8 @@ joining ──admit──► up ──Overloaded, nothing in flight──► res
                     └──silent, and /livez does not answer───►
 ```
 
-Servers may be added and dropped at any time. One that is dropped gets no further request; what it is at may
-end, and then its client is closed.
+Servers may be added and dropped at any time. A dropped server gets no further request; its requests in flight
+may finish, and then its client is closed.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ if TYPE_CHECKING:
 log = logging.getLogger("upriver")
 
 QUIET_S = 5.0
-"""A server that has owed an answer for so long is asked whether it lives: a micro-batch of the largest
-network measured (vgg19) takes 11 s on one core, so silence alone means nothing, but asking costs little."""
+"""Seconds of silence after which a server that owes an answer is probed. A micro-batch of the largest network
+measured (vgg19) takes 11 s on one core, so silence alone means nothing, but a probe costs little."""
 
 PROBE_TIMEOUT_S = 5.0
-"""For /livez and /readyz, which a healthy server answers at once, however busy its workers."""
+"""Timeout of /livez and /readyz, which a healthy server answers at once, however busy its workers."""
 
 RAISE_BY = 0.125
-"""What a success adds to a server's limit after it had refused: one more request in flight for eight
+"""Amount by which a success raises a server's limit after a refusal: one more request in flight per eight
 answers."""
 
 LOST = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, Forbidden)
-"""Errors after which a server must be let in again: it died, restarted, lost the program or changed its
-version, or this job is not one that may ask it. `TooLarge`, which is said of one request, is none of them."""
+"""Errors after which a server must be admitted again: it died, restarted, lost the program, changed its
+version, or does not accept this job. `TooLarge`, which concerns one request, is excluded."""
 
 DECIDED = (DoesNotFit, TooLarge, StorageFull, Forbidden, NotAuthorized, ProgramError)
-"""Errors that come again however often a server is to be let in, until somebody changes something there."""
+"""Errors with the same outcome at every admission, until an operator changes something on the server."""
 
 DECIDED_REST_S = 30.0
-"""Between two attempts at such a server, at least: each has it look at a request, or at a program that is
-sent anew, and write that down."""
+"""Least seconds between two attempts at such a server: each attempt makes it check a request or a newly sent
+program, and log that."""
 
 
 class AnswerStream(Protocol):
-    """Micro-batches as they arrive. ``close`` may be called from any thread and wakes a waiting reader."""
+    """Micro-batches as they arrive. Any thread may call ``close``, which wakes a waiting reader."""
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Timings]]: ...
     def __next__(self) -> tuple[MicroBatch, Timings]: ...
@@ -85,30 +85,30 @@ class AnswerStream(Protocol):
 
 
 class Transport(Protocol):
-    """What the pool and the loader need of a client; `ServerClient` is the one that talks HTTP."""
+    """The client interface of the pool and the loader; `ServerClient` implements it over HTTP."""
 
     @property
     def url(self) -> str:
-        """Names the server in reports."""
+        """Address of the server, as in reports."""
 
     def run(self, request: RunRequest) -> AnswerStream:
         """Start a request; nothing is sent before the answer is iterated."""
 
     def alive(self, *, timeout_s: float) -> bool:
-        """Whether the server's front answers at all."""
+        """Return whether the server's front answers at all."""
 
     def ready(self, *, timeout_s: float) -> bool:
-        """Whether it takes requests; raises ServerUnavailable when it cannot be reached."""
+        """Return whether the server accepts requests; raise ServerUnavailable if it cannot be reached."""
 
     def abort(self) -> None:
-        """Break all connections off: whoever reads from one gets ServerUnavailable."""
+        """Break off all connections: their readers get ServerUnavailable."""
 
     def close(self) -> None:
         """Abort, and refuse further use."""
 
 
 class Health(StrEnum):
-    """Where a server stands."""
+    """The state of a server in the pool."""
 
     JOINING = "joining"
     UP = "up"
@@ -119,12 +119,12 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerStatus:
-    """One server, for reports.
+    """The status of one server, for reports.
 
     Attributes:
-        reason: Why it is not up; empty where it is.
-        served: Requests it has answered in full.
-        available: The share of the last seconds in which it did not refuse requests.
+        reason: Why it is not up; empty if it is.
+        served: Requests that it has answered in full.
+        available: Share of the last seconds in which it did not refuse requests.
     """
 
     url: str
@@ -136,7 +136,7 @@ class ServerStatus:
 
 
 class _Member:
-    """One server's state; guarded by the pool's lock."""
+    """The state of one server; guarded by the pool's lock."""
 
     def __init__(self, client: Transport, limit: int) -> None:
         self.client = client
@@ -146,17 +146,17 @@ class _Member:
         self.served = 0
         self.failures = 0
         self.limit = float(limit)
-        self.rest_s = 0.0  # how long it is left alone, if it is
+        self.rest_s = 0.0  # seconds to leave it alone, if so
         self.rests = 0  # in a row
         self.last_heard = 0.0
         self.answered_at = 0.0
         self.refusals = Refusals()
         self.left = False  # dropped: no further request
-        self.lives = 0  # how often it was let in; a failure of an earlier life says nothing about this one
+        self.lives = 0  # number of admissions; a failure from before the last one says nothing about it now
 
 
 class Lease:
-    """The right to one request on one server; how its ``with`` block ends decides about its health."""
+    """The right to one request on one server; the outcome of its block updates the server's health."""
 
     def __init__(self, pool: ServerPool, member: _Member) -> None:
         self._pool = pool
@@ -166,11 +166,11 @@ class Lease:
 
     @property
     def client(self) -> Transport:
-        """The server."""
+        """The server's client."""
         return self._member.client
 
     def heard(self) -> None:
-        """Something has arrived from the server."""
+        """Note that bytes have arrived from the server."""
         self._member.last_heard = self._member.answered_at = time.monotonic()
 
     def __enter__(self) -> Lease:
@@ -183,21 +183,20 @@ class Lease:
 
 
 class ServerPool:
-    """Lends the least-loaded healthy server, and brings lost ones back. Thread-safe; owns its clients.
+    """Lend the least-loaded healthy server, and bring lost ones back. Thread-safe; owns its clients.
 
     Args:
-        clients: One for each server address.
-        admit: Called before a server is used for the first time and after each loss (version, fingerprint,
-            program there, canary). `NotExact` keeps the server out for good; any other error is tried again
-            later.
-        max_in_flight: Requests at once on one server; a server that refuses lowers its own limit.
-        backoff: Between attempts to bring a server back.
-        budget: Shared by all retries of the jobs that use this pool.
-        quiet_s: Silence after which a server that owes an answer is asked whether it lives.
-        probe_timeout_s: How long that question, or /readyz, may take.
+        clients: One client for each server address.
+        admit: Checks a server before its first use and after each loss (version, fingerprint, program,
+            canary). `NotExact` excludes the server for good; any other error is retried later.
+        max_in_flight: Most requests at once on one server; a server that refuses lowers its own limit.
+        backoff: Delays between attempts to bring a server back.
+        budget: Retry budget shared by the jobs that use this pool.
+        quiet_s: Seconds of silence after which a server that owes an answer is probed.
+        probe_timeout_s: Timeout of that probe, and of /readyz.
 
     Attributes:
-        refusal_log: What servers have had no room for, those among them that have been dropped since.
+        refusal_log: Requests that servers have refused, including servers dropped since.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class ServerPool:
     # ------------------------------------------------------------------------------- for borrowers
 
     def borrow(self, url: str | None = None) -> Lease | None:
-        """The least-loaded healthy server that has room (the one at ``url``, if that is given), or None."""
+        """Lease the least-loaded healthy server with room, or the one at ``url``; return None if none has."""
         with self._changed:
             asked = [m for m in self._members if url is None or m.client.url == url]
             free = [m for m in asked if m.health is Health.UP and m.in_flight < int(m.limit)]
@@ -251,24 +250,24 @@ class ServerPool:
 
     @property
     def usable(self) -> bool:
-        """Whether any server is up, be it at its limit."""
+        """Return whether any server is up, even one at its limit."""
         with self._changed:
             return any(member.health is Health.UP for member in self._members)
 
     @property
     def up(self) -> tuple[Transport, ...]:
-        """The clients of all servers that are up, in the order in which they came."""
+        """Clients of all servers that are up, in the order in which they joined."""
         with self._changed:
             return tuple(member.client for member in self._members if member.health is Health.UP)
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """The addresses of all servers, however they are, in the order in which they came."""
+        """Addresses of all servers, whatever their state, in the order in which they joined."""
         with self._changed:
             return tuple(member.client.url for member in self._members)
 
     def lost(self, url: str) -> str | None:
-        """Why this server cannot be used, if that is more than a matter of waiting; None if it is not."""
+        """Return why this server cannot be used; None if it can be, or will be after a short wait."""
         for status in self.status():
             if status.url == url:
                 return (
@@ -277,7 +276,7 @@ class ServerPool:
         return "it is none of this job's servers"
 
     def wait_joined(self, timeout_s: float, urls: Collection[str] | None = None) -> bool:
-        """Wait until each server (of ``urls``) was let in or failed to be, once; whether any is up."""
+        """Wait until each server (of ``urls``) was admitted or failed once; return whether any is up."""
         with self._changed:
             awaited = [m for m in self._members if urls is None or m.client.url in urls]
             self._changed.wait_for(
@@ -287,7 +286,7 @@ class ServerPool:
         return self.usable
 
     def status(self) -> tuple[ServerStatus, ...]:
-        """Every server as it stands, in the order given."""
+        """Return the status of every server, in the order given."""
         with self._changed:
             return tuple(
                 ServerStatus(
@@ -302,17 +301,17 @@ class ServerPool:
             )
 
     def add_listener(self, listener: Callable[[], None]) -> None:
-        """Call ``listener``, with no lock held, whenever `borrow` may answer differently."""
+        """Call ``listener``, with no lock held, whenever the result of `borrow` may change."""
         with self._changed:
             self._listeners.append(listener)
 
     def remove_listener(self, listener: Callable[[], None]) -> None:
-        """Stop calling it; unknown ones are ignored."""
+        """Stop calling a listener; unknown ones are ignored."""
         with self._changed:
             self._listeners = [known for known in self._listeners if known != listener]
 
     def close(self) -> None:
-        """Break everything off and stop the keepers. May be called again."""
+        """Interrupt all requests and stop the keepers. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -332,9 +331,9 @@ class ServerPool:
     # --------------------------------------------------------------------------- come and go
 
     def add(self, client: Transport) -> None:
-        """Let one more server in, once it has passed what all have to pass; any thread may call this.
+        """Add one more server; it is used once it is admitted. Any thread may call this.
 
-        The client belongs to the pool from here on. Where its address is known already it is closed at once.
+        The pool owns the client from here on. A client for a known address is closed at once.
         """
         with self._changed:
             known = [member.client for member in self._members if member.client.url == client.url]
@@ -345,9 +344,9 @@ class ServerPool:
             client.close()
 
     def drop(self, url: str) -> None:
-        """Give a server no more requests; any thread may call this. Unknown ones are ignored.
+        """Send a server no more requests; any thread may call this. Unknown addresses are ignored.
 
-        What it is at may end as it will; then its client is closed.
+        Its requests in flight may finish; then its client is closed.
         """
         with self._changed:
             gone = [member for member in self._members if member.client.url == url]
@@ -363,7 +362,7 @@ class ServerPool:
             self._tell()
 
     def _take_in(self, client: Transport) -> None:
-        """A new member, and its keeper."""
+        """Add a new member, and start its keeper."""
         member = _Member(client, self._max_in_flight)
         name = f"upriver-keeper-{next(self._numbers)}"
         keeper = threading.Thread(target=self._keep, args=(member,), name=name, daemon=True)
@@ -374,7 +373,7 @@ class ServerPool:
     # ---------------------------------------------------------------------------------- changes
 
     def _settle(self, member: _Member, error: BaseException | None, *, life: int, began: float) -> None:
-        """A lease came back: draw the conclusions."""
+        """Update a server's state after a lease has ended."""
         with self._changed:
             member.in_flight -= 1
             if error is None:
@@ -398,19 +397,22 @@ class ServerPool:
             self.refusal_log.add(member.client.url, error)  # not under the lock, since it logs
 
     def _refused(self, member: _Member, error: Overloaded, began: float) -> None:
-        """It had no room: send less, and nothing for a while where that was all that it was asked for."""
+        """Lower the limit of a server without room; let it rest if it refused its only request."""
         now, rest_s = time.monotonic(), 0.0
         member.limit = max(1.0, float(member.in_flight))
         if member.in_flight == 0 and member.health is Health.UP:
             member.rests += 1
             rest_s = member.rest_s = max(self._as_told_s(error), self._backoff.wait_s(member.rests))
             self._set(member, Health.RESTING, str(error))
-        # Some servers let a request wait before they refuse it; answers to others show that they do not only
-        # wait.
+        # Some servers let a request wait before they refuse it. Answers to other requests show that they do
+        # not only wait.
         member.refusals.refused(max(began, member.answered_at), now + rest_s)
 
     def _as_told_s(self, error: Overloaded) -> float:
-        """At least what a server asks for, at most twice that: clients sent away together come back apart."""
+        """Return one to two times the seconds that a server asks for.
+
+        Clients that were rejected together then retry at different times.
+        """
         told_s = min(MAX_REST_S, error.retry_after_s)
         return self._backoff.rng.uniform(told_s, 2 * told_s)
 
@@ -427,7 +429,7 @@ class ServerPool:
     # ----------------------------------------------------------------------------------- keepers
 
     def _keep(self, member: _Member) -> None:
-        """One server's keeper: sleeps until its server needs it."""
+        """Run one server's keeper: sleep until the server needs attention."""
         steps = {
             Health.JOINING: self._join,
             Health.DOWN: self._bring_back,
@@ -439,11 +441,14 @@ class ServerPool:
             step(member)
             if member.health is not before:
                 self._tell()
-        if member.left and member.in_flight:  # lost, dropped, and from here on nobody watches what it owes
+        if member.left and member.in_flight:  # lost and dropped: no keeper watches its requests from here on
             member.client.abort()
 
     def _needs_keeper(self, member: _Member) -> bool:
-        """All do while the pool is open; one that was dropped as long as it owes an answer."""
+        """Return whether a server needs its keeper.
+
+        Every server does while the pool is open; a dropped one does while it owes an answer.
+        """
         owes = member.in_flight > 0 and member.health is Health.UP
         return not self._closed and (owes or not member.left)
 
@@ -452,7 +457,7 @@ class ServerPool:
             self._join(member)
 
     def _join(self, member: _Member) -> None:
-        """Ask the server whether it is ready, and the caller whether it may be used."""
+        """Check that the server is ready, and that the caller's check admits it."""
         try:
             if not member.client.ready(timeout_s=self._probe_timeout_s):
                 raise ServerUnavailable(f"{member.client.url} is not ready")
@@ -461,7 +466,7 @@ class ServerPool:
         except Exception as error:
             if isinstance(error, Overloaded):
                 self.refusal_log.add(member.client.url, error)
-            # Errors that are not ours are a fault in `admit`: trying again would not help.
+            # Other errors are a fault in `admit`: a retry would not help.
             keep_out = isinstance(error, NotExact) or not isinstance(error, UpriverError)
             with self._changed:
                 member.failures += 1
@@ -478,7 +483,7 @@ class ServerPool:
                 log.info("%s is used again; it was not, since: %s", member.client.url, said(before))
 
     def _rest_after(self, error: Exception) -> float:
-        """For how long a server that could not be let in is left alone, whatever the backoff says."""
+        """Return the least seconds to leave a server alone that was not admitted, whatever the backoff."""
         if isinstance(error, Overloaded):
             return self._as_told_s(error)
         if isinstance(error, DECIDED):
@@ -493,7 +498,7 @@ class ServerPool:
                     self._set(member, Health.UP, "")
 
     def _watch(self, member: _Member) -> None:
-        """Sleep while all is well; return when the server's health changed or it turned out to be dead."""
+        """Sleep while the server is well; return when its health changed or it turned out to be dead."""
         with self._changed:
             while member.health is Health.UP and self._needs_keeper(member):
                 quiet_s = time.monotonic() - member.last_heard
@@ -520,11 +525,11 @@ class ServerPool:
             return False
 
     def _sleep(self, member: _Member, seconds: float) -> bool:
-        """Sleep, unless the pool is closed or the server dropped; whether neither is so."""
+        """Sleep, unless the pool is closed or the server dropped; return False in these cases."""
         with self._changed:
             return not self._changed.wait_for(lambda: self._closed or member.left, seconds)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a server that answered so must be let in again before it is asked further."""
+    """Return whether a server that gave this error must be admitted again before further requests."""
     return isinstance(error, LOST) and not isinstance(error, TooLarge)

@@ -1,8 +1,8 @@
-"""What has to hold before a server's answers are used: version, fingerprint, program, dataset, canary.
+"""Verify a server before its answers are used: version, fingerprint, program, dataset, canary.
 
-The canary is a real micro-batch of the job that both sides compute: if one bit of the features differs, this
-server does not take part in an ``exact="bitwise"`` job, whatever its fingerprint says. Where servers may run
-several micro-batches at once, each such size has a canary of its own.
+The canary is a real micro-batch of the job that both sides compute. If one bit of the features differs, the
+server does not take part in an ``exact="bitwise"`` job, whatever its fingerprint. If servers may run several
+micro-batches at once, each such size has its own canary.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from upriver.types import MicroBatch, Timings
 log = logging.getLogger("upriver")
 
 MEASURE_S = 120.0
-"""For a canary, from the request to the last byte: the slowest network measured takes 11 s for a micro-batch
-on one core, loading its program from a busy disk as long, and its largest cut 82 s over 20 Mbit/s."""
+"""Seconds for a canary, from the request to the last byte. The slowest network measured takes 11 s for a
+micro-batch on one core, and loading its program from a busy disk as long. Its largest cut takes 82 s over 20
+Mbit/s."""
 
 ABOUT_SERVER = (ServerUnavailable, NotAuthorized, Forbidden, Overloaded, StoreError)
-"""Errors that come whatever the size: any other that a larger one meets is a reason to do without it."""
+"""Errors independent of the size. Any other error at a larger size means that the size is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequirements:
-    """What a job asks of a server, whichever samples and cut."""
+    """A job's requirements of a server, for any samples and cut."""
 
     dataset: Dataset
     program: Program
@@ -64,14 +65,14 @@ class JobRequirements:
         epoch: int,
         larger: Sequence[Larger] = (),
     ) -> RunRequest:
-        """Run the chain from the stored bytes to ``stop``.
+        """Return a request that runs the chain from the stored bytes to ``stop``.
 
         Args:
             micro_batches: Sample ids.
-            stop: Where the answers stand.
-            epoch: Of the job.
-            larger: Programs for more samples at once; those are named that the request has enough whole
-                micro-batches for.
+            stop: Position of the results.
+            epoch: Epoch of the job.
+            larger: Programs for more samples at once. The request names those for which it has enough whole
+                micro-batches.
         """
         size = self.program.micro_batch
         most = size * sum(len(ids) == size for ids in micro_batches) if stop > 0 else 0
@@ -90,22 +91,21 @@ class JobRequirements:
 
 
 class ServerVerifier:
-    """Lets a server in, or says why not.
+    """Admit a server to a job, or raise the reason against it.
 
     Args:
-        question: What will be asked.
-        engine: The plain way's engine, for what this side computes.
+        question: The job's requirements.
+        engine: The plain way's engine, for the local computation.
         canary: Sample ids of the canary, one micro-batch.
-        reference: The canary's features at the freeze point as this side computes them; called once, when
-            needed.
+        reference: Computes the canary's features at the freeze point locally; called once, when needed.
         allowed: By how much features may differ (``exact="numeric"``); None asks for equal bits.
-        values: Where the samples lie in the features at the freeze point.
+        values: Sample dimensions of the features at the freeze point.
 
     Attributes:
-        cuts: Where servers are asked.
-        distances: Addresses to the largest difference seen there.
-        larger: The program at larger sizes that servers may choose; none unless low bits may differ.
-        left_out: Samples of sizes that were among them, to why they are no more.
+        cuts: Cuts at which servers are asked.
+        distances: Largest difference seen, by address.
+        larger: The program at larger sizes that servers may choose; empty unless low bits may differ.
+        left_out: (samples, reason) of each size that was removed from ``larger``.
     """
 
     def __init__(
@@ -141,10 +141,10 @@ class ServerVerifier:
         )
 
     def admit(self, client: Transport) -> None:
-        """Check a server that joins or comes back; a :class:`~upriver.rpc.server_pool.ServerPool` calls it.
+        """Check a server that joins or returns; a :class:`~upriver.rpc.server_pool.ServerPool` calls it.
 
         Raises:
-            NotExact: If its bits are not ours.
+            NotExact: If its bits differ from the local ones.
             UpriverError: If it cannot be used now.
         """
         server, passed = cast(ServerClient, client), set[int]()
@@ -167,16 +167,16 @@ class ServerVerifier:
         *,
         refused: Callable[[str, Overloaded], None],
     ) -> None:
-        """Let servers that are in pass the canary at more cuts; whoever joins from now on does, too.
+        """Run the canary at more cuts on admitted servers; servers that join later run it there too.
 
         Args:
-            cuts: Beside those that are open.
-            servers: Which are in; asked when whoever joins is measured at these cuts already.
-            refused: Told the address of one that has no room for it now, and what it says.
+            cuts: Cuts in addition to the open ones.
+            servers: Returns the admitted servers; called once joining servers are measured at these cuts too.
+            refused: Called with the address of a server without room, and its error.
 
         Raises:
-            NotExact: If one does not; then none is asked at these cuts.
-            UpriverError: If one cannot be asked now; likewise.
+            NotExact: If a server fails; then no server is asked at these cuts.
+            UpriverError: If a server cannot be asked now; likewise.
         """
         before = self.cuts
         self.cuts = tuple(sorted({*before, *cuts}))
@@ -193,7 +193,7 @@ class ServerVerifier:
             raise
 
     def measure(self, server: ServerClient, *, stop: int) -> Timings:
-        """Let a server compute the canary up to a cut, compare, and give its timings.
+        """Let a server compute the canary up to a cut, compare, and return its timings.
 
         Raises:
             NotExact: If the fingerprint or the features differ.
@@ -207,9 +207,9 @@ class ServerVerifier:
         return timings
 
     def prove_larger(self, server: ServerClient) -> None:
-        """Let a server compute the canary at each larger size; one that it cannot, or not near enough, goes.
+        """Let a server compute the canary at each larger size; leave out sizes at which it fails.
 
-        It goes for all servers, since a request does not know which of them it is for.
+        A size is left out for all servers, since a request does not know its server.
 
         Raises:
             UpriverError: If the server cannot be used now, whatever the size.
@@ -229,9 +229,10 @@ class ServerVerifier:
             self._proved_larger.add(server.url)
 
     def _measure_larger(self, server: ServerClient, program: Program) -> None:
-        """As many of the canary's samples as the program takes, again and again: all must come out alike.
+        """Let a server run the canary's samples, repeated to the program's size: all repeats must be equal.
 
-        Up to the freeze point, which takes all stages; each earlier cut is a stretch of the same.
+        It runs up to the freeze point, which covers all stages; each earlier cut runs a part of the same
+        stages.
         """
         bring(server, program)
         times = program.micro_batch // len(self._canary)
@@ -248,7 +249,7 @@ class ServerVerifier:
                 raise NotExact(f"{server.url} gives {found} for the canary micro-batch")
 
     def _at_size(self, server: ServerClient, batch: MicroBatch, size: int) -> tuple[torch.Tensor, ...]:
-        """Features of so many samples, and nothing else."""
+        """Return the features, or raise `NotExact` unless they hold exactly ``size`` samples."""
         try:
             got = self._values.check(batch.tensors)
         except ConfigError:
@@ -271,7 +272,7 @@ class ServerVerifier:
         )
 
     def _referred(self) -> MicroBatch:
-        """The canary's features as this side computes them."""
+        """Return the canary's features as computed locally."""
         with self._lock:
             if self._reference is None:
                 self._reference = self._make_reference()
@@ -300,7 +301,7 @@ class ServerVerifier:
             )
 
     def _note_distance(self, server: ServerClient, wanted: MicroBatch, done: MicroBatch) -> None:
-        """With a tolerance, say how much of it a server needed."""
+        """Record how much of the tolerance a server needed."""
         if self._allowed is not None:
             apart = largest(wanted.tensors, done.tensors)
             with self._lock:
@@ -309,16 +310,16 @@ class ServerVerifier:
 
 
 def check_fingerprint(url: str, theirs: Mapping[str, str], device: torch.device, *, exact: bool) -> None:
-    """Compare what decides the low bits on a server with what does here.
+    """Compare the fingerprint of a server with the local one: the settings that decide low bits.
 
     Args:
-        url: The server's.
-        theirs: Its fingerprint.
-        device: Where this side computes.
-        exact: Whether low bits must be equal; a difference is noted if not.
+        url: Address of the server.
+        theirs: Fingerprint of the server.
+        device: Device of the local computation.
+        exact: Whether low bits must be equal; if not, a difference is only logged.
 
     Raises:
-        NotExact: If they must, and are not.
+        NotExact: If low bits must be equal, and the fingerprints differ.
     """
     ours = fingerprint(device)
     different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
@@ -333,7 +334,7 @@ def check_fingerprint(url: str, theirs: Mapping[str, str], device: torch.device,
 
 
 def bring(server: ServerClient, program: Program) -> None:
-    """Let the server have a program; of one at another size the graph alone, where it has the weights."""
+    """Upload a program unless the server has it; if the server has its weights, only the graph is sent."""
     if not server.has_program(program.digest):
         server.put_program(program)
 
@@ -341,21 +342,21 @@ def bring(server: ServerClient, program: Program) -> None:
 def answer_of(
     server: ServerClient, request: RunRequest, seconds: float, batches: Sequence[MicroBatch] = ()
 ) -> tuple[MicroBatch, Timings]:
-    """The answer to a request for one micro-batch, if it is there in time.
+    """Return the answer to a request for one micro-batch, within a time limit.
 
     Args:
-        seconds: From here to its last byte.
-        batches: The inputs, where the request names no dataset.
+        seconds: Time limit, from the call to the last byte.
+        batches: The inputs, if the request names no dataset.
 
     Raises:
-        ServerUnavailable: If it is not.
-        UpriverError: Whatever else went wrong.
+        ServerUnavailable: If the answer is late.
+        UpriverError: Any other error of the request.
     """
     return only(server.run(request, batches), seconds, url=server.url)
 
 
 def only(answer: RunAnswer, seconds: float, *, url: str) -> tuple[MicroBatch, Timings]:
-    """What an answer of one micro-batch holds, if it is there in time.
+    """Return the single micro-batch of an answer, within a time limit.
 
     Raises:
         UpriverError: As `answer_of`.
@@ -368,7 +369,7 @@ def only(answer: RunAnswer, seconds: float, *, url: str) -> tuple[MicroBatch, Ti
 
 
 def threads_hint(server: ServerClient) -> str:
-    """A word on thread counts, where they may be the cause: some kernels add up in another order."""
+    """Return a hint on different thread counts, if any: some kernels then add up in another order."""
     there, here = server.info().threads, torch.get_num_threads()
     if there == here:
         return ""

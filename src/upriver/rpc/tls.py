@@ -1,4 +1,4 @@
-"""HTTPS as a client sets it up: whom to trust, and what to show to servers that ask who it is."""
+"""Set up HTTPS for clients: the trusted authorities, and the certificate for servers that ask for one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from upriver.secret_files import check_secret
 from upriver.text import printable, said
 
 FilePath = str | os.PathLike[str]
-"""Where a file is."""
+"""Path of a file."""
 
 
 def client_context(
     *, ca: FilePath | None = None, certificate: FilePath | None = None, key: FilePath | None = None
 ) -> ssl.SSLContext | None:
-    """What connections to servers are encrypted with; None where all is as the system has it.
+    """Return the TLS context for connections to servers; None if the system's defaults apply.
 
     Args:
         ca: Authorities that vouch for the servers, in PEM; only these are trusted then.
@@ -25,8 +25,8 @@ def client_context(
         key: The certificate's private key, in PEM and without a password.
 
     Raises:
-        ConfigError: If a file cannot be read or is not what it should be, the key is open to others, or
-            certificate or key is missing.
+        ConfigError: If a file cannot be read or has the wrong content, if other users can read the key, or if
+            only one of certificate and key is given.
     """
     authorities, shown, private = _path("ca", ca), _path("certificate", certificate), _path("key", key)
     if (shown is None) != (private is None):
@@ -60,7 +60,7 @@ def _trusting(ca: str | None) -> ssl.SSLContext:
 
 def _show(context: ssl.SSLContext, certificate: str, key: str) -> None:
     try:
-        # A key that is locked with a password is an error, and not a question on the terminal.
+        # A key with a password must raise an error instead of asking on the terminal.
         context.load_cert_chain(certificate, key, password=lambda: "")
     except ssl.SSLError as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Features from two tiers: equal to the bit, or as near as ``exact="numeric"`` allows."""
+"""Compare features from two tiers: equal to the bit, or within the tolerance of ``exact="numeric"``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Exact = Literal["bitwise", "numeric"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tolerance:
-    """How far two tiers' features may be apart: ``rtol`` of each value plus ``atol`` of the largest one.
+    """Allowed difference of two tiers' features: ``rtol`` of each value plus ``atol`` of the largest one.
 
-    Whole numbers and flags have none: they are equal or they are not.
+    Integers and booleans have no tolerance: they must be equal.
     """
 
     rtol: float
@@ -26,18 +26,20 @@ class Tolerance:
 
 
 FLOAT32 = Tolerance(rtol=1e-3, atol=1e-4)
-"""What float32 convolutions of different instruction sets differ by after twenty layers, with room to
-spare."""
+"""Difference of float32 convolutions of different instruction sets after twenty layers, with a margin."""
 
 COARSER = {
     torch.float16: Tolerance(rtol=1e-2, atol=2e-3),
     torch.bfloat16: Tolerance(rtol=5e-2, atol=2e-2),
 }
-"""Where features were computed in fewer bits: a few units in the last place of those types."""
+"""Tolerances for features computed in fewer bits: a few units in the last place of those types."""
 
 
 def tolerance(dtypes: Sequence[torch.dtype | None]) -> Tolerance:
-    """The tolerance for features computed in these types (autocast's among them); the coarsest decides."""
+    """Return the tolerance for features computed in these types, autocast's included.
+
+    The coarsest type decides.
+    """
     coarser = [COARSER[dtype] for dtype in dtypes if dtype in COARSER]
     return max(coarser, key=lambda allowed: allowed.rtol, default=FLOAT32)
 
@@ -45,12 +47,12 @@ def tolerance(dtypes: Sequence[torch.dtype | None]) -> Tolerance:
 def difference(
     ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], allowed: Tolerance | None
 ) -> str:
-    """What keeps these features from being the same; empty where nothing does.
+    """Return how two tiers' features differ; empty if they are the same.
 
     Args:
-        ours: Every tensor that crosses the cut, as this side computed it.
-        theirs: As the other side did.
-        allowed: None asks for equal bits.
+        ours: Every tensor that crosses the cut, as computed locally.
+        theirs: The same tensors, as computed by the server.
+        allowed: The tolerance; None asks for equal bits.
     """
     if len(ours) != len(theirs):
         return f"{len(theirs)} tensors instead of {len(ours)}"
@@ -65,7 +67,7 @@ def difference(
 
 
 def largest(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
-    """The largest difference of floating-point features, as a part of the largest value of its tensor."""
+    """Return the largest difference of floating-point features, relative to its tensor's largest value."""
     pairs = [(a, b.to(a.device)) for a, b in zip(ours, theirs, strict=True) if a.is_floating_point()]
     return max((_distance(a, b) for a, b in pairs), default=0.0)
 
@@ -80,7 +82,10 @@ def _same(a: torch.Tensor, b: torch.Tensor, allowed: Tolerance | None) -> bool:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """To the bit: other than for ``torch.equal``, a NaN equals itself and zero is not minus zero."""
+    """Return whether all bits are equal.
+
+    Unlike in ``torch.equal``, a NaN equals itself and zero differs from minus zero.
+    """
     if not a.is_floating_point():
         return torch.equal(a, b)
     word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -1,4 +1,4 @@
-"""What callers hand in, checked once: an error names the argument, what is allowed, and what was got."""
+"""Check callers' arguments once: an error names the argument, the allowed values, and the given one."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from upriver.text import printable
 from upriver.types import require_finite, require_type
 
 MAX_THREADS = 256
-"""Threads or connections of one job. Each has a stack, a socket and a micro-batch in memory; the largest
-machines in common use have about as many cores, so a larger number is a slip."""
+"""Most threads or connections of one job. Each needs a stack, a socket and a micro-batch in memory. The
+largest machines in common use have about as many cores, so a larger number is a mistake."""
 
 COMPILE_OPTIONS = ("backend", "mode", "options", "fullgraph", "dynamic")
-"""Of ``torch.compile``: what decides how the tail is compiled."""
+"""Arguments of ``torch.compile`` that decide how the tail is compiled."""
 
 Indexed: TypeAlias = Dataset | Subset[Any] | ConcatDataset[Any]
-"""A dataset from `upriver.index`, or what PyTorch makes parts of one with."""
+"""A dataset from `upriver.index`, or a part of one as PyTorch makes it."""
 
 _T = TypeVar("_T")
 
 
 def whole(name: str, value: int, *, most: int | None = None) -> int:
-    """A whole number from 1 on; a bool is none."""
+    """Return a whole number from 1 on; a bool is rejected."""
     if type(value) is not int or value < 1 or (most is not None and value > most):
         allowed = "of at least 1" if most is None else f"in 1..{most}"
         raise ConfigError(f"{name} must be a whole number {allowed}, got {_shown(value)}")
@@ -42,14 +42,14 @@ def whole(name: str, value: int, *, most: int | None = None) -> int:
 
 
 def flag(name: str, value: bool) -> bool:
-    """True or False and nothing that merely counts as one: ``"no"`` would count as True."""
+    """Return True or False; other values are rejected, since ``"no"`` would count as True."""
     if type(value) is not bool:
         raise ConfigError(f"{name} must be True or False, got {_shown(value)}")
     return value
 
 
 def choice(name: str, value: _T, allowed: Collection[_T]) -> _T:
-    """One of a few words."""
+    """Return one of a few words."""
     if not isinstance(value, str) or value not in allowed:
         separator = " or " if len(allowed) == 2 else ", "
         raise ConfigError(f"{name} must be {separator.join(map(str, allowed))}, got {_shown(value)}")
@@ -57,7 +57,7 @@ def choice(name: str, value: _T, allowed: Collection[_T]) -> _T:
 
 
 def shard(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
-    """Which of how many ranks; both or neither. One process alone is rank 0 of 1."""
+    """Return (rank, num_ranks); both or neither must be given. One process alone is rank 0 of 1."""
     if rank is None and num_ranks is None:
         return 0, 1
     if rank is None or num_ranks is None:
@@ -70,9 +70,9 @@ def shard(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
 
 
 def cuts(value: int | Mapping[int, float] | None) -> dict[int, float] | None:
-    """Cuts and their shares of the samples, the earliest first; None where the policy is to choose.
+    """Return cuts and their shares of the samples, earliest first; None if the policy is to choose.
 
-    Which cuts there are only the split model says.
+    Only the split model knows which cuts exist.
     """
     if value is None or type(value) is int:
         return None if value is None else {value: 1.0}
@@ -90,7 +90,7 @@ def cuts(value: int | Mapping[int, float] | None) -> dict[int, float] | None:
 
 
 def compiling(value: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Arguments for ``torch.compile``; None to leave the tail as it is."""
+    """Return the arguments for ``torch.compile``; None leaves the tail as it is."""
     if isinstance(value, Mapping):
         unknown = [name for name in value if name not in COMPILE_OPTIONS]
         if unknown:
@@ -108,7 +108,7 @@ def compiling(value: bool | Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_compile_options(options: Mapping[str, Any]) -> None:
-    """What ``torch.compile`` takes without a look, to fail at the first call; the rest it checks itself."""
+    """Check options that ``torch.compile`` accepts unchecked and that fail at the first call."""
     backend = options.get("backend", "")
     if not isinstance(backend, str) and not callable(backend):
         raise ConfigError(f"compile_tail's backend must be a name or a function, got {_shown(backend)}")
@@ -118,7 +118,7 @@ def _check_compile_options(options: Mapping[str, Any]) -> None:
 
 
 def indexed(dataset: Indexed) -> tuple[Dataset, Sequence[int]]:
-    """An indexed dataset and the rows that are meant: all, or those of a part of it."""
+    """Return an indexed dataset and its selected rows: all, or those of a part."""
     whole = require_type(
         "dataset", whole_of(dataset), Dataset, "from upriver.index(), or a torch.utils.data.Subset of one"
     )
@@ -126,14 +126,14 @@ def indexed(dataset: Indexed) -> tuple[Dataset, Sequence[int]]:
 
 
 def function(name: str, value: _T) -> _T:
-    """Something to call, or None."""
+    """Return a callable, or None."""
     if value is not None and not callable(value):
         raise ConfigError(f"{name} must be a function, got {_shown(value)}")
     return value
 
 
 def addresses(urls: Sequence[str]) -> tuple[str, ...]:
-    """Addresses of servers, or of a directory that knows them."""
+    """Return addresses of servers, or of one directory that lists them."""
     for url in urls:
         require_type("a server's address", url, str, "http://HOST:PORT")
         if not _is_directory(url):
@@ -146,26 +146,26 @@ def addresses(urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def encrypts(url: str) -> bool:
-    """Whether an address is spoken to over TLS, or leads to servers that may be."""
+    """Return whether an address uses TLS, or is a directory whose servers may."""
     return is_directory(url) or urlsplit(url).scheme == "https"
 
 
 def _is_directory(url: str) -> bool:
     try:
         return is_directory(url)
-    except ValueError:  # no address at all, as will be said
+    except ValueError:  # no address at all; `Address.parse` reports it
         return False
 
 
 def token(value: str | None) -> str | None:
-    """What may stand in a header; what is wrong with it is said without repeating it."""
+    """Return a token that is valid in a header; the error does not repeat the token."""
     if value is not None and not (isinstance(value, str) and re.fullmatch(r"[!-~]+", value)):
         raise ConfigError("token must be a text of visible ASCII characters without spaces")
     return value
 
 
 def cores(value: set[int] | None) -> set[int] | None:
-    """Cores that this process may use itself."""
+    """Return cores that this process may use itself."""
     allowed = os.sched_getaffinity(0)
     if value is not None and not (isinstance(value, set | frozenset) and value and value <= allowed):
         raise ConfigError(f"server_cpus must be a set of the cores {sorted(allowed)}, got {_shown(value)}")
@@ -173,10 +173,10 @@ def cores(value: set[int] | None) -> set[int] | None:
 
 
 def number(metric: object, value: Any) -> float:
-    """Return what a metric gave, as a number.
+    """Return a metric's result as a number.
 
     Raises:
-        ConfigError: If it is none; names the metric.
+        ConfigError: If it is no number; names the metric.
     """
     try:
         if not isinstance(value, str | bytes | bytearray):

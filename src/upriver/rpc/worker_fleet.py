@@ -1,7 +1,6 @@
-"""Workers that can be had without an address: what starts them, and those that were started.
+"""Define providers that start workers by number, and the fleets of workers that they start.
 
-A list of addresses cannot grow. Whoever is asked for workers by number can be asked for more, once it is
-known what one of them delivers.
+A list of addresses cannot grow. A provider can start more workers once the throughput of one is known.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Serves:
-    """What workers are to serve: stages of datasets in stores, or a user's own code.
+    """The work that workers are to serve: stages of datasets in stores, or a user's own code.
 
     Attributes:
-        allow: Names of what they may run, as an ``upriver worker`` is told.
-        stores: Names to URIs.
+        allow: Names that they may run, as ``upriver worker --allow``.
+        stores: URIs of stores, by name.
     """
 
     allow: Sequence[str] = ()
@@ -29,49 +28,49 @@ class Fleet(Protocol):
 
     @property
     def token(self) -> str | None:
-        """What they ask for with every request; None where they ask for nothing."""
+        """Token that they require with every request; None if they require none."""
 
     @property
     def processes(self) -> int:
-        """Processes of each that make samples."""
+        """Number of each worker's processes that make samples."""
 
     def room(self) -> int:
-        """How many more could be started now."""
+        """Return how many more workers could be started now."""
 
     def start(self, count: int) -> Sequence[str]:
-        """Start some more, and wait until they take requests. Any thread may call this.
+        """Start more workers, and wait until they accept requests. Any thread may call this.
 
         Returns:
-            Their addresses; fewer where not all could be had.
+            Their addresses; fewer than ``count`` if not all could be started.
 
         Raises:
-            ServerUnavailable: If none could be had, or the fleet was stopped.
+            ServerUnavailable: If none could be started, or the fleet was stopped.
         """
 
     def lost(self) -> Sequence[str]:
-        """Addresses of those that have ended by themselves; each is told once."""
+        """Return the addresses of workers that ended by themselves; each is returned once."""
 
     def stop(self) -> None:
-        """End all, also those that are being started. May be called again."""
+        """Stop all workers, including those that are starting. Idempotent."""
 
 
 @runtime_checkable
 class Provider(Protocol):
-    """What can start workers, as it is handed to a loader."""
+    """Starts workers for a loader that gets it as an argument."""
 
     @property
     def number(self) -> int | None:
-        """How many there are to be; None for as many as are needed."""
+        """Number of workers to start; None for as many as are needed."""
 
     @property
     def most(self) -> int:
-        """How many there are at most."""
+        """Largest number of workers."""
 
     def open(self, what: Serves) -> Fleet:
-        """A fleet of none yet, for one loader.
+        """Return an empty fleet for one loader.
 
         Args:
-            what: Its workers are to serve.
+            what: The work that its workers are to serve.
 
         Raises:
             ConfigError: If there is no machine to start them on.
