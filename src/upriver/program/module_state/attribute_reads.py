@@ -1,9 +1,8 @@
-"""Which attributes of modules, and of what these hold, a forward pass reads.
+"""Record which attributes of modules, and of the objects that modules hold, a forward pass reads.
 
-While a pass runs, reading an attribute goes through a wrapper of ``__getattribute__``: that of `nn.Module`,
-and those of the classes of objects that are found in attributes, such as configurations. Types stay what they
-are, so a forward that looks at them does what it always does. Global variables are found by the code of each
-function that is called.
+During a pass, attribute reads go through a wrapper of ``__getattribute__``. `nn.Module` has one, and so do
+the classes of objects found in attributes, such as configurations. Types stay the same, so a forward that
+inspects types behaves as usual. Global variables are found in the code of each function called.
 """
 
 from __future__ import annotations
@@ -28,49 +27,50 @@ from torch import nn
 from upriver.program.compiled_code import uncompiled
 
 ALL = "*"
-"""In place of a name: somebody took hold of all attributes of an object."""
+"""Stands for every attribute of an object: code read its `__dict__`."""
 
 Place = tuple[int, int]
-"""Index of the module call in which something was read, and of the event before it."""
+"""Index of the module call that read a value, and index of the event before the read."""
 
 _HEAP, _IMMUTABLE = 1 << 9, 1 << 8
-"""Bits of ``type.__flags__``: made by Python code; attributes cannot be set."""
+"""Bits of ``type.__flags__``: the class was made by Python code; its attributes cannot be set."""
 
 _LOOKS_THROUGH = ("torch.nn.modules.module", "functools")
-"""Modules whose code takes hold of ``__dict__`` in order to read one attribute, which is noted anyway."""
+"""Modules whose code reads ``__dict__`` to get one attribute. That attribute is recorded anyway."""
 
 _OPAQUE = ("_dynamo", "_inductor", "fx", "jit", "cuda", "autograd", "utils", "distributed")
-"""Parts of torch whose objects are handles and no settings."""
+"""Parts of torch whose objects are handles, not settings."""
 
 _MACHINERY = ("_modules", "training", "_call_impl", "_compiled_call_impl")
-"""The last: compiling a module changes where it computes, not what."""
+"""Attributes of a module that do not affect results. Compilation changes where a module computes, not the
+result."""
 
 _NO_SETTINGS = frozenset({"torch", "numpy", "upriver"}) | (sys.stdlib_module_names - {"__main__"})
-"""Packages whose global variables are no settings of a model."""
+"""Packages whose global variables are not settings of a model."""
 
 BY_CONTENT = (types.SimpleNamespace, argparse.Namespace)
-"""Of the standard library, where all that an object holds counts."""
+"""Classes of the standard library whose objects count with all their attributes."""
 
 _MOST = 1000
-"""Elements of a container that are looked into."""
+"""Maximum number of elements inspected in a container."""
 
 
 def is_machinery(name: str) -> bool:
-    """Whether a module's attribute says nothing of what its forward does."""
+    """Return whether a module's attribute has no effect on the result of its forward."""
     return name in _MACHINERY or "hook" in name
 
 
 class Reads:
-    """What a pass has read.
+    """Attributes that a pass has read.
 
     Attributes:
-        owners: The objects, by identity; among them modules, those of Python, too, and classes.
-        names: For each of them the attributes, and where each was read.
-        written: Whose attributes, and which, the pass writes itself, as messages name them.
+        owners: Objects by identity, including modules, Python modules and classes.
+        names: Attributes read of each object, with the places of the reads.
+        written: Owner and name of each attribute that the pass itself writes, as messages name them.
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start without any reads."""
         self.owners: dict[int, Any] = {}
         self.names: dict[int, dict[str, list[Place]]] = {}
         self.written: frozenset[tuple[str, str]] = frozenset()
@@ -81,10 +81,10 @@ class Reads:
 
     @contextlib.contextmanager
     def noting(self, where: Callable[[], Place] | None = None) -> Iterator[None]:
-        """Note what this thread reads; compiled functions run as they are written meanwhile.
+        """Record the reads of this thread. Compiled functions run uncompiled meanwhile.
 
         Args:
-            where: Tells where a pass has come to.
+            where: Returns the current place of the pass.
         """
         if where is not None:
             self._where = where
@@ -105,13 +105,13 @@ class Reads:
                 _unpatch(each)
 
     def note(self, owner: Any, name: str, value: Any) -> None:
-        """Take down that an attribute was read.
+        """Record that an attribute was read.
 
         Args:
-            value: Its value; None where there is none.
+            value: The attribute's value. None if the attribute is absent.
         """
         reader = sys._getframe(2).f_globals.get("__name__", "")
-        if reader.startswith("upriver.program."):  # hooks of ours
+        if reader.startswith("upriver.program."):  # upriver's own hooks
             return
         if name == "__dict__":
             if reader in _LOOKS_THROUGH:
@@ -126,7 +126,7 @@ class Reads:
             self._reach(state if name == ALL else value)
             mine[name] = []
             if value is not None and name not in state and not hasattr(type(owner), name):
-                # Under another name, perhaps, as configurations of transformers translate some.
+                # A class may translate names, as configurations of transformers do.
                 mine |= {each: mine.get(each, mine[name]) for each, held in state.items() if held is value}
         self._mark(mine[name])
 
@@ -159,7 +159,7 @@ class Reads:
         return mine[name]
 
     def _forget_changed(self) -> None:
-        """Leave out what the pass itself sets, such as counts and what somebody collects."""
+        """Drop the reads of values that the pass itself sets, such as counts and collected results."""
         for owner, name, value, before in self._before:
             if vars(owner).get(name, self) is not value:
                 self.names[id(owner)].pop(name, None)
@@ -173,7 +173,7 @@ class Reads:
         self._before.clear()
 
     def _reach(self, value: Any, depth: int = 4) -> None:
-        """Have reads of what lies in an attribute noted as well."""
+        """Record reads of the objects inside an attribute as well."""
         if not depth:
             return
         inside = parts(value)
@@ -194,7 +194,7 @@ class Reads:
                 wrapper = _wrapper(current)
                 try:
                     type.__setattr__(kind, "__getattribute__", wrapper)
-                except TypeError:  # of C
+                except TypeError:  # a class of C
                     return
                 _PATCHED[kind] = _Patch(wrapper, current, "__getattribute__" in vars(kind))
             _PATCHED[holder].readers += 1
@@ -202,7 +202,7 @@ class Reads:
 
 
 def parts(value: Any) -> Iterable[Any] | None:
-    """What a container holds, a method or a partial is made of, or a reference leads to; else None."""
+    """Return a container's items, the parts of a method or partial, or a reference's target; else None."""
     if isinstance(value, dict):
         return value.values()
     if isinstance(value, list | tuple | set | frozenset | deque):
@@ -217,7 +217,7 @@ def parts(value: Any) -> Iterable[Any] | None:
 
 
 def has_settings(value: Any) -> bool:
-    """Whether this is an object of a class written in Python, whose attributes a forward may read."""
+    """Return whether the class of `value` is written in Python. A forward may read such attributes."""
     kind = type(value)
     if not kind.__flags__ & _HEAP or kind.__flags__ & _IMMUTABLE:
         return False
@@ -230,7 +230,7 @@ def has_settings(value: Any) -> bool:
 
 
 def _module_of(frame: types.FrameType) -> types.ModuleType | None:
-    """Return the module of Python that a function is of; None where its global variables are no settings."""
+    """Return the Python module that defines a function. None if its global variables are not settings."""
     name = frame.f_globals.get("__name__", "")
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or vars(module) is not frame.f_globals or _root(name) in _NO_SETTINGS:
@@ -241,12 +241,12 @@ def _module_of(frame: types.FrameType) -> types.ModuleType | None:
 def _settings_of(
     function: types.CodeType, module: types.ModuleType, kind: type, own: Mapping[str, Any]
 ) -> Iterator[tuple[Any, str, Any]]:
-    """Give the global variables, and what classes hold, that a function names: owner, name, value.
+    """Yield owner, name and value of the global variables and class attributes that a function names.
 
     Args:
-        module: In which the function is defined.
-        kind: The class of the `nn.Module` whose method it is.
-        own: What that one itself holds.
+        module: Module that defines the function.
+        kind: Class of the `nn.Module` whose method the function is.
+        own: Attributes that the `nn.Module` itself holds.
     """
     named: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set(), "LOAD_ATTR": set()}
     for code in dis.get_instructions(function):
@@ -271,7 +271,7 @@ def _settings_of(
 
 
 def _settings_in(module: types.ModuleType, attributes: Sequence[str]) -> Iterator[tuple[Any, str, Any]]:
-    """Give what a function names of a module of Python, and of modules that it reaches through this one."""
+    """Yield the variables that a function names in a Python module, and in modules reached through it."""
     todo, seen = [module], set[int]()
     while todo:
         module = todo.pop()
@@ -291,7 +291,7 @@ def _root(name: str) -> str:
 
 
 def _items(value: Any) -> dict[Any, int]:
-    """What lies in an object that may change in place: each item's identity, by its key."""
+    """Return the identity of each item in an object that may change in place, by key."""
     if isinstance(value, dict):
         items: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, list | set | deque):
@@ -304,12 +304,12 @@ def _items(value: Any) -> dict[Any, int]:
 def _state(owner: Any) -> dict[str, Any]:
     try:
         return dict(object.__getattribute__(owner, "__dict__"))
-    except AttributeError:  # it has slots
+    except AttributeError:  # the object has slots
         return {}
 
 
 class _Patch:
-    """What was done to one class."""
+    """Replacement of one class's `__getattribute__`, and the number of active readers."""
 
     def __init__(self, wrapper: Any, original: Any, own: bool) -> None:
         self.wrapper, self.original, self.own, self.readers = wrapper, original, own, 0

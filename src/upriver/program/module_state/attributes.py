@@ -1,8 +1,7 @@
-"""Whether attributes that a captured forward has read are as they were.
+"""Detect changes in the attributes that a captured forward pass has read.
 
-What is compared with each look is identity: of every value that was read, of what lists and dictionaries
-among them hold, and of the classes. Where one is another object, values are compared: an equal one is no
-change.
+Each check compares identities: of every value read, of the items of lists and dictionaries, and of classes.
+Where an identity differs, the check compares values. An equal value is no change.
 """
 
 from __future__ import annotations
@@ -31,38 +30,40 @@ from upriver.program.freeze import fold
 from upriver.program.module_state.attribute_reads import ALL, BY_CONTENT, Reads, is_machinery
 
 Form: TypeAlias = "tuple[Any, ...]"
-"""A value by what it is; equal forms are equal values."""
+"""Comparable description of a value. Equal forms mean equal values."""
 
 Entry: TypeAlias = "tuple[str, str, Form]"
-"""Whose attribute, its name, and its form."""
+"""Owner of an attribute, the attribute's name, and the form of its value."""
 
 _ABSENT: Form = ("absent",)
 
 _MEMBERS = ("_parameters", "_buffers")
 
 _DICTS = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-"""Of a module; others watch what these hold."""
+"""Dictionaries of a module compared by identity only. Other classes watch their contents."""
 
 _UNUSED_IN_EVAL: tuple[tuple[type[nn.Module], str], ...] = (
     (nn.modules.dropout._DropoutNd, "p"),
     (nn.modules.batchnorm._NormBase, "momentum"),
 )
-"""Attributes of torch's modules that are read in eval, and change nothing there; schedules set them."""
+"""Attributes of torch modules that `forward` reads in eval mode without effect. Schedules set them."""
 
 _BUFFERS: tuple[type, ...] = (bytearray, array.array, memoryview, mmap.mmap)
 _BUFFERS = (*_BUFFERS, ctypes._SimpleCData, ctypes.Structure, ctypes.Union, ctypes.Array)
-"""Objects whose bytes may change in place."""
+"""Types whose bytes may change in place."""
 
 _KNOWN_BY_VALUE = (bool, int, float, str, bytes, torch.Tensor, types.FunctionType)
-"""What counts of what a function holds; lists there are where hooks collect what they see."""
+"""Types compared among the objects that a function holds. Lists are left out: hooks collect results in
+them."""
 
 
 class Attributes:
-    """Attributes of some objects, as they were when this was made.
+    """Remember attributes of objects as they were at construction.
 
     Args:
-        modules: Each module, those of Python too, with what messages call it and the names that were read.
-        kinds: Names that were read of other objects, by class.
+        modules: `nn.Module` objects, Python modules and classes, each with its name in messages and the
+            attribute names read.
+        kinds: Attribute names read of other objects, by class.
     """
 
     def __init__(
@@ -74,16 +75,17 @@ class Attributes:
 
     @property
     def changed(self) -> str:
-        """The first that has another value now, in words; empty if there is none."""
+        """Return the first attribute whose value differs now, in words. Empty if none differs."""
         return self.changed_for(lambda _what: None)
 
     def changed_for(self, again: Callable[[str], Attributes | None], *, values: bool = False) -> str:
-        """Likewise, but for values that come to the same.
+        """Return the first changed attribute, in words, unless the new values give an equivalent result.
 
         Args:
-            values: Whether to look at the numbers of tensors that nobody says were written to.
-            again: Gives what the forward reads with the values that are there, if they come to the same. It
-                is told what changed, and asked once for all values that are there together.
+            again: Called with a description of the change. Returns the attributes that the forward pass reads
+                with the current values if the result is equivalent, else None. Called once for each set of
+                values.
+            values: True to compare tensor values also where no version counter has moved.
         """
         if self._seen.lasts and not values:
             return ""
@@ -103,7 +105,7 @@ class Attributes:
         return ""
 
     def _is_part_of(self, other: Attributes) -> bool:
-        """Whether another one looks at all that this one looks at."""
+        """Return whether `other` covers every attribute that this object covers."""
         there = {id(module): names for module, _, names in other._modules}
         modules = all(names <= there.get(id(module), frozenset()) for module, _, names in self._modules)
         return modules and all(
@@ -115,11 +117,11 @@ class Attributes:
         self._first, self._seen, self._judged = other._first, other._seen, []
 
     def moved(self) -> frozenset[tuple[str, str]]:
-        """Whose attributes, and which, have other values now."""
+        """Return owner and name of each attribute whose value differs now."""
         return frozenset(self._first.differs(_Look(self._modules, self._kinds)))
 
     def joined(self, other: Attributes | None) -> Attributes:
-        """Those of both, as they are now."""
+        """Return the attributes of both, with their current values."""
         if other is None:
             return self
         modules = {id(module): (module, place, names) for module, place, names in self._modules}
@@ -139,11 +141,12 @@ def attributes_of(
     among: Iterable[nn.Module] | None = None,
     within: Callable[[int, int], bool] = lambda call, event: True,
 ) -> Attributes:
-    """What a pass has read.
+    """Return the attributes that a pass has read.
 
     Args:
-        among: Submodules that count; None for all.
-        within: Whether what was read in a call and at an event counts.
+        among: Submodules that count. None for all.
+        within: Predicate over the module call and the event of a read. Reads for which it is false do not
+            count.
     """
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
     left = set() if among is None else paths.keys() - set(map(id, among))
@@ -173,7 +176,7 @@ def attributes_of(
 
 
 _BUT = "!"
-"""Before the name of an attribute that does not count where all others do."""
+"""Prefix of an attribute name that is excluded where all other attributes count."""
 
 
 def _less(names: frozenset[str], written: Collection[str]) -> frozenset[str]:
@@ -185,17 +188,17 @@ _HIDDEN = "that is no submodule"
 
 
 def _where(module: nn.Module, path: str | None) -> str:
-    """What messages call a module."""
+    """Return the name of a module for messages."""
     if path is None:
         return f"a {type(module).__name__} {_HIDDEN}"
     return f"module {path!r}" if path else "the model"
 
 
 class _Look:
-    """One look at all of them.
+    """Snapshot of all attributes that are watched.
 
     Attributes:
-        entries: What was found.
+        entries: Each attribute found, with its form.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class _Look:
     ) -> None:
         self.entries: list[Entry] = []
         self._kinds = kinds
-        self._places: dict[int, Form] = {}  # of objects that were visited
+        self._places: dict[int, Form] = {}  # of visited objects
         self._forms: dict[int, Form] = {}
         self._classes: set[tuple[type, str]] = set()
         self._of_classes: set[tuple[str, str]] = set()
@@ -227,10 +230,10 @@ class _Look:
 
     @property
     def lasts(self) -> bool:
-        """Whether all is what it was, without a look at values."""
+        """True if everything is unchanged. Versions stand in for the values of tensors."""
         try:
             now = self._now()
-        except (KeyError, AttributeError, RuntimeError):  # the last: another thread writes
+        except (KeyError, AttributeError, RuntimeError):  # RuntimeError: another thread writes
             return False
         return (
             len(now) == len(self._values)
@@ -242,9 +245,9 @@ class _Look:
         )
 
     def differs(self, other: _Look) -> Iterator[tuple[str, str]]:
-        """Whose attributes, and which, have other values there."""
+        """Yield owner and name of each attribute whose value differs in `other`."""
         mine, others = self._by_name(), other._by_name()
-        # What a class holds counts where an object has no value of its own; that is compared for the object.
+        # A class attribute counts only where the object has no value. The object's own entry compares it.
         of_classes = self._of_classes | other._of_classes
         alone = of_classes - (mine.keys() & others.keys())
         order = sorted(
@@ -255,7 +258,10 @@ class _Look:
                 yield key
 
     def differs_in_words(self, other: _Look) -> str:
-        """The first of them, with both values where these are short; empty if there is none."""
+        """Return the first difference in words, with both values where they are short.
+
+        Empty if none differs.
+        """
         for place, name in self.differs(other):
             was, now = (_in_words(look._by_name().get((place, name), [])) for look in (self, other))
             values = f" (was {was}, is {now})" if was and now and was != now else ""
@@ -321,7 +327,7 @@ class _Look:
         return form
 
     def _look_at_class(self, kind: type, name: str) -> None:
-        """What a name is that objects of a class do not hold themselves."""
+        """Add an entry for a name that a class holds and its objects do not."""
         if (kind, name) in self._classes:
             return
         if kind not in self._kinds_seen:
@@ -336,17 +342,17 @@ class _Look:
         self._of_classes.add((_what(kind), name))
 
     def _form_in_class(self, owner: Any, place: str, name: str) -> Form:
-        """The form that a value of the object's own would have, were it what the object's class holds."""
+        """Return the form that the object's own value would have if it were the value held by its class."""
         where, value = _of_class(type(owner), name)
         if isinstance(value, types.FunctionType):
             return "method", id(value), self._form(owner, place, name)
         return _ABSENT if where is None or hasattr(value, "__get__") else self._form(value, place, name)
 
     def _form_as_member(self, state: Mapping[str, Any], name: str, *, hidden: bool) -> Form:
-        """Whether a module has a parameter or buffer of that name.
+        """Return the form of a parameter or buffer, or `_ABSENT` if the module has neither by that name.
 
         Args:
-            hidden: Whether nobody else looks at its values.
+            hidden: True if no other class watches the tensor's values.
         """
         for member in _MEMBERS:
             if name in state[member]:
@@ -359,7 +365,7 @@ class _Look:
         if value is None or kind in (bool, int, str, bytes):
             return kind, value
         if kind is float:
-            return kind, value.hex()  # 0.0 and -0.0 are equal, and not the same
+            return kind, value.hex()  # 0.0 and -0.0 are equal but differ in bits
         if id(value) not in self._forms:
             self._forms[id(value)] = ("cycle",)
             self._forms[id(value)] = self._form_of(value, place, name)
@@ -417,13 +423,13 @@ class _Look:
         dense = value.layout is torch.strided and not (value.is_meta or value.is_quantized)
         if not dense or type(value) not in (torch.Tensor, nn.Parameter):
             return "is", id(value)
-        if not value.is_inference():  # which has no version
+        if not value.is_inference():  # inference tensors have no version
             self._tensors.append(value)
         return "tensor", value.dtype, value.shape, value.stride(), value.device, fold(value)
 
 
 def _in_words(forms: Sequence[Form]) -> str:
-    """A value by the form that an attribute of it has; empty for what is none of a few words."""
+    """Return a value in words, read from its form. Empty if the value is not short."""
     match forms:
         case [] | [("absent",)]:
             return "absent"
@@ -445,13 +451,13 @@ def _what(kind: type) -> str:
 
 
 def _of_class(kind: type, name: str) -> tuple[type | None, Any]:
-    """The class, among the bases of one, that holds a name, and what it holds."""
+    """Return the first base class that holds a name, and the value held."""
     owner = next((each for each in kind.__mro__[:-1] if name in vars(each)), None)
     return owner, None if owner is None else vars(owner)[name]
 
 
 def _getter(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    # Of one name it would give the value and no tuple.
+    # With a single name `itemgetter` would return the value, not a tuple.
     return operator.itemgetter(*names, names[0])
 
 
@@ -460,18 +466,18 @@ def _referent(reference: weakref.ref[Any]) -> tuple[Any, ...]:
 
 
 def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
-    """What a function has as defaults, and what it closes over and does not set itself."""
+    """Return a function's defaults, and the closure variables that the function does not set."""
     found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # it holds nothing yet
+        with contextlib.suppress(ValueError):  # an empty cell
             found.append(None if name in _set_by(function.__code__) else cell.cell_contents)
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=1000)
 def _set_by(code: types.CodeType) -> frozenset[str]:
-    """Names outside of a function that it sets."""
+    """Return the names of an enclosing scope that a function sets."""
     return frozenset(each.argval for each in dis.get_instructions(code) if each.opname == "STORE_DEREF")
 
 

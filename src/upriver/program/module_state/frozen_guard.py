@@ -1,4 +1,4 @@
-"""That what is frozen stays as it was when a job started."""
+"""Check that the frozen part of a model does not change during a job."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 
 
 class FrozenGuard:
-    """Notices what changes in the frozen part after a job has started.
+    """Detect changes in the frozen part after a job has started.
 
-    Each step looks at identity and version of every frozen parameter and buffer, at submodules and hooks of
-    what the tail skips, and at attributes that its forward has read: some 0.3 ms for 300 modules. Writes
-    through ``.data`` move no version, so a digest of the values is compared once an epoch.
+    Each step compares identity and version of every frozen parameter and buffer. It also compares submodules
+    and hooks of the modules that the tail skips, and the attributes that their forward has read. A step takes
+    about 0.3 ms for 300 modules. Writes through ``.data`` move no version, so a digest of the values is
+    compared once an epoch.
     """
 
     def __init__(
@@ -37,15 +38,16 @@ class FrozenGuard:
         attributes: Attributes | None = None,
         again: Callable[[bool], Attributes | None] = lambda hooked: None,
     ) -> None:
-        """Remember the state of these frozen units.
+        """Remember the state of the frozen units.
 
         Args:
-            also: Names of further parameters and buffers that the frozen part reads: those of modules that
-                are not frozen as a whole, such as a position embedding beside trained layers.
+            also: Names of further parameters and buffers that the frozen part reads. Their modules are not
+                frozen as a whole, such as a position embedding next to trained layers.
             skipped: Modules that the tail does not call.
-            attributes: What was read in the frozen part.
-            again: Gives what is read now, if the model would be split the same as it is; else None. It is
-                told whether hooks changed, may take seconds, and is asked once for each set of values.
+            attributes: Attributes read in the frozen part.
+            again: Returns the attributes read now if the model would be split the same way, else None. Its
+                argument says whether hooks changed. A call may take seconds, and happens once for each set of
+                values.
         """
         self._model = model
         self._units = list(units)
@@ -68,9 +70,9 @@ class FrozenGuard:
         for unit in self._units:
             module = self._model.get_submodule(unit)
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-                if not unusual(tensor):  # no prefix holds any other
+                if not unusual(tensor):  # a prefix holds no others
                     found[f"{unit}.{name}" if unit else name] = tensor
-        # A tied tensor is known under any of its names.
+        # A tied tensor has several names, and `also` may use any.
         named = [
             *self._model.named_parameters(remove_duplicate=False),
             *self._model.named_buffers(remove_duplicate=False),
@@ -84,7 +86,7 @@ class FrozenGuard:
         return {name: fold(tensor) for name, tensor in self._tensors().items()}
 
     def _held(self) -> list[torch.Tensor | None]:
-        """All of them, and empty places, without their names."""
+        """Return all frozen tensors, and None for empty places, without their names."""
         held = itertools.chain.from_iterable(map(operator.methodcaller("values"), self._dicts))
         return [*held, *(each.get(name) for each, name in self._owners)]
 
@@ -102,12 +104,12 @@ class FrozenGuard:
         )
 
     def check_versions(self, *, values: bool = False) -> None:
-        """Raise :class:`FrozenChanged` if something frozen is not as it was.
+        """Raise :class:`FrozenChanged` if the frozen part changed.
 
-        Loading a checkpoint writes the same values again; that is no change.
+        A checkpoint that writes the same values again is no change.
 
         Args:
-            values: Whether to look at values of attributes that are tensors, too.
+            values: True to compare the values of tensor attributes too.
         """
         now = self._held()
         alike = len(now) == len(self._seen) and all(map(operator.is_, now, self._seen))
@@ -121,9 +123,12 @@ class FrozenGuard:
             raise _changed(f"{changed}, which the frozen part reads,")
 
     def _asks_otherwise(self) -> str:
-        """Where a hook came or went that only asks for gradients, in words; empty if that changes nothing."""
+        """Return, in words, an added or removed hook that requests gradients.
+
+        Empty if the split stays the same.
+        """
         asking = self._modules.asking
-        if asking == self._asking or self._attributes is None:  # nothing is frozen elsewhere
+        if asking == self._asking or self._attributes is None:  # nothing runs elsewhere
             return ""
         changed = f"a hook of {next(iter({*asking} ^ {*self._asking}), 'a module')}"
         read = None if asking == self._refused else self._read_again(changed, hooked=True)
@@ -148,7 +153,7 @@ class FrozenGuard:
         self._versions = now
 
     def check_values(self) -> None:
-        """Raise :class:`FrozenChanged` if the values of a frozen tensor are others than at the start."""
+        """Raise :class:`FrozenChanged` if the values of a frozen tensor differ from those at the start."""
         self.check_versions(values=True)
         now = self._read_digest()
         for name in self._digest:
@@ -157,7 +162,7 @@ class FrozenGuard:
 
 
 def _state(tensor: torch.Tensor) -> tuple[int, int, bool]:
-    version = 0 if tensor.is_inference() else tensor._version  # the former has none
+    version = 0 if tensor.is_inference() else tensor._version  # inference tensors have no version
     return version, tensor.data_ptr(), tensor.requires_grad
 
 
@@ -171,7 +176,7 @@ def _changed(what: str) -> FrozenChanged:
 def _family(
     model: nn.Module, paths: Iterable[str]
 ) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module, list[str]]]]:
-    """All modules inside of these, and those around them with the names of submodules that lead to them."""
+    """Return all modules inside these paths, and the ancestors with the children that lead to the paths."""
     inside: dict[str, nn.Module] = {}
     names: dict[str, list[str]] = {}
     for path in paths:
@@ -187,7 +192,7 @@ def _family(
 
 
 def _owners(model: nn.Module, keys: Iterable[str]) -> Iterable[tuple[Mapping[str, torch.Tensor | None], str]]:
-    """Where these parameters and buffers are kept."""
+    """Yield the dictionary and the name that hold each of these parameters and buffers."""
     named = dict(model.named_modules(remove_duplicate=False))
     for key in sorted(keys):
         path, _, name = key.rpartition(".")

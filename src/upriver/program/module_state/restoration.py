@@ -1,14 +1,14 @@
-"""A trial run leaves a model as it was: whatever its forward or backward changes is put back.
+"""Restore a model after a trial run: undo each change that its forward or backward pass makes.
 
-Kept are
+These are restored:
 
-- the values of parameters, buffers and other tensors that the model holds, bit for bit and however they are
-  written, also through ``.data`` or a NumPy array of the same memory;
-- which tensors and modules stand where, gradients, flags and hooks;
-- attributes of modules and of what those hold, lists and counters among them;
-- generators of random numbers: the model's own ones, and those that everybody shares.
+- the values of parameters, buffers and other tensors that the model holds, bit for bit. Writes through
+  ``.data`` or a NumPy array of the same memory count too;
+- the identities of tensors and modules, gradients, flags and hooks;
+- attributes of modules and of the objects that modules hold, including lists and counters;
+- random number generators, both the model's own and the shared ones.
 
-Not kept is what no module holds: global variables, files, what the code of a hook remembers.
+State outside modules is not restored: global variables, files, and state inside a hook's code.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from upriver.program.tensor_layouts import unusual
 
 @contextlib.contextmanager
 def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[SavedState]:
-    """Leave a model, and the generators, as they were.
+    """Restore a model and the random number generators on exit.
 
-    To be entered before modules are put into another mode: a module may write to its weights then.
+    Enter the context before a switch of mode: a module may write to its weights during the switch.
 
-    Contexts may lie in each other. The outermost one copies all values, and compares all at its end. Those
-    inside use its copies, and compare what torch, or a comparison before, says was written to. They walk
-    through the model anew only where another object came to hang on it.
+    Contexts may be nested. The outermost context copies all values, and compares all of them on exit. An
+    inner context reuses these copies. It compares only tensors that torch's version counters or an earlier
+    comparison report as written. It walks the model again only if the model now reaches a new object.
 
     Args:
-        idle: Paths of modules that do not run, so that their values need not be copied.
+        idle: Paths of modules that do not run. Their values are not copied.
     """
     unused = {id(t) for path in idle for t in _tensors_of(model.get_submodule(path))}
     with _all_but_values_kept(model, unused=unused) as kept:
@@ -52,7 +52,7 @@ def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[SavedS
 
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Leave a model, and the generators, as they were, in a run that writes to no value of a tensor."""
+    """Restore a model and the random number generators after a run that writes no tensor values."""
     with _all_but_values_kept(model):
         yield
 
@@ -76,7 +76,7 @@ def _all_but_values_kept(model: nn.Module, *, unused: Collection[int] | None = N
 
 @contextlib.contextmanager
 def _walked(model: nn.Module) -> Iterator[ReachableObjects]:
-    """What hangs on a model; a context inside another one of the same model and thread shares its walk."""
+    """Yield the objects reachable from a model. A context nested in the same thread reuses the outer walk."""
     outer = next((held for held in reversed(_walks()) if held.model is model), None)
     held = (outer.as_now() if outer else None) or ReachableObjects(model)
     _walks().append(held)
@@ -87,7 +87,7 @@ def _walked(model: nn.Module) -> Iterator[ReachableObjects]:
 
 
 def _walks() -> list[ReachableObjects]:
-    """Those of the contexts that this thread has open."""
+    """Return the walks of the contexts that this thread has open."""
     if not hasattr(_OF_THREAD, "walks"):
         _OF_THREAD.walks = []
     walks: list[ReachableObjects] = _OF_THREAD.walks
@@ -99,20 +99,20 @@ _OF_THREAD = threading.local()
 
 @contextlib.contextmanager
 def unattended(model: nn.Module) -> Iterator[None]:
-    """Let nobody act on a gradient that a backward leaves, inside of :func:`state_kept`.
+    """Disable everything that acts on the gradients of a backward pass. Use inside :func:`state_kept`.
 
-    A hook behind a gradient may take an optimizer's step; ``DistributedDataParallel`` counts backwards, and
-    would take this one for the first.
+    A hook on a gradient may run an optimizer step. ``DistributedDataParallel`` counts backward passes, and
+    would count the trial as its first.
     """
     held: list[tuple[Any, Any]] = []
     for parameter in model.parameters():
         hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if hooks:
-            hooks.clear()  # torch goes on with them where they are only taken off the tensor
+            hooks.clear()  # torch still calls hooks that are only detached from the tensor
         if parameter.requires_grad and _is_watched(parameter):
             held.append((parameter, parameter.detach().requires_grad_()))
     for each in held:
-        torch._C._swap_tensor_impl(*each)  # the same values, and another node in the graph
+        torch._C._swap_tensor_impl(*each)  # same values, new node in the graph
     try:
         yield
     finally:
@@ -121,7 +121,7 @@ def unattended(model: nn.Module) -> Iterator[None]:
 
 
 def _is_watched(parameter: nn.Parameter) -> bool:
-    """Whether somebody holds the node that adds up its gradient: torch drops one that nobody holds."""
+    """Return whether something holds the parameter's gradient accumulator. Torch drops an unheld one."""
     mark, edge_of = "upriver", torch.autograd.graph.get_gradient_edge
     node: Any = edge_of(parameter).node
     node.metadata[mark] = True
@@ -136,10 +136,10 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class SavedState:
-    """What a trial run has changed; it is put back when the run is over.
+    """State of a model before a trial run, for comparison and restoration.
 
     Attributes:
-        values: Of all tensors.
+        values: Values of all tensors.
     """
 
     def __init__(self, held: ReachableObjects, tensors: Sequence[_Tensor], values: _Values) -> None:
@@ -147,11 +147,11 @@ class SavedState:
 
     @property
     def tensors(self) -> Sequence[HeldTensor]:
-        """All tensors that hung on the model."""
+        """All tensors reachable from the model before the run."""
         return self._held.tensors
 
     def written(self) -> frozenset[str]:
-        """Names of those that have another value by now, other memory, or another place; by whomever."""
+        """Return names of the tensors whose value, memory or owner changed, regardless of the writer."""
         values = self.values.changed()
         gone = set[int]().union(*(thing.tensors_gone() for thing in self._held.changed()))
         return frozenset(
@@ -161,17 +161,17 @@ class SavedState:
         )
 
     def left(self) -> list[HeldTensor]:
-        """Return the tensors that hang on the model by now, and did not before."""
+        """Return the tensors that the model reaches now and did not reach before."""
         if self._held.as_now() is not None:
             return []
         known = {id(each.tensor) for each in self.tensors}
         return [each for each in ReachableObjects(self._held.model).tensors if id(each.tensor) not in known]
 
     def counted(self) -> dict[str, str]:
-        """Path of each module that counts (changes numbers, grows a list, draws) to the attribute that does.
+        """Return the path of each module that counts, mapped to its counting attribute.
 
-        Asked behind a second pass of two: what the first one sets and the second one sets to the same again
-        is no count.
+        A module counts if it changes numbers, grows a list, or draws random numbers. Call this after the
+        second of two passes: an attribute that both passes set to the same value does not count.
         """
         found: dict[str, str] = {}
         for thing in self._held.changed():
@@ -180,15 +180,15 @@ class SavedState:
         return found
 
     def draws(self) -> Draws:
-        """A look at who draws random numbers that no operator of torch shows."""
+        """Return a detector of random draws that no torch operator shows."""
         return Draws(thing for thing in self._held.things if thing.kind.random)
 
 
 class Draws:
-    """Notices that random numbers are drawn: Python's, NumPy's, or those of generators that a model has.
+    """Detect draws of random numbers: Python's, NumPy's, or those of the model's own generators.
 
     Args:
-        own: The latter.
+        own: The model's own generators.
     """
 
     def __init__(self, own: Iterable[Thing]) -> None:
@@ -198,7 +198,7 @@ class Draws:
         self.made()
 
     def made(self) -> str:
-        """Whose numbers were drawn since the last look; empty if nobody's."""
+        """Return the generator that drew since the last call, in words. Empty if none drew."""
         before, self._before = self._before, [thing.now() for thing in self._generators]
         for thing, old, new in zip(self._generators, before, self._before, strict=True):
             if not thing.kind.same(old, new):
@@ -211,7 +211,7 @@ class Draws:
 
 
 class _Tensor:
-    """What a tensor is beside its values."""
+    """Properties of a tensor other than its values."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.kind = tensor, type(tensor)
@@ -222,16 +222,16 @@ class _Tensor:
         self.hooks = [(name, hooks, _copied(hooks)) for name, hooks in _hooks_of(tensor)]
 
     def set_gradient_aside(self) -> None:
-        """So that nothing is added to it."""
+        """Remove the gradient, so that a backward pass does not add to it."""
         if self.grad is not None:
             self.tensor.grad = None
 
     def moved(self) -> bool:
-        """Whether it has other memory, or another form."""
+        """Return whether the tensor has other memory or another shape or layout."""
         return self.place is not None and not self.tensor.is_set_to(self.place)
 
     def put_back(self) -> None:
-        """Make it what it was."""
+        """Restore the tensor's properties."""
         tensor = self.tensor
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind
@@ -259,7 +259,7 @@ def _has_place(tensor: torch.Tensor) -> bool:
 
 
 def _hooks_of(tensor: torch.Tensor) -> list[tuple[str, Any]]:
-    """Hooks on its gradient: called before it is added, and after."""
+    """Return the hooks on the tensor's gradient: those called before accumulation and those called after."""
     names = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [(name, getattr(tensor, name)) for name in names] if tensor.is_leaf else []
 
@@ -270,13 +270,13 @@ def _copied(hooks: Any) -> Any:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """What lay in a storage.
+    """Copy of a storage's bytes.
 
     Attributes:
-        storage: Where it lay.
-        data: A copy, as bytes.
-        suspect: Whether it was found to be written to: it may be again, without a word to torch.
-        users: Contexts that use it.
+        storage: The storage copied.
+        data: Its bytes.
+        suspect: True once a comparison found a write. Torch may report no later write either.
+        users: Number of contexts that use the copy.
     """
 
     storage: torch.UntypedStorage
@@ -285,14 +285,14 @@ class _Copy:
     users: int = 0
 
     def changed(self) -> bool:
-        """Whether something else lies there now."""
+        """Return whether the storage holds other bytes now."""
         there = self.storage
         changed = there.nbytes() != self.data.nbytes or not _same_bytes(_as_bytes(there), self.data)
         self.suspect = self.suspect or changed
         return changed
 
     def put_back(self) -> None:
-        """Write it again."""
+        """Write the copied bytes back if the storage changed."""
         if self.changed():
             if self.storage.nbytes() != self.data.nbytes:
                 self.storage.resize_(self.data.nbytes)
@@ -300,9 +300,9 @@ class _Copy:
 
 
 class _Values:
-    """The values of some tensors.
+    """Values of some tensors.
 
-    Every storage is copied once, for all contexts that are open.
+    All open contexts share one copy of each storage.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -329,11 +329,11 @@ class _Values:
             self._copies[key] = known
 
     def changed(self) -> set[int]:
-        """Keys of the storages in which something else lies now; every one is looked at."""
+        """Return keys of the storages that hold other bytes now. Compare every storage."""
         return {key for key, copy in self._copies.items() if copy.changed()}
 
     def put_back(self) -> None:
-        """Write what lay there, and let go of the copies."""
+        """Restore the bytes, and release the copies."""
         touched = {key for tensor, version, key in self._versions if tensor._version != version}
         for key, copy in self._copies.items():
             if key in self._own or copy.suspect or key in touched:
@@ -345,15 +345,15 @@ class _Values:
 
 
 _OPEN: dict[int, _Copy] = {}
-"""Copies that some context uses, by storage: all that lies in the model of a job is copied once."""
+"""Copies in use, by storage key: the storages of a job's model are copied once."""
 
 _LOCK = threading.Lock()
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """What tells the memory of a tensor from any other; None where it has none of its own, or none at all."""
+    """Return a key that identifies a tensor's storage. None if the tensor has no storage of its own."""
     if unusual(tensor) or is_lazy(tensor) or tensor.device.type == "meta":
-        return None  # those that are made of others are held with these
+        return None  # a wrapper's inner tensors have keys of their own
     storage = tensor.untyped_storage()
     return int(storage._cdata) if storage.nbytes() and storage.data_ptr() else None
 
@@ -366,7 +366,7 @@ def _copy_of(storage: torch.UntypedStorage) -> torch.Tensor:
     data = _as_bytes(storage)
     try:
         return data.clone()
-    except torch.OutOfMemoryError:  # of an accelerator
+    except torch.OutOfMemoryError:  # on an accelerator
         return data.cpu()
 
 

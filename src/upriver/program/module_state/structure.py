@@ -1,4 +1,4 @@
-"""Whether some modules have the submodules and the forward hooks that they had."""
+"""Detect changes in the submodules and forward hooks of modules."""
 
 from __future__ import annotations
 
@@ -12,23 +12,26 @@ from torch.nn.modules import module as torch_module
 _ASKING = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 HARMLESS = (*_ASKING, "output_capturing_hook")
-"""Of transformers and peft: those for activation checkpointing mark an embedding's answer as in need of a
-gradient, which changes no value, but at times which parameters have one; that which collects hidden states
-does nothing until they are asked for (and then the proof fails where skipped layers' are missing)."""
+"""Names of hooks from transformers and peft that do not change features.
+
+Those for activation checkpointing mark an embedding's output as requiring a gradient. That changes no value,
+but can change which parameters have a gradient. The hook that collects hidden states does nothing until they
+are requested. Then the proof fails, because those of skipped layers are missing.
+"""
 
 _GLOBAL = ("_global_forward_pre_hooks", "_global_forward_hooks")
 
 
 class Modules:
-    """Submodules of some modules, and hooks: some 20 us a look for the 151 modules of a ResNet-50.
+    """Watch submodules and hooks of modules. A check takes about 20 us for the 151 modules of a ResNet-50.
 
     Attributes:
-        asking: Where hooks stand that ask for a gradient, as of the last look. They change no value, but
+        asking: Places of the hooks that request a gradient, as of the last check. They change no value, but
             may decide which parameters have a gradient.
 
     Args:
-        modules: Modules by path, of which all submodules and hooks count.
-        around: Modules of which some submodules count, by name, and hooks that run before them.
+        modules: Modules by path. All their submodules and hooks count.
+        around: Modules of which the named submodules count, and the hooks that run before them.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class Modules:
 
     @property
     def changed(self) -> str:
-        """What has changed, in words; empty if nothing has."""
+        """The first change, in words. Empty if nothing has changed."""
         if self._now() == self._seen:
             return ""
         found = next(self._differences(), "")
@@ -60,15 +63,15 @@ class Modules:
 
     def _look(self) -> None:
         self._seen = self._now()
-        self._were = self._have()  # none that comes later has the identity of one of them
+        self._were = self._have()  # keeps them alive: no later module reuses an identity
         self._had = [dict(hooks) for _, hooks in self._hooks]
         self.asking = [
             place for place, hooks in self._hooks for hook in hooks.values() if _name(hook) in _ASKING
         ]
 
     def _now(self) -> tuple[list[int], list[int], list[int]]:
-        """Identities of modules, and numbers of hooks, of which torch gives each once."""
-        # Asked for anew: to take one out of an nn.Sequential gives it another dictionary.
+        """Return identities of modules, and ids of hooks. Torch gives each hook a new id."""
+        # Read `_modules` anew: removing a child of an nn.Sequential replaces the dictionary.
         children = itertools.chain.from_iterable([module._modules.values() for module in self._whole])
         some = itertools.chain.from_iterable(map(each._modules.get, names) for each, names in self._some)
         hooks = itertools.chain.from_iterable(hooks for _, hooks in self._hooks)
@@ -96,7 +99,7 @@ def _named(path: str) -> str:
 
 
 def _counts(hook: Any) -> bool:
-    """Whether a hook may change what a module gives; ours that watch a pass do not."""
+    """Return whether a hook may change a module's output. Hooks of upriver only watch a pass."""
     ours = getattr(hook, "__module__", "").startswith("upriver.")
     return not ours and _name(hook) not in HARMLESS
 
