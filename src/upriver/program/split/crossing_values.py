@@ -1,4 +1,4 @@
-"""The tensors that cross the freeze point, of some samples: checking, choosing rows, putting together."""
+"""Check, select and concatenate the tensors that cross the freeze point."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from upriver.program.split.freeze_point import Ship
 
 
 class Values:
-    """What crosses a freeze point, as tuples of tensors in one order.
+    """Handle the tensors that cross a freeze point, as tuples in a fixed order.
 
-    Samples lie in the dimension in which the model has them, several rows a sample if the model has split
-    them (the windows of an image); a tensor that is the same for all samples has none.
+    Samples are in the model's own sample dimension. A sample has several rows if the model split it (the
+    windows of an image). A tensor that is the same for all samples has no sample dimension.
     """
 
     def __init__(self, ships: Sequence[Ship]) -> None:
-        """Take the ships of a freeze point.
+        """Store the ships of a freeze point.
 
         Raises:
-            CaptureError: If a tensor does not hold its samples in one dimension, or none of them has any.
+            CaptureError: If a tensor does not hold its samples in one dimension, or no tensor holds samples.
         """
         self.ships = tuple(ships)
         self._dims = [ship.shape.dim if ship.shape.batched else None for ship in ships]
@@ -34,14 +34,14 @@ class Values:
         self._counted = counted[0]
 
     def __len__(self) -> int:
-        """How many tensors cross."""
+        """Return the number of tensors that cross."""
         return len(self.ships)
 
     def check(self, features: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """What a caller gave, as a tuple.
+        """Return the caller's features as a tuple.
 
         Raises:
-            ConfigError: If it is not what crosses this cut: the model's own input, for example.
+            ConfigError: If they do not match this cut, such as the model's own input.
         """
         values = (features,) if isinstance(features, torch.Tensor) else features
         if isinstance(values, tuple) and len(values) == len(self.ships):
@@ -57,11 +57,11 @@ class Values:
         )
 
     def samples_of(self, values: Sequence[torch.Tensor]) -> int:
-        """How many samples these values are of."""
+        """Return the number of samples in these values."""
         return self.ships[self._counted].shape.samples_of(values[self._counted].shape)
 
     def select(self, values: Sequence[torch.Tensor], rows: Sequence[int]) -> tuple[torch.Tensor, ...]:
-        """The values of some samples, in the order of ``rows``."""
+        """Return the values of some samples, in the order of ``rows``."""
         if not rows:
             raise ConfigError("no samples were chosen")
         run = list(rows) == list(range(rows[0], rows[0] + len(rows)))
@@ -71,21 +71,21 @@ class Values:
         )
 
     def concatenate(self, parts: Sequence[Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        """The values of all samples of some parts, one behind the other."""
+        """Return the values of several parts, concatenated along the samples."""
         return tuple(
             parts[0][index] if dim is None else torch.cat([part[index] for part in parts], dim)
             for index, dim in enumerate(self._dims)
         )
 
     def unshared(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The same, where the tail writes into one a copy: the caller's tensors stay as they are."""
+        """Return the values, with copies of the tensors that the tail writes into."""
         return tuple(
             value.clone() if ship.overwritten else value
             for value, ship in zip(values, self.ships, strict=True)
         )
 
     def one_or_all(self, values: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """As a caller has them: a tensor where there is one, else a tuple."""
+        """Return the only tensor if one crosses, else a tuple."""
         return values[0] if len(self.ships) == 1 else tuple(values)
 
     def _wanted(self) -> str:

@@ -1,7 +1,7 @@
-"""Every cut of a model, what it costs, and why it is none where it is not legal.
+"""List every cut of a model with its costs, and the reason where a cut is not legal.
 
-Unlike a program, a survey shows a model that holds operators no program may hold: cut ``c`` is legal if
-nothing before it is in the way. Of a model that cannot be captured to its end it shows the part that can.
+Unlike a program, a survey also covers models with operators that no program may hold. Cut ``c`` is legal if
+no such operator lies before it. If only a part of the model can be captured, the survey covers that part.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class Cut:
     """One row: a place at which a model may be cut.
 
     Attributes:
-        cut: Its number; 0 lies before the first operator.
+        cut: Number of the cut. Cut 0 lies before the first operator.
         after: The module (or operator) that ends there.
-        bytes_per_sample: What crosses it.
-        tensors: How many they are.
-        param_bytes_before: Weights that are read before it, each once.
+        bytes_per_sample: Bytes of the tensors that cross it, per sample.
+        tensors: Number of tensors that cross it.
+        param_bytes_before: Bytes of the weights that are read before it, each once.
         flops_before: Floating-point operations before it, per sample.
-        legal: Whether a model may be cut there.
-        why_not: Why it may not.
+        legal: True if the model may be cut there.
+        why_not: Reason why it may not.
     """
 
     cut: int
@@ -52,9 +52,9 @@ class Survey:
     """All cuts of a model.
 
     Attributes:
-        rows: From the input to the answer.
-        captured_by: How far the model could be captured, in words.
-        why: Why no further; empty when it could be captured whole.
+        rows: Cuts from the input to the result.
+        captured_by: Capture method, and how far it got, in words.
+        why: Reason why the capture ended early. Empty if the whole model could be captured.
     """
 
     rows: tuple[Cut, ...]
@@ -70,19 +70,20 @@ def survey(
     freeze_to: str | None = None,
     autocast: torch.dtype | None = None,
 ) -> Survey:
-    """Look for every cut of a model in eval; the model is left as it was.
+    """List every cut of a model in eval. Leave the model unchanged.
 
-    Batch-mixing operators are not found here: only a proof finds them.
+    A survey does not find operators that mix samples. Only a proof does.
 
     Args:
         model: The user's model.
-        example: What it is called with, as many samples as a micro-batch holds.
-        granularity: Cuts behind modules or behind operators.
-        freeze_to: The last frozen module. What it needs is put first, and no cut behind it is legal.
+        example: Inputs of the model, with as many samples as a micro-batch holds.
+        granularity: Cuts after modules or after operators.
+        freeze_to: The last frozen module. The operators that it needs come first, and no cut after it is
+            legal.
         autocast: Run under autocast to this type.
 
     Raises:
-        ConfigError: If ``freeze_to`` is no module that is called.
+        ConfigError: If the model does not call ``freeze_to``.
         ModelError: If the model cannot be called with such inputs.
     """
     given = Example.of(example)
@@ -98,7 +99,7 @@ def survey(
 def answers_of(
     model: nn.Module, example: Inputs, path: str, autocast: torch.dtype | None = None
 ) -> list[TensorSource]:
-    """The tensors that the last call of a module returns.
+    """Return the tensors that the last call of a module returns.
 
     Raises:
         ConfigError: If the module is not called, or returns no tensor.
@@ -107,7 +108,7 @@ def answers_of(
     try:
         calls = trace(model, Example.of(example), autocast=autocast).of(path)
     except CaptureError:
-        return [TensorSource(path=path)]  # the capture will say what is wrong
+        return [TensorSource(path=path)]  # the capture will report the error
     sources = calls[-1].sources() if calls else []
     if not sources:
         raise ConfigError(
@@ -148,7 +149,10 @@ def _rows(recording: Recording, granularity: Granularity, freeze_to: str | None)
 
 
 class _WeightsRead:
-    """Bytes of the weights that some operators read, each once: tied ones lie once in their file."""
+    """Add up the bytes of the weights that operators read.
+
+    Tied weights count once, as in the weights file.
+    """
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self._unread = {weight.name: weight for weight in weights}
@@ -176,12 +180,12 @@ def _input_row(nbytes: int, tensors: int, samples: int) -> Cut:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Trouble:
-    """The first operator that no program may hold.
+    """First operator that no program may hold.
 
     Attributes:
-        index: Of its node; behind the last one if there is none.
-        why_not: What is wrong with it.
-        again: Index of the last node of the module whose state it changes; -1 if it changes none.
+        index: Index of its node. One past the last node if there is none.
+        why_not: Reason why no program may hold it.
+        again: Index of the last node of the module whose state it changes. -1 if it changes none.
     """
 
     index: int
@@ -202,14 +206,14 @@ class _Trouble:
         return cls(index=index, why_not=recording.problems[index], again=max(inside, default=-1))
 
     def before(self, cut: Boundary) -> str:
-        """Why what runs before a cut can be no program; empty if it can."""
+        """Return why the part before a cut cannot be a program. Empty if it can."""
         if self.index >= cut.stop:
             return ""
         both = ", and that module is called on both sides" if self.again >= cut.stop else ""
         return self.why_not + both
 
 
-# ----------------------------------------------------------------------------------- a part of a model
+# ------------------------------------------------------------------------------------ part of a model
 
 
 def _in_part(
@@ -221,7 +225,7 @@ def _in_part(
     autocast: torch.dtype | None,
     why: str,
 ) -> Survey:
-    """What can be captured of a model that cannot be captured to its end, and its answer, with the reason."""
+    """Survey the part that can be captured, and add the model's result with the reason."""
     point, answer = _reachable(model, example, autocast)
     outputs = [ship.source for ship in point.ships]
     orders: list[Sequence[TensorSource]] = [first, ()] if first else [()]
@@ -229,7 +233,7 @@ def _in_part(
         try:
             recording = record(model, example, outputs=outputs, first=chained, autocast=autocast)
         except CaptureError:
-            continue  # the freeze point lies behind what can be captured
+            continue  # the freeze point lies after that part
         rows = _rows(recording, granularity, freeze_to if chained else None)
         rows[-1] = replace(rows[-1], after=point.name)
         last = _answer_row(model, rows[-1], answer, why)
@@ -242,7 +246,7 @@ def _in_part(
 def _reachable(
     model: nn.Module, example: Example, autocast: torch.dtype | None
 ) -> tuple[FreezePoint, Sequence[Shape]]:
-    """Where the part ends that depends on no data-dependent branch, and the tensors of the model's answer."""
+    """Return the end of the part before any branch on data, and the tensors of the model's result."""
     flags = {parameter: parameter.requires_grad for parameter in model.parameters()}
     try:
         for parameter in flags:

@@ -1,8 +1,8 @@
-"""Which operator of one forward pass read what another one made: the data flow between module calls.
+"""Record the data flow of one forward pass: which operator reads the result of which other operator.
 
-Operators are seen as eager torch dispatches them, with real values, so control flow of any kind is no
-obstacle. Flow is followed from tensor to tensor, and through in-place writes: what is read is a tensor *as
-of* the last operator that had written into its memory.
+Operators are recorded as eager torch dispatches them, with real values. So any kind of control flow is
+allowed. The flow follows tensors and in-place writes. A read refers to a tensor *as of* the last operator
+that wrote into its memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from upriver.program.tensor_layouts import unusual
 
 
 class TensorVersion(NamedTuple):
-    """A tensor at one moment: its number, and the operator that last wrote into it since it was made."""
+    """State of a tensor: its number, and the operator that last wrote into it since its creation."""
 
     tensor: int
     writer: int = -1
@@ -36,11 +36,13 @@ class Operation:
 
     Attributes:
         name: ``aten::add`` and the like.
-        call: Index of the innermost module call around it.
-        reads: What its arguments were.
-        trouble: Why it may only run where the user's model runs; empty for most.
-        observes: Whether Python saw a value of the data (a branch may depend on it), or a size did.
-        compiled: Whether it is the first in code that torch.compile makes, whose low bits may be others.
+        call: Index of the innermost enclosing module call.
+        reads: Tensors among its arguments.
+        trouble: Reason why it may run only where the user's model runs. Usually empty.
+        observes: True if Python saw a value of the data (a branch may depend on it), or a size depends on the
+            data.
+        compiled: True if it is the first operator in code compiled by torch.compile, whose low bits may
+            differ.
     """
 
     name: str
@@ -53,7 +55,7 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """A tensor that no operator made: an input, one of the model's, or one that the code had all along."""
+    """Origin of a tensor that no operator made: an input, a tensor of the model, or a code constant."""
 
     kind: str
     name: str = ""
@@ -62,15 +64,15 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFlow:
-    """The data flow of one forward pass.
+    """Data flow of one forward pass.
 
     Attributes:
         operations: In the order of execution.
-        makers: Number of a tensor to the operation that made it.
-        origins: Number of a tensor to where it comes from, for those that no operation made.
-        overwritten: Those of them whose memory an operator writes into.
+        makers: Maps the number of a tensor to the operation that made it.
+        origins: Maps the number of a tensor that no operation made to its origin.
+        overwritten: Numbers in `origins` whose memory an operator writes into.
         changed: Names of the parameters, buffers and other tensors of the model that the pass has changed.
-        left: Tensors that the pass has set as attributes, and the path of the module that holds each.
+        left: Tensors that the pass has set as attributes, each with the path of the module that holds it.
     """
 
     operations: tuple[Operation, ...]
@@ -81,37 +83,37 @@ class DataFlow:
     left: tuple[tuple[str, TensorVersion], ...] = ()
 
     def inputs(self) -> dict[int, int]:
-        """Index of each input that the model was seen with to its number."""
+        """Return the tensor number of each input, by the input's index."""
         return {int(o.name): number for number, o in self.origins.items() if o.kind == "input"}
 
     def carried(self) -> dict[str, str]:
-        """Path of each module that reads a tensor among its attributes and replaces it, to the attribute."""
+        """Map the path of each module that reads and replaces a tensor attribute to the attribute."""
         read = {value.tensor for operation in self.operations for value in operation.reads}
         names = (o.name for n, o in self.origins.items() if n in read and o.kind == "tensor")
         found = (name.rpartition(".") for name in names if name in self.changed)
         return {path: attribute for path, _, attribute in found}
 
     def writes_into_input(self, index: int) -> bool:
-        """Whether the model writes into what it was given."""
+        """Return whether the model writes into an input."""
         return self.inputs()[index] in self.overwritten
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes a :class:`DataFlow` while a model runs.
+    """Record a :class:`DataFlow` while a model runs.
 
     Attributes:
-        call: Index of the module call that is running; set by whoever follows the modules.
-        running: Name of the operator whose functions are running; empty for none.
+        call: Index of the running module call. The code that follows the modules sets it.
+        running: Name of the operator whose functions are running. Empty for none.
     """
 
     supports_higher_order_operators = True
 
     def __init__(self, held: Sequence[HeldTensor], inputs: list[torch.Tensor]) -> None:
-        """Nothing is written yet.
+        """Start an empty recording.
 
         Args:
             held: The model's parameters, buffers and other tensors.
-            inputs: What it is called with.
+            inputs: Tensors among the model's inputs.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.call = 0
@@ -124,7 +126,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins: dict[int, Origin] = {}
         self._numbers: dict[int, int] = {}
         self._places: dict[object, int] = {}
-        self._tensors: list[torch.Tensor] = []  # kept, so that no identity is given out twice
+        self._tensors: list[torch.Tensor] = []  # kept alive, so that no identity is reused
         self._made_at: list[int] = []
         self._writers: dict[int, int] = {}
         self._owners: dict[int, str] = {}
@@ -136,13 +138,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._originate(tensor, Origin(kind="input", name=str(index)))
 
     def flow(self, *, changed: Collection[str] = (), left: Sequence[HeldTensor] = ()) -> DataFlow:
-        """What was recorded.
+        """Return the recorded data flow.
 
         Args:
-            changed: Names of what was found to have changed, if not by an operator that was seen.
-            left: What hangs on the model now and did not before.
+            changed: Names of tensors that changed without a recorded operator.
+            left: Tensors that the model reaches now and did not reach before.
         """
-        # First, as some of them may be new here.
+        # Before the rest, as some of these tensors may be new.
         values = tuple((each.name.rpartition(".")[0], self.value(each.tensor)) for each in left)
         written = frozenset(n for n in self._origins if _storage(self._tensors[n]) in self._writers)
         return DataFlow(
@@ -155,18 +157,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def enter_compiled(self) -> bool:
-        """Note that the next operator is in code that torch.compile makes, which runs as it is written."""
+        """Record that the next operator is in code compiled by torch.compile, which runs uncompiled."""
         self._compiled = True
         return False
 
     def draw(self, whose: str) -> None:
-        """Note that the call that is running has drawn random numbers that no operator shows."""
+        """Record that the running call drew random numbers that no operator shows."""
         self._operations.append(
             Operation(name="random", call=self.call, reads=(), trouble=f"draws {whose}", observes=True)
         )
 
     def value(self, tensor: torch.Tensor) -> TensorVersion:
-        """A tensor as it is now."""
+        """Return the current version of a tensor."""
         number = self._number(tensor)
         writer = self._writers.get(_storage(tensor), -1)
         return TensorVersion(number, writer if writer > self._made_at[number] else -1)
@@ -179,7 +181,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._read += self._known(tensors_in((args, kwargs)))
             self._written += [_storage(tensor) for tensor in written_by(func, args, kwargs)]
             return func(*args, **kwargs)
-        # Before the call: it may write into what it reads.
+        # Before the call, which may write into its arguments.
         reads = tuple(self.value(tensor) for tensor in tensors_in((args, kwargs)))
         written = list(written_by(func, args, kwargs))
         before = _random_state() if torch.Tag.nondeterministic_seeded in func.tags else None
@@ -190,16 +192,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call an operator that runs functions: one operation, which reads all that these read or hold.
+        """Call an operator that runs functions. Record it as one operation that reads all they read or hold.
 
-        A branch that is not taken this time reads what it holds the next time.
+        A branch not taken this time may be taken next time, and read what it holds.
         """
         held, functions = held_by((args, kwargs)), under(self, (args, kwargs))
         if self.running:
             self._read += self._known(held)
             return func(*functions[0], **functions[1])
         self.running, self._read, self._written = str(func.name()), list(self._known(held)), []
-        self._compiled = False  # such an operator compiles what it is given by itself
+        self._compiled = False  # such an operator compiles its functions itself
         try:
             result = func(*functions[0], **functions[1])
         finally:
@@ -216,7 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _known(self, tensors: list[torch.Tensor]) -> Iterator[TensorVersion]:
-        """Those that were there before the functions of an operator ran."""
+        """Return the tensors that existed before the functions of an operator ran."""
         return (
             self.value(tensor)
             for tensor in tensors
@@ -263,7 +265,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _originate(self, tensor: torch.Tensor, origin: Origin) -> None:
         if origin.kind == "tensor" and _place(tensor) in self._places:
-            self._number(tensor)  # another name for what has one
+            self._number(tensor)  # another name for a known tensor
         elif id(tensor) not in self._numbers:
             self._origins[self._new(tensor)] = origin
 
@@ -275,7 +277,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._new(tensor, made_at)
         place = _place(tensor)
         if place is not None and (same := self._places.get(place)) is not None:
-            # Another object for it, which no operator made: ``.data``, or of another class by as_subclass().
+            # Another object for the same tensor that no operator made: ``.data``, or from as_subclass().
             self._tensors.append(tensor)
             self._made_at.append(self._made_at[same])
             self._numbers[id(tensor)] = same
@@ -297,14 +299,14 @@ _DEPENDS_ON_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_sh
 
 
 def _is_plain_index(func: Any, args: Any) -> bool:
-    """Indexing by whole numbers: only a mask makes a result's size depend on data."""
+    """Return whether `func` indexes by integers. Only a mask makes the result's size depend on data."""
     if func is not torch.ops.aten.index.Tensor:
         return False
     return all(index.dtype not in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The tensors among its arguments that an operator writes into."""
+    """Yield the arguments that an operator writes into."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -312,14 +314,14 @@ def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 def _place(tensor: torch.Tensor) -> object:
-    """What tells a tensor from all others but those that are the same elements; None where nothing does."""
+    """Return a key shared only by tensors over the same elements. None if no key exists."""
     if unusual(tensor):
         return None
     return _storage(tensor), tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What all views of a tensor share; of one without memory of its own it is the tensor's alone."""
+    """Return a key that all views of a tensor share. Unusual tensors get a key of their own."""
     return -id(tensor) if unusual(tensor) else int(tensor.untyped_storage()._cdata)
 
 
@@ -331,9 +333,9 @@ def _random_state() -> bytes:
 
 
 def opaque_in(value: Any) -> str:
-    """What in a module's result no stub could give, such as a cache; empty if there is nothing.
+    """Return the type of the part that no stub can return, such as a cache. Empty if there is none.
 
-    The rows of a packed sequence are in order of time, not of samples.
+    The rows of a packed sequence are ordered by time, not by sample.
     """
     plain = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
     for leaf in pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, PackedSequence)):

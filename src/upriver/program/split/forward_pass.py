@@ -1,4 +1,4 @@
-"""Questions about one forward pass: who made a value, what depends on what, what runs inside which calls."""
+"""Query one forward pass: the maker of a value, dependencies, and the operations inside calls."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upriver.program.split.module_trace import ModuleCall
 
 
 class Pass:
-    """The calls and the data flow of one forward pass."""
+    """Calls and data flow of one forward pass."""
 
     def __init__(self, calls: Sequence[ModuleCall], flow: DataFlow) -> None:
         self.calls: Mapping[int, ModuleCall] = {call.index: call for call in calls}
@@ -24,11 +24,11 @@ class Pass:
         return self.flow.operations
 
     def maker(self, value: TensorVersion) -> int:
-        """The operation that made a value what it is; -1 for what was there before."""
+        """Return the operation that made or last wrote a value. -1 if the value existed before the pass."""
         return value.writer if value.writer >= 0 else self.flow.makers.get(value.tensor, -1)
 
     def makers(self, operation: Operation) -> Iterator[int]:
-        """The operations that an operation depends on."""
+        """Yield the operations that an operation depends on."""
         for value in operation.reads:
             if value.writer >= 0:
                 yield value.writer
@@ -36,11 +36,11 @@ class Pass:
                 yield self.flow.makers[value.tensor]
 
     def follows(self, operation: Operation, operations: Collection[int]) -> bool:
-        """Whether an operation reads what one of some others has made."""
+        """Return whether an operation reads a value that one of `operations` made."""
         return any(maker in operations for maker in self.makers(operation))
 
     def reached_from_inputs(self) -> set[int]:
-        """Operations that depend on an input."""
+        """Return the operations that depend on an input."""
         inputs = {number for number, origin in self.flow.origins.items() if origin.kind == "input"}
         reached: set[int] = set()
         for index, operation in enumerate(self.operations):
@@ -49,7 +49,7 @@ class Pass:
         return reached
 
     def depends_on_input(self, value: TensorVersion, reached: Collection[int]) -> bool:
-        """Tell whether a value is an input, or one of some operations made it.
+        """Return whether a value is an input or was made by one of some operations.
 
         Args:
             reached: See :meth:`reached_from_inputs`.
@@ -58,7 +58,7 @@ class Pass:
         return maker in reached if maker >= 0 else self.flow.origins[value.tensor].kind == "input"
 
     def closure(self, start: Collection[int]) -> set[int]:
-        """These operations and all that they depend on."""
+        """Return these operations and all that they depend on."""
         found: set[int] = set()
         todo = list(start)
         while todo:
@@ -69,7 +69,7 @@ class Pass:
         return found
 
     def enclosing(self, chosen: Collection[int]) -> dict[int, int]:
-        """For each call the outermost of some calls that it lies in, itself counted; -1 for none."""
+        """Map each call to the outermost chosen call that contains it or equals it. -1 for none."""
         owner: dict[int, int] = {-1: -1}
         for index in sorted(self.calls):  # parents begin before their children
             around = owner[self.calls[index].parent]
@@ -77,12 +77,12 @@ class Pass:
         return owner
 
     def inside(self, chosen: Collection[int]) -> list[int]:
-        """For each operation the one of some calls that it ran in, or -1."""
+        """Return, for each operation, the chosen call that it ran in, or -1."""
         owner = self.enclosing(chosen)
         return [owner[operation.call] for operation in self.operations]
 
     def around(self, operations: Collection[int]) -> set[int]:
-        """The calls that these operations ran in."""
+        """Return the calls that these operations ran in."""
         found: set[int] = set()
         for index in operations:
             call = self.operations[index].call
@@ -92,18 +92,18 @@ class Pass:
         return found
 
     def where(self, index: int) -> str:
-        """The module that an operation ran in, for messages."""
+        """Return the module that an operation ran in, for messages."""
         path = self.calls[self.operations[index].call].path
         return f"module {path!r}" if path else "the model"
 
 
 @dataclass(kw_only=True, slots=True)
 class Needs:
-    """What the calls that do run read of those that do not.
+    """Values of skipped calls that the other calls read.
 
     Attributes:
         values: Results of skipped calls, and inputs.
-        strays: Skipped calls of which something is read that they do not return.
+        strays: Skipped calls that make a value which is read but not returned.
         constants: Skipped calls whose results are read and depend on no input.
     """
 
@@ -113,9 +113,9 @@ class Needs:
 
 
 def needs(run: Pass, skipped: Collection[int]) -> Needs:
-    """Walk back from the answer, and from what else the rest of the model does, to what is skipped.
+    """Walk back to the skipped calls from the result and from the side effects of the rest of the model.
 
-    A tensor of the data that the pass leaves on a module may be read later, so that module has to run.
+    A tensor that depends on the data and stays on a module may be read later. So that module must run.
     """
     inside = run.inside(skipped)
     returned = {value for index in skipped for value in run.calls[index].values}
@@ -149,6 +149,6 @@ def needs(run: Pass, skipped: Collection[int]) -> Needs:
         if any(f"{path}.".startswith(f"{around}.") for path, _ in left):
             found.strays.add(index)
     makers = {index: [run.maker(value) for value in run.calls[index].values] for index in found.constants}
-    # A call that also gives something that depends on the data is skipped as a whole.
+    # A call with any result that depends on the data stays skipped as a whole.
     found.constants = {index for index, made in makers.items() if not any(maker in data for maker in made)}
     return found

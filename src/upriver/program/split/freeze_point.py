@@ -1,9 +1,9 @@
-"""Where the frozen prefix ends: which module calls need not run in the tail, and what it needs instead.
+"""Find the freeze point: the module calls that the tail skips, and the tensors that it needs instead.
 
 Everything that depends on no trainable parameter comes first, in *chain order*: a frozen tower that runs
-second is prefix, too. The tail is the user's own forward, so what can be left out of it are whole calls of
-modules: the *skipped* calls. What crosses the freeze point are those results of skipped calls, and those
-inputs, that the rest reads, found by walking back from the model's answer.
+second belongs to the prefix too. The tail is the user's own forward, so only whole module calls can be left
+out: the *skipped* calls. The results of skipped calls and the inputs that the rest reads cross the freeze
+point. They are found by walking back from the model's result.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from upriver.program.split.module_trace import ModuleCall, Shape, Trace
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ship:
-    """A tensor that crosses the freeze point.
+    """Tensor that crosses the freeze point.
 
     Attributes:
-        source: Where it comes from.
-        shape: For any number of samples.
+        source: Origin of the tensor.
+        shape: Shape for any number of samples.
         value: The tensor in the traced pass.
-        overwritten: Whether the tail writes into it.
+        overwritten: True if the tail writes into it.
     """
 
     source: TensorSource
@@ -38,14 +38,14 @@ class Ship:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreezePoint:
-    """Where the frozen prefix ends.
+    """End of the frozen prefix.
 
     Attributes:
         skipped: Indices of the module calls that do not run in the tail, in the order in which they end.
-        ships: What crosses, in the order in which it is made.
-        name: The last module of the prefix, in the order in which they ran; empty when there is none.
-        why_not: Why nothing can be cut off.
-        note: Why it is not later, where something but a trainable parameter ended it.
+        ships: Tensors that cross, in the order in which they are made.
+        name: The last module of the prefix, in the order of execution. Empty if there is none.
+        why_not: Reason why no prefix exists.
+        note: Reason why it is not later, unless a trainable parameter ended it.
     """
 
     skipped: tuple[int, ...] = ()
@@ -63,20 +63,21 @@ def find(
     before_branches: bool = False,
     left: Mapping[str, str] | None = None,
 ) -> FreezePoint:
-    """The end of the frozen prefix.
+    """Find the end of the frozen prefix.
 
     Args:
         calls: A pass in eval.
-        training: The same in training mode, frozen units in eval: it may read more (auxiliary heads).
+        training: The same pass in training mode with frozen units in eval. It may read more (auxiliary
+            heads).
         before_branches: End the prefix before the first operator that shows Python a value of the data, or
-            that torch.compile was told of.
+            the first code compiled by torch.compile.
         left: Modules inside which nothing may be skipped, with the reason.
     """
     return _Search(model, calls, training, before_branches=before_branches, left=left or {}).run()
 
 
 class _Search:
-    """One search; shrinks the set of skipped calls until what the tail needs of them can be shipped."""
+    """One search. Shrink the set of skipped calls until every tensor that the tail needs can cross."""
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class _Search:
         self.notes: list[str] = []
         self.held = self._held(before_branches=before_branches)
         self.holds = self.seen.around(self.held)
-        # Whether what is inside may be skipped all the same.
+        # True if calls inside may still be skipped.
         self.blocked = {call.index: True for call in calls.calls if self._counts_inside(call)}
         self.blocked |= {call.index: False for call in calls.calls if call.path in left}
         self.notes += left.values()
@@ -105,7 +106,7 @@ class _Search:
         ]
 
     def run(self) -> FreezePoint:
-        """Search."""
+        """Search, and return the freeze point."""
         while True:
             frozen, free = self._candidates()
             if not frozen:
@@ -133,10 +134,10 @@ class _Search:
             note="; ".join(dict.fromkeys(self.notes)),
         )
 
-    # ------------------------------------------------------------------------------ who may be skipped
+    # ---------------------------------------------------------------------- calls that may be skipped
 
     def _candidates(self) -> tuple[list[ModuleCall], list[ModuleCall]]:
-        """Largest calls that can run anywhere: of frozen modules, and of modules without parameters."""
+        """Return the largest calls that can run anywhere: of frozen and of parameter-free modules."""
         frozen: list[ModuleCall] = []
         free: list[ModuleCall] = []
         children: dict[int, list[ModuleCall]] = {}
@@ -158,7 +159,7 @@ class _Search:
         return frozen, free
 
     def _before(self, frozen: Sequence[ModuleCall], free: Sequence[ModuleCall]) -> list[ModuleCall]:
-        """Calls without parameters that a frozen one depends on: before it, so part of the prefix."""
+        """Return the calls without parameters that a frozen call depends on. They belong to the prefix."""
         inside = self.seen.inside({call.index for call in frozen})
         wanted = self.seen.closure([index for index, owner in enumerate(inside) if owner >= 0])
         of_free = self.seen.inside({call.index for call in free})
@@ -178,7 +179,7 @@ class _Search:
     # --------------------------------------------------------------------------- what the tail needs
 
     def _needed(self, skipped: set[int]) -> tuple[set[TensorVersion], dict[int, bool]]:
-        """What crosses if these calls are skipped, or which of them have to run after all."""
+        """Return the tensors that cross if these calls are skipped, and the calls that must run after all."""
         found = needs(self.seen, skipped)
         values, strays, constants = found.values, found.strays, found.constants
         if self.training is not None:
@@ -187,13 +188,13 @@ class _Search:
         for index in strays:
             path = self.seen.calls[index].path
             self.notes.append(f"module {path!r} keeps a value of the data, which may be read after the cut")
-        # What is the same whatever the data is cheaper made where it is needed than shipped.
+        # A value that does not depend on the data is cheaper to compute in the tail than to ship.
         return values, dict.fromkeys(constants, False) | dict.fromkeys(strays, True)
 
     def _in_training(self, skipped: set[int]) -> tuple[set[TensorVersion], set[int], set[int]]:
-        """The same question about the pass in training, answered in terms of the one in eval."""
+        """Return what the pass in training needs, in terms of the pass in eval."""
         run = self.training
-        assert run is not None  # asked only then
+        assert run is not None  # the only caller checks it
         twins = {
             run.by_name[key].index: self.seen.calls[index]
             for index in skipped
@@ -233,13 +234,16 @@ class _Search:
         return list(ships.values())
 
     def _passes(self) -> list[Pass]:
-        """In evaluation and in training: an in-place Dropout, for example, writes only then."""
+        """Return the pass in eval and, if there is one, the pass in training.
+
+        An in-place Dropout, for example, writes only in training.
+        """
         return [self.seen] if self.training is None else [self.seen, self.training]
 
     # ------------------------------------------------------------------------------------- data flow
 
     def _held(self, *, before_branches: bool) -> set[int]:
-        """Operations that must run where the user's model runs, and all that depend on them."""
+        """Return the operations that must run where the user's model runs, and all that depend on them."""
         run, held, stateful = self.seen, set[int](), self._stateful()
         told = False
         left = run.inside({call.index for call in self.trace.calls if call.path in self.left})
@@ -255,7 +259,7 @@ class _Search:
             read = {value.tensor for value in operation.reads} & stateful
             if own or read:
                 held.add(index)
-            if read and not own and not told:  # one of them says it
+            if read and not own and not told:  # one note is enough
                 origin = run.flow.origins[min(read)]
                 self.notes.append(f"the model changes {origin.kind} {origin.name!r} while it runs")
                 told = True
@@ -279,17 +283,17 @@ class _Search:
         return any(value.tensor in origins and origins[value.tensor].trained for value in operation.reads)
 
     def _stateful(self) -> set[int]:
-        """Parameters, buffers and other tensors of the model that a pass changes."""
+        """Return the numbers of the model's tensors that a pass changes."""
         changed = set(self.seen.flow.changed)
         if self.training is not None:
-            # What is in eval in a job whatever train() says changes nothing there.
+            # Modules without parameters may stay in eval during a job, and change nothing there.
             named = self.training.flow.changed
             changed |= {name for name in named if self.kinds.get(name.rpartition(".")[0]) != "free"}
         return {n for n, o in self.seen.flow.origins.items() if o.kind in _HELD and o.name in changed}
 
 
 _HELD = ("parameter", "buffer", "tensor")
-"""Kinds of what hangs on the model itself."""
+"""Kinds of tensors that the model itself holds."""
 
 
 def _kind(module: nn.Module) -> str:
@@ -299,13 +303,13 @@ def _kind(module: nn.Module) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalPlan:
-    """What does not train.
+    """Modules and calls that stay in eval.
 
     Attributes:
-        modules: In eval whatever ``train()`` says: frozen units, and modules without parameters that are
+        modules: In eval regardless of ``train()``: frozen units, and modules without parameters that are
             called in the prefix only.
-        calls: Of modules without parameters that are called on both sides of the cut: which of their calls
-            are the prefix's.
+        calls: For each module without parameters that is called on both sides of the cut, the numbers of its
+            calls in the prefix.
     """
 
     modules: tuple[str, ...]
@@ -313,7 +317,7 @@ class EvalPlan:
 
 
 def in_eval_for(model: nn.Module, calls: Trace, point: FreezePoint, units: Sequence[str]) -> EvalPlan:
-    """What does not train, given the model's frozen units."""
+    """Return the modules and calls that stay in eval, given the model's frozen units."""
     owner = Pass(calls.calls, calls.flow).enclosing(point.skipped)
     early: dict[str, list[int]] = {}
     late: set[str] = set()

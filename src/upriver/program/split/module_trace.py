@@ -1,7 +1,7 @@
-"""What a model's modules do in one forward pass: who is called, in which order, on what, with what shapes.
+"""Record the module calls of one forward pass: their order, inputs and shapes.
 
-The pass is run at two batch sizes; a dimension that differs between them grows with the batch, which is how a
-later stage can say what shape a skipped module would have given for any number of samples.
+The pass runs at two batch sizes. A dimension that differs between them grows with the batch. So the shape of
+a skipped module's result is known for any number of samples.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class ModuleCall:
     Attributes:
         path: Name of the module in ``named_modules()`` (its first name, if it has several).
         number: 0 for the module's first call, 1 for its second.
-        index: Of this call among all, in the order in which they began; 0 is the model itself.
-        parent: Index of the call around it; -1 for the model itself.
+        index: Index of this call among all calls, in the order in which they began. 0 is the model itself.
+        parent: Index of the enclosing call. -1 for the model itself.
         enter: Index of the event at which it began, in the order of all events.
         exit: Index of the event at which it ended.
-        leaves: What it returned, flattened; tensors as :class:`Shape`.
-        form: What these are parts of. Nothing is put together but of tensors: a class may look at its fields.
+        leaves: Its result, flattened, with tensors as :class:`Shape`.
+        form: Structure of the result. Only tensors may fill it: a class may inspect its fields.
         values: The tensors of its result, in order, as they were when it ended.
-        opaque: Why no stub could give its result, such as the type of something in it; empty for most.
-        overwritten: Whether something wrote into its result in place afterwards.
+        opaque: Reason why no stub can return its result, such as the type of a part. Usually empty.
+        overwritten: True if an operator wrote into its result in place afterwards.
     """
 
     path: str
@@ -60,7 +60,7 @@ class ModuleCall:
     overwritten: bool = False
 
     def sources(self) -> list[TensorSource]:
-        """The tensors of its result, by name."""
+        """Return the names of the tensors in the call's result."""
         return [
             TensorSource(path=self.path, number=self.number, leaf=leaf) for leaf in range(len(self.values))
         ]
@@ -68,19 +68,19 @@ class ModuleCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A tensor whose dimensions may grow with the number of samples: ``size = base + slope * samples``."""
+    """Shape of a tensor whose dimensions may grow with the batch: ``size = base + slope * samples``."""
 
     dtype: torch.dtype
     base: tuple[int, ...]
     slope: tuple[int, ...]
 
     def at(self, samples: int) -> tuple[int, ...]:
-        """The shape for so many samples."""
+        """Return the shape for a number of samples."""
         return tuple(b + s * samples for b, s in zip(self.base, self.slope, strict=True))
 
     @property
     def batched(self) -> bool:
-        """Whether it has samples at all."""
+        """True if any dimension grows with the number of samples."""
         return any(self.slope)
 
     @property
@@ -88,7 +88,7 @@ class Shape:
         """The dimension that holds the samples.
 
         Raises:
-            CaptureError: If that is no one dimension, or holds something beside the samples.
+            CaptureError: If several or no dimensions grow, or the dimension holds more than the samples.
         """
         growing = [d for d, slope in enumerate(self.slope) if slope]
         if len(growing) != 1 or self.base[growing[0]] != 0 or self.slope[growing[0]] < 1:
@@ -96,7 +96,7 @@ class Shape:
         return growing[0]
 
     def samples_of(self, shape: Sequence[int]) -> int:
-        """How many samples a tensor of this shape holds.
+        """Return the number of samples in a tensor of this shape.
 
         Raises:
             CaptureError: If no dimension grows with the batch.
@@ -116,12 +116,12 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """All calls of one pass, in the order in which they ended, the shapes of the inputs, the data flow.
+    """Calls of one pass in the order in which they ended, shapes of the inputs, and the data flow.
 
     Attributes:
-        example: What the model was called with.
-        counting: Modules that keep something from one pass for the next, and the attribute that they do it
-            in: a number that they change, a list that grows, a tensor that they read and replace.
+        example: Inputs of the model.
+        counting: Modules that keep state from one pass to the next, with the attribute that holds it. The
+            state is a number that changes, a list that grows, or a tensor that is read and replaced.
         reads: Attributes that the pass read.
     """
 
@@ -133,7 +133,7 @@ class Trace:
     reads: Reads = field(default_factory=Reads)
 
     def of(self, path: str) -> list[ModuleCall]:
-        """The calls of one module."""
+        """Return the calls of one module."""
         return [call for call in self.calls if call.path == path]
 
     @property
@@ -143,14 +143,14 @@ class Trace:
 
 
 def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = None) -> Trace:
-    """Run ``model`` in eval on 2 and on 3 samples and write down its calls.
+    """Run ``model`` in eval on 2 and on 3 samples and record its calls.
 
     Args:
-        example: Only the form of its tensors matters, and the constants between them.
+        example: Inputs. Only shapes and types of tensors matter, and the constants between them.
         autocast: Run under autocast to this type.
 
     Raises:
-        CaptureError: If the two passes call different modules, or the model runs and cannot be watched.
+        CaptureError: If the two passes call different modules, or the model runs but cannot be watched.
         ModelError: If the model cannot be called with such an input, or a parameter is not initialized yet.
     """
     check_initialized(model)
@@ -184,10 +184,10 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
 def watch_training(
     model: nn.Module, example: Example, in_eval: Sequence[str], *, autocast: torch.dtype | None = None
 ) -> tuple[list[ModuleCall], DataFlow]:
-    """The calls and the data flow of one pass in training mode; the model is left as it was.
+    """Return the calls and the data flow of one pass in training mode. Leave the model unchanged.
 
     Args:
-        in_eval: Modules that are in eval all the same.
+        in_eval: Modules that stay in eval.
 
     Raises:
         ModelError: If the model cannot be called with such an input in training.
@@ -208,14 +208,14 @@ def watch_training(
 def written_in_training(
     model: nn.Module, example: Example, *, autocast: torch.dtype | None
 ) -> frozenset[str]:
-    """Names of the tensors that a model's forward in training changes; none if it cannot be called so."""
+    """Return names of the tensors that a forward pass in training changes. Empty if the pass fails."""
     call = example.with_tensors([tensor.clone() for tensor in example.tensors])
     with (
         torch.no_grad(),
         state_kept(model) as kept,
         mode(model, training=True),
         autocasting(call.tensors[0].device, autocast),
-        contextlib.suppress(Exception),  # whatever the user's forward raises
+        contextlib.suppress(Exception),  # any error of the user's forward
     ):
         model(*call.args, **call.kwargs)
         return kept.written()
@@ -232,11 +232,11 @@ def _watch(
 
 
 class _Pass:
-    """One forward pass, watched from hooks on every module.
+    """One forward pass, watched by hooks on every module.
 
     Args:
-        example: What the model is called with.
-        given: What the user calls it with, where that is of another number of samples.
+        example: Inputs of this pass.
+        given: The user's inputs, which may hold another number of samples.
     """
 
     def __init__(self, model: nn.Module, example: Example, given: Example, kept: SavedState) -> None:
@@ -250,20 +250,20 @@ class _Pass:
         self._begun = 0
         self._events = 0
         self._results: list[list[tuple[torch.Tensor, int]]] = []
-        self._inside: dict[str, str] = {}  # modules that an operator's functions call, and its name
+        self._inside: dict[str, str] = {}  # modules called by an operator's functions, and its name
 
     def run(self) -> None:
-        """Run it.
+        """Run the pass.
 
         Raises:
-            CaptureError: If it runs when nobody watches.
-            ModelError: With whatever the user's forward raised.
+            CaptureError: If the model runs only when not watched.
+            ModelError: With the error of the user's forward.
         """
         try:
             self._watched()
         except CaptureError:
             raise
-        except Exception as error:  # whatever the user's forward raises, or those who watch it
+        except Exception as error:  # any error of the user's forward or of the watching code
             raise self._failed(f"{type(error).__name__}: {error}".splitlines()[0]) from error
         self.calls = [
             replace(
@@ -281,39 +281,39 @@ class _Pass:
                 if isinstance(module, torch.jit.ScriptModule):
                     where = f"module {path!r}" if path else "the model"
                     raise CaptureError(f"{where} is TorchScript, which cannot be watched while it runs")
-                # Ours run first on the way in and last on the way out, around whatever hooks the user has.
+                # Our hooks run first on entry and last on exit, around the user's hooks.
                 stack.callback(module.register_forward_pre_hook(self._enter, prepend=True).remove)
                 stack.callback(module.register_forward_hook(self._leave(path)).remove)
             with self.recorder, entering(self.recorder.enter_compiled):
                 self.model(*self.example.args, **self.example.kwargs)
 
     def where(self) -> tuple[int, int]:
-        """The call that it has come to, and the event."""
+        """Return the current call and event."""
         return (self._open[-1][0] if self._open else -1), self._events
 
     def _failed(self, reason: str) -> CaptureError | ModelError:
-        """Whose fault it is: the model is run once more, and nobody watches."""
+        """Return the error to raise. Run the model unwatched to find out whose fault it is."""
         if self._runs(self.example):
             return CaptureError(f"the model cannot be watched while it runs: {reason}")
         with torch.enable_grad():
-            if self._runs(self.example):  # it differentiates in its forward
+            if self._runs(self.example):  # its forward differentiates
                 return CaptureError(f"the model cannot be watched without gradients: {reason}")
         if self._runs(self.given):
             return CaptureError(f"the model does not run on {self.example.samples} samples: {reason}")
         return ModelError(f"the model cannot be called with {self.example.describe()}: {reason}")
 
     def _runs(self, example: Example) -> bool:
-        call = example.resized(example.samples)  # copies, as it may write into them
+        call = example.resized(example.samples)  # copies, as the model may write into them
         try:
             with as_ever():
                 self.model(*call.args, **call.kwargs)
-        except Exception:  # whatever the user's forward raises
+        except Exception:  # any error of the user's forward
             return False
         return True
 
     def _enter(self, _module: nn.Module, _args: Any) -> None:
         self._look_for_draws()
-        if self.recorder.running:  # see :meth:`_note`
+        if self.recorder.running:  # see `_note`
             return
         self._open.append((self._begun, self._events))
         self.recorder.call = self._begun
@@ -326,8 +326,8 @@ class _Pass:
                 result is given for given in tensors_in(args)
             )
             if passed_on:
-                # A Dropout in eval gives what it was given. Under a name of its own, so that one can see
-                # who reads the one and who the other.
+                # A Dropout in eval returns its input. A view gives the result a number of its own, so that
+                # readers of the two can be told apart.
                 result = result.view_as(result)
             self._note(path, result)
             return result if passed_on else None
@@ -335,13 +335,13 @@ class _Pass:
         return hook
 
     def _look_for_draws(self) -> None:
-        """Since the last call began or ended: what draws is the innermost one that is open."""
+        """Record random draws since the last event. The innermost open call made them."""
         if self._open and (whose := self._draws.made()):
             self.recorder.draw(whose)
 
     def _note(self, path: str, result: Any) -> None:
         self._look_for_draws()
-        if self.recorder.running:  # none of its calls can be told from others then, nor be skipped
+        if self.recorder.running:  # such calls can neither be told apart nor be skipped
             self._inside[path] = self.recorder.running
             return
         index, enter = self._open.pop()
@@ -351,7 +351,7 @@ class _Pass:
         self.recorder.call = max(parent, 0)
         leaves, form = pytree.tree_flatten(result)
         tensors, opaque = tensors_in(result), opaque_in(result)
-        if any(map(is_functorch_wrapped_tensor, tensors)):  # none that is there outside of it
+        if any(map(is_functorch_wrapped_tensor, tensors)):  # such tensors exist only inside functorch
             tensors = []
         self.calls.append(
             ModuleCall(
@@ -378,7 +378,7 @@ class _Form:
 
 
 def _form(tensor: torch.Tensor) -> _Form | str:
-    """All that is needed of a tensor; to keep it would keep every activation alive."""
+    """Return type and shape of a tensor. To keep the tensor would keep every activation alive."""
     return unusual(tensor) or _Form(tensor.dtype, tuple(tensor.shape))
 
 

@@ -1,9 +1,9 @@
-"""Proofs are made once: what was proven for a model, on this machine and these versions, is remembered.
+"""Remember proofs: a model proven on this machine, with these versions, is not proven again.
 
-A proof is named by a digest of everything it depends on: the program (its graph and weights), the user's
-model as code (classes, their source, settings) and as a list of parameters, what crosses the freeze point,
-versions and processor. One small file a proof, under ``$UPRIVER_CACHE`` or the user's cache folder; losing
-it costs the seconds of a new proof.
+A digest of everything that a proof depends on names it: the program (its graph and weights), the code of the
+user's model (classes, their source, settings), its parameters, the tensors that cross the freeze point,
+versions and processor. Each proof is one small file, under ``$UPRIVER_CACHE`` or the user's cache folder.
+Losing the file costs the seconds of a new proof.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEMA: Literal["upriver.proof/2"] = "upriver.proof/2"
 def proof_digest(
     model: nn.Module, program: Program, point: FreezePoint, *, autocast: torch.dtype | None = None
 ) -> str:
-    """The name of the proof that this program and this model's tail are the whole model."""
+    """Return the name of the proof that this program and this model's tail equal the whole model."""
     folded = hashlib.sha256()
     for fact in _facts(model, program, point, autocast):
         folded.update(fact.encode())
@@ -44,14 +44,14 @@ def proof_digest(
 
 
 Asking: TypeAlias = "dict[bool, tuple[bool, ...]]"
-"""Which of the tensors that cross ask for a gradient, by the model's mode: found by a proof."""
+"""Result of a proof: for each mode (True is training), which crossing tensors require a gradient."""
 
 
 _PROOFS = Cache("proofs")
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file of a proof holds."""
+    """Contents of a proof file."""
 
     schema: Literal["upriver.proof/2"]
     proof: str
@@ -60,13 +60,13 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def is_proven(digest: str, program: Program, point: FreezePoint) -> Asking | None:
-    """Tell what that proof found; None if it was not made before."""
+    """Return the result of an earlier proof. None if there is none."""
 
     def decode(data: bytes) -> Asking:
         found = msgspec.json.decode(data, type=_File)
         if (found.proof, found.program) != (digest, program.digest):
             raise ValueError("it is of another program")
-        modes = {"eval", "training"} if program.micro_batch > 1 else {"eval"}  # as the proof compares
+        modes = {"eval", "training"} if program.micro_batch > 1 else {"eval"}  # the modes a proof has
         if found.asking.keys() != modes or {*map(len, found.asking.values())} != {len(point.ships)}:
             raise ValueError(f"it must say of {len(point.ships)} tensors whether they ask for a gradient")
         return {mode == "training": asks for mode, asks in found.asking.items()}
@@ -75,7 +75,7 @@ def is_proven(digest: str, program: Program, point: FreezePoint) -> Asking | Non
 
 
 def remember(digest: str, program: Program, asking: Asking) -> None:
-    """Keep that a proof was made. A cache that cannot be written is no error: the next job proves again."""
+    """Save the result of a proof. Ignore a cache that cannot be written: the next job proves again."""
     found: dict[Literal["training", "eval"], tuple[bool, ...]] = {
         "training" if training else "eval": asks for training, asks in asking.items()
     }
@@ -103,26 +103,26 @@ def _facts(
 
 
 _OURS_NOT = frozenset({"_parameters", "_buffers", "_modules", "training"})
-"""Attributes of every module that stand elsewhere among the facts, or that a call does not depend on."""
+"""Attributes of every module that are among the other facts, or that do not affect a call."""
 
 _DEPTH = 4
-"""How deep settings may lie in objects; below, only types are told apart."""
+"""Maximum depth of settings inside objects. Below it, only types are compared."""
 
 
 def _settings(module: nn.Module) -> str:
-    """What a forward may branch on: a module's attributes, whatever they are."""
+    """Return a module's attributes as text. A forward may branch on any of them."""
     own = {name: value for name, value in vars(module).items() if name not in _OURS_NOT}
     return str(sorted((name, _fold(_without_numbers(name, value), _DEPTH)) for name, value in own.items()))
 
 
 def _without_numbers(name: str, value: Any) -> Any:
-    """Hooks without the numbers that torch gives them, which go on from model to model."""
+    """Return hooks without their ids: torch numbers them across models."""
     is_hooks = name.startswith("_") and "hook" in name and isinstance(value, dict)
     return list(value.values()) if is_hooks else value
 
 
 def _fold(value: Any, depth: int) -> str:
-    """A value as text that is the same for equal ones in every process."""
+    """Return a value as text that is the same for equal values in every process."""
     match value:
         case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | torch.device():
             return repr(value)
@@ -149,20 +149,23 @@ def _fold(value: Any, depth: int) -> str:
 
 
 def _captured(value: Any) -> list[Any]:
-    """What a function made inside another one has from there."""
+    """Return the contents of a function's closure."""
     found = []
     for cell in getattr(value, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # nothing is in it yet
+        with contextlib.suppress(ValueError):  # an empty cell
             found.append(cell.cell_contents)
     return found
 
 
 def _digest_of(tensor: torch.Tensor) -> str:
-    """Of its values; of one that cannot be read another each time, so that no proof is remembered."""
+    """Return a digest of a tensor's values.
+
+    An unreadable tensor gets a new random digest each time, so that no proof is reused.
+    """
     try:
         parts = [part.cpu() for part in stored_parts(tensor.detach())]
         values = [(tuple(part.shape), part.flatten().tolist()) for part in parts]
-    except Exception:  # of whatever class of tensors
+    except Exception:  # any tensor class
         return secrets.token_hex()
     return hashlib.sha256(repr(values).encode()).hexdigest()
 
@@ -172,10 +175,13 @@ def _device_name(device: torch.device) -> str:
 
 
 def _source(thing: Any) -> str:
-    """The digest of the file that a class or a function stands in: what it calls there counts, too."""
+    """Return the digest of the file that defines a class or function.
+
+    The file includes code that it calls.
+    """
     try:
         file = inspect.getsourcefile(thing)
-    except TypeError:  # built in, or made at run time: its settings are all that there is
+    except TypeError:  # built in, or made at run time: only its settings count
         return ""
     return _file_digest(file, os.path.getmtime(file)) if file and os.path.exists(file) else ""
 

@@ -1,4 +1,4 @@
-"""Layers that are left out at random: a frozen part that such code decides about cannot be taken out."""
+"""Find layers that are skipped at random. The tail must decide about such layers, so no prefix holds them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from upriver.program.split.forward_pass import Pass
 
 
 def random_branch(training: Pass, skipped: Collection[str]) -> tuple[str, str] | None:
-    """The module in which chance decides what runs around the prefix while the model trains, and a message.
+    """Return the module in which a random number decides which skipped modules run, and a message.
 
-    Python looks at a random number in a module that skipped ones are part of. (In evaluation such code, a
-    layer drop, does nothing.)
+    Python reads a random number in a module that contains skipped modules. In eval such code (layer drop)
+    does nothing.
 
     Args:
         training: A pass in training mode.
-        skipped: Names of the modules that are skipped.
+        skipped: Names of the skipped modules.
     """
     random: set[int] = set()
     ended = _ended(training)
     for index, operation in enumerate(training.operations):
-        drawn = operation.trouble.startswith("draws ")  # Python has the number, whatever it does with it
+        drawn = operation.trouble.startswith("draws ")  # Python has the number, and may use it in any way
         depends = drawn or training.follows(operation, random)
         if depends or operation.trouble.startswith("runs the random"):
             random.add(index)
         path = training.calls[operation.call].path
         inside = f"{path}." if path else ""
-        # What was over by then is not decided about; what never ran may have been left out.
+        # The number cannot affect a call that has ended. A module that never ran may have been left out.
         open_ones = [name for name in skipped if name.startswith(inside) and ended.get(name, index) >= index]
         if depends and operation.observes and open_ones:
             if drawn:
@@ -43,7 +43,7 @@ def random_branch(training: Pass, skipped: Collection[str]) -> tuple[str, str] |
 
 
 def _ended(run: Pass) -> dict[str, int]:
-    """The last operator that ran in each module."""
+    """Return the last operator that ran in each module."""
     ended: dict[str, int] = {}
     for index, operation in enumerate(run.operations):
         call = operation.call

@@ -1,4 +1,4 @@
-"""The program of a split once more, for another number of samples: what a measurement at two sizes needs."""
+"""Capture the program of a split again for another number of samples, as measurements at two sizes need."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from upriver.program.graph.weights_file import WeightsFile
 from upriver.program.split.split import Split
 
 LEVELS: tuple[Granularity, ...] = ("module", "op", "end")
-"""Where the split's stages may end, the usual first; nothing but the names of its stages tells."""
+"""Possible ends of a split's stages, most likely first. Only the names of the stages tell which it was."""
 
 
 def resized(
     model: nn.Module, parts: Split, example: Inputs, *, autocast: torch.dtype | None = None
 ) -> Program:
-    """Capture the frozen part for the samples of ``example``, cut at the same places; nothing is proven.
+    """Capture the frozen part for the samples of ``example``, cut at the same places, without a proof.
 
     Args:
-        model: What was split.
+        model: The model that was split.
         parts: Its split, at another number of samples.
         example: As for :func:`~upriver.program.split.split.split`.
-        autocast: What it was split under.
+        autocast: The type that it was split under.
 
     Raises:
         CaptureError: If the model runs unsplit, cannot be captured at this size, or has other stages there.

@@ -1,12 +1,12 @@
-"""A model in two: a proven program for the frozen part, and the user's own tail.
+"""Split a model in two: a proven program for the frozen part, and the user's own tail.
 
-What is tried, each only after the one before it has failed its proof:
+These splits are tried in order. Each is tried only after the proof of the previous one fails:
 
-1. every cut of the granularity that was asked for;
-2. cuts at the ends of modules only, if that was finer;
+1. every cut of the requested granularity;
+2. cuts at the ends of modules only, if the request was finer;
 3. the freeze point alone;
-4. the same with a prefix that ends before the first branch on data, or code that torch.compile makes, where
-   there is one;
+4. the same with a prefix that ends before the first branch on data or the first code compiled by
+torch.compile, if any;
 5. unsplit.
 """
 
@@ -40,7 +40,7 @@ from upriver.program.tensor_layouts import refusing
 
 
 class Whole(nn.Module):
-    """A model that runs unsplit: the tail is all of it, its features are the model's inputs.
+    """Model that runs unsplit: the tail is the whole model, and its features are the model's inputs.
 
     Attributes:
         values: The inputs.
@@ -54,7 +54,7 @@ class Whole(nn.Module):
         self._autocast = autocast
 
     def forward(self, features: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
-        """The model's answer."""
+        """Return the model's result."""
         values = (features,) if isinstance(features, torch.Tensor) else features
         call = self._example.with_tensors(values)
         with autocasting(values[0].device, self._autocast):
@@ -78,12 +78,12 @@ def _as_ships(example: Example) -> list[Ship]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A way of cutting that was tried.
+    """One kind of cut that was tried.
 
     Attributes:
-        step: What it was.
-        why_not: Why it was given up; empty for the one that was taken.
-        remembered: Whether its proof was made by an earlier job.
+        step: Description of the cut.
+        why_not: Reason for giving it up. Empty for the cut that was used.
+        remembered: True if an earlier job made its proof.
     """
 
     step: str
@@ -96,19 +96,19 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """What a model was cut into.
+    """Result of splitting a model.
 
     Attributes:
-        program: The frozen prefix; None when the model runs unsplit.
-        tail: Runs what is left, from what crosses the freeze point (or from the inputs).
-        in_eval: Modules that stay in eval whatever ``model.train()`` says.
+        program: The frozen prefix. None if the model runs unsplit.
+        tail: Runs the rest, from the tensors that cross the freeze point (or from the inputs).
+        in_eval: Modules that stay in eval regardless of ``model.train()``.
         prefix_units: Frozen modules that run in the program.
-        skipped: These and the others that the tail does not call.
-        attributes: What the forward of the model reads up to the freeze point; None when unsplit.
-        boundary: The last module of the prefix; empty when unsplit.
-        why_not: Why the model runs unsplit; empty when it does not.
-        note: Why the freeze point is not later, where something but a trainable parameter ended the prefix.
-        attempts: What was tried, in order.
+        skipped: All modules that the tail does not call, including `prefix_units`.
+        attributes: Attributes that the model's forward reads up to the freeze point. None if unsplit.
+        boundary: The last module of the prefix. Empty if unsplit.
+        why_not: Reason why the model runs unsplit. Empty if it is split.
+        note: Reason why the freeze point is not later, unless a trainable parameter ended the prefix.
+        attempts: All attempts, in order.
         capture_s: Seconds that capturing the program took.
     """
 
@@ -130,12 +130,12 @@ class Split:
         return 0 if self.program is None else self.program.num_stages
 
     def still_so(self, now: Split, *, hooked: bool) -> Attributes | None:
-        """What the model reads now, if a split of it as it is now comes to the same; else None.
+        """Return the attributes that the model reads now if `now` is an equivalent split, else None.
 
         Args:
-            now: That split.
-            hooked: Whether hooks came or went: other tensors that cross may ask for a gradient, and do so in
-                the tail from here on.
+            now: A split of the model in its current state.
+            hooked: True if hooks were added or removed. Then other crossing tensors may require a gradient,
+                and the tail adopts that.
         """
         ours, theirs = ((each.in_eval, each.prefix_units, each.skipped) for each in (self, now))
         if self.program is None or now.program is None or self.program.digest != now.program.digest:
@@ -157,19 +157,20 @@ def split(
     granularity: Granularity = "module",
     on_progress: Callable[[str], None] | None = None,
 ) -> Split:
-    """Find the freeze point of a model, capture what lies before it, and prove every cut.
+    """Find the freeze point of a model, capture the prefix before it, and prove every cut.
 
     Args:
-        model: The user's model; its parameters, buffers and flags are left as they are.
+        model: The user's model. Its parameters, buffers and flags stay unchanged.
         example: One micro-batch of input, samples in dimension 0, on the model's device.
         autocast: Run prefix and tail under autocast to this type.
-        granularity: Cuts at the ends of modules (``module``) or between any two operators (``op``).
-        on_progress: Told what is being done.
+        granularity: Cuts at the ends of modules (``module``), between any two operators (``op``), or at the
+            freeze point alone (``end``).
+        on_progress: Called with a text about each step.
 
     Raises:
         ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model does
             not run.
-        ConfigError: If an argument is outside what is allowed.
+        ConfigError: If an argument is outside its allowed values.
     """
     if granularity not in _LEVELS:
         raise ConfigError(f"granularity must be module, op or end, got {granularity!r}")
@@ -179,7 +180,7 @@ def split(
 
 
 class _Splitting:
-    """One run through the ways of cutting."""
+    """One search through the possible splits."""
 
     def __init__(
         self, model: nn.Module, example: Example, autocast: torch.dtype | None, tell: Callable[[str], None]
@@ -189,10 +190,10 @@ class _Splitting:
         self.left: dict[str, str] = {}  # modules that no program can hold, and why
 
     def run(self, granularity: Granularity) -> Split:
-        """Try one way after the other."""
+        """Try the splits in order, and return the first that is proven."""
         check_trainable(self.model)
         try:
-            # The values are copied once, for all that follows.
+            # Copy the values once for all steps.
             with refusing(_NOT_WATCHED), state_kept(self.model):
                 return self._run(granularity)
         except CaptureError as error:
@@ -225,13 +226,13 @@ class _Splitting:
     def _in_training(self, calls: Trace, units: list[str]) -> Pass | None:
         try:
             return Pass(*watch_training(self.model, calls.example, units, autocast=self.autocast))
-        except ModelError:  # it may want labels then; the proof will tell
+        except ModelError:  # it may need labels in training; the proof decides
             return None
 
     def _points(self, calls: Trace, training: Pass | None) -> Iterator[FreezePoint]:
-        """Freeze points to try: the largest prefix, then one that ends before control flow on data.
+        """Yield freeze points: the largest prefix, then one that ends before control flow on data.
 
-        Each is tried again without the modules that turned out to be none that a program can hold.
+        Each is tried again without the modules that no program can hold.
         """
         tried: set[tuple[int, ...]] = set()
         for before_branches in (False, True):
@@ -245,7 +246,7 @@ class _Splitting:
                 yield point
 
     def _point(self, calls: Trace, training: Pass | None, *, before_branches: bool) -> FreezePoint:
-        """The largest prefix, without what chance decides about."""
+        """Return the largest prefix without modules whose calls depend on chance."""
         left: dict[str, str] = {}
         while True:
             point = find(self.model, calls, training, before_branches=before_branches, left=left | self.left)
@@ -293,10 +294,10 @@ class _Splitting:
         return None
 
     def _proven(self, program: Program, tail: Tail, in_eval: EvalPlan, step: str) -> bool:
-        """Whether every cut holds; a coarser program may be tried when not.
+        """Return whether every cut holds. If not, a coarser program may be tried.
 
         Raises:
-            CaptureError: If the freeze point does not: no other program would help.
+            CaptureError: If the freeze point does not hold. Then no other program would help.
         """
         proof = Proof(program, self.example)
         try:
@@ -340,7 +341,7 @@ class _Splitting:
         )
 
     def _attributes(self, calls: Trace, point: FreezePoint, paths: list[str]) -> Attributes:
-        """What skipped calls read, and those around them until the last of them ends."""
+        """Return the attributes read by skipped calls, and by calls around them until the last one ends."""
         run = Pass(calls.calls, calls.flow)
         owner = run.enclosing(point.skipped)
         ends: dict[int, int] = {}

@@ -1,13 +1,13 @@
-"""The tail stays the user's: their modules, parameters, hooks and ``forward``, without the frozen prefix.
+"""Run the tail: the user's modules, parameters, hooks and ``forward`` without the frozen prefix.
 
-A *shadow* of the model is made of shallow clones of the ancestors of skipped modules, in which each of those
-is replaced by a stub. All else is shared by identity, so the optimizer, ``state_dict`` and hooks see the
-user's own objects, and the user's own ``forward`` runs on the shadow. A stub gives what has crossed the cut
-where the tail reads it, and otherwise stride-0 NaN tensors of the right shape: they cost nothing and poison
-any answer that should not have read them.
+A *shadow* is a copy of the model in which a stub replaces each skipped module. The ancestors of skipped
+modules are shallow clones. Everything else is shared by identity, so the optimizer, ``state_dict`` and hooks
+see the user's own objects. The user's own ``forward`` runs on the shadow. A stub returns the tensors that
+crossed the cut where the tail reads them. Elsewhere it returns stride-0 NaN tensors of the right shape. These
+need no memory, and they poison any answer that reads them by mistake.
 
-Each thread has a shadow of its own, brought up to date before each call, so that calls share no state and
-flags that the user sets on the model are always the current ones.
+Each thread has its own shadow, updated before each call. So calls share no state, and flags that the user
+sets on the model take effect.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from upriver.program.split.freeze_point import FreezePoint
 from upriver.program.split.module_trace import ModuleCall, Shape, Trace
 
 Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
-"""What crosses: one tensor, or a tuple of several."""
+"""Tensors that cross the cut: one tensor, or a tuple of several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Given:
-    """Stands in a stub's result where value ``index`` of those that crossed belongs."""
+    """Placeholder in a stub's result for crossing tensor number ``index``."""
 
     index: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Poison:
-    """Stands in a stub's result for a tensor that nobody should read."""
+    """Placeholder in a stub's result for a tensor that the tail must not read."""
 
     shape: Shape
     dense: bool = False
 
     def make(self, samples: int, device: torch.device) -> torch.Tensor:
-        """A tensor of the right form that costs nothing, unless something writes into it."""
+        """Return a tensor of the right shape. It needs no memory unless an operator writes into it."""
         dtype = self.shape.dtype
         if dtype.is_floating_point or dtype.is_complex:
             value = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -64,7 +64,7 @@ class _Poison:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Stubbed:
-    """A module of which calls are skipped: what each of them gives, None for those that run."""
+    """Module with skipped calls. Hold the result of each call, None for calls that run."""
 
     path: str
     results: tuple[Any, ...]
@@ -72,16 +72,16 @@ class _Stubbed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cloned:
-    """An ancestor of skipped modules."""
+    """Ancestor of skipped modules."""
 
     children: Mapping[str, _Stubbed | _Cloned]
 
 
 class _Feed:
-    """What has crossed the cut in the call that is running; the stubs of one shadow share it.
+    """Tensors that crossed the cut for the current call. The stubs of one shadow share them.
 
     Args:
-        keeps: Whether poison is kept for the next call with as many samples.
+        keeps: True to keep poison tensors for the next call with as many samples.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -93,7 +93,7 @@ class _Feed:
         self._poison: dict[int, torch.Tensor] = {}
 
     def begin(self, values: tuple[torch.Tensor, ...], samples: int) -> None:
-        """A call begins: stubs give their first results again."""
+        """Begin a call: stubs start again at their first result."""
         if self._poison and (self.samples != samples or self._device != values[0].device):
             self._poison.clear()
         self.values, self.samples, self._device = values, samples, values[0].device
@@ -102,10 +102,10 @@ class _Feed:
 
     @staticmethod
     def refuse(path: str) -> NoReturn:
-        """Refuse a call of a module from outside of the tail's forward.
+        """Refuse a call of a skipped module from outside the tail's forward.
 
         Raises:
-            CaptureError: As nothing has crossed the cut.
+            CaptureError: Always, because no tensor has crossed the cut.
         """
         raise CaptureError(
             "a skipped module was called outside of the tail's forward: the cut lies in a region that "
@@ -114,9 +114,9 @@ class _Feed:
         )
 
     def take(self, item: Any) -> Any:
-        """A stub's result, or an input, for this call."""
+        """Return a stub's result, or an input, for this call."""
         values = self.values
-        assert values is not None  # or the call was refused
+        assert values is not None  # otherwise the call was refused
         if isinstance(item, _Given):
             return values[item.index]
         if not isinstance(item, _Poison):
@@ -125,11 +125,11 @@ class _Feed:
             return item.make(self.samples, values[0].device)
         if (made := self._poison.get(id(item))) is None:
             self._poison[id(item)] = made = item.make(self.samples, values[0].device)
-        return made.detach()  # another object, as somebody may ask for its gradient
+        return made.detach()  # a new object each time, as code may request its gradient
 
 
 class _Results:
-    """What the calls of one stub give, in order.
+    """Results of the calls of one stub, in order.
 
     Attributes:
         next: Number of the next call.
@@ -141,7 +141,7 @@ class _Results:
         feed.results.append(self)
 
     def give(self, *args: Any, **kwargs: Any) -> Any:
-        """The next one; a call that is not skipped runs."""
+        """Return the next result. Run a call that is not skipped."""
         feed = self._feed
         if feed.values is None:
             feed.refuse(self._path)
@@ -156,21 +156,21 @@ class _Results:
 
 
 class _Stub(nn.Module):
-    """Stands for a module whose calls are skipped.
+    """Stand in for a module whose calls are skipped.
 
-    It has the module's own ``__dict__``, and a subclass of its class: whatever the user's code reads from it,
-    or asks of its type, is as ever. Only calling it is another thing.
+    A stub has the module's own ``__dict__`` and a subclass of the module's class. So attribute reads and type
+    checks in the user's code work as before. Only a call differs.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Give the next result, by way of hooks where there are any."""
+        """Return the next result, through hooks if there are any."""
         if self._forward_pre_hooks or self._forward_hooks:
             return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self._upriver_results.give(*args, **kwargs)
 
-    @property  # one of the module's own instance does not come before it
+    @property  # a property takes precedence over an instance attribute
     def forward(self) -> Any:  # type: ignore[override]
-        """What calls with hooks run."""
+        """Function that a call with hooks runs."""
         return self._upriver_results.give
 
     _upriver_results: _Results
@@ -180,14 +180,14 @@ _STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _stand_in(module_class: type[nn.Module]) -> type[nn.Module]:
-    """The class of a stub for modules of that class."""
+    """Return the stub class for modules of a class."""
     if module_class not in _STAND_INS:
         place = {"__module__": module_class.__module__, "__slots__": ("_upriver_results",)}
         made = type(module_class.__name__, (_Stub, module_class), place)
         for name in (
             "forward",
             "__call__",
-        ):  # a class may wrap those of its subclasses, as transformers' layers do
+        ):  # a class may wrap these methods of its subclasses, as layers of transformers do
             type.__setattr__(made, name, vars(_Stub)[name])
         _STAND_INS[module_class] = made
     return _STAND_INS[module_class]
@@ -195,24 +195,24 @@ def _stand_in(module_class: type[nn.Module]) -> type[nn.Module]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Twin:
-    """A clone of an ancestor, whose it is, and the submodules in which they differ."""
+    """Ancestor, its clone, and the submodules in which they differ."""
 
     module: nn.Module
     clone: nn.Module
     children: Mapping[str, nn.Module]
 
     def update(self) -> None:
-        """Make the clone what the module is now, but for their differences."""
+        """Copy the module's current state to the clone, except for the differing submodules."""
         state, theirs = self.clone.__dict__, self.module.__dict__
         for name in state.keys() - theirs.keys():
             del state[name]
         state.update(theirs)
         state["_modules"] = theirs["_modules"] | self.children
         state.pop("forward", None)
-        state.pop("_compiled_call_impl", None)  # of module.compile(): it would run the module itself
+        state.pop("_compiled_call_impl", None)  # of module.compile(): would run the module itself
 
     def hand_back(self) -> None:
-        """Make what the user's forward has set on the clone the module's."""
+        """Copy the attributes that the user's forward set on the clone back to the module."""
         theirs = self.module.__dict__
         for name, value in self.clone.__dict__.items():
             if name != "_modules" and theirs.get(name, self) is not value:
@@ -221,7 +221,7 @@ class _Twin:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shadow:
-    """A shadow of the model and what goes with it."""
+    """Shadow of the model, with its feed and its twins."""
 
     root: nn.Module
     feed: _Feed
@@ -229,15 +229,16 @@ class _Shadow:
 
 
 class Tail(nn.Module):
-    """What is left of a model after its frozen prefix.
+    """Run the rest of a model after its frozen prefix.
 
-    Calling it with what crosses the freeze point, of any number of samples, gives what the whole model would
-    have given. Its parameters are the model's own.
+    A call with the tensors that cross the freeze point, for any number of samples, returns the whole model's
+    result. The parameters are the model's own.
 
     Attributes:
         boundary: The last module of the prefix.
         values: The tensors that cross.
-        with_gradient: Which of them ask for a gradient in the whole model, by its mode (training or not).
+        with_gradient: For each crossing tensor, whether it requires a gradient in the whole model. Keyed by
+            mode: True for training.
     """
 
     def __init__(
@@ -249,20 +250,20 @@ class Tail(nn.Module):
         in_eval: Sequence[str] = (),
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Work out which modules are skipped.
+        """Decide which modules to skip.
 
         Args:
-            in_eval: Modules that stay in eval whatever ``train()`` says.
+            in_eval: Modules that stay in eval regardless of ``train()``.
             autocast: Run under autocast to this type.
 
         Raises:
             CaptureError: If an ancestor of a skipped module has a ``forward`` of its own instance, or a
-                module that will be skipped has hooks; names that module.
+                module to be skipped has hooks. Names that module.
         """
         super().__init__()
         self.boundary = point.name
         self.values = Values(point.ships)
-        self._model = (model,)  # in a tuple: registered is the shadow
+        self._model = (model,)  # in a tuple, so that only the shadow is registered
         self._in_eval = InEval(model, in_eval)
         self._autocast = autocast
         self._example = _inputs(point, calls)
@@ -279,22 +280,22 @@ class Tail(nn.Module):
         return self._model[0]
 
     def same_as(self, other: Tail) -> bool:
-        """Whether another tail of the same model skips the same calls and puts the same in their place."""
+        """Return whether another tail of the same model skips the same calls with the same replacements."""
         ours, theirs = ((each.values.ships, each._recipe, each._example) for each in (self, other))
         try:
             return bool(ours == theirs)
-        except Exception:  # of whatever a skipped call gives beside tensors
+        except Exception:  # raised by non-tensor values in a skipped call's result
             return False
 
     def forward(self, features: Features) -> Any:
-        """The model's answer, from what crosses the freeze point.
+        """Return the model's result, computed from the tensors that cross the freeze point.
 
         Args:
-            features: One tensor where one crosses, else a tuple of them; samples in the dimension in which
-                the model has them.
+            features: One tensor if one crosses, else a tuple of tensors. Samples are in the model's own
+                sample dimension.
 
         Raises:
-            ConfigError: If they are others.
+            ConfigError: If the number, type or shape of the tensors differs.
         """
         values = self.values.check(features)
         if torch.compiler.is_compiling():
@@ -310,9 +311,9 @@ class Tail(nn.Module):
         return self._run(shadow, values)
 
     def asking(self, features: Features) -> Features:
-        """What crosses as the whole model has it: asking for a gradient where a hook sees to that.
+        """Return the crossing tensors, requiring gradients where a hook of the whole model does so.
 
-        For a compiled tail, which cannot do so itself.
+        Use this for a compiled tail, which cannot do it itself.
         """
         return self.values.one_or_all(self._asking(self.values.check(features)))
 
@@ -320,7 +321,7 @@ class Tail(nn.Module):
         if not torch.is_grad_enabled():
             return values
         asks = self.with_gradient.get(self.model.training, (False,) * len(values))
-        # Detached: what the caller holds gathers no gradient, also where a hook of the tail asks for one.
+        # Detach, so that the caller's tensors gather no gradient even if a hook of the tail requests one.
         return tuple(
             value if value.requires_grad else value.detach().requires_grad_(asked)
             for value, asked in zip(values, asks, strict=True)
@@ -342,21 +343,21 @@ class Tail(nn.Module):
 
 
 class _PerThread(threading.local):
-    """One shadow a thread."""
+    """Keep one shadow for each thread."""
 
     def __init__(self, model: nn.Module, recipe: _Cloned) -> None:
         self._shadow: _Shadow | None = None
         self._make = (model, recipe)
 
     def get(self) -> _Shadow:
-        """This thread's shadow."""
+        """Return this thread's shadow."""
         if self._shadow is None:
             self._shadow = _build(*self._make)
         return self._shadow
 
 
 class _Recipe:
-    """How to make a shadow: which modules are cloned, which stubbed, and what the stubs give."""
+    """Decide which modules to clone, which to stub, and what the stubs return."""
 
     def __init__(self, model: nn.Module, point: FreezePoint, calls: Trace) -> None:
         self.model = model
@@ -366,12 +367,12 @@ class _Recipe:
         self.results: dict[str, list[Any]] = {}
         owner = Pass(calls.calls, calls.flow).enclosing(self.skipped)
         for call in sorted(calls.calls, key=lambda call: call.index):
-            if owner[call.parent] < 0:  # what runs inside a skipped call does not run at all
+            if owner[call.parent] < 0:  # calls inside a skipped call do not run
                 result = self._result(call) if call.index in self.skipped else None
                 self.results.setdefault(call.path, []).append(result)
 
     def _result(self, call: ModuleCall) -> tuple[list[Any], Any]:
-        """A call's result as its stub gives it, flattened."""
+        """Return a call's result as its stub returns it, flattened."""
         values = iter(call.values)
         made: list[Any] = []
         for leaf in call.leaves:
@@ -383,10 +384,10 @@ class _Recipe:
         return made, call.form
 
     def make(self) -> _Cloned:
-        """The recipe.
+        """Return the recipe.
 
         Raises:
-            CaptureError: If there is none that runs the user's own forward.
+            CaptureError: If no recipe runs the user's own forward.
         """
         recipe = self._plan(self.model)
         if not isinstance(recipe, _Cloned):
@@ -407,7 +408,7 @@ class _Recipe:
 
 
 def _inputs(point: FreezePoint, calls: Trace) -> tuple[list[Any], Any]:
-    """What the user's forward is called with: inputs that the tail reads have crossed, others are poison."""
+    """Return the inputs of the user's forward: crossing tensors where the tail reads them, else poison."""
     crossing = {ship.source.leaf: index for index, ship in enumerate(point.ships) if ship.source.path is None}
     example: Example = calls.example
     leaves, spec = pytree.tree_flatten((example.args, dict(example.kwargs)))
@@ -429,7 +430,7 @@ def _build(model: nn.Module, recipe: _Cloned, *, compiled: bool = False) -> _Sha
     made: dict[int, nn.Module] = {}
 
     def build(module: nn.Module, item: _Stubbed | _Cloned) -> nn.Module:
-        if id(module) not in made:  # a module with two names has one stand-in
+        if id(module) not in made:  # a module with two names gets one stand-in
             made[id(module)] = stub(module, item) if isinstance(item, _Stubbed) else clone(module, item)
         return made[id(module)]
 
@@ -444,7 +445,7 @@ def _build(model: nn.Module, recipe: _Cloned, *, compiled: bool = False) -> _Sha
         children = {}
         for name, inner in item.children.items():
             child = module._modules[name]
-            assert child is not None  # the recipe names only modules that are there
+            assert child is not None  # the recipe names only existing modules
             children[name] = build(child, inner)
         made: nn.Module = type(module).__new__(type(module))
         twins.append(_Twin(module=module, clone=made, children=children))

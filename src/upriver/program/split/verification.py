@@ -1,13 +1,13 @@
-"""Proof before use: prefix + tail against the whole model, to the bit, before a job starts.
+"""Prove, before a job starts, that prefix and tail give the whole model's results to the bit.
 
-What is compared, with ``torch.equal``, on random micro-batches and on one whose last rows are padding:
+The proof compares with ``torch.equal``, on random micro-batches and on one whose last rows are padding:
 
-- the answers, and the gradients that ``backward()`` leaves in each parameter, whole and cut at the freeze
-  point;
-- what crosses each cut of the program, computed in one go and from tensors that were sent over a wire at the
-  cut before;
-- the features of some samples while the other rows change: one that moves with its neighbours shows a model
-  that mixes samples.
+- the results, and the gradients that ``backward()`` leaves in each parameter, for the whole model and for the
+  model cut at the freeze point;
+- the tensors that cross each cut of the program, computed in one run and from tensors that were sent over a
+  wire at the previous cut;
+- the features of some samples while the other rows change. A feature that changes with its neighbours shows
+  that the model mixes samples.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from upriver.program.tensor_layouts import dense_parts, same_bits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """What one step of training gave.
+    """Results of one training step.
 
     Attributes:
-        answers: The tensors of the answer.
-        gradients: Name of each parameter, frozen ones too, to what ``backward()`` left in it.
-        crossing: Which of the tensors that cross the freeze point were to have a gradient.
-        left: What it wrote to the model's tensors, and those that it set as attributes, by name.
+        answers: Tensors of the model's result.
+        gradients: Name of each parameter, frozen ones too, mapped to its gradient after ``backward()``.
+        crossing: For each tensor that crosses the freeze point, whether it required a gradient.
+        left: Values written to the model's tensors, and new tensor attributes, by name.
     """
 
     answers: list[torch.Tensor]
@@ -53,13 +53,13 @@ class Taken:
 
 
 class Proof:
-    """The comparisons of one program, on inputs that are the same for all of them."""
+    """Comparisons of one program, all on the same inputs."""
 
     def __init__(self, program: Program, example: Example, *, seed: int = 0) -> None:
         """Make the inputs.
 
         Args:
-            example: A micro-batch; its integers are shuffled, not made up, since they may be indices.
+            example: A micro-batch. Its integers are shuffled, not drawn, since they may be indices.
         """
         generator = torch.Generator().manual_seed(seed)
         first, second, other = (random_like(example, generator) for _ in range(3))
@@ -73,9 +73,9 @@ class Proof:
         self._values: list[tuple[torch.Tensor, ...]] = []
 
     def cuts(self) -> None:
-        """Compare each stage on tensors that stay in memory with the same on tensors that were sent.
+        """Compare each stage on tensors in memory with the same stage on tensors that were sent.
 
-        With the prefix as a whole proven, this proves each cut of it.
+        Together with the proof of the whole prefix, this proves each of its cuts.
 
         Raises:
             CaptureError: Naming the first cut that changes a bit.
@@ -85,39 +85,39 @@ class Proof:
     def split(
         self, model: nn.Module, tail: Tail, in_eval: EvalPlan, *, autocast: torch.dtype | None = None
     ) -> None:
-        """Compare the model cut at the freeze point with the whole one; :meth:`cuts` comes before.
+        """Compare the model cut at the freeze point with the whole model. Call :meth:`cuts` first.
 
         Args:
-            in_eval: What does not train.
-            autocast: What the program was captured under.
+            in_eval: Modules and calls that stay in eval.
+            autocast: The type that the program was captured under.
 
         Raises:
-            CaptureError: Naming what differed.
+            CaptureError: Naming the difference.
         """
         program = self.program
         padded = program.run(self._padded.tensors, 0, program.num_stages)
         self._rows_are_independent(tail, padded)
         compared = zip((*self._random, self._padded), (*self._values, padded), strict=True)
         for number, (example, values) in enumerate(compared):
-            # As in training and as in evaluation; one sample is too few for a BatchNorm that trains.
+            # In training mode and in eval. One sample is too few for a BatchNorm in training.
             training = number != 1 and program.micro_batch > 1
             step = _Step(model, tail, training=training, autocast=autocast)
             try:
-                # On copies: the model may write into what it is given.
+                # Copies: the model may write into its inputs.
                 fresh = example.with_tensors([tensor.clone() for tensor in example.tensors])
                 whole = step.taken(model, fresh.args, fresh.kwargs, in_eval)
             except CaptureError:
                 raise
-            except Exception as error:  # the user's forward, on values that are none of theirs
+            except Exception as error:  # the user's forward, on values not from the user
                 if example is self._padded:
-                    continue  # it takes no padding; such rows never reach it
+                    continue  # it rejects padding, so such rows never reach it
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 raise CaptureError(f"the model does not run on random values: {reason}") from error
             tail.with_gradient[training] = whole.crossing
             _same_answers(step, tail, in_eval, whole, values)
 
     def _rows_are_independent(self, tail: Tail, padded: tuple[torch.Tensor, ...]) -> None:
-        """Change some rows: the features of the others must not move."""
+        """Change some rows and check that the features of the others stay the same."""
         program = self.program
         if program.micro_batch == 1:
             return
@@ -133,7 +133,7 @@ class Proof:
 
 
 def _changed_from(first: int, given: Example, other: Example | None = None) -> Example:
-    """The same with the rows of another example from ``first`` on, or zero, as padding leaves them."""
+    """Return `given` with the rows from ``first`` on taken from `other`, or zero, as padding leaves them."""
     changed = []
     for number, mine in enumerate(given.tensors):
         tensor = mine
@@ -151,11 +151,11 @@ def _same_answers(
     cut = f"the model cut after {tail.boundary!r}"
     try:
         features = tail.values.one_or_all(values)
-        # Calls that belong to the prefix are not made here, so none of them is to be put in eval.
+        # The tail does not make calls of the prefix, so no single call needs eval.
         split = step.taken(tail, (features,), {}, EvalPlan(modules=in_eval.modules))
     except CaptureError:
         raise
-    except Exception as error:  # the user's forward, on a model of which a part is missing
+    except Exception as error:  # the user's forward, on a model without its prefix
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CaptureError(f"{cut} does not run: {reason}") from error
     pairs = zip(whole.answers, split.answers, strict=False)
@@ -178,13 +178,13 @@ def _same_answers(
 
 
 class _Step:
-    """A step of training as a user takes it, but for the optimizer's, that leaves a model as it was.
+    """Training step without the optimizer's, after which the model is restored.
 
     Args:
-        model: The user's.
-        tail: Its tail, which says what crosses.
-        training: Whether in training mode.
-        autocast: Under autocast to this type.
+        model: The user's model.
+        tail: Its tail, which names the crossing tensors.
+        training: True for training mode.
+        autocast: Run under autocast to this type.
     """
 
     def __init__(self, model: nn.Module, tail: Tail, *, training: bool, autocast: torch.dtype | None) -> None:
@@ -192,15 +192,15 @@ class _Step:
         self._training, self._autocast = training, autocast
 
     def taken(self, run: nn.Module, args: Sequence[object], kwargs: object, in_eval: EvalPlan) -> Taken:
-        """Take it with the model or with its tail.
+        """Run the step with the model or with its tail.
 
         Raises:
-            CaptureError: If nothing is to be trained.
+            CaptureError: If the result depends on no trainable parameter.
         """
         model = self._model
         device = next(p for p in model.parameters() if p.requires_grad).device
         with state_kept(model) as kept, no_fast_path(), torch.enable_grad():
-            for training in (True, self._training):  # some modules drop what they kept in eval then
+            for training in (True, self._training):  # some modules drop cached state on a switch
                 switch(model, training=training)
             keep_in_eval(model, list(in_eval.modules))
             seed(0)
@@ -224,8 +224,7 @@ class _Step:
         )
 
     def _loss(self, answers: Sequence[torch.Tensor], *, whole: bool) -> Any:
-        # Squares, so that a gradient depends on the values; scaled, so that it stays finite in half
-        # precision.
+        # Squares, so that a gradient depends on the values. Scaled, to stay finite in half precision.
         terms = [(t.float() / 16).square().mean() for t in answers if t.requires_grad]
         if not terms and whole:
             raise CaptureError("the model's answer does not depend on its trainable parameters")
@@ -245,21 +244,21 @@ def _left(kept: SavedState) -> dict[str, list[torch.Tensor]]:
 
 
 class _Crossing(contextlib.ExitStack):
-    """Looks, in a run of a whole model, at what crosses the freeze point: does it ask for a gradient?
+    """Record, during a run of the whole model, which crossing tensors require a gradient.
 
-    What frozen layers give does not, unless a hook on them says that it does: activation checkpointing needs
-    that, and leaves what is trained behind it without a gradient otherwise.
+    Results of frozen layers do not, unless a hook on them requests it. Activation checkpointing needs such a
+    hook: otherwise trained layers after it get no gradient.
     """
 
     def __init__(self, model: nn.Module, ships: Sequence[Ship]) -> None:
         super().__init__()
         self._found = dict.fromkeys((ship.source for ship in ships), False)
         for path in {source.path for source in self._found if source.path is not None}:
-            # Ours comes last, behind whatever the user's own hooks make of the result.
+            # Our hook runs last, after the user's own hooks have changed the result.
             self.callback(model.get_submodule(path).register_forward_hook(self._look(path)).remove)
 
     def with_gradient(self) -> tuple[bool, ...]:
-        """Which of them do, in order."""
+        """Return, for each crossing tensor in order, whether it requires a gradient."""
         return tuple(self._found.values())
 
     def _look(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
