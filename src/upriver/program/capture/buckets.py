@@ -1,8 +1,8 @@
-"""Shape buckets: one model captured for several shapes, with one weights file.
+"""Capture one model for several input shapes, with one weights file.
 
-A program is made for one shape. Inference takes one sample at a time and training sixteen; texts and sounds
-have lengths. What differs between shapes is the graph, which is small; the weights are the same, and so are
-named, stored, sent and kept in memory once.
+A program is made for one shape. Inference passes one sample at a time and training sixteen; texts and sounds
+vary in length. Only the graph differs between shapes, and it is small. The weights are the same, so they are
+named, stored, sent and held in memory once.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def capture_buckets(
     Args:
         model: The user's model.
         examples: One call for each bucket.
-        outputs: What each program gives; the model's answer without it.
+        outputs: Outputs of each program. None for the model's result.
         autocast: Type that autocast computes in.
         granularity: Where stages end.
 
     Returns:
-        One program for each example; all name the same weights file, and share its tensors in memory.
+        One program for each example. All name the same weights file, and share its tensors in memory.
 
     Raises:
-        CaptureError: If the model cannot be captured, or has other weights for one shape than for another.
+        CaptureError: If the model cannot be captured, or its weights differ between shapes.
         ConfigError: If there is no example, or two have the same shapes.
     """
     given = [Example.of(example) for example in examples]

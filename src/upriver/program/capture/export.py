@@ -1,8 +1,8 @@
-"""A model's forward pass as ``torch.export`` records it: the wrapper, the hooks, and leaving early.
+"""Record a model's forward pass with ``torch.export``: the wrapper, the hooks, and the early exit.
 
-The wrapper calls the user's model as the example does and returns what was asked for: leaves of what some
-module calls gave, or of the model's answer. Once the last of them is there the forward pass is left, so that
-whatever comes behind (control flow that depends on data, for example) need not be captured.
+The wrapper calls the user's model as the example does, and returns the requested tensors. These are leaves of
+module results or of the model's result. The forward pass ends as soon as all of them exist. So later code,
+such as control flow that depends on data, need not be captured.
 """
 
 from __future__ import annotations
@@ -33,39 +33,38 @@ from upriver.program.graph.devices import seed
 from upriver.program.module_state.restoration import state_kept
 
 ROOT = "model"
-"""What the wrapper calls the user's model; the first part of each path that export notes down."""
+"""Name of the user's model in the wrapper, and first part of each path that export records."""
 
 CAPTURED = 1
-"""Seed of all generators while a model is recorded. A proof has another: so it finds out a number that Python
-drew and that stands in the graph as a constant."""
+"""Seed of all generators while a model is recorded. A proof uses another seed. So it finds a number that
+Python drew and that is a constant in the graph."""
 
 _TORCH_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torch._dynamo")
-"""Those that write pages when a model cannot be captured; each has a level of its own."""
+"""Loggers that write pages if a model cannot be captured. Each has a level of its own."""
 
 
 class _Left(BaseException):
-    """Everything that was asked for is there. No error, so that no ``except Exception`` holds it up."""
+    """All requested tensors exist. Not an `Exception`, so that no ``except Exception`` catches it."""
 
 
 class ExportNotes:
-    """What is noted down beside the graph; no plain attributes, for export puts back those of a module.
+    """Facts recorded next to the graph. Not plain attributes, because export restores those of a module.
 
     Attributes:
-        entered: Module calls that have begun and not ended: where a pass has come to.
-        num_answers: Tensors of the model's answer.
+        entered: Module calls that have begun and not ended: the current position of a pass.
+        num_answers: Number of tensors in the model's result.
     """
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start empty."""
         self.entered: list[str] = []
         self.num_answers = 0
 
 
 class Observed(nn.Module):
-    """The user's model, returning what ``sources`` name, then its own answer if that is wanted too.
+    """Wrap the user's model to return the tensors that ``sources`` name, then its own result if requested.
 
-    Behind the answer come the tensors of caches in it: they are no part of what a program gives, but a cut
-    behind which one of them is made is none.
+    The tensors of caches in the result come last. They are not outputs of a program. But no cut may lie after an operator that makes one of them.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Observed(nn.Module):
         """Prepare a pass.
 
         Args:
-            whole: Whether the model's answer follows; if not, the pass ends with the last source.
+            whole: True if the model's result follows. Otherwise the pass ends with the last source.
         """
         super().__init__()
         self.model = model
@@ -84,9 +83,9 @@ class Observed(nn.Module):
         self.notes = ExportNotes()
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What was asked for, from the example's tensors."""
+        """Return the requested tensors, computed from the example's tensors."""
         call = self.example.with_tensors(inputs)
-        # Copies, since in-place code further on would change what was kept; they are dropped from the graph.
+        # Copies, since in-place code could change the tensors later. The copies are removed from the graph.
         kept = {source: inputs[source.leaf].clone() for source in self.sources if source.path is None}
         tracer = get_proxy_mode()
         stack = tracer.tracer.module_stack if tracer is not None else {}
@@ -96,15 +95,15 @@ class Observed(nn.Module):
             try:
                 answer = self.model(*call.args, **call.kwargs)
             except _Left:
-                # The tracer notes the way into each module and, left by an exception, not the way out.
+                # The tracer records entry into each module. After an exception it misses the exit.
                 while len(stack) > depth:
                     stack.popitem()
         missing = [str(source) for source in self.sources if source not in kept]
         if missing:
             raise CaptureError(f"the model gave no {missing[0]!r}")
         given = [*(kept[source] for source in self.sources), *(self._answers(answer) if self.whole else ())]
-        # Copied once more: export stumbles over a result that comes straight out of a region with another
-        # grad mode or autocast.
+        # Copy again: export fails on a result that comes straight out of a region with another grad mode or
+        # autocast.
         return tuple(tensor.clone() for tensor in given)
 
     def _answers(self, answer: Any) -> list[torch.Tensor]:
@@ -146,18 +145,18 @@ class Observed(nn.Module):
                     if path in wanted:
                         keep(path, result)
 
-                # Ours come last on the way out, behind whatever the user's own hooks make of the result.
+                # Our hooks run last on exit, after the user's own hooks have changed the result.
                 hooks.callback(module.register_forward_hook(leave).remove)
             yield
 
 
 def is_cache(value: Any) -> bool:
-    """Whether this is a cache of keys and values, of whatever library."""
+    """Return whether this is a cache of keys and values, of any library."""
     return type(value).__name__.endswith("Cache")
 
 
 def _held_by(value: Any, depth: int = 4) -> list[torch.Tensor]:
-    """Tensors among the attributes of an object, and of those that they hold."""
+    """Return the tensors among an object's attributes, and those nested in them."""
     if isinstance(value, torch.Tensor) or depth == 0:
         return [value] if isinstance(value, torch.Tensor) else []
     inner: list[Any] = []
@@ -176,17 +175,17 @@ def export(
     whole: bool,
     autocast: torch.dtype | None = None,
 ) -> tuple[torch.export.ExportedProgram, ExportNotes]:
-    """Record what leads to ``sources`` (and to the model's answer), in eval, functional, with its casts.
+    """Record the path to ``sources`` (and to the model's result), in eval, functional, with its casts.
 
-    Casts that autocast makes stand in the graph as operators, since the decompositions too run under it: what
-    is recorded gives the same bits with autocast off.
+    The casts that autocast makes become operators of the graph, since the decompositions run under autocast
+    too. So the graph gives the same bits with autocast off.
 
-    Other threads may compute meanwhile and get the bits that they always get, but must leave ``model`` alone:
-    torch has no values in its parameters while it records. A second pass waits for the first, since torch's
-    recording is not made for two.
+    Other threads may compute meanwhile and get their usual bits. They must not use ``model``: while torch
+    records, its parameters hold no values. Only one pass records at a time, since torch's recording is not
+    thread-safe.
 
     Raises:
-        CaptureError: If torch cannot record it; the message says why.
+        CaptureError: If torch cannot record it. The message says why.
     """
     wrapper = Observed(model, example, sources, whole=whole)
     tensors = _distinct(example.tensors)
@@ -209,7 +208,7 @@ def export(
             _pass_on_in_dropouts(exported)
         except CaptureError:
             raise
-        except Exception as error:  # export raises whatever the user's code or its own tracing raises
+        except Exception as error:  # export raises any error of the user's code or its own
             entered = wrapper.notes.entered
             inside = entered[-1] if entered else ""
             raise CaptureError(_reason(error, entered), module=inside or None) from error
@@ -217,11 +216,11 @@ def export(
 
 
 _MARKED = {"memory_format": torch.preserve_format}
-"""How the copies that stand for a Dropout are told from those that the user's code makes."""
+"""Mark of the copies that stand for a Dropout. The user's code makes copies without it."""
 
 
 def _mark_dropouts(exported: torch.export.ExportedProgram) -> None:
-    """Make each Dropout that is off a copy with a mark; decomposed it would be one without."""
+    """Replace each inactive Dropout by a marked copy. Decomposed, it would be a copy without a mark."""
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for fx in module.graph.nodes:
@@ -233,9 +232,9 @@ def _mark_dropouts(exported: torch.export.ExportedProgram) -> None:
 
 
 def _pass_on_in_dropouts(exported: torch.export.ExportedProgram) -> None:
-    """Let each Dropout give what it was given, as the user's model does in eval.
+    """Make each Dropout return its input, as the user's model does in eval.
 
-    A copy would cost memory, and may have other strides and another alignment, and with them other low bits.
+    A copy would cost memory. It may have other strides and another alignment, and so other low bits.
     """
     marked = [
         fx
@@ -250,13 +249,14 @@ def _pass_on_in_dropouts(exported: torch.export.ExportedProgram) -> None:
 
 
 _CUDNN = ("cudnn_enabled", "cudnn_enable")
-"""What operators call the flag that says whether cuDNN may be used, where they take it as an argument."""
+"""Names of the operator argument that allows or forbids cuDNN."""
 
 
 def _name_no_cudnn(exported: torch.export.ExportedProgram) -> None:
-    """Write into the graph that cuDNN is not to be used, whatever this process allows.
+    """Forbid cuDNN in the graph, regardless of this process's setting.
 
-    What an operator is decomposed into depends on it, and a program says nothing of where it was recorded.
+    The decomposition of an operator depends on the flag, and a program must not depend on where it was
+    recorded.
     """
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -274,7 +274,7 @@ def _set_flags(fx: torch.fx.Node, arguments: Sequence[Any]) -> None:
 
 
 def _distinct(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """A tensor that is given twice is two inputs."""
+    """Return detached inputs, with a copy where a tensor repeats: it counts as two inputs."""
     seen: set[int] = set()
     given = []
     for tensor in tensors:
@@ -295,9 +295,10 @@ def _reason(error: Exception, entered: Sequence[str]) -> str:
 
 
 def _operator_that_runs_functions(error: Exception) -> str:
-    """The operator, such as ``torch.cond``, whose functions torch could not compile; empty if that is not so.
+    """Return the operator, such as ``torch.cond``, whose functions torch failed to compile. Empty if none.
 
-    It compiles them also where it only records, and stumbles over any hook of a module that they call.
+    The operator compiles its functions even during recording, and fails on any hook of a module that they
+    call.
     """
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):
         for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -307,11 +308,11 @@ def _operator_that_runs_functions(error: Exception) -> str:
 
 
 _ONE_AT_A_TIME = threading.RLock()
-"""Held while torch records: it changes flags, filters and tables of the whole process, and puts them back."""
+"""Held while torch records: torch changes and restores flags, filters and tables of the whole process."""
 
 
 def _forked() -> None:
-    """In a child of this process: nobody there records."""
+    """Reset the lock in a forked child, where no thread records."""
     global _ONE_AT_A_TIME
     _ONE_AT_A_TIME = threading.RLock()
 
@@ -320,7 +321,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Thread(threading.local):
-    """What holds for the thread that records, and for no other one."""
+    """State of the recording thread only."""
 
     recording = False
 
@@ -332,10 +333,10 @@ _THREAD = _Thread()
 def _backends_kept() -> Iterator[None]:
     """Let torch record without switching oneDNN, NNPACK and cuDNN off, as it does for all threads.
 
-    A convolution of another thread would be computed by another kernel meanwhile, with other low bits. What
-    is recorded is the same: operators are chosen before kernels are.
+    Otherwise another kernel would compute a convolution of another thread, with other low bits. The recording
+    is the same, because operators are chosen before kernels are.
     """
-    tracing = importlib.import_module("torch.export._trace")  # no part of what starting up has to read
+    tracing = importlib.import_module("torch.export._trace")  # imported late, to keep startup short
     backends_off = tracing._ignore_backend_decomps
 
     def elsewhere() -> Any:
@@ -351,13 +352,13 @@ def _backends_kept() -> Iterator[None]:
 
 
 class _Muted:
-    """A stream that drops what one thread writes, and passes on what others do."""
+    """Drop the text that one thread writes to a stream, and pass on that of other threads."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._thread = stream, threading.get_ident()
 
     def write(self, text: str) -> int:
-        """Write it, or only say that it was written."""
+        """Write the text, or only report that it was written."""
         if threading.get_ident() == self._thread or self._stream is None:
             return len(text)
         return int(self._stream.write(text))
@@ -368,7 +369,7 @@ class _Muted:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's own warnings, logs and printed graphs from a user who gets one line with the reason."""
+    """Hide torch's own warnings, logs and printed graphs. The user gets one line with the reason."""
     loggers = [logging.getLogger(name) for name in ("torch", *_TORCH_LOGGERS)]
     levels = [logger.level for logger in loggers]
     with (

@@ -1,4 +1,4 @@
-"""What a model or a program takes: made-up inputs of the right form."""
+"""Make random inputs of the right shape and type for a model or a program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from upriver.program.graph.caps import DEFAULT_CAPS
 from upriver.program.graph.schema import DTYPES, Value
 
 _SPECIAL = 8
-"""Token ids below this are left out of random text: models give them meanings (padding, begin, mask)."""
+"""Random text leaves out token ids below this: models give them meanings (padding, begin, mask)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,9 +25,9 @@ class InputSpec:
         shape: Without the batch dimension.
         dtype: Floating point for pixels and sound, int64 for tokens.
         below: Integers are drawn from [0, below).
-        pad: Tokens: what stands behind the end of a sample's text; None for inputs that are always full.
-        end: Tokens: what stands last in a sample's text, where a model looks for it.
-        mask: Whether this input says which tokens are text (1) and which padding (0).
+        pad: Tokens: the id that follows the end of a sample's text. None for inputs that are always full.
+        end: Tokens: the last id of a sample's text, where a model looks for it.
+        mask: True if this input marks text tokens (1) and padding (0).
     """
 
     shape: tuple[int, ...]
@@ -38,12 +38,12 @@ class InputSpec:
     mask: bool = False
 
     def example(self, batch: int, *, seed: int = 0, lengths: torch.Tensor | None = None) -> torch.Tensor:
-        """Random values of this form: normal, or integers below the bound, or a mask.
+        """Return random values: normal numbers, integers below the bound, or a mask.
 
         Args:
             batch: Number of samples.
             seed: Decides the values.
-            lengths: Tokens of each sample's text; all of them where nothing is said.
+            lengths: Tokens of each sample's text. None for full length.
         """
         generator = torch.Generator().manual_seed(seed)
         shape = (batch, *self.shape)
@@ -57,7 +57,7 @@ class InputSpec:
         return self._tokens(shape, text, generator)
 
     def _text(self, batch: int, lengths: torch.Tensor | None) -> torch.Tensor:
-        """True where a sample has text."""
+        """Return a tensor that is True where a sample has text."""
         positions = (
             torch.arange(self.shape[-1], device="cpu")
             if self.shape
@@ -80,12 +80,12 @@ class InputSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInputs:
-    """All inputs of a model: positional and keyword ones, or an example that the model came with.
+    """All inputs of a model: positional and keyword inputs, or an example that came with the model.
 
     Attributes:
         positional: Inputs without a name, in order.
         named: Keyword inputs.
-        given: An example to take the values from instead; nothing else is looked at then.
+        given: An example that supplies the values. If set, the other fields are ignored.
     """
 
     positional: tuple[InputSpec, ...] = ()
@@ -93,13 +93,13 @@ class ModelInputs:
     given: Example | None = None
 
     def example(self, batch: int, *, seed: int = 0) -> torch.Tensor | Example:
-        """One call with so many samples: a tensor where the model takes one positional input.
+        """Return one call with `batch` samples. A single positional input is returned as a tensor.
 
-        Texts are of different lengths, padded as a tokenizer would do it. Values of a given example are
-        repeated as they are.
+        Texts have different lengths, padded as a tokenizer would do it. Values of a given example are
+        repeated.
 
         Raises:
-            ConfigError: If a program takes no so many samples, or no input of that size.
+            ConfigError: If no program accepts that many samples, or an input of that size.
         """
         self._check(batch)
         if self.given is not None:
@@ -108,7 +108,7 @@ class ModelInputs:
         args = tuple(spec.example(batch, seed=seed, lengths=lengths) for spec in self.positional)
         if len(args) == 1 and not self.named:
             return args[0]
-        # Another seed for each input: equal ones would give two towers of a model the same picture.
+        # A new seed for each input: with equal seeds, two towers of a model would get the same picture.
         kwargs = {
             name: spec.example(batch, seed=seed + number, lengths=lengths)
             for number, (name, spec) in enumerate(self.named.items(), start=len(args))
@@ -117,13 +117,13 @@ class ModelInputs:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Of one sample of the first input; None for a given example."""
+        """Shape of one sample of the first input. None for a given example."""
         if self.given is not None:
             return None
         return next(iter((*self.positional, *self.named.values()))).shape
 
     def reshaped(self, shape: tuple[int, ...]) -> ModelInputs:
-        """The same with another shape of one sample, also for inputs that follow the first one's (a mask).
+        """Return the inputs with another shape of one sample, also for inputs that share the shape (a mask).
 
         Raises:
             ConfigError: If the inputs are a given example.
@@ -141,7 +141,7 @@ class ModelInputs:
         )
 
     def _check(self, batch: int) -> None:
-        """What no program takes is not made: it may fit into no memory."""
+        """Raise :class:`ConfigError` for inputs that no program accepts: they may exceed memory."""
         if not 1 <= batch <= DEFAULT_CAPS.micro_batch:
             raise ConfigError(f"a micro-batch has 1 to {DEFAULT_CAPS.micro_batch} samples, got {batch}")
         for spec in (*self.positional, *self.named.values()) if self.given is None else ():
@@ -153,7 +153,7 @@ class ModelInputs:
                 )
 
     def _lengths(self, batch: int, seed: int) -> torch.Tensor | None:
-        """How long each text is, from half of what fits to all of it; None without a mask that says so."""
+        """Return each text's length, from half of the maximum to all of it. None if no input is a mask."""
         masks = [spec.shape[-1] for spec in self.named.values() if spec.mask]
         if not masks:
             return None
@@ -162,14 +162,14 @@ class ModelInputs:
 
 
 def made_up(values: Iterable[Value], device: str | torch.device = "cpu") -> list[torch.Tensor]:
-    """Tensors that a program takes: random numbers, and zeros where whole ones are wanted.
+    """Return inputs that a program accepts: random real numbers, and zeros for integers.
 
-    Every table has a row 0, so zeros can be looked up in any; real numbers that are zero would go through
-    some kernels faster than others do.
+    Every table has a row 0, so a zero is a valid index. Zero as a real number would pass some kernels faster
+    than other values.
 
     Args:
-        values: The inputs of its graph.
-        device: Where they are to lie.
+        values: The inputs of the program's graph.
+        device: Device of the tensors.
     """
     generator = torch.Generator().manual_seed(0)
     found = []

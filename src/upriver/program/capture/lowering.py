@@ -1,7 +1,7 @@
-"""What ``torch.export`` recorded, in this project's terms: nodes, weights, module calls, and what is wrong.
+"""Convert a ``torch.export`` recording to nodes, weights, module calls and problems.
 
-Here nothing is refused: an operator that no program may hold stands in its place with the reason beside it,
-so that the cuts before it can be shown and used.
+No operator is refused here. An operator that no program may hold stays in its place, with the reason. So the
+cuts before it can be listed and used.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Recording:
 
     Attributes:
         micro_batch: Samples of the example.
-        chain: The operators, in the order in which they are to run.
-        first: How many of them lead to what was asked for as ``first``.
-        weights: What they read from the weights file, in the order in which they read it.
-        tensors: Key in the weights file to tensor.
+        chain: Operators in the order in which they run.
+        first: Number of operators that lead to the tensors requested as ``first``.
+        weights: Weights that the operators read, in the order of the first read.
+        tensors: Tensors by key in the weights file.
         sizes: Bytes of each value.
         flops: Floating-point operations of each node, for the whole micro-batch.
-        problems: Index of a node to why no program may hold it.
-        mutated: Index of a node to the module whose buffer it changes.
-        answers: Names of the tensors of the model's answer, in order, where all of it was recorded; one that
-            comes twice stands there twice, unlike among the outputs of ``chain``.
+        problems: Maps the index of a node to the reason why no program may hold it.
+        mutated: Maps the index of a node to the module whose buffer it changes.
+        answers: Names of the tensors of the model's result, in order, if the whole model was recorded. A
+            repeated tensor stands here twice, unlike among the outputs of ``chain``.
     """
 
     micro_batch: int
@@ -63,10 +63,10 @@ def record(
     first: Sequence[TensorSource] = (),
     autocast: torch.dtype | None = None,
 ) -> Recording:
-    """Record a model up to ``outputs``, or all of it without them, in eval.
+    """Record a model in eval up to ``outputs``. Without them, record the whole model.
 
     Args:
-        first: What these need runs before all else.
+        first: Tensors whose operators run before all others.
 
     Raises:
         CaptureError: If torch cannot record it.
@@ -81,7 +81,7 @@ def record(
 
 
 class _Reader:
-    """Reads one exported program."""
+    """Read one exported program."""
 
     def __init__(
         self, exported: torch.export.ExportedProgram, *, num_first: int, num_sources: int, num_answers: int
@@ -111,7 +111,7 @@ class _Reader:
             self._forget_mutations_beside()
 
     def _forget_mutations_beside(self) -> None:
-        """A prefix may do without what changes a buffer that it does not read: that stays the tail's."""
+        """Drop the changes of buffers that the prefix does not read. The tail makes these changes."""
         needed = self._needed([*self._first, *self._outputs])
         read = {self._fixed[fx.name][1] for fx in needed if fx.name in self._fixed}
         self._mutations = {name: target for name, target in self._mutations.items() if target in read}
@@ -153,7 +153,7 @@ class _Reader:
         )
 
     def _original(self, name: str, *, copies: int) -> str:
-        """What the wrapper made so many copies of; one stays where an output is a weight or comes twice."""
+        """Return the name that the wrapper copied. One copy stays if an output is a weight or repeats."""
         for _ in range(copies):
             fx = self._by_name[name]
             if fx.target is torch.ops.aten.clone.default and isinstance(fx.args[0], torch.fx.Node):
@@ -179,9 +179,10 @@ class _Reader:
             raise CaptureError(f"the model's input: {error}") from error
 
     def _note_mutations(self, ordered: Sequence[torch.fx.Node], problems: dict[int, str]) -> dict[int, str]:
-        """Refuse what changes a buffer, from the first operator on that may have a part in it.
+        """Mark the first operator that may take part in changing a buffer as a problem.
 
-        Only its last value shows in the graph, so all that its module does counts, and all that reads it.
+        The graph shows only the buffer's last value. So every operator of its module counts, and every
+        operator that reads it.
         """
         mutated: dict[int, str] = {}
         for name, target in self._mutations.items():
@@ -215,7 +216,7 @@ class _Reader:
     def _all_flops(
         self, ordered: Sequence[torch.fx.Node], nodes: Sequence[Node], problems: Mapping[int, str]
     ) -> list[float]:
-        """Of each node; what is computed once, when a program is bound, costs a run nothing."""
+        """Return the operations of each node. A node computed once, when a program is bound, counts zero."""
         fixed = constants(self._inputs(), nodes)
         made = [{value.name for value in _values([node])} for node in nodes]
         counted = [index not in problems and not made[index] <= fixed for index in range(len(ordered))]
@@ -249,12 +250,12 @@ class _Reader:
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(f"constant {target!r} is no tensor")
         if kind is InputKind.CONSTANT_TENSOR and not unusual(tensor):
-            return f"constant.{_content(tensor)}", tensor  # named alike in every program that holds it
+            return f"constant.{_content(tensor)}", tensor  # the same name in every program that holds it
         return target.removeprefix(f"{ROOT}."), tensor
 
 
 def _targets(exported: torch.export.ExportedProgram) -> dict[str, tuple[InputKind, str]]:
-    """Name of each weight in the graph to what it is and where export keeps it."""
+    """Return kind and export's name of each weight, by its name in the graph."""
     kinds = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
     return {
         spec.arg.name: (spec.kind, spec.target)
@@ -264,7 +265,7 @@ def _targets(exported: torch.export.ExportedProgram) -> dict[str, tuple[InputKin
 
 
 def _mutations(exported: torch.export.ExportedProgram) -> dict[str, str]:
-    """Name of each value that overwrites a buffer or a parameter, and which one."""
+    """Map each value that overwrites a buffer or a parameter to the name of that buffer or parameter."""
     kinds = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
     return {
         spec.arg.name: str(spec.target)
@@ -278,12 +279,12 @@ def _values(nodes: Iterable[Node]) -> list[Value]:
 
 
 def _in_order(nodes: Iterable[Node]) -> list[str]:
-    """Names in the order in which they are first read."""
+    """Return names in the order in which they are first read."""
     return list(dict.fromkeys(name for node in nodes for name in references([node.args, node.kwargs])))
 
 
 def _stored(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A weight as it stands in the file; one with gaps or repetitions as the stretch of storage it spans."""
+    """Return a weight as stored in the file: one with gaps or repetitions as the storage range it spans."""
     if spec.span == spec.numel:
         return tensor
     places = torch.arange(spec.span, device=tensor.device).as_strided(spec.shape, spec.stride).reshape(-1)

@@ -1,4 +1,4 @@
-"""One recorded operator as a node of a graph, with why no program may hold it, and what it costs."""
+"""Convert one recorded operator to a node of a graph, with its problem and its cost."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from upriver.program.graph.operators import ALLOWED, check_call
 from upriver.program.graph.schema import Node, TensorSpec, Value, encode_argument
 
 _READERS = ("item.default", "_local_scalar_dense.default")
-"""Operators that make a number of a tensor, for Python to look at."""
+"""Operators that convert a tensor to a Python number."""
 
 
 def merge_parts(graph: torch.fx.Graph) -> None:
-    """One name for each part of a result that has several."""
+    """Give each part of a result with several parts a single name."""
     for fx in graph.nodes:
         parts: dict[Any, torch.fx.Node] = {}
         for user in list(fx.users):
@@ -33,12 +33,12 @@ def merge_parts(graph: torch.fx.Graph) -> None:
 
 
 def is_operator(fx: torch.fx.Node) -> bool:
-    """Parts of a result are named where it is made."""
+    """Return whether a node calls an operator. A node that only names a part of a result does not."""
     return fx.op == "call_function" and fx.target is not operator.getitem
 
 
 def place_of(fx: torch.fx.Node) -> Place:
-    """The module calls that an operator ran in."""
+    """Return the module calls that an operator ran in."""
     stack = fx.meta.get("nn_module_stack") or {}
     return tuple(
         (call, path.removeprefix(f"{ROOT}."))
@@ -48,12 +48,12 @@ def place_of(fx: torch.fx.Node) -> Place:
 
 
 def where(place: Place) -> str:
-    """The same for a message."""
+    """Return the innermost module of a place, for a message."""
     return f"module {place[-1][1]!r}" if place else "the model"
 
 
 def node_of(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> tuple[Node, str]:
-    """An operator call as data, and why no program may hold it (empty if one may)."""
+    """Return an operator call as data, and why no program may hold it (empty if one may)."""
     name, why_not = _operator(fx)
     outputs: list[Value | None] = []
     try:
@@ -104,7 +104,7 @@ def _results(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> list[Value | None
 
 
 def _unknown_results(fx: torch.fx.Node, needed: set[torch.fx.Node]) -> list[Value | None]:
-    """Names for what an operator gives that no program could hold, so that the rest can refer to it."""
+    """Return placeholders for results that no program can hold, so that other nodes can read them."""
     parts = [user for user in fx.users if user.target is operator.getitem and user in needed]
     nothing = TensorSpec(dtype="uint8", shape=[0], stride=[1])
     return [Value(name=part.name, spec=nothing) for part in parts or [fx]]
@@ -121,7 +121,7 @@ def _spec(value: object) -> TensorSpec:
 
 
 def flops_of(fx: torch.fx.Node) -> float:
-    """Floating-point operations of one call, as torch counts them, from the shapes alone."""
+    """Return the floating-point operations of one call, as torch counts them, from shapes alone."""
     if not isinstance(fx.target, torch._ops.OpOverload) or not is_heavy(fx.target._opname):
         return 0.0
     args: Any
@@ -138,6 +138,6 @@ def flops_of(fx: torch.fx.Node) -> float:
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
-    """Both matrix products of attention, whichever kernel makes them."""
+    """Return the operations of attention's two matrix products, regardless of the kernel."""
     *batch, length, width = query.shape
     return 2.0 * math.prod(batch) * length * key.shape[-2] * (width + value.shape[-1])

@@ -1,7 +1,7 @@
-"""nn.Module to Program: the user's model, or its frozen first part, as a graph of operators.
+"""Capture an `nn.Module`, or its frozen first part, as a program.
 
-The graph is made for one micro-batch size. What depends on nothing but weights (position tables, casts of
-weights under autocast) is part of it and is computed once, when a program is bound.
+The graph is made for one micro-batch size. Values that depend only on weights (position tables, casts of
+weights under autocast) are part of the graph. They are computed once, when a program is bound.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ def capture(
     autocast: torch.dtype | None = None,
     granularity: Granularity = "module",
 ) -> Program:
-    """Capture a model in eval, for the micro-batch of ``example``; the model is left as it was.
+    """Capture a model in eval, for the micro-batch of ``example``. Leave the model unchanged.
 
     Args:
         model: The user's model.
-        example: What it is called with, samples in dimension 0, as many as a micro-batch holds.
-        outputs: What the program gives, in this order: what some module calls returned, or inputs. Nothing
-            that runs after the last of them is captured. None takes the whole model and gives every tensor of
-            its answer, each once.
-        first: What these need runs before all else, and a stage ends right behind it.
-        autocast: Type that autocast computes in; the casts become part of the graph.
+        example: Inputs of the model, samples in dimension 0, as many as a micro-batch holds.
+        outputs: Outputs of the program, in this order: results of module calls, or inputs. Operators after
+            the last of them are not captured. None captures the whole model, and outputs every tensor of its
+            result once.
+        first: Tensors whose operators run before all others. A stage ends right after them.
+        autocast: Type that autocast computes in. The casts become part of the graph.
         granularity: Whether stages end with modules, with operators, or only at the end.
 
     Raises:
-        CaptureError: If the model cannot be captured; the message says why.
-        ConfigError: If ``example`` is nothing that a model can be called with.
+        CaptureError: If the model cannot be captured. The message says why.
+        ConfigError: If a model cannot be called with ``example``.
     """
     given = Example.of(example)
     recording = record(model, given, outputs=outputs, first=first, autocast=autocast)
@@ -68,10 +68,10 @@ def capture(
 
 
 def bound(graph: Graph, weights: WeightsFile, device: torch.device) -> Program:
-    """A program of a graph made here and its weights, once the graph has passed for a stranger's.
+    """Check a graph as strictly as a foreign one, and return a program of it and its weights.
 
     Raises:
-        CaptureError: If it does not: found here, and not by the server that it would be sent to.
+        CaptureError: If the check fails. The error then shows here, not on a server.
     """
     try:
         check(decode(graph.encode()), device=device)
@@ -81,13 +81,13 @@ def bound(graph: Graph, weights: WeightsFile, device: torch.device) -> Program:
 
 
 def checked(recording: Recording, *, whole: nn.Module | None = None) -> Recording:
-    """A recording that a program can be made of.
+    """Return the recording if a program can be made from it.
 
     Args:
-        whole: The model, where all of it was recorded.
+        whole: The model, if the whole model was recorded.
 
     Raises:
-        CaptureError: Naming the first operator that no program may hold.
+        CaptureError: Naming the first operator that no program may hold, or if there is no operator.
     """
     if recording.problems:
         first = min(recording.problems)
@@ -104,7 +104,7 @@ def checked(recording: Recording, *, whole: nn.Module | None = None) -> Recordin
 
 
 def name_of(outputs: Sequence[TensorSource] | None) -> str:
-    """What the last stage is called, where one module's answer is what a program gives."""
+    """Return the name of the last stage if all outputs come from one module. Empty otherwise."""
     paths = {source.path for source in outputs or () if source.path is not None}
     return paths.pop() if len(paths) == 1 else ""
 
@@ -119,12 +119,12 @@ def graph_of(
     name: str = "",
     chained: bool = False,
 ) -> Graph:
-    """The graph file of a recording.
+    """Return the graph of a recording.
 
     Args:
-        device: That it was recorded on.
-        name: Of the last stage; empty for the module that ends there.
-        chained: Whether a stage ends behind what was to run first.
+        device: Device of the recording.
+        name: Name of the last stage. Empty for the module that ends there.
+        chained: True if a stage ends after the operators that run first.
     """
     chain = recording.chain
     cuts = boundaries(chain, granularity=granularity, also=(recording.first,) if chained else ())
@@ -132,7 +132,7 @@ def graph_of(
         schema=SCHEMA,
         micro_batch=recording.micro_batch,
         device=torch.device(device).type,
-        autocast=None,  # the casts stand in the graph
+        autocast=None,  # the casts are in the graph
         operators=fingerprints(node.op for node in chain.nodes),
         weights_digest=weights_digest,
         inputs=list(chain.inputs),
@@ -170,6 +170,6 @@ def _stages(recording: Recording, cuts: Sequence[Boundary], model: nn.Module, na
 def _weights_read(
     chain: Chain, start: int, stop: int, weights: Mapping[str, tuple[str, int]]
 ) -> dict[str, int]:
-    """Key and bytes of each weight that nodes [start, stop) read; a tied one once."""
+    """Return key and bytes of each weight that nodes [start, stop) read, tied weights once."""
     read = (name for node in chain.nodes[start:stop] for name in references([node.args, node.kwargs]))
     return dict(weights[name] for name in read if name in weights)

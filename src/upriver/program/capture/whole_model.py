@@ -1,8 +1,9 @@
-"""A whole model as one program that can be cut after any operator, and its answer in the model's own form.
+"""Capture a whole model as one program that can be cut after any operator, and rebuild its result.
 
-Proven before it is used, on the example and on random values of its form: every cut changes no bit of what
-follows it, and what the program gives is what the model gives in eval. Where a cut between operators does
-change bits, stages end with modules only; where one of those does, there is a single stage.
+The program is proven before use, on the example and on random values of the same shapes. Every cut must leave
+the bits of later values unchanged. The program's result must equal the model's result in eval. If a cut
+between operators changes bits, stages end with modules only. If such a cut changes bits too, there is a
+single stage.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from upriver.program.module_state.restoration import state_kept
 from upriver.program.tensor_layouts import refusing, same_bits
 
 GRANULARITIES: tuple[Granularity, ...] = ("op", "module", "end")
-"""Where stages may end, the finest first: it offers the most cuts."""
+"""Possible ends of stages, finest first: it offers the most cuts."""
 
 Constant: TypeAlias = "bool | int | float | str | None"
-"""What may stand in an answer beside tensors."""
+"""Non-tensor values that a result may hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedModel:
-    """A model, for inputs of one form.
+    """A model, captured for one form of inputs.
 
     Attributes:
-        program: All of it.
-        example: What it was captured with.
-        reference: What the program gives for that.
-        places: For each tensor of an answer, in order, where it stands in what the program gives.
-        returned: What the model itself returned for the example.
+        program: The whole model as a program.
+        example: Inputs of the capture.
+        reference: Outputs of the program for `example`.
+        places: For each tensor of a result, in order, its index among the program's outputs.
+        returned: Result of the model itself for `example`.
         granularity: Where its stages end.
-        weights: What the program reads, by key in the weights file: the model's own tensors.
-        attributes: What the model's forward read beside them.
-        autocast: Type that autocast computed in; None where it was off.
+        weights: The model's own tensors that the program reads, by key in the weights file.
+        attributes: Other attributes that the model's forward read.
+        autocast: Type that autocast computed in. None if autocast was off.
     """
 
     program: Program
@@ -66,17 +67,17 @@ class CapturedModel:
     autocast: torch.dtype | None = None
 
     def answer(self, given: Sequence[torch.Tensor]) -> Any:
-        """What the model would return, from what its program gives."""
+        """Return the model's result, built from the outputs of its program."""
         return self.returned.with_tensors([given[place] for place in self.places])
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """What a model returned, taken apart.
+    """Result of a model, flattened.
 
     Attributes:
         leaves: Tensors and constants, in order.
-        form: What they are parts of.
+        form: Structure that holds them.
     """
 
     leaves: tuple[torch.Tensor | Constant, ...]
@@ -89,11 +90,11 @@ class ModelAnswer:
 
     @property
     def constants(self) -> list[Constant]:
-        """The other ones."""
+        """The leaves that are not tensors."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Tensor)]
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The same with other tensors, put together."""
+        """Return the result rebuilt with other tensors."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         return pytree.tree_unflatten(leaves, self.form)
@@ -101,27 +102,27 @@ class ModelAnswer:
 
 @refusing("the model cannot be captured")
 def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | None = None) -> CapturedModel:
-    """Capture a model in eval and prove every cut of it; the model is left as it was.
+    """Capture a model in eval and prove every cut. Leave the model unchanged.
 
     Args:
-        model: The user's model. Its parameters are not copied, so they must stay as they are.
-        inputs: What it is called with, on its device.
-        autocast: Type that autocast computes in; the casts become part of the program.
+        model: The user's model. Its parameters are not copied, so they must not change.
+        inputs: Inputs of the model, on its device.
+        autocast: Type that autocast computes in. The casts become part of the program.
 
     Raises:
-        CaptureError: If it cannot be captured, or its program gives other bits; the message says why.
+        CaptureError: If it cannot be captured, or its program gives other bits. The message says why.
         ModelError: If a parameter is not initialized yet.
-        ConfigError: If ``inputs`` is nothing that a model can be called with.
+        ConfigError: If a model cannot be called with ``inputs``.
     """
     example = Example.of(inputs)
     check_initialized(model)
     reads = Reads()
-    answer = _answer_of(model, example, autocast, reads)  # first: does it run at all?
+    answer = _answer_of(model, example, autocast, reads)  # first, to find out whether the model runs
     recording = checked(record(model, example, autocast=autocast), whole=model)
     random = random_like(example, torch.Generator().manual_seed(0))
     try:
         compared = [(example, answer), (random, _answer_of(model, random, autocast))]
-    except CaptureError:  # it does not take any values: the example has to do
+    except CaptureError:  # it rejects random values: only the example is compared
         compared = [(example, answer)]
     places = tuple(recording.chain.outputs.index(name) for name in recording.answers)
     program, reference, granularity = _proven(recording, model, places, compared)
@@ -144,7 +145,7 @@ def _proven(
     places: Sequence[int],
     compared: Sequence[tuple[Example, ModelAnswer]],
 ) -> tuple[Program, tuple[torch.Tensor, ...], Granularity]:
-    """The program with the most cuts of which all hold, what it gives for the first example, and its cuts."""
+    """Return the finest program whose cuts all hold, its outputs for the first example, and its cuts."""
     weights, device = WeightsFile(recording.tensors), compared[0][0].tensors[0].device
     for granularity in GRANULARITIES:
         graph = graph_of(recording, model, weights.digest, device=device, granularity=granularity)
@@ -161,7 +162,10 @@ def _proven(
 
 
 def _check_alike(first: ModelAnswer, answer: ModelAnswer, given: Sequence[torch.Tensor]) -> None:
-    """Whether a program gave what the model did, and nothing but tensors is another for other values."""
+    """Raise :class:`CaptureError` unless the program gave the model's result.
+
+    The structure and the constants of the result must not depend on input values.
+    """
     wanted = answer.tensors
     if (first.form, first.constants) != (answer.form, answer.constants):
         raise CaptureError(
@@ -174,13 +178,14 @@ def _check_alike(first: ModelAnswer, answer: ModelAnswer, given: Sequence[torch.
 def _answer_of(
     model: nn.Module, example: Example, autocast: torch.dtype | None, reads: Reads | None = None
 ) -> ModelAnswer:
-    """What the model returns in eval; it is left as it was, and so is the example.
+    """Return the model's result in eval. Leave the model and the example unchanged.
 
     Args:
-        reads: Where to note the attributes that it reads; it runs once more then, and must not count.
+        reads: Records the attributes that the model reads. The model then runs a second time, and must not
+            count.
 
     Raises:
-        CaptureError: If it does not run, returns what no program can give, or counts.
+        CaptureError: If it does not run, returns a value that no program can give, or counts.
     """
     device = example.tensors[0].device
     with (
@@ -218,7 +223,7 @@ def _run(model: nn.Module, example: Example) -> Any:
     call = example.with_tensors([tensor.clone() for tensor in example.tensors])
     try:
         return model(*call.args, **call.kwargs)
-    except Exception as error:  # whatever the user's forward raises
+    except Exception as error:  # any error of the user's forward
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CaptureError(f"the model does not run: {reason}") from error
 
