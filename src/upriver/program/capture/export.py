@@ -64,7 +64,8 @@ class ExportNotes:
 class Observed(nn.Module):
     """Wrap the user's model to return the tensors that ``sources`` name, then its own result if requested.
 
-    The tensors of caches in the result come last. They are not outputs of a program. But no cut may lie after an operator that makes one of them.
+    The tensors of caches in the result come last. They are not outputs of a
+    program. But no cut may lie after an operator that makes one of them.
     """
 
     def __init__(

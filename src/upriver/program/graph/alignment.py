@@ -1,9 +1,9 @@
-"""What a trip over the wire does to tensors, without a wire: for proofs that a cut changes no bit.
+"""Copy tensors as a trip over the wire would, for proofs that a cut changes no bit.
 
-Values, strides and shared storage survive a frame, and so does the distance of each tensor from a 64-byte
-boundary. What does not survive is memory that nobody reads: a storage is sent once, and only the range of it
-that is used, widened down to a multiple of 64 bytes from its start. Kernels choose their path, and with it
-the low bits, by strides and alignment, so a proof feeds a suffix what would really arrive.
+A frame preserves values, strides, shared storage, and the distance of each tensor from a 64-byte boundary. It
+does not preserve unread memory: a storage is sent once, and only its used range. The range starts at a
+multiple of 64 bytes from the start of the storage. Strides and alignment select a kernel's path, and so its
+low bits. So a proof feeds a suffix exactly what would arrive.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BOUNDARY = 64
 
 
 def as_shipped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of dense tensors as the receiver of a frame has them, in its main memory."""
+    """Return copies of dense tensors, in main memory, as the receiver of a frame has them."""
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     ranges: dict[object, _Range] = {}
     for index, tensor in enumerate(plain):
@@ -33,20 +33,20 @@ def as_shipped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _key(tensor: torch.Tensor, index: int) -> object:
-    """What tensors have in common that share storage; an empty one shares nothing."""
+    """Return a key that tensors sharing a storage have in common. An empty tensor shares none."""
     storage = tensor.untyped_storage()
     return (storage.device, storage.data_ptr(), storage.nbytes()) if tensor.numel() else index
 
 
 class _Range:
-    """The bytes of one storage, from ``start`` to ``stop``, that some tensors use."""
+    """Bytes of one storage, from ``start`` to ``stop``, that some tensors use."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.storage = tensor.untyped_storage()
         self.start, self.stop = self.storage.nbytes() if tensor.numel() else 0, 0
 
     def widen(self, tensor: torch.Tensor) -> None:
-        """Take in what ``tensor`` uses."""
+        """Extend the range to the bytes that ``tensor`` uses."""
         if tensor.numel():
             low = int(tensor.storage_offset()) * tensor.itemsize
             steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -55,7 +55,7 @@ class _Range:
             self.stop = max(self.stop, low + (last + 1) * tensor.itemsize)
 
     def copied(self) -> torch.UntypedStorage:
-        """A copy of the range, as far from a boundary as the storage itself."""
+        """Return a copy of the range, at the storage's own distance from a boundary."""
         nbytes = self.stop - self.start
         raw = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         raw = raw.set_(self.storage, self.start, (nbytes,), (1,))
@@ -76,7 +76,7 @@ def _view(tensor: torch.Tensor, start: int, region: torch.UntypedStorage) -> tor
 
 
 def through_cuts(program: Program, example: Example) -> tuple[torch.Tensor, ...]:
-    """What a program gives, each of its stages run on tensors that stay and on tensors that were sent.
+    """Return a program's outputs, with each stage run both on tensors in memory and on sent ones.
 
     Raises:
         CaptureError: Naming the first cut that changes a bit.

@@ -1,4 +1,4 @@
-"""Programs in a store: a graph under ``programs/<digest>/`` and its weights under ``weights/``."""
+"""Store programs: a graph under ``programs/<digest>/`` and its weights under ``weights/``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_digest(text: str) -> bool:
-    """Whether a text is the digest of a program or of weights, in form."""
+    """Return whether a text has the form of a digest of a program or of weights."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def check_digest(digest: str) -> str:
-    """A digest is 64 hexadecimal characters, so that a name can never become a path.
+    """Return a digest of 64 hexadecimal characters, so that a name can never become a path.
 
     Raises:
         ProgramError: If it is anything else.
@@ -33,12 +33,12 @@ def check_digest(digest: str) -> str:
 
 
 def graph_path(prefix: str, digest: str) -> str:
-    """Where a program's graph lies."""
+    """Return the path of a program's graph."""
     return f"{prefix}/programs/{check_digest(digest)}/graph.json"
 
 
 def weights_path(prefix: str, weights_digest: str) -> str:
-    """Where a weights file lies."""
+    """Return the path of a weights file."""
     return f"{prefix}/weights/{check_digest(weights_digest)}.safetensors"
 
 
@@ -47,10 +47,10 @@ class _Names(msgspec.Struct):
 
 
 def weights_digest_of(graph_bytes: bytes | memoryview) -> str:
-    """The weights file that a graph names.
+    """Return the digest of the weights file that a graph names.
 
     Raises:
-        ProgramError: If the bytes are no graph.
+        ProgramError: If the bytes are not a graph.
     """
     try:
         return check_digest(msgspec.json.decode(graph_bytes, type=_Names).weights_digest)
@@ -59,10 +59,10 @@ def weights_digest_of(graph_bytes: bytes | memoryview) -> str:
 
 
 def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> None:
-    """Put a program into a store: weights first, so that a graph that can be read is complete.
+    """Write a program to a store: weights first, so that a readable graph is always complete.
 
     Raises:
-        StoreError: If the store refuses; a graph without its weights is never left behind.
+        StoreError: If the store refuses. A graph without its weights is never left behind.
     """
     graph = graph_path(prefix, program.digest)
     if _is_there(store, graph):
@@ -74,7 +74,7 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> 
 
 
 def _is_there(store: Store, path: str) -> bool:
-    """Whether an object need not be written again."""
+    """Return whether an object exists, so that it need not be written again."""
     try:
         return store.exists(path)
     except StoreError as error:
@@ -92,11 +92,11 @@ def load(
     """Read a program from a store and check it.
 
     Args:
-        caps: What it may take, at most.
+        caps: Limits of the program.
 
     Raises:
-        ProgramNotFound: If the store has none of that digest.
-        ProgramError: If it is not what its name says, or takes more than the caps allow.
+        ProgramNotFound: If the store has no program of that digest.
+        ProgramError: If it does not match its digest, or exceeds the caps.
     """
     try:
         graph = get_at_most(store, graph_path(prefix, digest), caps.graph_bytes)

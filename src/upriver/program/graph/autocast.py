@@ -1,4 +1,4 @@
-"""Autocast as part of a program: what is captured under it must run under it, for export records no casts."""
+"""Make autocast part of a program: export records no casts, so a program runs as it was captured."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocast_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    """The type to autocast to; None leaves autocast off.
+    """Return the type to autocast to. None leaves autocast off.
 
     Raises:
-        ConfigError: If it is none that autocast knows.
+        ConfigError: If autocast does not support the type.
     """
     name = str(given).removeprefix("torch.") if given is not None else None
     if name is not None and name not in AUTOCAST:
@@ -26,7 +26,7 @@ def autocast_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def autocast_here(device: torch.device) -> torch.dtype | None:
-    """The type that this thread's autocast computes in; None where it is off, or there is none."""
+    """Return the type that this thread's autocast computes in. None if it is off or unavailable."""
     kind = device.type
     on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else None
@@ -34,9 +34,9 @@ def autocast_here(device: torch.device) -> torch.dtype | None:
 
 @contextlib.contextmanager
 def autocasting(device: torch.device | str, dtype: torch.dtype | None) -> Iterator[None]:
-    """Run under autocast to ``dtype``, or without autocast whatever the caller has switched on.
+    """Run under autocast to ``dtype``. None runs without autocast, even if the caller has it on.
 
-    A cast weight is not kept between uses: the cache would make a program's memory depend on the caller.
+    Cast weights are not cached between uses: the cache would make a program's memory depend on the caller.
     """
     kind = torch.device(device).type
     if dtype is None:

@@ -1,8 +1,8 @@
-"""Which results may be written over an operand that nothing else reads.
+"""Find results that may overwrite an operand that nothing else reads.
 
-Capture turns ``relu_`` into ``relu``: a graph has values, not memory. Run like that, a network takes new
-memory, and the page faults that come with it, where the user's own code takes none. So a step writes into its
-operand again where nobody can tell: the same kernel, the same bits.
+Capture turns ``relu_`` into ``relu``: a graph has values, not memory. Run like that, a network allocates new
+memory, with page faults, where the user's own code allocates none. So a step writes into its operand where
+the effect is invisible: the same kernel, the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IN_PLACE: dict[str, Any] = {
     "relu.default": torch.ops.aten.relu_.default,
     "silu.default": torch.ops.aten.silu_.default,
 }
-"""Element-wise operators to the same kernel that writes into its first operand."""
+"""Element-wise operators, each with its kernel that writes into the first operand."""
 
 _FRESH = frozenset(
     {
@@ -45,11 +45,11 @@ _FRESH = frozenset(
         "mul.Tensor",
     }
 )
-"""Operators whose first result is memory of its own on every path, never a view of an argument."""
+"""Operators whose first result always has memory of its own and is never a view of an argument."""
 
 
 def in_place(operator: str) -> Any:
-    """The operator that writes into its first operand instead.
+    """Return the variant of an operator that writes into its first operand.
 
     Raises:
         KeyError: If there is none.
@@ -58,11 +58,11 @@ def in_place(operator: str) -> Any:
 
 
 def overwritable(graph: Graph) -> Mapping[int, str]:
-    """Index of each node that may write into its first operand, to that operand's name.
+    """Map each node that may write into its first operand to that operand's name.
 
-    The operand is memory of its own, of the result's very form, and read once in the whole graph: no view of
-    it exists, and no cut after this node ships it. Where it crossed a cut to get here, it belongs to the
-    caller: a run has to see to that.
+    The operand has memory of its own and the result's exact type, shape and strides. It is read once in the
+    whole graph, so no view of it exists, and no cut after this node ships it. An operand that crossed a cut
+    belongs to the caller: the run must not overwrite it.
     """
     reads = Counter(name for node in graph.nodes for name in references([node.args, node.kwargs]))
     reads.update(graph.stages[-1].live)
@@ -85,10 +85,10 @@ def overwritable(graph: Graph) -> Mapping[int, str]:
 
 
 def _first_operand(args: Sequence[Any]) -> str:
-    """Its name; empty where it is no tensor of the graph."""
+    """Return the name of the first operand. Empty if it is not a tensor of the graph."""
     return (reference(args[0]) or "") if args else ""
 
 
 def _dense(spec: TensorSpec) -> bool:
-    """No two elements share memory."""
+    """Return whether no two elements share memory."""
     return spec.span == spec.numel

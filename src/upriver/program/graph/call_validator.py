@@ -1,4 +1,4 @@
-"""Which calls of allowed operators are refused: some arguments make a harmless operator harmful."""
+"""Refuse calls of allowed operators whose arguments make a harmless operator harmful."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from upriver.program.graph.kernel_validator import check_kernel
 _MUST_BE: dict[str, dict[str, Any]] = {
     "scaled_dot_product_attention.default": {"dropout_p": 0},  # else random
     "batch_norm.default": {"training": False},  # else it writes into its running statistics
-    "index_put.default": {"accumulate": False},  # else the order of additions is open
+    "index_put.default": {"accumulate": False},  # else the order of additions is undefined
 }
-"""Arguments that would make an allowed operator random, mutating or irreproducible, and what they must be."""
+"""Required values of arguments that could make an allowed operator random, mutating or irreproducible."""
 
 _INDICES: dict[str, tuple[torch.dtype, ...]] = {
     "index.Tensor": (torch.int64, torch.int32),
     "index_put.default": (torch.bool,),
 }
-"""Types of index that an operator may be given. A mask picks as many elements as it has ones, so the size of
-the result depends on data; integers may name one place twice, and then the order of writing is open."""
+"""Types of index allowed for an operator. A mask selects as many elements as it has ones, so the result's
+size depends on data. Integers may name one element twice, and then the order of writes is undefined."""
 
 
 MAX_INTEGER = (1 << 31) - 1
-"""Of a size, a padding, a stride: two of them and the largest tensor's size fit 64 bits when multiplied."""
+"""Maximum of a size, padding or stride. Two of them times the largest tensor's size fit 64 bits."""
 
 _TO_THE_END = frozenset({"slice.Tensor", "slice_scatter.default"})
 """Operators for which the largest integer means the end of a dimension."""
 
 
 def operator_of(name: str) -> Any:
-    """The ATen operator called ``<operator>.<overload>``, allowed or not.
+    """Return the ATen operator called ``<operator>.<overload>``, allowed or not.
 
     Raises:
         AttributeError: If this version of torch has none.
@@ -54,7 +54,7 @@ class _Argument:
 
     Attributes:
         kind: Its type as signatures write it.
-        fits: Whether a value is of that type.
+        fits: Returns whether a value is of that type.
     """
 
     name: str
@@ -91,17 +91,17 @@ _TYPES: dict[str, type | UnionType] = {
 
 
 def _checker(kind: str, *, fixed_size: bool = False) -> Check:
-    """Whether a value is of a type, strictly.
+    """Return a strict check of whether a value is of a type.
 
-    Torch itself takes an integer for a type, a layout or a memory format, and one that stands for none ends
-    the process.
+    Torch accepts an integer as a type, a layout or a memory format. An integer without a meaning ends the
+    process.
     """
     if kind.startswith("Optional["):
         inner = _checker(kind.removeprefix("Optional[")[:-1], fixed_size=fixed_size)
         return lambda value: value is None or inner(value)
     if kind.startswith("List["):
         each = _checker(kind.removeprefix("List[")[:-1])
-        # One number stands for a list of so many, where a signature says how many.
+        # Where a signature gives a list's length, one number stands for the whole list.
         return lambda value: all(map(each, value)) if isinstance(value, list) else fixed_size and each(value)
     wanted = _TYPES.get(kind)
     return lambda value: wanted is not None and isinstance(value, wanted)
@@ -111,7 +111,7 @@ def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
     """Refuse a call that makes an allowed operator random, or lets it write into its arguments.
 
     Args:
-        args: As the operator gets them, or as a graph file has them.
+        args: Arguments as the operator receives them, or as a graph file holds them.
 
     Raises:
         ProgramError: Naming the argument.
@@ -130,14 +130,14 @@ def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
 
 
 def check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_results: int) -> None:
-    """Hold what an operator is about to be called with, tensors and all, against its signature.
+    """Check the arguments of a call, tensors included, against the operator's signature.
 
     Args:
-        num_results: How many the caller expects.
+        num_results: Number of results that the caller expects.
 
     Raises:
-        ProgramError: If an argument is of another type, the size of a result depends on data, or there would
-            be more or fewer results than expected.
+        ProgramError: If an argument is of another type, a result's size depends on data, or the number of
+            results differs.
     """
     signature = _signature(name)
     by_name = {argument.name: argument for argument in signature}
@@ -160,7 +160,7 @@ def check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *
 
 
 def _check_integers(name: str, given: Mapping[str, Any]) -> None:
-    """Kernels multiply sizes, strides and paddings, and some do not notice when 64 bits are not enough."""
+    """Raise if an integer is too large. Some kernels multiply integers without noticing an overflow."""
     for argument in _signature(name):
         if "int" in argument.kind:
             value = given[argument.name]
@@ -172,7 +172,7 @@ def _check_integers(name: str, given: Mapping[str, Any]) -> None:
 
 
 def _by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of an operator by its name, defaults where none is given."""
+    """Return every argument of an operator by name, with defaults for missing ones."""
     signature = _signature(name)
     given = {argument.name: value for argument, value in zip(signature, args, strict=False)}
     return {argument.name: argument.default for argument in signature} | given | dict(kwargs)
@@ -196,7 +196,7 @@ def _chunks(given: Mapping[str, Any]) -> int:
 
 
 def _size(given: Mapping[str, Any]) -> int:
-    """Of the dimension that an operator takes apart."""
+    """Return the size of the dimension that an operator splits."""
     tensor, dimension = given["self"], given["dim"]
     if not isinstance(tensor, torch.Tensor) or not -tensor.dim() <= dimension < tensor.dim():
         raise ProgramError(f"there is no dimension {dimension} to take apart")
@@ -216,4 +216,4 @@ _RESULTS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "unbind.int": _size,
     "tensor_split.sections": lambda given: _positive(given["sections"]),
 }
-"""How many results there will be, asked before as many are made."""
+"""Functions that return the number of results before any is made."""

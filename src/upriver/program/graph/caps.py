@@ -1,4 +1,4 @@
-"""What a program file may declare, at most: above the networks people publish, below what harms a server."""
+"""Limit a program file: above the networks that are published, below the size that harms a server."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphCaps:
-    """Caps that a reader holds a program to before anything is allocated or run.
+    """Caps that a reader enforces on a program before anything is allocated or run.
 
     Attributes:
-        graph_bytes: Of ``graph.json``. The largest network tried (a Swin, 2,500 nodes) takes 2 MB.
-        nodes: Operator calls. Checking one costs about 0.2 ms, so this bounds a check to half a minute.
+        graph_bytes: Bytes of ``graph.json``. The largest network tried (a Swin, 2,500 nodes) needs 2 MB.
+        nodes: Operator calls. A check costs about 0.2 ms for each, so a whole check takes at most half a
+            minute.
         tensors: Inputs, weights and results together.
         stages: Cuts that a program offers.
-        arguments: Values in the arguments of one node, nested ones counted.
-        depth: How deep arguments may nest. Operators take lists of numbers or tensors, no deeper.
+        arguments: Values in the arguments of one node, including nested ones.
+        depth: Nesting of arguments. Operators have lists of numbers or tensors, no deeper.
         text: Characters of a name, or of a text among the arguments.
-        dimensions: Of a tensor. Windowed attention in three dimensions needs 8.
-        micro_batch: Samples a run takes.
-        tensor_bytes: Of one tensor, also of one that an operator makes on its way, and with repeated
-            (stride 0) elements counted each time.
-        live_bytes: Of all that is alive at once while a micro-batch runs: weights, constants, and the values
-            in use. A server's own budget is smaller and asked on top; this one keeps sums away from what
-            no machine has.
-        flops: Operations of one micro-batch; cheap operators count their elements. A 7-billion-parameter
-            language model on 16 texts of 2,048 tokens takes 5e14.
-        weights_bytes: Of the weights file.
-        header_bytes: Of the weights file's header.
+        dimensions: Dimensions of a tensor. Windowed attention in three dimensions needs 8.
+        micro_batch: Samples of a run.
+        tensor_bytes: Bytes of one tensor, including intermediate tensors of an operator. Repeated (stride 0)
+            elements count each time.
+        live_bytes: Bytes alive at once during a micro-batch: weights, constants, and the values in use. A
+            server's own budget is smaller and checked in addition. This cap excludes sums that no machine can
+            hold.
+        flops: Operations of one micro-batch. Cheap operators count their elements. A 7-billion-parameter
+            language model on 16 texts of 2,048 tokens needs 5e14.
+        weights_bytes: Bytes of the weights file.
+        header_bytes: Bytes of the weights file's header.
         header_entries: Tensors in the weights file, padding included.
     """
 
@@ -51,4 +52,4 @@ class GraphCaps:
 
 
 DEFAULT_CAPS = GraphCaps()
-"""For a reader that was not told otherwise."""
+"""Caps of a reader without caps of its own."""

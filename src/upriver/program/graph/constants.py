@@ -1,7 +1,8 @@
-"""What no input has a part in: a position table, a causal mask, a cast of a weight. Computed once.
+"""Compute constants once: values that no input reaches, such as a position table or a causal mask.
 
-That is when a program is made, if its weights are there. Where they still arrive it is when something first
-reads it, and no more is computed, and no other weight read, than that takes.
+If all weights are in memory, this happens when a program is made. If weights are still loading, a constant is
+computed at its first read. Then no other constant is computed, and no other weight read, than that read
+needs.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from upriver.program.graph.schema import Graph, Node, references
 
 
 class Constants:
-    """The nodes that run once, and what came of those that have.
+    """Nodes that run once, and the results of those that have run.
 
     Args:
-        plan: The graph's.
+        plan: The graph's schedule.
 
     Attributes:
-        values: By name; what nothing will read any more is dropped.
+        values: Results by name. A result that no node will read is dropped.
     """
 
     def __init__(self, plan: Schedule) -> None:
@@ -33,7 +34,7 @@ class Constants:
         self._kept = plan.kept
 
     def before(self, names: Iterable[str]) -> list[Numbered]:
-        """What has to be computed before any of these is read, in the order in which it has to be."""
+        """Return the nodes to run before any of these names is read, in order."""
         found: dict[int, Node] = {}
         asked = list(names)
         while asked:
@@ -49,11 +50,11 @@ class Constants:
         """Run some of the nodes.
 
         Args:
-            nodes: In their order, each behind those that make what it reads.
-            weights: By name, those at least that they read.
+            nodes: In order, each after the nodes that it reads from.
+            weights: By name. Must include those that the nodes read.
 
         Raises:
-            ProgramError: If an operator refuses what it is given.
+            ProgramError: If an operator refuses its arguments.
         """
         for step, (index, node) in zip(bind(nodes, weights, device), nodes, strict=True):
             try:
@@ -64,7 +65,7 @@ class Constants:
             self._drop(node)
 
     def _drop(self, node: Node) -> None:
-        """Let go of what only nodes that have run, this one being the last of them, had use for."""
+        """Drop the values that no remaining node reads after this one."""
         read = names_read([(0, node)])
         self._readers.subtract(read)
         for name in read.union(_made(node)) - self._kept:
@@ -73,12 +74,12 @@ class Constants:
 
 
 def names_read(nodes: Iterable[Numbered]) -> set[str]:
-    """Names of all that some nodes read: inputs, weights, and what other nodes make."""
+    """Return names of all values that some nodes read: inputs, weights, and results of other nodes."""
     return {name for _, node in nodes for name in references([node.args, node.kwargs])}
 
 
 def keys_read(graph: Graph, stop: int, *, start: int = 0) -> frozenset[str]:
-    """Keys of the weights that stages [start, stop) read, also by way of what is computed once."""
+    """Return keys of the weights that stages [start, stop) read, directly or through constants."""
     plan = schedule(graph)
     names = names_read(numbered for nodes in plan.stages[start:stop] for numbered in nodes)
     names.update(name for stage in graph.stages[start:stop] for name in stage.live)

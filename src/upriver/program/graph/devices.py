@@ -1,4 +1,4 @@
-"""Where a program can run: asked once, before anything is put there; and the random numbers of devices."""
+"""Check devices, copy tensors to accelerators, and keep or seed the random generators."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from numpy import random as numpy_random
 from upriver.errors import ConfigError
 
 PIECE_BYTES = 4 << 20
-"""Of page-locked memory: one is filled while the one before is copied to an accelerator. On an H100 to lock
-16 MiB took 11 ms, to copy them from there 0.4 ms, and from other memory 2.3 ms."""
+"""Size of a piece of page-locked memory. One piece is filled while the previous one is copied to an
+accelerator. On an H100, locking 16 MiB took 11 ms. Copying them from there took 0.4 ms, and from other memory
+2.3 ms."""
 
 
 def check_device(device: str | torch.device) -> torch.device:
-    """A device that PyTorch can compute on here.
+    """Return a device that PyTorch can compute on here.
 
     Raises:
-        ConfigError: If it cannot; the message names the devices that are there.
+        ConfigError: If it cannot. The message names the available devices.
     """
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):  # an index alone names whatever accelerator torch was built for
+    except (RuntimeError, TypeError):  # an index alone names the accelerator that torch was built for
         raise ConfigError(
             f"device {device!r} is none that torch knows; it sees here: {', '.join(_devices())}"
         ) from None
     if found.type == "cpu":
-        return found  # without a look at accelerators: it would bind a process to one
+        return found  # does not query accelerators, which would bind a process to one
     wanted = found.type if found.index is None else f"{found.type}:{found.index}"
     seen = _devices()
     if wanted not in seen:
@@ -41,7 +42,7 @@ def check_device(device: str | torch.device) -> torch.device:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Leave the shared generators of Python, NumPy and torch's processor as they were."""
+    """Restore the shared generators of Python, NumPy and torch's CPU on exit."""
     python, numpy, processor = (
         random.getstate(),
         numpy_random.get_state(),
@@ -57,7 +58,7 @@ def generators_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_kept() -> Iterator[None]:
-    """Leave all shared generators as they were, those of accelerators too."""
+    """Restore all shared generators on exit, including those of accelerators."""
     accelerators = _accelerator_states()
     try:
         with generators_kept():
@@ -68,11 +69,11 @@ def random_kept() -> Iterator[None]:
 
 
 def seed(number: int) -> None:
-    """Seed all of them."""
+    """Seed all shared generators."""
     random.seed(number)
     numpy_random.seed(number)
     torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else it would be seeded some day
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # else it would be seeded later
         torch.cuda.manual_seed_all(number)
 
 
@@ -81,10 +82,10 @@ def _accelerator_states() -> list[torch.Tensor]:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor on a device.
+    """Return a contiguous tensor on a device.
 
-    To an accelerator it goes beside whatever computes there, and has arrived when this returns: any stream
-    may read it.
+    A copy to an accelerator runs in parallel with its computation. It is complete on return, so any stream
+    may read the tensor.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
@@ -97,16 +98,16 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def copy_beside(tensor: torch.Tensor, there: torch.Tensor, *, after: torch.cuda.Event | None = None) -> None:
-    """Copy a tensor from the processor's memory to an accelerator's, beside whatever computes there.
+    """Copy a tensor from CPU memory to an accelerator, in parallel with computation there.
 
-    It goes by way of page-locked memory on a stream of its own, and has arrived when this returns. All copies
-    have their two pieces of such memory from those before: to lock a page takes longer than to copy it by
-    several times.
+    The copy goes through page-locked memory on a stream of its own, and is complete on return. All copies
+    reuse the same two pieces of page-locked memory, because locking a page takes several times longer than
+    copying it.
 
     Args:
-        tensor: Of which to copy the values.
+        tensor: The source.
         there: Memory on the accelerator, of the same shape.
-        after: What must be over there before it is written.
+        after: Event on the accelerator that must complete before the write.
     """
     stream = copying(there.device)
     with torch.cuda.stream(stream):
@@ -121,7 +122,7 @@ def copy_beside(tensor: torch.Tensor, there: torch.Tensor, *, after: torch.cuda.
 
 
 def _copied_by_pieces(tensor: torch.Tensor, there: torch.Tensor, stream: torch.cuda.Stream) -> bool:
-    """Fill one piece of page-locked memory while the one before is copied; False where none may be locked."""
+    """Fill one page-locked piece while the previous one is copied. Return False if none can be locked."""
     try:
         pieces = [
             torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True, device="cpu") for _ in range(2)
@@ -134,26 +135,27 @@ def _copied_by_pieces(tensor: torch.Tensor, there: torch.Tensor, stream: torch.c
         part = source[start : start + PIECE_BYTES]
         copied[number % 2].synchronize()
         piece = pieces[number % 2][: part.nbytes]
-        np.copyto(piece.numpy(), part.numpy())  # by this thread alone, which holds up nobody meanwhile
+        np.copyto(piece.numpy(), part.numpy())  # by this thread alone, without blocking others
         target[start : start + PIECE_BYTES].copy_(piece, non_blocking=True)
         copied[number % 2].record(stream)
     return True
 
 
 def make_ready(device: torch.device) -> None:
-    """Have an accelerator ready for its first weight, which takes a third of a second in a fresh process.
+    """Initialize an accelerator for its first weight. This takes a third of a second in a fresh process.
 
-    Nothing where it is one already, or none. Any thread may do it beside whatever the process does.
+    Do nothing if CUDA is initialized already, or the device is not a CUDA device. Any thread may call this in
+    parallel with other work.
     """
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    if device.type == "cuda" and not started:  # so nobody has chosen another one by now
+    if device.type == "cuda" and not started:  # so no other accelerator is chosen yet
         copy_beside(*(torch.empty(1, dtype=torch.uint8, device=each) for each in ("cpu", device)))
 
 
 def copying(device: torch.device) -> torch.cuda.Stream:
-    """An accelerator's stream for copies to it.
+    """Return an accelerator's stream for copies to it.
 
-    There is one: memory that is given back serves the stream that it was taken on.
+    There is one stream: freed memory is reused only on the stream that allocated it.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     return _copying(index)
@@ -165,7 +167,7 @@ def _copying(index: int) -> torch.cuda.Stream:
 
 
 def _devices() -> list[str]:
-    """The processor, and each accelerator by its type and by its number."""
+    """Return the CPU, and each accelerator by its type and by its number."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return ["cpu"]

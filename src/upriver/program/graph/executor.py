@@ -1,4 +1,4 @@
-"""A program: a captured network that any tier can run, any stretch of it, to the same bits."""
+"""Run a program: a captured network of which any tier can run any range of stages, to the same bits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from upriver.program.graph.weights_file import FileInMemory, Stored
 from upriver.text import printable
 
 BeforeStage: TypeAlias = Callable[[int, frozenset[str]], object]
-"""Called before a stage runs, with its number, counted from 1, and the keys of weights that it is the first
-to read; returns when these are there."""
+"""Called before a stage runs. Receives the stage's number, counted from 1, and the keys of the weights that
+it is the first to read. Returns once these weights are in memory."""
 
 
 class Program:
-    """A captured network: graph and weights, on one device.
+    """Captured network: graph and weights, on one device.
 
     Attributes:
         graph: The graph file.
-        graph_bytes: Its bytes; their SHA-256 is the program's digest.
+        graph_bytes: Its bytes. Their SHA-256 is the program's digest.
         weights_bytes: The weights file.
-        stages: Model stages; position ``k`` lies right after ``stages[k - 1]``.
-        before_stage: As it was given, until whoever gave it takes it away.
+        stages: Model stages. Position ``k`` lies right after ``stages[k - 1]``.
+        before_stage: The given callback, until its owner removes it.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Program:
         caps: GraphCaps = DEFAULT_CAPS,
         before_stage: BeforeStage | None = None,
     ) -> None:
-        """Bind a checked graph to its weights file, and compute what no input has a part in.
+        """Bind a checked graph to its weights file, and compute the values that depend on no input.
 
         Args:
-            weights: The file, or the tensors that it would hold; kept, not copied, so they must not change.
-                The stages read them in place if they lie on the program's device.
-            before_stage: Where weights are still to come: each stage is bound, and what no input has a part
-                in computed for it, when it first runs. The weights must lie on the program's device, and
-                those that no stage reads which is ever run need not be among them.
+            weights: The file, or the tensors that it would hold. They are not copied, so they must not
+                change. The stages read them in place if they are on the program's device.
+            before_stage: Pass it if weights are still loading. Then each stage is bound, and its constants
+                are computed, when it first runs. The weights must be on the program's device. Weights that
+                only stages which never run read may be missing.
 
         Raises:
             ConfigError: If torch cannot compute on the device.
-            ProgramError: If weights are missing or of another form than the graph says.
+            ProgramError: If weights are missing or differ in form from the graph.
         """
         self.graph = graph
         self.graph_bytes = graph.encode()
@@ -91,17 +91,17 @@ class Program:
         caps: GraphCaps = DEFAULT_CAPS,
         before_stage: BeforeStage | None = None,
     ) -> Program:
-        """Read a program from anyone: caps, digests, operators and shapes are checked before it runs.
+        """Read an untrusted program. Caps, digests, operators and shapes are checked before it runs.
 
         Args:
-            digest: What the graph's must be, if it is known.
-            caps: What a program may take, at most.
-            before_stage: As for a program of one's own. The weights file is one that is still being filled
-                then, behind its header, and whoever fills it holds it against its digest.
+            digest: Expected digest of the graph, if known.
+            caps: Limits of a program.
+            before_stage: As for the constructor. Then the weights file, after its header, is still being
+                filled. The code that fills it checks it against its digest.
 
         Raises:
             ConfigError: If torch cannot compute on the device.
-            ProgramError: If anything is not as it says.
+            ProgramError: If any check fails.
         """
         device = check_device(device)
         if digest is not None and digest_of(graph) != digest:
@@ -118,12 +118,12 @@ class Program:
 
     @property
     def weights_bytes(self) -> memoryview:
-        """The weights file; written anew at each call where the program holds the tensors themselves."""
+        """The weights file. Encoded anew at each access if the program holds the tensors themselves."""
         return memoryview(self._file.encode())
 
     @property
     def weight_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Key to tensor, as the weights file holds them, in its order."""
+        """Tensors by key, in the order of the weights file."""
         return self._file.tensors
 
     @property
@@ -133,12 +133,12 @@ class Program:
 
     @property
     def weight_nbytes(self) -> int:
-        """Bytes of weights kept in memory."""
+        """Bytes of weights in memory."""
         return self._file.nbytes
 
     @property
     def micro_batch(self) -> int:
-        """Samples a run takes, no more and no fewer."""
+        """Exact number of samples in a run."""
         return self.graph.micro_batch
 
     @property
@@ -148,11 +148,11 @@ class Program:
 
     @property
     def num_stages(self) -> int:
-        """How many there are: the largest position."""
+        """Number of stages: the largest position."""
         return len(self.graph.stages)
 
     def live(self, position: int) -> list[Value]:
-        """The tensors that cross a cut at ``position``, in the order of :meth:`run`."""
+        """Return the tensors that cross a cut at ``position``, in the order of :meth:`run`."""
         return self._live[position]
 
     @torch.no_grad()
@@ -167,16 +167,16 @@ class Program:
         """Run stages [start, stop) on one micro-batch, under the program's autocast and no other.
 
         Args:
-            tensors: What is live at ``start``, each for a full micro-batch.
-            on_stage: Told the position after each stage and the seconds it took; at the end for all of them
-                where weights are still coming to an accelerator.
+            tensors: Tensors live at ``start``, each for a full micro-batch.
+            on_stage: Called with the position after each stage and the stage's seconds. While weights are
+                still loading to an accelerator, it is called for all stages at the end.
 
         Returns:
-            What is live at ``stop``.
+            Tensors live at ``stop``.
 
         Raises:
             ConfigError: If an argument is of another type.
-            ProgramError: If the stretch or the tensors are not the program's.
+            ProgramError: If the stages or the tensors do not fit the program.
         """
         start, stop = _position("start", start), _position("stop", stop)
         if not 0 <= start <= stop <= self.num_stages:
@@ -184,7 +184,7 @@ class Program:
         values = self._take(tensors, start)
         borrowed = frozenset(values)
         with no_fast_path(), autocasting(self.device, self._autocast):
-            # While weights are still coming the next stage's are copied to an accelerator as it computes.
+            # While weights load, those of the next stage are copied to an accelerator during its computation.
             laps = Laps(on_stage, self.device, at_the_end=self.before_stage is not None)
             for position in range(start + 1, stop + 1):
                 steps = self._ready(position)
@@ -222,20 +222,20 @@ class Program:
         return {value.name: tensor.to(self.device) for value, tensor in zip(live, tensors, strict=True)}
 
     def _result(self, name: str, values: Values) -> torch.Tensor:
-        # A constant is copied: the caller may write into what it gets.
+        # Copy a constant: the caller may write into its result.
         return values[name] if name in values else self._constants.values[name].clone()
 
     # --------------------------------------------------------------------------------------- binding
 
     def _ready(self, position: int) -> list[ScheduledNode]:
-        """The steps of a stage that is about to run, once what they read is there."""
+        """Return the steps of a stage that is about to run, after its weights are in memory."""
         steps = self._stages[position - 1]
         if (before_stage := self.before_stage) is not None:
             before_stage(position, self._unread(position) if steps is None else frozenset())
         return self._bind_stage(position) if steps is None else steps
 
     def _unread(self, position: int) -> frozenset[str]:
-        """Keys of the weights that a stage is the first to read, itself or by what is computed for it."""
+        """Return keys of the weights that a stage, or its constants, are the first to read."""
         names = self._names(position)
         with self._binding:
             names |= names_read(self._constants.before(names))
@@ -250,14 +250,16 @@ class Program:
             self._bind_stage(position)
 
     def _bind_stage(self, position: int) -> list[ScheduledNode]:
-        """The steps of a stage; each drops what its stage needs no longer and does not ship.
+        """Return the steps of a stage.
+
+        Each drops the values that the stage no longer needs and does not ship.
 
         So a stage never sees more than another tier would have sent it.
         """
         names, nodes = self._names(position), self._plan.stages[position - 1]
         with self._binding:
             bound = self._stages[position - 1]
-            if bound is not None:  # by another thread, meanwhile
+            if bound is not None:  # bound by another thread meanwhile
                 return bound
             first = self._constants.before(names)
             self._bind_weights(names | names_read(first))
@@ -270,11 +272,11 @@ class Program:
         return steps
 
     def _names(self, position: int) -> set[str]:
-        """Of all that a stage reads or ships."""
+        """Return names of all values that a stage reads or ships."""
         return names_read(self._plan.stages[position - 1]).union(self.graph.stages[position - 1].live)
 
     def _unbound(self, names: Iterable[str]) -> list[Weight]:
-        """Those weights among these names that no stage that is bound reads."""
+        """Return the weights among these names that no bound stage reads."""
         return [
             self._declared[name] for name in names if name in self._declared and name not in self._weights
         ]
@@ -299,8 +301,8 @@ def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torc
     if not view.readonly:
         tensor = torch.frombuffer(view, dtype=torch.uint8)
         if tensor.data_ptr() % weights_file.ALIGNMENT == 0:
-            return tensor  # a mapped file, say: its pages stay shared with whoever else reads it
-    # Copied into the allocator's own memory: a bytes object lies on a 16-byte boundary, and alignment decides
+            return tensor  # a mapped file, say: its pages stay shared with other readers
+    # Copy into the allocator's own memory: a bytes object lies on a 16-byte boundary, and alignment decides
     # low bits.
     tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     tensor.numpy().data[:] = view
@@ -312,21 +314,21 @@ def _bind(weights: Sequence[Weight], file: Mapping[str, torch.Tensor], device: t
     bound: Values = {}
     for weight in weights:
         check_weight(weight, file.get(weight.key))
-        if weight.key not in there:  # once, however many names it has
+        if weight.key not in there:  # once, even with several names
             there[weight.key] = moved(file[weight.key].reshape(-1), device)
         bound[weight.name] = there[weight.key].as_strided(weight.spec.shape, weight.spec.stride)
     return bound
 
 
 def live_values(graph: Graph) -> list[list[Value]]:
-    """What crosses the cut at each position, in the order of :meth:`Program.run`."""
+    """Return the tensors that cross the cut at each position, in the order of :meth:`Program.run`."""
     made = {output.name: output for node in graph.nodes for output in node.outputs if output is not None}
     made |= {value.name: value for value in graph.inputs}
     return [list(graph.inputs), *([made[name] for name in stage.live] for stage in graph.stages)]
 
 
 def _position(name: str, value: object) -> int:
-    """A whole number, NumPy's, too."""
+    """Return a position as an int. NumPy integers are allowed."""
     try:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:

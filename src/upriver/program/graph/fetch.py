@@ -1,4 +1,4 @@
-"""Whole objects of a store, none larger than whoever reads it can take."""
+"""Read whole objects of a store up to a maximum size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from upriver.store import ObjectInfo, Store
 
 
 def get_at_most(store: Store, path: str, most: int) -> bytes:
-    """A whole object, if it is no larger than that.
+    """Return a whole object of at most `most` bytes.
 
     Raises:
-        ProgramError: If it is.
+        ProgramError: If it is larger.
         StoreError: If the store cannot be read.
     """
 

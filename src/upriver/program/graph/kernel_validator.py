@@ -1,8 +1,7 @@
-"""Shapes and numbers that some kernels believe without looking, and so must be right before they run.
+"""Check shapes and numbers that some kernels do not check.
 
-Each rule stands for a kernel that was seen to read past the end of a tensor, to hand out memory that nobody
-wrote, or to end the process. Tensors without data do not show any of that: the rules of torch that give a
-result's shape do not look either.
+Each rule covers a kernel that was seen to read past the end of a tensor, to return unwritten memory, or to
+end the process. Tensors without data do not show this: torch's shape rules do not check either.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ Given: TypeAlias = Mapping[str, Any]
 """Arguments by name, already of the types in the signature."""
 
 MODES = 3
-"""Ways to interpolate, and to pad, that grid_sampler has; any other number leaves its result unwritten."""
+"""Number of grid_sampler's interpolation modes, and of its padding modes. Any other number leaves its result
+unwritten."""
 
 
 def check_kernel(name: str, given: Given) -> None:
-    """Refuse shapes and numbers that the kernel of an operator does not check by itself.
+    """Refuse shapes and numbers that an operator's kernel does not check.
 
     Raises:
-        ProgramError: Naming what does not fit.
+        ProgramError: Naming the argument that does not fit.
     """
     rule = _RULES.get(name)
     if rule is not None and (problem := rule(given)):
@@ -31,7 +31,7 @@ def check_kernel(name: str, given: Given) -> None:
 
 
 def _batch_norm(given: Given) -> str:
-    """One weight, bias, mean and variance for each channel, and statistics from somewhere."""
+    """Require one weight, bias, mean and variance for each channel, and a source of statistics."""
     if given["input"].dim() < 2:
         return "an input without channels"
     channels = given["input"].shape[1]
@@ -46,7 +46,7 @@ def _batch_norm(given: Given) -> str:
 def _weight_norm(given: Given) -> str:
     v, g, dim = given["v"], given["g"], given["dim"]
     if dim not in (0, v.dim() - 1):
-        return ""  # made of operators that look for themselves
+        return ""  # composed of operators that check themselves
     shape = [size if place == dim else 1 for place, size in enumerate(v.shape)]
     return "" if list(g.shape) == shape else f"g of shape {tuple(g.shape)}, not {tuple(shape)}"
 
@@ -74,7 +74,7 @@ def _grid_sampler(given: Given) -> str:
 
 
 def _resampling(given: Given) -> str:
-    """The scales say again what the sizes say; a kernel that is told another one takes memory by it."""
+    """Require scales that match the sizes. A kernel allocates memory by a wrong scale."""
     sizes = given["output_size"]
     axes = [name for name in ("scales", "scales_d", "scales_h", "scales_w") if name in given]
     scales = [given[name] for name in axes]
@@ -85,7 +85,7 @@ def _resampling(given: Given) -> str:
     if len(sizes) != len(scales) or len(before) != len(scales):
         return f"{len(sizes)} sizes"
     for old, new, scale in zip(before, sizes, scales, strict=True):
-        if scale is not None and not abs(old * scale - new) <= 1:  # NaN fits nothing
+        if scale is not None and not abs(old * scale - new) <= 1:  # NaN matches nothing
             return f"a scale of {scale} from {old} to {new}"
     return ""
 

@@ -1,11 +1,11 @@
-"""Where a chain of operators may be cut, and what is alive there.
+"""Find the positions at which a chain of operators may be cut, and the values alive there.
 
-Any position can be cut: every tensor made before it and read after it crosses. A *stage* ends where that is
-worth offering: where a module ends and the tensors alive share no computation. A residual block is one stage
-because its input stays alive until the addition, and so is a dense block, while two towers beside each other
-are not in each other's way. Operators that cost next to nothing (masks, reshapes) make no computation: what
-they make from the inputs is a *side tensor*, which crosses but does not stand in the way of a cut. Operations
-between two modules belong to the stage after them.
+Any position can be cut: every tensor made before it and read after it crosses. A *stage* ends at a cut worth
+offering: a module ends there, and the tensors alive share no computation. A residual block is one stage,
+because its input stays alive until the addition. A dense block is one stage too. Two parallel towers do not
+block each other's cuts. Operators of negligible cost (masks, reshapes) do not count as computation. A tensor
+that they make from the inputs is a *side tensor*: it crosses, but does not block a cut. Operations between
+two modules belong to the stage after them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Literal, TypeAlias
 from upriver.program.graph.schema import Lifetimes, Node, Value, constants, references
 
 Granularity: TypeAlias = Literal["module", "op", "end"]
-"""Stages end with modules, with operators, or nowhere but at the end."""
+"""Stages end with modules, with operators, or only at the end."""
 
 FEW = 5
-"""With fewer stages than this a planner has little to choose from, so more tensors may cross a cut."""
+"""Below this number of stages a planner has few choices, so more tensors may cross a cut."""
 
 MANY = 64
-"""No stage ends where more tensors than this are alive: such a cut serves nobody, and listing the names at
-every position of a long chain would take time and memory in the square of its length."""
+"""No stage ends where more tensors than this are alive. Such a cut is useless. Listing the names at every
+position of a long chain would take time and memory quadratic in its length."""
 
 Place: TypeAlias = "tuple[tuple[str, str], ...]"
-"""The module calls around an operator, outermost first, each as (name of the call, path of the module)."""
+"""Module calls around an operator, outermost first, each as (name of the call, path of the module)."""
 
 _HEAVY_PARTS = ("conv", "norm", "linear", "attention", "embedding", "einsum", "lstm", "gru", "rnn")
 _HEAVY_NAMES = frozenset(
@@ -41,11 +41,11 @@ class Chain:
     """Operators in the order in which they run.
 
     Attributes:
-        inputs: What the first operators read.
+        inputs: Values that the first operators read.
         nodes: The operators.
-        places: For each of them the module calls that it ran in.
-        outputs: Names of what the whole chain gives.
-        weights: Names of what is read from the weights file.
+        places: For each operator, the module calls that it ran in.
+        outputs: Names of the chain's outputs.
+        weights: Names of the values read from the weights file.
     """
 
     inputs: Sequence[Value]
@@ -57,7 +57,7 @@ class Chain:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """A place for a cut: after node ``stop - 1``, named after the module or operator that ends there."""
+    """Position of a cut: after node ``stop - 1``, named after the module or operator that ends there."""
 
     name: str
     stop: int
@@ -65,7 +65,7 @@ class Boundary:
 
 
 def is_heavy(op: str) -> bool:
-    """Whether an operator computes: a convolution, matrix product, attention, embedding or normalisation."""
+    """Return whether an operator is a convolution, matrix product, attention, embedding, RNN or norm."""
     name = op.partition(".")[0]
     return name in _HEAVY_NAMES or any(part in name for part in _HEAVY_PARTS)
 
@@ -73,11 +73,11 @@ def is_heavy(op: str) -> bool:
 def boundaries(
     chain: Chain, *, granularity: Granularity = "module", also: Collection[int] = ()
 ) -> list[Boundary]:
-    """The stage ends of a chain, its end always among them, in time linear in its length.
+    """Return the stage ends of a chain, always including its end, in time linear in its length.
 
     Args:
-        granularity: What a stage may end with.
-        also: Positions at which a stage ends whatever is alive there.
+        granularity: Where a stage may end.
+        also: Positions at which a stage ends regardless of the values alive there.
     """
     lifetimes, fixed = _lifetimes(chain)
     crossing = _running_total(chain, lifetimes, dict.fromkeys(lifetimes.stretch, 1))
@@ -93,13 +93,13 @@ def boundaries(
 
 
 def _lifetimes(chain: Chain) -> tuple[Lifetimes, frozenset[str]]:
-    """Where each value is alive, and which values are constants and so never are."""
+    """Return the lifetimes of all values, and the constants, which are never alive."""
     fixed = constants(chain.inputs, chain.nodes)
     return Lifetimes(chain.inputs, chain.nodes, chain.outputs, fixed | set(chain.weights)), fixed
 
 
 def live_at(lifetimes: Lifetimes, positions: Collection[int]) -> dict[int, tuple[str, ...]]:
-    """Names alive at some positions, in the order in which they were made."""
+    """Return names alive at some positions, in the order in which they were made."""
     wanted = set(positions)
     return {position: tuple(alive) for position, alive in lifetimes.walk() if position in wanted}
 
@@ -124,7 +124,7 @@ def _stops(
 
 
 def _running_total(chain: Chain, lifetimes: Lifetimes, weights: Mapping[str, int]) -> list[int]:
-    """For each position the sum over the values alive there."""
+    """Return, for each position, the sum of `weights` over the values alive there."""
     change = [0] * (len(chain.nodes) + 2)
     for name, (first, last) in lifetimes.stretch.items():
         change[first] += weights[name]
@@ -133,17 +133,17 @@ def _running_total(chain: Chain, lifetimes: Lifetimes, weights: Mapping[str, int
 
 
 def progress(chain: Chain, fixed: frozenset[str] | None = None) -> list[int]:
-    """How many operators that are no constants lie before each position.
+    """Return the number of operators before each position, without those that make constants.
 
     Args:
-        fixed: Names of the constants, if they are known.
+        fixed: Names of the constants, if known.
     """
     fixed = constants(chain.inputs, chain.nodes) if fixed is None else fixed
     return list(accumulate((not fixed.issuperset(_made(node)) for node in chain.nodes), initial=0))
 
 
 def _distinct(stops: Sequence[int], busy: Sequence[int]) -> list[int]:
-    """Without stages that only compute constants: a cut behind one would be the cut before it again."""
+    """Drop stages that only compute constants: a cut after one would equal the cut before it."""
     kept: list[int] = []
     for stop in stops[:-1]:
         if busy[stop] > (busy[kept[-1]] if kept else 0):
@@ -154,7 +154,7 @@ def _distinct(stops: Sequence[int], busy: Sequence[int]) -> list[int]:
 
 
 def _spans(places: Sequence[Place]) -> dict[str, tuple[int, int]]:
-    """Each module call with its first and its last node."""
+    """Return the first and last node of each module call."""
     spans: dict[str, tuple[int, int]] = {}
     for index, place in enumerate(places):
         for call, _ in place:
@@ -195,7 +195,7 @@ def _read(node: Node) -> Iterator[str]:
 
 
 class _Components:
-    """Which values come from one connected piece of computation, and how many of each piece are alive."""
+    """Track the connected components of the computation, and the number of values alive in each."""
 
     def __init__(self) -> None:
         self._parent: list[int] = []
@@ -230,10 +230,10 @@ class _Components:
 
 
 def separable(chain: Chain, fixed: frozenset[str]) -> list[bool]:
-    """For each position whether no two of the tensors read behind it come from one piece of computation.
+    """Return, for each position, whether all tensors read after it come from separate components.
 
-    Side tensors, which only light operators have made from the inputs, belong to no piece. Nor does an answer
-    that is finished count, though it crosses every cut up to the end.
+    Side tensors, which only light operators made from the inputs, belong to no component. A finished output
+    does not count either, though it crosses every cut up to the end.
     """
     components = _Components()
     piece_of: dict[str, int] = {}
@@ -256,7 +256,7 @@ def separable(chain: Chain, fixed: frozenset[str]) -> list[bool]:
 def _piece(
     components: _Components, piece_of: Mapping[str, int], node: Node, fixed: frozenset[str]
 ) -> int | None:
-    """The piece of computation that an operator belongs to, all that it reads from joined; None for none."""
+    """Join the components of all values an operator reads, and return the result. None if it has none."""
     if all(name in fixed for name in _made(node)):
         return None
     pieces = [piece_of[name] for name in _read(node) if name in piece_of]
@@ -272,7 +272,7 @@ class ActivationMemory:
     """Bytes of activations alive at each position, and while each operator runs."""
 
     def __init__(self, chain: Chain, sizes: Mapping[str, int]) -> None:
-        """Add up once.
+        """Add up the bytes once.
 
         Args:
             sizes: Bytes of each value.
@@ -283,5 +283,5 @@ class ActivationMemory:
         self.running = [alive + new for alive, new in zip(self.alive, made, strict=False)]
 
     def peak(self, start: int, stop: int) -> int:
-        """The most bytes alive at once while nodes [start, stop) run."""
+        """Return the maximum of bytes alive at once while nodes [start, stop) run."""
         return max([self.alive[start], *self.running[start:stop]])

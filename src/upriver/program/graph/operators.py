@@ -1,8 +1,8 @@
-"""The operators a program may hold: dense, deterministic, free of side effects, and nothing else.
+"""List the operators that a program may hold: dense, deterministic and free of side effects.
 
-A name here is ``<operator>.<overload>`` in the ``aten`` namespace. What is left out on purpose: anything that
-makes views of memory it was not given (``as_strided``, ``set_``, ``resize_``), anything random, in-place,
-sparse or quantised, anything whose output size depends on data, and every custom operator.
+A name here is ``<operator>.<overload>`` in the ``aten`` namespace. These operators are left out on purpose:
+those that make views of memory outside their inputs (``as_strided``, ``set_``, ``resize_``), random,
+in-place, sparse and quantised ones, those whose output size depends on data, and all custom operators.
 """
 
 from __future__ import annotations
@@ -341,15 +341,15 @@ _OVERLOADS: dict[str, str] = {
 ALLOWED: frozenset[str] = frozenset(
     f"{name}.{overload}" for name, overloads in _OVERLOADS.items() for overload in overloads.split()
 )
-"""Every operator a program may hold."""
+"""Every operator that a program may hold."""
 
 
 def check_fingerprints(declared: Mapping[str, str], used: Set[str]) -> None:
-    """Refuse a program whose operators are not the ones that this version of torch has.
+    """Refuse a program whose operators differ from those of this torch version.
 
     Raises:
-        ProgramError: Naming the first operator that is not allowed, not known, of another signature here,
-            used and not declared, or the other way round.
+        ProgramError: Naming the first operator that is not allowed, unknown, of another signature here, used
+            but not declared, or declared but not used.
     """
     known = fingerprints(used)
     for name in sorted(used ^ declared.keys()):
@@ -364,10 +364,10 @@ def check_fingerprints(declared: Mapping[str, str], used: Set[str]) -> None:
 
 
 def fingerprints(names: Iterable[str]) -> dict[str, str]:
-    """Each operator with a short hash of its signature in this version of torch, by name.
+    """Return a short hash of each operator's signature in this version of torch, by name.
 
     Raises:
-        ProgramError: If one is not allowed, or not known here.
+        ProgramError: If an operator is not allowed, or unknown here.
     """
     return {name: _fingerprint(name) for name in sorted(set(names))}
 
@@ -378,10 +378,10 @@ def _fingerprint(name: str) -> str:
 
 
 def resolve(name: str) -> Any:
-    """The operator called ``name``.
+    """Return the operator called ``name``.
 
     Raises:
-        ProgramError: If it is not in the allow-list, or this version of torch has none of that name.
+        ProgramError: If it is not in the allow-list, or unknown to this version of torch.
     """
     if name not in ALLOWED:
         raise ProgramError(f"operator {name[:80]!r} is not allowed in a program")

@@ -1,7 +1,7 @@
-"""``graph.json`` from anyone: decoded, and held to its caps and its own rules, before a tensor exists.
+"""Decode an untrusted ``graph.json``, and check its caps and rules before a tensor exists.
 
-What needs the operators themselves (shapes, strides, memory, operations) is checked afterwards, on tensors
-without data, in :mod:`upriver.program.graph.validator`.
+Checks that need the operators (shapes, strides, memory, operations) follow later, on tensors without data, in
+:mod:`upriver.program.graph.validator`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Head(msgspec.Struct):
 
 
 def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Graph:
-    """Read a graph file from anyone.
+    """Read an untrusted graph file.
 
     Raises:
-        ProgramError: If it is not a well-formed graph of this schema; the message says what and where.
+        ProgramError: If it is not a well-formed graph of this schema. The message says what and where.
     """
     if len(data) > caps.graph_bytes:
         raise ProgramError(f"graph of {len(data)} bytes; at most {caps.graph_bytes} are allowed")
@@ -56,11 +56,11 @@ def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Graph:
         graph = msgspec.json.decode(data, type=Graph)
         _check(graph, caps)
         canonical = graph.encode() == data
-    # msgspec raises its own errors and, on some text, Python's.
+    # msgspec raises its own errors and, for some text, Python's.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProgramError(f"graph.json: {error}") from None
     if not canonical:
-        # One graph, one digest: no other spelling, no field twice.
+        # One graph has one digest: no other spelling, no repeated field.
         raise ProgramError("graph.json is not written as this version writes it")
     return graph
 
@@ -88,7 +88,7 @@ def _check_head(graph: Graph, caps: GraphCaps) -> None:
 
 
 def _check_names(graph: Graph, caps: GraphCaps) -> None:
-    """Every name is made once, before it is read, and every tensor is one that may exist."""
+    """Raise unless every name is made once, before it is read, and every tensor is within the caps."""
     known: set[str] = set()
     declared: list[Value | Weight] = [*graph.inputs, *graph.weights]
     for value in declared:
@@ -121,7 +121,7 @@ def _check_spec(spec: TensorSpec, where: str, caps: GraphCaps) -> None:
         raise ProgramError(
             f"{where}: {len(spec.shape)} sizes, {len(spec.stride)} strides; at most {caps.dimensions} of each"
         )
-    # A size of 0 hides the others from a product, and one element the strides: cap each by itself too.
+    # A size of 0 hides the others from a product, and one element hides the strides. So cap each one too.
     largest = math.prod(max(1, size) for size in spec.shape) * spec.itemsize
     for nbytes in (largest, spec.nbytes, *(stride * spec.itemsize for stride in spec.stride)):
         if nbytes > caps.tensor_bytes:
@@ -129,10 +129,10 @@ def _check_spec(spec: TensorSpec, where: str, caps: GraphCaps) -> None:
 
 
 def check_weight(weight: Weight, stored: torch.Tensor | None) -> None:
-    """Hold what the weights file has under a weight's key against what the graph says of it.
+    """Compare a weight in the weights file with its declaration in the graph.
 
     Raises:
-        ProgramError: If there is nothing, or something of another type, shape or density.
+        ProgramError: If it is missing, or its type, shape or density differs.
     """
     if stored is None:
         raise ProgramError(f"the weights file has no {weight.key!r}")
@@ -145,9 +145,9 @@ def check_weight(weight: Weight, stored: torch.Tensor | None) -> None:
 
 
 def storage_shape(spec: TensorSpec) -> list[int]:
-    """How a weight stands in its file: sizes in the order in which its elements lie in memory.
+    """Return a weight's shape in its file: sizes in the order in which its elements lie in memory.
 
-    One with gaps or repetitions between its elements is stored as the stretch of storage that it spans.
+    A weight with gaps or repetitions between its elements is stored as the storage range that it spans.
     """
     order = sorted(range(len(spec.shape)), key=lambda d: (-spec.stride[d], d))
     expected = 1
@@ -205,7 +205,7 @@ def _check_stage(stage: Stage, where: str, born: dict[str, int], never: frozense
 
 
 def _check_live(graph: Graph, apart: frozenset[str]) -> None:
-    """What later stages read must cross every cut before them."""
+    """Raise unless all values that later stages read cross every cut before them."""
     stages = iter(enumerate(graph.stages, start=1))
     number, stage = next(stages)
     for position, alive in Lifetimes(graph.inputs, graph.nodes, graph.stages[-1].live, apart).walk():

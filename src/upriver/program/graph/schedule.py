@@ -1,4 +1,4 @@
-"""The nodes of a graph, ready to run: operators looked up and arguments resolved once, not in each run."""
+"""Prepare the nodes of a graph: look up operators and resolve arguments once, not in each run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from upriver.program.graph.schema import Graph, Node, constants, decode_argument
 Numbered: TypeAlias = tuple[int, Node]
 Values: TypeAlias = dict[str, torch.Tensor]
 Fill: TypeAlias = Callable[[Values], Any]
-"""Makes an argument from the values of a run."""
+"""Function that makes an argument from the values of a run."""
 
 
 class ScheduledNode:
     """One node, bound to a device and to the values that are the same in each run.
 
     Attributes:
-        done: Names of the values that nobody needs after this step.
+        done: Names of the values that are not needed after this step.
         where: The node in words, for messages.
     """
 
@@ -50,15 +50,15 @@ class ScheduledNode:
         device: torch.device,
         over: str | None = None,
     ) -> None:
-        """Resolve what does not change from run to run.
+        """Resolve everything that does not change between runs.
 
         Args:
-            index: The node's, for messages.
+            index: The node's index, for messages.
             fixed: Weights and constants.
-            over: The operand that the result may be written over, if there is one.
+            over: The operand that the result may overwrite, if any.
 
         Raises:
-            ProgramError: If the operator is not allowed, or an argument is of no known form.
+            ProgramError: If the operator is not allowed, or an argument has no known form.
         """
         self.where = f"node {index} ({node.op})"
         self.done: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class ScheduledNode:
         self._names = [output.name if output is not None else None for output in node.outputs]
         returns = self._operator._schema.returns
         alone = len(returns) == len(self._names) == 1 and str(returns[0].type) == "Tensor"
-        self._only = self._names[0] if alone else None  # the one result's name
+        self._only = self._names[0] if alone else None  # name of the only result
         args = [_prepare(argument, fixed, device) for argument in node.args]
         kwargs = {key: _prepare(argument, fixed, device) for key, argument in node.kwargs.items()}
         self._args = [value for value, _ in args]
@@ -77,7 +77,7 @@ class ScheduledNode:
         self._kwfill = [(key, fill) for key, (_, fill) in kwargs.items() if fill is not None]
 
     def arguments(self, values: Values) -> tuple[list[Any], dict[str, Any]]:
-        """What the operator is called with."""
+        """Return the operator's arguments."""
         args = self._args.copy()
         for place, fill in self._fill:
             args[place] = fill(values)
@@ -87,13 +87,13 @@ class ScheduledNode:
         return args, kwargs
 
     def call(self, values: Values) -> Sequence[torch.Tensor]:
-        """The operator's results."""
+        """Call the operator and return its results."""
         args, kwargs = self.arguments(values)
         results = self._operator(*args, **kwargs)
         return (results,) if isinstance(results, torch.Tensor) else results
 
     def store(self, values: Values, results: Sequence[torch.Tensor]) -> None:
-        """Add results to ``values`` and drop what nobody needs any more."""
+        """Add results to ``values`` and drop the values that are no longer needed."""
         for name, result in zip(self._names, results, strict=True):
             if name is not None:
                 values[name] = result
@@ -104,9 +104,9 @@ class ScheduledNode:
         """Call the operator and store its results.
 
         Args:
-            borrowed: Names of values that belong to whoever asked, so that nothing may be written over them.
+            borrowed: Names of values that belong to the caller, so that no operator may overwrite them.
         """
-        # Written out, since the calls in between would cost a small operator a fifth of its time.
+        # Inlined: calls here would slow a small operator by a fifth.
         args = self._args.copy()
         for place, fill in self._fill:
             args[place] = fill(values)
@@ -121,10 +121,10 @@ class ScheduledNode:
         return None
 
     def refusal(self, error: Exception) -> Exception:
-        """What to raise where an operator raised: it names no node, and its errors are of any type.
+        """Return the error to raise for an operator's error, which names no node and may have any type.
 
-        Data can do that (a token out of range), and the few things that tensors without data do not show.
-        Memory that ran out is not the program's fault, and stays what it is.
+        Data can cause such errors (a token out of range). So can a few cases that tensors without data do not
+        show. An out-of-memory error is not the program's fault, and is returned unchanged.
         """
         if isinstance(error, ProgramError | MemoryError | torch.OutOfMemoryError) or "can't allocate" in str(
             error
@@ -136,7 +136,7 @@ class ScheduledNode:
 def _prepare(
     argument: Any, fixed: Mapping[str, torch.Tensor], device: torch.device
 ) -> tuple[Any, Fill | None]:
-    """An argument's value where it is the same in each run, else what makes it."""
+    """Return an argument's value if it is the same in each run, else the function that makes it."""
     name = reference(argument)
     if name is not None:
         return (fixed[name], None) if name in fixed else (None, itemgetter(name))
@@ -150,11 +150,11 @@ def _prepare(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """In which order nodes run, each with its index in the graph.
+    """Order in which nodes run, each with its index in the graph.
 
     Attributes:
-        constants: Nodes that no input has a part in: run once, when a program is bound.
-        kept: Names of what they make and something else reads: a stage, or the answer.
+        constants: Nodes that no input reaches. They run once, when a program is bound.
+        kept: Names of their results that a stage reads or the program outputs.
         stages: The other nodes, stage by stage.
     """
 
@@ -164,7 +164,7 @@ class Schedule:
 
 
 def schedule(graph: Graph) -> Schedule:
-    """Take a graph apart into what runs once and what runs for each micro-batch."""
+    """Divide a graph into nodes that run once and nodes that run for each micro-batch."""
     fixed = constants(graph.inputs, graph.nodes)
     apart = fixed | {weight.name for weight in graph.weights}
     first: list[Numbered] = []
@@ -188,16 +188,19 @@ def bind(
     device: torch.device,
     over: Mapping[int, str] | None = None,
 ) -> list[ScheduledNode]:
-    """Steps for these nodes; ``over`` has the operands that may be written over (see ``reuse``)."""
+    """Return steps for these nodes.
+
+    ``over`` has the operands that may be overwritten (see `buffer_reuse`).
+    """
     over = over or {}
     return [ScheduledNode(index, node, fixed, device, over.get(index)) for index, node in nodes]
 
 
 def mark_last_uses(steps: Sequence[ScheduledNode], nodes: Sequence[Numbered], keep: Iterable[str]) -> None:
-    """Let each step drop what no later one of these reads, so that memory goes as soon as it can.
+    """Mark the values that each step drops because no later step reads them. This frees memory early.
 
     Args:
-        nodes: What the steps were made from.
+        nodes: The nodes of the steps.
         keep: Names that are needed afterwards, or belong to no run.
     """
     needed = set(keep)
@@ -209,5 +212,5 @@ def mark_last_uses(steps: Sequence[ScheduledNode], nodes: Sequence[Numbered], ke
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says in one line of bounded length."""
+    """Return an error's first line, at most 200 characters."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,6 +1,6 @@
-"""A captured network as data: ``graph.json``, written canonically (and read, with suspicion, in ``reading``).
+"""Define a captured network as data: ``graph.json``, written canonically. `parser` reads it with distrust.
 
-The file names weights by digest and operators by their place in the allow-list; it holds no code. A graph is
+The file names weights by digest and operators by their entry in the allow-list. It holds no code. A graph is
 made for one micro-batch size. Its digest is the SHA-256 of its bytes.
 """
 
@@ -19,7 +19,7 @@ from upriver.errors import ProgramError
 SCHEMA = "upriver.program/2"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A size, a stride, a position or a number of bytes: what fits the signed 64 bits that torch counts in."""
+"""A size, a stride, a position or a number of bytes. Fits the signed 64 bits that torch uses."""
 
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 """Bytes or operations for one sample."""
@@ -39,7 +39,7 @@ DTYPES: dict[str, torch.dtype] = {
         "bool",
     )
 }
-"""Tensor types that may stand in a program or cross a cut."""
+"""Tensor types that a program may hold or that may cross a cut."""
 
 _MEMORY_FORMATS = {
     "contiguous": torch.contiguous_format,
@@ -50,7 +50,7 @@ _MEMORY_FORMATS = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Type, shape and strides (both in elements) of one tensor."""
+    """Type, shape and strides (in elements) of one tensor."""
 
     dtype: str
     shape: list[Count]
@@ -58,7 +58,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a tensor, real or fake.
+        """Return the spec of a tensor, real or fake.
 
         Raises:
             ProgramError: If its dtype is not in :data:`DTYPES`.
@@ -74,7 +74,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def numel(self) -> int:
-        """Elements, counting a repeated (stride 0) one each time."""
+        """Number of elements. A repeated (stride 0) element counts each time."""
         return math.prod(self.shape)
 
     @property
@@ -84,35 +84,35 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def span(self) -> int:
-        """Elements of storage from the first to the last one used: what has to be shipped."""
+        """Elements of storage from the first to the last used one: the number to ship."""
         if self.numel == 0:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage it needs."""
+        """Bytes of storage."""
         return self.span * self.itemsize
 
     @property
     def touched_bytes(self) -> int:
-        """Bytes that reading or writing all of it moves: a repeated element lies in memory once."""
+        """Bytes that reading or writing all elements moves. A repeated element lies in memory once."""
         return min(self.span, self.numel) * self.itemsize
 
     def empty(self, device: str | torch.device) -> torch.Tensor:
-        """An uninitialised tensor of this form."""
+        """Return an uninitialised tensor of this spec."""
         return torch.empty_strided(self.shape, self.stride, dtype=DTYPES[self.dtype], device=device)
 
 
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A named tensor of the graph."""
+    """Named tensor of the graph."""
 
     name: str
     spec: TensorSpec
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value read from the weights file, where it stands under ``key`` in storage order."""
+    """Value read from the weights file, stored under ``key`` in storage order."""
 
     name: str
     key: str
@@ -120,7 +120,7 @@ class Weight(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One operator call. ``outputs`` has one entry per result, None for results nobody reads."""
+    """One operator call. ``outputs`` has one entry per result, None for results that are never read."""
 
     op: str
     args: list[Any]
@@ -157,13 +157,13 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     Attributes:
         schema: Name and version of the format.
-        micro_batch: Samples a run takes.
-        device: Kind of device that it was captured on. Operators lay their results out differently on
-            others, so the strides that are declared are those of this kind.
-        autocast: Type that a run computes in under ``torch.autocast``; None for no autocast.
+        micro_batch: Samples of a run.
+        device: Type of device of the capture. Operators lay out results differently on other types, so the
+            declared strides are those of this type.
+        autocast: Type that a run computes in under ``torch.autocast``. None for no autocast.
         operators: Each operator used, with the fingerprint of its signature where the graph was made.
         weights_digest: SHA-256 of the weights file.
-        stages: The last one's ``live`` are the outputs, in order; they alone may be constants.
+        stages: ``live`` of the last stage are the outputs, in order. Only outputs may be constants.
     """
 
     schema: str
@@ -178,7 +178,7 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     stages: list[Stage]
 
     def encode(self) -> bytes:
-        """The canonical bytes of the file."""
+        """Return the canonical bytes of the file."""
         return msgspec.json.encode(self)
 
     @property
@@ -188,14 +188,15 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """SHA-256 in hexadecimal: the name of a program, a weights file or a dataset."""
+    """Return the SHA-256 in hexadecimal: the name of a program, a weights file or a dataset."""
     return hashlib.sha256(data).hexdigest()
 
 
 def constants(inputs: Iterable[Value], nodes: Iterable[Node]) -> frozenset[str]:
-    """Names of the values that no input has a path to: the same in each run, so computed once.
+    """Return names of the values that no input reaches. They are the same in each run, so computed once.
 
-    A position table, a causal mask, a folded weight. They are never live and never cross a cut.
+    Examples are a position table, a causal mask, and a folded weight. They are never live and never cross a
+    cut.
     """
     varying = {value.name for value in inputs}
     fixed: set[str] = set()
@@ -207,13 +208,14 @@ def constants(inputs: Iterable[Value], nodes: Iterable[Node]) -> frozenset[str]:
 
 
 class Lifetimes:
-    """From where to where each value is alive, for a graph of any length in one pass.
+    """Range of positions at which each value is alive, for a graph of any length in one pass.
 
-    A value is made once and never changed, so it is alive over one stretch of positions. Position ``p`` lies
+    A value is made once and never changed, so it is alive over one range of positions. Position ``p`` lies
     before node ``p``.
 
     Attributes:
-        stretch: Name to (first, last) position at which the value is alive: made before, read at or after.
+        stretch: Maps each name to the (first, last) position at which the value is alive: made before, read
+            at or after.
     """
 
     def __init__(
@@ -242,10 +244,10 @@ class Lifetimes:
         }
 
     def walk(self) -> Iterator[tuple[int, Mapping[str, None]]]:
-        """Each position with the names alive there, in the order in which they were made.
+        """Yield each position with the names alive there, in the order in which they were made.
 
-        One mapping, changed from position to position, so a walk takes time in the number of nodes; copy what
-        is to be kept.
+        All positions share one mapping, so a walk takes time linear in the number of nodes. Copy entries to
+        keep them.
         """
         ends: list[list[str]] = [[] for _ in range(self.end + 1)]
         starts: list[list[str]] = [[] for _ in range(self.end + 1)]
@@ -264,14 +266,14 @@ class Lifetimes:
 
 
 def reference(argument: Any) -> str | None:
-    """Name of the tensor that an encoded argument is; None for anything else."""
+    """Return the name of the tensor if an encoded argument refers to one, else None."""
     if isinstance(argument, dict) and len(argument) == 1 and isinstance(argument.get("tensor"), str):
         return str(argument["tensor"])
     return None
 
 
 def references(argument: Any) -> Iterator[str]:
-    """Names of the tensors that an encoded argument reads, nested ones too."""
+    """Yield names of the tensors that an encoded argument reads, including nested ones."""
     name = reference(argument)
     if name is not None:
         yield name
@@ -284,10 +286,10 @@ def references(argument: Any) -> Iterator[str]:
 
 
 def encode_argument(argument: Any) -> Any:
-    """A node's argument as JSON.
+    """Return a node's argument as JSON.
 
     Raises:
-        ProgramError: If it is something a graph file cannot say.
+        ProgramError: If a graph file cannot express it.
     """
     match argument:
         case None | bool() | int() | str():
@@ -311,10 +313,10 @@ def encode_argument(argument: Any) -> Any:
 
 
 def decode_argument(argument: Any, device: str | torch.device) -> Any:
-    """The argument that :func:`encode_argument` wrote, where it is neither a tensor nor a list.
+    """Return the argument that :func:`encode_argument` wrote, if it is neither a tensor nor a list.
 
     Raises:
-        ProgramError: If it is of no known form.
+        ProgramError: If its form is unknown.
     """
     if not isinstance(argument, dict | list):
         return argument

@@ -1,4 +1,4 @@
-"""How long the stages of a run take, by the clock of the device that they run on."""
+"""Time the stages of a run by the clock of their device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 
 class Laps:
-    """Tells somebody how long each stage took, when it is over.
+    """Report the seconds of each stage when it is over.
 
     Args:
-        tell: Told the position after each stage, and its seconds; nobody is where it is None.
-        device: Where they run.
-        at_the_end: Of an accelerator: tell of all of them in the end, and do not wait for each.
+        tell: Called with the position after each stage and the stage's seconds. None for no report.
+        device: Device of the run.
+        at_the_end: On an accelerator, report all stages at the end instead of waiting for each.
     """
 
     def __init__(
@@ -27,19 +27,19 @@ class Laps:
         self._laps: list[tuple[int, Any, Any]] = []
 
     def begin(self) -> None:
-        """A stage begins."""
+        """Record the begin of a stage."""
         if self._tell is not None:
             self._began = self._now()
 
     def end(self, position: int) -> None:
-        """All of it was asked for."""
+        """Record the end of a stage, after all its operators were called."""
         if self._tell is not None:
             self._laps.append((position, self._began, self._now()))
             if not self._at_the_end:
                 self.tell()
 
     def tell(self) -> None:
-        """Of those that nobody was told of; waits until they are over."""
+        """Report the stages not reported yet. Wait until they are over."""
         while self._tell is not None and self._laps:
             position, began, ended = self._laps.pop(0)
             self._tell(position, self._between(began, ended))

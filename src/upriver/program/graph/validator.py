@@ -1,9 +1,9 @@
-"""A graph run on tensors without data: what each operator gives and what a run takes, before there is one.
+"""Check a graph by running it on tensors without data: results of each operator, and cost of a run.
 
-Shapes and types must be those the file declares, and strides too on the kind of device that it was captured
-on. One tensor, all that is alive at once, and the operations of a micro-batch must stay under their caps.
-Nothing is allocated: the tensors are torch's fake ones, on the device that the program is for (on the meta
-device some operators give other strides).
+Shapes and types must match the file's declarations. Strides must match too on the type of device of the
+capture. One tensor, all tensors alive at once, and the operations of a micro-batch must stay under their
+caps. Nothing is allocated: the tensors are torch's fake tensors, on the program's device (on the meta device
+some operators give other strides).
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from upriver.program.graph.schedule import Numbered, ScheduledNode, Values, bind
 from upriver.program.graph.schema import DTYPES, Graph, Node, TensorSpec, Value, Weight
 
 MAX_REMEMBERED = 20_000
-"""Torch remembers what each call on fake tensors gave, in one table for the process, for good."""
+"""Maximum of fake calls remembered. Torch keeps their results forever, in one table per process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFootprint:
-    """What a run of a graph takes, for one micro-batch.
+    """Cost of a run of a graph, for one micro-batch.
 
     Attributes:
         flops: Floating-point operations of each stage: convolutions, matrix products and attention.
-        work: Operations of the whole run, constants included, where other operators count their elements.
-        live_bytes: Most bytes alive at once, weights and constants included.
+        work: Operations of the whole run, constants included. Other operators count their elements.
+        live_bytes: Maximum of bytes alive at once, weights and constants included.
     """
 
     flops: tuple[float, ...]
@@ -51,14 +51,14 @@ class RunFootprint:
 def check(
     graph: Graph, *, device: str | torch.device = "cpu", caps: GraphCaps = DEFAULT_CAPS
 ) -> RunFootprint:
-    """Run a graph without data and compare everything it declares with what its operators say.
+    """Run a graph without data and compare its declarations with the results of its operators.
 
     Raises:
-        ProgramError: Naming the node at which it is not as it says, or takes more than the caps allow.
+        ProgramError: Naming the node that differs from its declaration, or exceeds the caps.
     """
     if FakeTensorMode.cache_info().size > MAX_REMEMBERED:
         FakeTensorMode.cache_clear()
-    # No fallback kernels: they would run an operator that has no rule for its shape on real memory.
+    # No fallback kernels: they would run an operator without a shape rule on real memory.
     mode, meter = FakeTensorMode(allow_fallback_kernels=False), _Meter(caps)
     autocast = autocasting(device, autocast_dtype(graph.autocast))
     with silent(), mode, meter, torch.no_grad(), no_fast_path(), autocast:
@@ -76,7 +76,7 @@ def check(
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keep torch from logging a page for each call that does not fit: it is refused in one line."""
+    """Stop torch from logging a page for each call that does not fit. The refusal is one line."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -87,7 +87,7 @@ def silent() -> Iterator[None]:
 
 
 class _DryRun:
-    """Values without data, by name, and the bytes they would take."""
+    """Values without data, by name, and the bytes that they would need."""
 
     def __init__(self, graph: Graph, device: torch.device, meter: _Meter, caps: GraphCaps) -> None:
         self._device = device
@@ -103,7 +103,7 @@ class _DryRun:
             self._memory.add(value.name, self._values[value.name])
 
     def nodes(self, nodes: Sequence[Numbered], keep: Iterable[str]) -> None:
-        """Run a stretch; at its end nothing is left of it but ``keep``."""
+        """Run some nodes, then drop all their values except ``keep``."""
         steps = bind(nodes, {}, self._device)
         mark_last_uses(steps, nodes, keep)
         for step, (_, node) in zip(steps, nodes, strict=True):
@@ -126,7 +126,7 @@ class _DryRun:
             results = step.call(self._values)
         except ProgramError as error:
             raise ProgramError(f"{step.where}: {error}") from None
-        except Exception as error:  # an operator raises whatever it likes on arguments that do not fit it
+        except Exception as error:  # an operator may raise any error on arguments that do not fit
             raise step.refusal(error) from None
         if not isinstance(results, list | tuple):  # numbers alone may give a number
             raise ProgramError(f"{step.where}: gives a {type(results).__name__}, not a tensor")
@@ -154,14 +154,14 @@ def _compare(where: str, spec: TensorSpec, made: torch.Tensor, *, strides: bool)
     ):
         got = f"{made.dtype} {list(made.shape)}" if isinstance(made, torch.Tensor) else type(made).__name__
         raise ProgramError(f"{where}: declares {spec.dtype} {spec.shape}, gives {got}")
-    # The stride of a dimension of one element, or in a tensor of none, has no meaning.
+    # Strides are meaningless in a dimension of one element and in an empty tensor.
     steps = zip(spec.shape, spec.stride, made.stride(), strict=True)
     if strides and spec.numel and any(size > 1 and declared != step for size, declared, step in steps):
         raise ProgramError(f"{where}: declares strides {spec.stride}, gives {list(made.stride())}")
 
 
 class _Memory:
-    """Bytes of the storages behind named values; a view adds none."""
+    """Bytes of the storages of named values. A view adds none."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -172,7 +172,7 @@ class _Memory:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Count a value."""
         storage = tensor.untyped_storage()
-        key = storage._cdata  # stays the same, and nobody else's, as long as the value is there
+        key = storage._cdata  # constant and unique while the value exists
         self._storage_of[name] = key
         self._users[key] += 1
         if self._users[key] == 1:
@@ -180,7 +180,7 @@ class _Memory:
             self.nbytes += self._nbytes[key]
 
     def drop(self, name: str) -> None:
-        """Count it no more."""
+        """Stop counting a value."""
         key = self._storage_of.pop(name)
         self._users[key] -= 1
         if not self._users[key]:
@@ -189,12 +189,12 @@ class _Memory:
 
 
 class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operations and memory of what really runs: an operator made of others is seen as those.
+    """Count operations and memory of the operators that really run. A composite counts as its parts.
 
     Attributes:
-        flops: Of convolutions, matrix products and attention so far.
-        work: Of everything so far.
-        aside: Bytes that the current node makes on its way to its results.
+        flops: Operations of convolutions, matrix products and attention so far.
+        work: Operations of all operators so far.
+        aside: Bytes of the intermediate tensors that the current node makes.
     """
 
     def __init__(self, caps: GraphCaps) -> None:
@@ -206,14 +206,14 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.aside = 0
 
     def begin(self, where: str) -> None:
-        """Start on another node."""
+        """Start another node."""
         self._where = where
         self.aside = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the operator and count what it did."""
+        """Call the operator and count its cost."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "aten" and not func.is_view:
@@ -237,7 +237,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def flops_of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
-    """Floating-point operations of a convolution, a matrix product or attention; of anything else none."""
+    """Return floating-point operations of a convolution, matrix product or attention; else zero."""
     if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         shapes = [tensor.shape for tensor in args[:3]]
         return float(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
@@ -251,11 +251,11 @@ _POOLS = {
     torch.ops.aten.avg_pool2d: 2,
     torch.ops.aten.avg_pool3d: 3,
 }
-"""Operators that read a window for each element, with its dimensions."""
+"""Operators that read a window for each element, with its number of dimensions."""
 
 
 def _window(func: Any, args: Sequence[Any]) -> int:
-    """How many elements are read for each one made."""
+    """Return the number of elements read for each one made."""
     dimensions = _POOLS.get(func._overloadpacket)
     if dimensions is None:
         return 1

@@ -1,10 +1,10 @@
-"""The weights file: safetensors, in execution order, every tensor on a 64-byte boundary.
+"""Read and write the weights file: safetensors, in execution order, each tensor on a 64-byte boundary.
 
-The safetensors library sorts tensors by type and name when it writes and aligns to 8 bytes. A program wants
-them in the order in which its stages read them, so that a cold process can start on the first ones, and
-aligned as the allocator would have them, because unaligned operands change low bits. Both are legal in the
-format: a header of our own making, padded with spaces, and named padding tensors between, since holes are not
-allowed.
+The safetensors library sorts tensors by type and name, and aligns to 8 bytes. A program needs the tensors in
+the order in which its stages read them, so that a cold process can start on the first ones. It needs them
+aligned as the allocator aligns, because unaligned operands change low bits. The format allows both: this
+module writes its own header, padded with spaces, and fills gaps with named padding tensors, since the format
+forbids holes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from upriver.text import printable
 
 ALIGNMENT = 64
 LENGTH_BYTES = 8
-"""The header's length, before the header."""
+"""Bytes of the number before the header that holds the header's length."""
 
 METADATA = "__metadata__"
 PADDING = "__pad__"
-"""Names that no weight may have: the format's own, and the beginning of those of padding tensors."""
+"""Names that no weight may have: the format's own, and the prefix of padding tensors."""
 
 _CODES = {
     "float32": "F32",
@@ -49,20 +49,20 @@ _NAMES = {code: name for name, code in _CODES.items()}
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie somewhere: it is not sparse, on the meta device, or still without a shape."""
+    """Return whether a tensor has elements in memory: it is not sparse, on the meta device, or lazy."""
     return tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """What is the same for all names of the same elements; of a tensor without any it says nothing."""
+    """Return a key that all names of the same elements share. Meaningless for a tensor without elements."""
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def storage_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as a contiguous tensor, in the order in which they lie in memory.
+    """Return the elements as a contiguous tensor, in the order in which they lie in memory.
 
     Raises:
-        ProgramError: If elements overlap or have gaps between them; such a weight has no dense form.
+        ProgramError: If elements overlap or have gaps between them. Such a weight has no dense form.
     """
     dense = tensor.permute(sorted(range(tensor.dim()), key=lambda d: (-tensor.stride()[d], d)))
     if not dense.is_contiguous():
@@ -73,20 +73,20 @@ def storage_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def encode(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """A safetensors file of these tensors, in this order, each stored densely.
+    """Return a safetensors file of these tensors, in this order, each stored densely.
 
     Raises:
-        ProgramError: If a tensor has no dense form, or a name that the format keeps for itself.
+        ProgramError: If a tensor has no dense form, or a name that the format reserves.
     """
     return b"".join(_stored(tensors))
 
 
 class Stored(ABC):
-    """A weights file, wherever its bytes are.
+    """Interface of a weights file, wherever its bytes are.
 
     Attributes:
-        tensors: Key to tensor, in storage order, on a 64-byte boundary.
-        nbytes: Memory that it takes.
+        tensors: Tensors by key, in storage order, on a 64-byte boundary.
+        nbytes: Memory of the file in bytes.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -94,14 +94,14 @@ class Stored(ABC):
 
     @abstractmethod
     def encode(self) -> bytes | memoryview:
-        """The file."""
+        """Return the file."""
 
 
 class FileInMemory(Stored):
-    """A weights file that was read; its tensors are views of it."""
+    """Weights file that was read. Its tensors are views of it."""
 
     def __init__(self, data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> None:
-        """Take a file from anyone.
+        """Read an untrusted file.
 
         Raises:
             ProgramError: As :func:`decode`.
@@ -110,23 +110,23 @@ class FileInMemory(Stored):
         self.tensors = decode(data, caps)
 
     def encode(self) -> memoryview:
-        """The file as it was read."""
+        """Return the file as it was read."""
         return self._data.numpy().data
 
 
 class WeightsFile(Stored):
-    """A weights file that is written when it is asked for, of tensors that stay where they are.
+    """Weights file of tensors that stay in place. It is written on request.
 
-    So a model that is trained here and its program share the frozen weights, which must not change.
+    So a model trained here and its program share the frozen weights, which must not change.
 
     Attributes:
-        tensors: Key to tensor, in storage order, on a 64-byte boundary where it was or as a copy.
+        tensors: Tensors by key, in storage order. A tensor off a 64-byte boundary is a copy.
         digest: SHA-256 of the file.
         nbytes: Its size.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take tensors in the order of the file.
+        """Store tensors in the order of the file.
 
         Raises:
             ProgramError: As :func:`encode`.
@@ -141,17 +141,17 @@ class WeightsFile(Stored):
         self.digest = folded.hexdigest()
 
     def encode(self) -> bytes:
-        """The file."""
+        """Return the file."""
         return encode(self._given)
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor if it begins on a 64-byte boundary, else a copy that does: alignment decides bits."""
+    """Return the tensor if it begins on a 64-byte boundary, else a copy that does: alignment decides bits."""
     return tensor if tensor.data_ptr() % ALIGNMENT == 0 else tensor.clone()
 
 
 def _stored(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    """A file's bytes, header first, then one tensor after the other, padding between."""
+    """Yield a file's bytes: the header, then each tensor and its padding."""
     dense = {name: storage_order(tensor) for name, tensor in tensors.items()}
     head, entries = head_of((name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in dense.items())
     yield head
@@ -161,14 +161,14 @@ def _stored(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor, row by row: its own memory where they lie so in main memory, else a copy."""
+    """Return a tensor's elements, row by row: its own memory if contiguous in main memory, else a copy."""
     dense = tensor.detach().cpu().contiguous()
     return memoryview(dense.reshape(-1).view(torch.uint8).numpy().data) if dense.numel() else memoryview(b"")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorEntry:
-    """A tensor as the header has it, in bytes of the body."""
+    """Tensor as described in the header, in bytes of the body."""
 
     name: str
     dtype: str
@@ -183,13 +183,13 @@ class TensorEntry:
 
 
 def head_of(forms: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[bytes, list[TensorEntry]]:
-    """How a file of such tensors begins, and where each of them lies behind that.
+    """Return the header of a file of such tensors, and the position of each tensor after the header.
 
     Args:
-        forms: Name, type and shape of each, in the order of the file; no name twice.
+        forms: Name, type and shape of each tensor, in the order of the file. Names must be unique.
 
     Raises:
-        ProgramError: If a name is one that the format keeps for itself, or a type none that it has.
+        ProgramError: If the format reserves a name, or does not have a type.
     """
     header: dict[str, Any] = {}
     entries: list[TensorEntry] = []
@@ -216,19 +216,19 @@ def _described(code: str, shape: Sequence[int], start: int, stop: int) -> dict[s
 
 
 def is_reserved(name: str) -> bool:
-    """Whether no weight may have that name."""
+    """Return whether a name is reserved, so that no weight may have it."""
     return name == METADATA or name.startswith(PADDING)
 
 
 def decode(data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, torch.Tensor]:
-    """Views on the tensors of a weights file from anyone; nothing is copied.
+    """Return views on the tensors of an untrusted weights file. Nothing is copied.
 
     Args:
         data: The file as a one-dimensional uint8 tensor.
 
     Raises:
-        ProgramError: If the header lies about anything, the tensors overlap, leave holes, or do not begin at
-            64-byte boundaries, or one is larger than the caps allow.
+        ProgramError: If the header is wrong, a tensor exceeds the caps, or the tensors overlap, leave holes,
+            or do not begin at 64-byte boundaries.
     """
     header, body = _header(data, caps)
     entries = [
@@ -239,7 +239,7 @@ def decode(data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, torc
 
 
 def _header(data: torch.Tensor, caps: GraphCaps) -> tuple[dict[str, Any], torch.Tensor]:
-    """The table of tensors, and the bytes behind it."""
+    """Return the table of tensors, and the bytes after it."""
     length = header_length(bytes(data[:LENGTH_BYTES].tolist()), data.numel(), caps)
     start = LENGTH_BYTES + length
     if start % ALIGNMENT:
@@ -248,14 +248,14 @@ def _header(data: torch.Tensor, caps: GraphCaps) -> tuple[dict[str, Any], torch.
 
 
 def header_length(first: bytes, total: int, caps: GraphCaps = DEFAULT_CAPS) -> int:
-    """How long a file's header is.
+    """Return the length of a file's header.
 
     Args:
         first: The first bytes of the file, :data:`LENGTH_BYTES` of them.
         total: Bytes of the file.
 
     Raises:
-        ProgramError: If the header would not fit into the file, or be longer than the caps allow.
+        ProgramError: If the header would not fit into the file, or is longer than the caps allow.
     """
     if total < LENGTH_BYTES:
         raise ProgramError(f"weights file of {total} bytes has no header")
@@ -268,13 +268,13 @@ def header_length(first: bytes, total: int, caps: GraphCaps = DEFAULT_CAPS) -> i
 
 
 def table_of(text: bytes, what: str, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, Any]:
-    """A JSON table from anyone.
+    """Return an untrusted JSON table.
 
     Args:
-        what: Names it in messages.
+        what: Names the table in messages.
 
     Raises:
-        ProgramError: If it is none, has more entries than a header may have, or names something twice.
+        ProgramError: If it is not a table, has more entries than a header may have, or repeats a name.
     """
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -293,13 +293,13 @@ def table_of(text: bytes, what: str, caps: GraphCaps = DEFAULT_CAPS) -> dict[str
 
 
 def entry_of(name: str, entry: Any, most: int, caps: GraphCaps = DEFAULT_CAPS) -> TensorEntry:
-    """What a header from anyone says of one tensor.
+    """Return one tensor's entry of an untrusted header.
 
     Args:
-        most: Bytes that there are.
+        most: Number of bytes available.
 
     Raises:
-        ProgramError: If it says what cannot be, or more than the caps allow.
+        ProgramError: If the entry is malformed, or exceeds the caps.
     """
     match entry:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(start), int(stop)], **rest} if (
@@ -318,7 +318,7 @@ def entry_of(name: str, entry: Any, most: int, caps: GraphCaps = DEFAULT_CAPS) -
         raise ProgramError(f"weight {name[:80]!r}: a name that is no text")
     if len(name) > caps.text or len(shape) > caps.dimensions:
         raise ProgramError(f"weight {name[:80]!r}: a name or a shape that is too long")
-    # A size of 0 hides the others from the product, and torch multiplies those too.
+    # A size of 0 would hide the others from the product, and torch multiplies those too.
     elements = math.prod(max(1, size) for size in shape)
     nbytes = 0 if 0 in shape else elements * DTYPES[dtype].itemsize
     if not 0 <= start <= stop <= most or stop - start != nbytes or elements > caps.tensor_bytes:
@@ -327,7 +327,7 @@ def entry_of(name: str, entry: Any, most: int, caps: GraphCaps = DEFAULT_CAPS) -
 
 
 def _check_layout(entries: list[TensorEntry], nbytes: int) -> None:
-    """Side by side, from the first byte to the last, each weight on a boundary."""
+    """Raise unless tensors are adjacent, from the first byte to the last, each weight on a boundary."""
     end = 0
     for entry in sorted(entries, key=lambda e: (e.start, e.stop)):
         if entry.start != end:
