@@ -1,4 +1,4 @@
-"""From nn.Module to Program: capture, graph file, weights file, cuts, the tail."""
+"""Convert an `nn.Module` to a program: capture, graph file, weights file, cuts, the tail."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when first used: a cold start reads weights and runs no program, and what runs one takes long
-    # to import.
+    # Import on first use: a cold start reads weights without running a program, and the executor is slow to
+    # import.
     if name in _PLACES:
         return getattr(importlib.import_module(f"upriver.program.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'upriver.program' has no attribute {name!r}")

@@ -1,9 +1,9 @@
-"""Code that torch.compile makes, and operators that run functions, in a thread that a mode of ours watches.
+"""Control code compiled by torch.compile, and operators that run functions, under a dispatch mode.
 
-A dispatch mode sees operators one by one. Compiled code reads memory without them, and operators such as
-``torch.cond`` run the functions that they are given with the mode switched off. Worse, the compiler never
-compiles again what it has met under a mode: for every model of the process, and for good. So a thread is told
-before it enters such code, and may run it as it is written.
+A dispatch mode sees operators one by one. Compiled code reads memory without them. Operators such as
+``torch.cond`` run their functions with the mode off. Code that the compiler has met under a mode is never
+compiled again, for every model of the process. So this module asks a callback before a thread enters such
+code. The callback may choose to run the code uncompiled.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from torch.utils import _pytree as pytree
 from upriver.program.example_inputs import tensors_in
 
 Entering: TypeAlias = "Callable[[], bool]"
-"""Asked before a thread enters compiled code; whether that is to run, and not what was compiled."""
+"""Called before a thread enters compiled code. Returns True to run the compiled code, False to run the
+original."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def as_written(function: Function) -> Function:
-    """Keep torch.compile from a function, and from whatever it calls, where its caller is compiled.
+    """Exclude a function and its callees from torch.compile, even if its caller is compiled.
 
-    PyTorch's own wrapper for that imports the compiler, which a cold start would wait for, and notes in one
-    place for all threads that it was called while another thread exports a model.
+    PyTorch's own wrapper for this imports the compiler, which would delay a cold start. It also records its
+    call in one place for all threads, while another thread exports a model.
     """
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
@@ -45,7 +46,7 @@ def as_written(function: Function) -> Function:
 
 
 class _Thread(threading.local):
-    """What holds for one thread, and for no other one."""
+    """State of one thread."""
 
     def __init__(self) -> None:
         self.asked: list[Entering] = []
@@ -57,7 +58,7 @@ _lock = threading.Lock()
 
 
 def _forked() -> None:
-    """In a child of this process: nobody there holds the lock."""
+    """Replace the lock in a forked child, where no thread holds it."""
     global _lock
     _lock = threading.Lock()
 
@@ -72,11 +73,10 @@ _callback: Callable[[Any], Any] | None = None
 
 @contextlib.contextmanager
 def entering(ask: Entering) -> Iterator[None]:
-    """Ask before this thread enters compiled code, from outermost to innermost.
+    """Call `ask` before this thread enters compiled code, outermost context first.
 
-    All such code is entered by way of one function of the compiler's. The first of several threads changes
-    it, the last one changes it back. A compiler that is imported later is not changed, unless :func:`seen`
-    is called.
+    All such code is entered through one function of the compiler. The first of several threads patches it,
+    and the last one restores it. A compiler imported later is not patched unless :func:`seen` is called.
     """
     global _num_inside
     with _lock:
@@ -95,7 +95,7 @@ def entering(ask: Entering) -> Iterator[None]:
 
 
 def seen() -> None:
-    """Change the compiler, where it is imported by now."""
+    """Patch the compiler if it is imported."""
     global _callback
     with _lock:
         module: Any = sys.modules.get("torch._dynamo.eval_frame")
@@ -105,7 +105,7 @@ def seen() -> None:
 
 
 def _asking(callback: Any) -> Any:
-    """What compiles in this thread from now on; None for nothing."""
+    """Return the function that compiles in this thread from now on. None for no compilation."""
     real = _callback
     assert real is not None
     if callback is not None and not all([ask() for ask in tuple(_THREAD.asked)]):
@@ -115,13 +115,13 @@ def _asking(callback: Any) -> Any:
 
 @contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
-    """Run what torch.compile was told of as it is written, in this thread alone.
+    """Run functions given to torch.compile uncompiled, in this thread only.
 
-    A trial run shows each operator then. Nothing is compiled for its shapes, which would make the compiler
-    take sizes for variable.
+    So a trial run shows each operator. Nothing is compiled for its shapes: otherwise the compiler would treat
+    sizes as variable.
     """
     importlib.import_module("torch._dynamo")
-    # A count that has begun is an outer function's: torch then does not ask what an inner one compiled.
+    # A started count belongs to an outer function. Torch then ignores what an inner function compiled.
     count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda _count: 0)
     compiling, counted = eval_frame.set_eval_frame(None), count(0)
     try:
@@ -134,7 +134,7 @@ def uncompiled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_ever() -> Iterator[None]:
-    """Enter compiled code unasked, as where nobody watches."""
+    """Enter compiled code without asking, as if no mode watched."""
     asked, _THREAD.asked = _THREAD.asked, []
     try:
         yield
@@ -147,9 +147,9 @@ _KERNELS = ("CPU", "CUDA", "CompositeExplicitAutograd", "CompositeImplicitAutogr
 
 @functools.cache
 def runs_functions(func: Any) -> bool:
-    """Whether an operator runs Python functions: those that it is given, or those that it is made of.
+    """Return whether an operator runs Python functions: its arguments or its own implementation.
 
-    A mode does not see what these read. Operators of the ``prims`` namespace are torch's own in Python.
+    A mode does not see what these read. Operators of the ``prims`` namespace are torch's own Python code.
     """
     if isinstance(func, HigherOrderOperator):
         return True
@@ -158,7 +158,7 @@ def runs_functions(func: Any) -> bool:
 
 
 def under(mode: Any, given: Any) -> Any:
-    """An operator's arguments, where the functions among them run under a mode."""
+    """Return an operator's arguments, with functions among them wrapped to run under a mode."""
     return pytree.tree_map_only((FunctionType, MethodType, functools.partial), _under(mode), given)
 
 
@@ -175,7 +175,7 @@ def _under(mode: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def held_by(given: Any, _within: frozenset[int] = frozenset()) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments, and those that functions and modules among them hold."""
+    """Return the tensors among an operator's arguments, and those held by functions and modules there."""
     held = tensors_in(given)
     for leaf in pytree.tree_leaves(given):
         if id(leaf) in _within:

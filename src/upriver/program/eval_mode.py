@@ -15,27 +15,27 @@ from upriver.program.freeze import switch
 
 @contextlib.contextmanager
 def in_eval(model: nn.Module) -> Iterator[None]:
-    """Put every module into eval, and back afterwards."""
+    """Switch every module to eval mode, and restore its mode afterwards."""
     with mode(model, training=False):
         yield
 
 
 @contextlib.contextmanager
 def mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Put every module into training or evaluation mode, and back afterwards."""
+    """Switch every module to training or eval mode, and restore its mode afterwards."""
     before = {module: module.training for module in model.modules()}
     switch(model, training=training)
     try:
         yield
     finally:
-        switch(model, training=before[model])  # some modules drop what they kept in eval
+        switch(model, training=before[model])  # some modules drop state cached in eval
         for module, was in before.items():
             module.training = was
 
 
 @contextlib.contextmanager
 def calls_in_eval(model: nn.Module, calls: Mapping[str, Collection[int]]) -> Iterator[None]:
-    """Put modules into eval for some of their calls, by number, and for these only."""
+    """Switch modules to eval mode for some of their calls, by number."""
     with contextlib.ExitStack() as stack:
         for path, numbers in calls.items():
             module = model.get_submodule(path)
@@ -45,7 +45,7 @@ def calls_in_eval(model: nn.Module, calls: Mapping[str, Collection[int]]) -> Ite
 
 
 class _Switch:
-    """A hook that puts a module into eval for some of its calls."""
+    """Hook that switches a module to eval mode for some of its calls."""
 
     def __init__(self, numbers: Collection[int], training: bool) -> None:
         self.numbers, self.training, self.next = numbers, training, 0
@@ -57,7 +57,10 @@ class _Switch:
 
 
 class _FastPath:
-    """Whether torch takes the fused transformer path is one flag for all threads of a process."""
+    """Switch torch's fused transformer path off while any thread needs it off.
+
+    The switch is one flag for all threads of a process.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,7 +68,7 @@ class _FastPath:
         self._before = True
 
     def enter(self) -> None:
-        """One more thread wants it off."""
+        """Switch the path off for one more thread."""
         with self._lock:
             if not self._inside:
                 self._before = torch.backends.mha.get_fastpath_enabled()
@@ -73,7 +76,7 @@ class _FastPath:
             self._inside += 1
 
     def leave(self) -> None:
-        """It is as it was when no thread wants it off any more."""
+        """Restore the flag when the last thread leaves."""
         with self._lock:
             self._inside -= 1
             if not self._inside:
@@ -85,7 +88,7 @@ _FAST_PATH = _FastPath()
 
 @contextlib.contextmanager
 def no_fast_path() -> Iterator[None]:
-    """Switch off the fused transformer path, which eager eval takes and a captured graph does not."""
+    """Switch off the fused transformer path. Eager eval uses it, and a captured graph does not."""
     _FAST_PATH.enter()
     try:
         yield

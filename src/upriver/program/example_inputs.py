@@ -1,4 +1,4 @@
-"""What a model is called with: positional and keyword inputs of any nesting, and where tensors come from."""
+"""Hold a model's inputs: positional and keyword arguments of any nesting, and names of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from upriver.errors import ConfigError
 
 Inputs: TypeAlias = "torch.Tensor | Example | tuple[Any, ...] | Mapping[str, Any]"
-"""What a caller may give: one tensor, positional inputs as a tuple, keyword inputs as a mapping, or both."""
+"""Inputs from a caller: one tensor, positional inputs as a tuple, keyword inputs as a mapping, or both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Example:
 
     @classmethod
     def of(cls, given: Inputs) -> Example:
-        """An example from one tensor, a tuple of positional inputs, or a mapping of keyword inputs.
+        """Return an example from one tensor, a tuple of positional inputs, or a mapping of keyword inputs.
 
         Raises:
             ConfigError: If it is something else, or holds no tensor with samples.
@@ -56,32 +56,35 @@ class Example:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Its tensors in the order of a program's inputs: positional ones first, nested ones in place."""
+        """Tensors in the order of a program's inputs: positional first, nested in place."""
         return [leaf for leaf in self._leaves()[0] if isinstance(leaf, torch.Tensor)]
 
     @property
     def samples(self) -> int:
-        """How many samples it holds: the first tensor's first dimension."""
+        """Number of samples: the first tensor's first dimension."""
         return int(self.tensors[0].shape[0])
 
     def holds_samples(self, tensor: torch.Tensor) -> bool:
-        """Whether one of its tensors has a row for each sample, and is not the same for all."""
+        """Return whether a tensor has one row for each sample, as opposed to the same value for all."""
         return tensor.dim() > 0 and tensor.shape[0] == self.samples
 
     def resized(self, count: int) -> Example:
-        """The same with ``count`` samples, repeated or cut; tensors without samples stay as they are."""
-        # Copies, also of what stays as it is: a model may write into what it is given.
+        """Return the example with ``count`` samples, repeated or cut.
+
+        Tensors without samples stay the same.
+        """
+        # Copy unchanged tensors too: a model may write into its inputs.
         return self._map(
             lambda tensor: _resize(tensor, count) if self.holds_samples(tensor) else tensor.clone()
         )
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Example:
-        """The same call on other tensors, in the order of :attr:`tensors`."""
+        """Return the same call on other tensors, in the order of :attr:`tensors`."""
         rest = iter(tensors)
         return self._map(lambda _tensor: next(rest))
 
     def describe(self) -> str:
-        """Types and shapes, for messages."""
+        """Return types and shapes, for messages."""
         return ", ".join(
             f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in self.tensors
         )
@@ -103,11 +106,11 @@ def _resize(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSource:
-    """A tensor by where it comes from: a leaf of what one call of a module returned, or of the inputs.
+    """Name of a tensor by its origin: a leaf of the result of a module call, or of the inputs.
 
     Attributes:
-        path: Module in ``named_modules()``; empty for the model itself, None for the model's inputs.
-        number: Which call of that module: 0 for the first.
+        path: Module in ``named_modules()``. Empty for the model itself, None for the model's inputs.
+        number: Number of the call of that module: 0 for the first.
         leaf: Index among the tensors of the result (or of the inputs), in order.
     """
 
@@ -124,19 +127,19 @@ class TensorSource:
 
 
 def tensors_in(value: Any, _within: frozenset[int] = frozenset()) -> list[torch.Tensor]:
-    """The tensors of a nested value, in order; dataclasses are looked into, but not for what they lie in."""
+    """Return the tensors of a nested value, in order. Includes fields of dataclasses, without cycles."""
     found: list[torch.Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in _within:
-            parts = [getattr(leaf, part.name, None) for part in fields(leaf)]  # not all need be set
+            parts = [getattr(leaf, part.name, None) for part in fields(leaf)]  # some may be unset
             found += tensors_in(parts, _within | {id(leaf)})
     return found
 
 
 def random_like(example: Example, generator: torch.Generator) -> Example:
-    """Other values of the same form: normal numbers, and integers taken from those that the example has."""
+    """Return random values of the same form: normal numbers, and integers drawn from the example's."""
     return example.with_tensors([_random(tensor, generator) for tensor in example.tensors])
 
 
@@ -154,5 +157,5 @@ def _random(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     chosen = torch.randint(0, flat.shape[0], (flat.shape[0],), generator=generator, device="cpu").to(
         tensor.device
     )
-    # Whole rows, so that what makes a sample legal (a mask that ends, an index that grows) stays.
+    # Choose whole rows: they keep a sample valid (a mask that ends, an index that grows).
     return flat.index_select(0, chosen).reshape(tensor.shape)

@@ -1,8 +1,8 @@
-"""What is frozen, from ``requires_grad`` as users already write it, and that it stays so.
+"""Find the frozen modules of a model by ``requires_grad``, and keep them in eval.
 
-A *frozen unit* is a maximal module all of whose parameters are frozen. It runs whole, in eval: BatchNorm by
-its running statistics, Dropout and stochastic depth off. Modules without parameters on which a frozen unit
-depends belong to the prefix, too; those behind the last one belong to the tail.
+A *frozen unit* is a maximal module whose parameters are all frozen. It runs whole, in eval: BatchNorm uses
+its running statistics, and Dropout and stochastic depth are off. Modules without parameters on which a frozen
+unit depends belong to the prefix too. Those after the last frozen unit belong to the tail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def freeze_to(model: nn.Module, last: str) -> None:
     """Freeze every parameter up to and including module ``last``, in the order of registration.
 
     Raises:
-        ConfigError: If the model has no such module; the message offers names.
+        ConfigError: If the model has no such module. The message suggests names.
     """
     modules = dict(model.named_modules())
     if last not in modules or not last:
@@ -39,7 +39,7 @@ def freeze_to(model: nn.Module, last: str) -> None:
 
 
 def frozen_units(model: nn.Module) -> list[str]:
-    """Names of the maximal modules all of whose parameters are frozen (and that have any)."""
+    """Return names of the maximal modules that have parameters, all of them frozen."""
     units: list[str] = []
 
     def visit(path: str, module: nn.Module) -> None:
@@ -57,14 +57,14 @@ def frozen_units(model: nn.Module) -> list[str]:
 def without_written(
     model: nn.Module, units: list[str], in_training: Collection[str], in_eval: Collection[str]
 ) -> list[str]:
-    """Those units that the model does not train itself.
+    """Return the units that the model's own forward does not train.
 
-    One of which the forward writes every parameter, or some in training alone, follows ``model.train()`` as
-    a trained layer does: an average of trained layers for example.
+    A unit is left out if the forward writes all its parameters, or some in training only. It follows
+    ``model.train()`` as a trained layer does. An average of trained layers is an example.
 
     Args:
-        in_training: Names of what the forward in training writes to.
-        in_eval: Likewise.
+        in_training: Names of the tensors that the forward writes in training.
+        in_eval: Names of the tensors that the forward writes in eval.
     """
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {path: {first[id(p)] for p in model.get_submodule(path).parameters()} for path in units}
@@ -73,10 +73,10 @@ def without_written(
 
 
 def check_trainable(model: nn.Module) -> None:
-    """A model to fine-tune has something frozen and something to train.
+    """Raise unless a model has both frozen and trainable parameters.
 
     Raises:
-        ModelError: If it has not.
+        ModelError: If it does not.
     """
     flags = [p.requires_grad for p in model.parameters()]
     if not flags:
@@ -90,10 +90,10 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Every parameter and buffer of a model has a shape and values.
+    """Raise unless every parameter and buffer of a model has a shape and values.
 
     Raises:
-        ModelError: Naming the first that waits for a first call, as those of ``nn.LazyLinear`` do.
+        ModelError: Naming the first that is initialized at the first call, as those of ``nn.LazyLinear``.
     """
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
@@ -104,24 +104,26 @@ def check_initialized(model: nn.Module) -> None:
 
 
 def switch(model: nn.Module, *, training: bool) -> None:
-    """Put every module into training or evaluation mode, but for those that torch has exported in one."""
+    """Switch every module to training or eval mode, except modules that torch exported in one mode."""
     try:
         model.train(training)
-    except NotImplementedError:  # of such a one
+    except NotImplementedError:  # raised by an exported module
         for module in model.modules():
             module.training = training
 
 
 def keep_in_eval(model: nn.Module, units: list[str]) -> None:
-    """Put these modules back into eval, as after ``model.train()``."""
+    """Switch these modules back to eval mode, as after ``model.train()``."""
     InEval(model, units)()
 
 
 class InEval:
-    """Puts modules of a model back into eval, as after ``model.train()``: some 0.1 us for each that is.
+    """Switch modules of a model back to eval mode, at about 0.1 us for each that is in eval already.
+
+    Use after ``model.train()``.
 
     Args:
-        units: Their paths; what comes in the place of one is found, too.
+        units: Paths of the modules. A module that replaces another at its path is found too.
     """
 
     def __init__(self, model: nn.Module, units: Iterable[str]) -> None:
@@ -140,7 +142,7 @@ class InEval:
         self._met = [owner._modules.get(name) for owner, name in self._edges]
 
     def __call__(self) -> None:
-        """Do so."""
+        """Switch the modules."""
         if [owner._modules.get(name) for owner, name in self._edges] != self._met:
             self._resolve()
         for module in self._modules:
@@ -149,6 +151,6 @@ class InEval:
 
 
 def fold(tensor: torch.Tensor) -> int:
-    """A digest of its values."""
+    """Return a digest of a tensor's values."""
     data = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
     return xxhash.xxh3_64_intdigest(data.reshape(-1).view(torch.uint8).numpy().data) if data.numel() else 0

@@ -1,6 +1,6 @@
-"""Tensors that do not lie in plain memory: sparse, nested, packed, or of a class of their own.
+"""Handle tensors outside plain memory: sparse, nested, packed, or of a class of their own.
 
-A tracer sees that an operator reads one, and not what it shares with others, so no prefix holds any.
+A tracer sees that an operator reads such a tensor, but not which memory it shares. So no prefix holds one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from upriver.errors import CaptureError, ConfigError, ModelError
 
 
 def unusual(tensor: torch.Tensor) -> str:
-    """What kind of tensor it is, in words; empty for one in plain memory."""
+    """Return the kind of an unusual tensor in words. Empty for a tensor in plain memory."""
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return f"a tensor of type {type(tensor).__name__}"
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -30,15 +30,15 @@ def unusual(tensor: torch.Tensor) -> str:
 
 
 def dense_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Dense tensors that hold all of its values, itself if it is one. Gradients flow through them."""
+    """Return dense tensors that hold all values of a tensor. Gradients flow through them."""
     if tensor.is_nested:
         return tensor.unbind()
     return (tensor,) if tensor.layout is torch.strided else (tensor.to_dense(),)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor | None) -> bool:
-    """Whether two tensors are ``torch.equal``, a NaN being equal to itself."""
-    # NaN equals NaN here: a network that gives one whole must give it when split, too.
+    """Return whether two tensors are equal as by ``torch.equal``, with NaN equal to NaN."""
+    # A network that gives a NaN as a whole must give it when split too.
     if b is None or (a.dtype, a.layout, a.is_nested) != (b.dtype, b.layout, b.is_nested):
         return False
     if a.is_nested or a.layout is not torch.strided:
@@ -48,7 +48,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor | None) -> bool:
 
 
 def storages_of(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
-    """Where its elements lie: one storage, several for a sparse or jagged tensor, none for an opaque one."""
+    """Return the storages of a tensor: one, several if sparse or jagged, none if opaque."""
     match tensor.layout:
         case torch.sparse_coo:
             parts = [tensor._indices(), tensor._values()]
@@ -57,7 +57,7 @@ def storages_of(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
         case torch.sparse_csc | torch.sparse_bsc:
             parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
         case torch.jagged:
-            jagged: Any = tensor  # of a class that mypy does not know
+            jagged: Any = tensor  # of a class unknown to mypy
             parts = [jagged.values(), jagged.offsets()]
         case _:
             parts = [tensor] if torch._C._has_storage(tensor) else []
@@ -66,10 +66,10 @@ def storages_of(tensor: torch.Tensor) -> Sequence[torch.UntypedStorage]:
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Make an error that torch, or a class of the model's own, raises at what only a watcher does a refusal.
+    """Convert errors that only a watched run raises, in torch or the model's own classes, to a refusal.
 
     Raises:
-        CaptureError: In its place, beginning with ``what``.
+        CaptureError: In place of the error, beginning with ``what``.
     """
     try:
         yield
@@ -80,7 +80,10 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def stored_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The tensors that it is kept in: the gradient of a large table has few rows, and would be all of it."""
+    """Return the tensors that store a tensor's values.
+
+    The gradient of a large table has few rows. As a dense tensor it would have all of them.
+    """
     if tensor.layout is torch.sparse_coo:
         shape = torch.tensor(tensor.shape, dtype=torch.int64, device="cpu")
         return (shape, tensor._indices(), tensor._values())

@@ -1,18 +1,18 @@
-"""LoADPart's view of a network: its computation nodes by number, and what crosses a cut after each.
+"""Number a network's computation nodes as LoADPart does, with the tensors that cross the cut after each.
 
 Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural Networks for Edge Offloading",
 ICDCS 2022, sections III-B, III-D and V. The paper counts the nodes of MindSpore's graphs:
 
-    - From 1, in the order in which they run. 0 stands for the input; with a cut at the last node all runs on
-      the device.
+    - From 1, in execution order. 0 stands for the input. With a cut at the last node all nodes run on the
+      device.
     - The bias of a convolution or of a linear layer is a node of its own. So is a flatten.
-    - A concatenation is two: in MindSpore one node makes a tuple of its inputs, and the next one joins them.
-      The paper does not say so, but only then are its numbers of SqueezeNet (5, 39, and 99 at the end) right.
-    - Other views are none, nor is a Dropout in eval, a pooling that leaves the size as it is, or what depends
-      on no input.
+    - A concatenation is two nodes: in MindSpore one node makes a tuple of its inputs, and the next one joins
+      them. The paper does not say so, but only then its numbers of SqueezeNet (5, 39, and 99 at the end) are
+      right.
+    - These are not nodes: other views, a Dropout in eval, a pooling that keeps the size, and constants.
 
-A graph here holds a convolution and its bias as one operator. A cut between the two exists in the paper's
-view alone, and is never run.
+A graph here holds a convolution and its bias as one operator. A cut between the two exists only in the
+paper's numbering, and is never run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _KINDS = {
         "activation",
     ),
 }
-"""What the paper calls an operator, where a part of the operator's name does not say it (Table I)."""
+"""The paper's kind of an operator (Table I), where no part of the operator's name gives it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,12 +59,12 @@ class PaperNode:
     """One node, and the cut after it.
 
     Attributes:
-        number: The paper's ``p``; 0 is the input.
-        kind: The paper's where it has one (Table I), else the operator's name.
-        name: The module that it runs in; its kind outside of all modules.
-        cut_bytes: What crosses the cut, per sample.
-        tensors: How many they are.
-        runnable: Whether a program can be cut there.
+        number: The paper's ``p``. 0 is the input.
+        kind: The paper's kind if it has one (Table I), else the operator's name.
+        name: The module that it runs in. Its kind outside of all modules.
+        cut_bytes: Bytes that cross the cut, per sample.
+        tensors: Number of tensors that cross the cut.
+        runnable: True if a program can be cut there.
     """
 
     number: int
@@ -78,15 +78,15 @@ class PaperNode:
 def paper_nodes(
     model: nn.Module, example: Inputs, *, autocast: torch.dtype | None = None
 ) -> tuple[PaperNode, ...]:
-    """Number a model's nodes in eval, the input first; the model is left as it was.
+    """Return a model's numbered nodes in eval, the input first. Leave the model unchanged.
 
     Args:
         model: The user's model.
-        example: What it is called with, any number of samples.
+        example: Inputs of the model, with any number of samples.
         autocast: Run under autocast to this type.
 
     Raises:
-        CaptureError: If torch cannot record the model to its end.
+        CaptureError: If torch cannot record the whole model.
     """
     recording = record(model, Example.of(example), autocast=autocast)
     inputs = recording.chain.inputs
@@ -122,12 +122,12 @@ def _numbered(recording: Recording) -> Iterator[PaperNode]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """A node of the paper's, by where it lies in a chain of operators.
+    """Node of the paper, located in a chain of operators.
 
     Attributes:
-        stop: How many operators have run at the cut after it.
-        whole: False where that cut would lie inside the last of them: before a bias. What crosses there has
-            the size of what crosses behind it.
+        stop: Number of operators that have run at the cut after it.
+        whole: False if that cut would lie inside the last of them: before a bias. The tensor that crosses
+            there has the size of the one that crosses after the bias.
     """
 
     kind: str
@@ -152,7 +152,7 @@ def _steps(chain: Chain, fixed: frozenset[str]) -> list[_Step]:
                     whole=kind in (_TUPLE, kinds[-1]),
                 )
             )
-    if steps:  # what runs behind the last node is none, and then the answer is there
+    if steps:  # operators after the last node are not nodes; at its cut the result exists
         steps[-1] = replace(steps[-1], stop=len(chain.nodes))
     return steps
 
@@ -161,10 +161,10 @@ def _steps(chain: Chain, fixed: frozenset[str]) -> list[_Step]:
 
 
 def _kinds(node: Node, shapes: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    """What an operator counts as, in order; nothing for one that the paper has no node for.
+    """Return the paper's nodes for an operator, in order. Empty for an operator without a node.
 
     Args:
-        shapes: Of all that it reads and makes, weights apart.
+        shapes: Shapes of all values that it reads and makes, except weights.
     """
     name = node.op.partition(".")[0]
     before: Sequence[int] = shapes.get(next(references([node.args, node.kwargs]), ""), ())
@@ -191,16 +191,16 @@ def _kind(node: Node, name: str, before: Sequence[int]) -> str:
 
 def _has_bias(node: Node, name: str) -> bool:
     if name != "linear" and name not in _CONVOLUTIONS:
-        return name == "addmm"  # its first argument is what a linear layer calls a bias
+        return name == "addmm"  # its first argument is a linear layer's bias
     return reference(node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")) is not None
 
 
 def gives_view(op: str) -> bool:
-    """Whether an operator gives the memory that it was given, as its signature says."""
+    """Return whether an operator's signature says that it returns the memory of an argument."""
     if op == "_unsafe_view.default":
         return True
     try:
         results = operator_of(op)._schema.returns
     except AttributeError:
-        return False  # none of torch's own
+        return False  # not an operator of torch
     return any(result.alias_info is not None for result in results)

@@ -1,7 +1,7 @@
-"""Models by name: torchvision:resnet18, timm:NAME, transformers:NAME, package.module:callable.
+"""Build models by name: torchvision:resnet18, timm:NAME, transformers:NAME, package.module:callable.
 
-Nothing is fetched: a model comes from its configuration with random weights from a fixed seed. Sizes are
-published ones (see :mod:`upriver.program.models.transformers_configs`).
+Nothing is downloaded: a model is built from its configuration with random weights from a fixed seed. Sizes
+are published ones (see :mod:`upriver.program.models.transformers_configs`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from upriver.program.models.transformers_configs import build, inputs_of
 __all__ = ["IMAGE_SHAPE", "InputSpec", "ModelInputs", "load_model"]
 
 IMAGE_SHAPE = (3, 224, 224)
-"""What a vision model takes where it says nothing else: the size that ImageNet models are trained at."""
+"""Input of a vision model that declares no size: the size that ImageNet models are trained at."""
 
 
 def load_model(
@@ -38,18 +38,19 @@ def load_model(
     """Build a model from its name.
 
     Args:
-        name: ``torchvision:NAME``, ``timm:NAME``, ``transformers:NAME`` (a model type such as ``bert``,
-            or a class) or ``package.module:callable`` (called without arguments; returns a module, or a
-            module and an example of its inputs).
-        seed: Decides the random weights; the caller's random state stays as it was.
-        input_shape: Of one sample, where the model's own is not known or not wanted.
+        name: ``torchvision:NAME``, ``timm:NAME``, ``transformers:NAME`` (a model type such as ``bert``, or a
+            class) or ``package.module:callable`` (called without arguments; returns a module, or a module and
+            an example of its inputs).
+        seed: Decides the random weights. The caller's random state stays unchanged.
+        input_shape: Shape of one sample, to replace the model's own or supply an unknown one.
 
     Returns:
-        The model, and what it takes.
+        The model and its inputs.
 
     Raises:
         ModelError: If there is no such model, or its package is not installed.
-        ConfigError: If another shape is asked for inputs that came with the model, or these are none.
+        ConfigError: If `input_shape` is given for an example that came with the model, or that example is
+            invalid.
     """
     source, separator, rest = name.partition(":")
     if not separator or not source or not rest:
@@ -77,14 +78,13 @@ def _torchvision(name: str) -> tuple[nn.Module, ModelInputs]:
     known = models.list_models(module=models)
     if name not in known:
         raise _unknown("torchvision", name, known)
-    # Inception and GoogLeNet come with their auxiliary heads, and would warn where nothing is said of how
-    # they start.
+    # Inception and GoogLeNet come with auxiliary heads. Without `init_weights` they would warn.
     options = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
     return models.get_model(name, weights=None, **options), _image(_torchvision_shape(models, name))
 
 
 def _torchvision_shape(models: Any, name: str) -> tuple[int, ...]:
-    """The crop that the published weights were trained for."""
+    """Return the crop size that the published weights were trained with, as an image shape."""
     try:
         size = models.get_model_weights(name).DEFAULT.transforms.keywords["crop_size"]
     except (AttributeError, KeyError, ValueError):
@@ -102,7 +102,7 @@ def _timm(name: str) -> tuple[nn.Module, ModelInputs]:
 
 
 def _transformers(name: str) -> tuple[nn.Module, ModelInputs]:
-    """A classifier of that model type, or that class."""
+    """Return a model of that class, or a classifier of that model type."""
     _require("transformers", "upriver[models]")
     transformers = importlib.import_module("transformers")
     model = build(transformers, name)
@@ -112,7 +112,7 @@ def _transformers(name: str) -> tuple[nn.Module, ModelInputs]:
 
 
 def _own(module_name: str, callable_name: str) -> tuple[nn.Module, ModelInputs]:
-    """A user's own callable; the working directory counts, as it does for ``python -m``."""
+    """Build a model from a user's callable. The working directory is importable, as for ``python -m``."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     name = f"{module_name}:{callable_name}"
@@ -146,7 +146,7 @@ def _import(module_name: str, callable_name: str) -> Any:
         if error.name and module_name.startswith(error.name):
             raise ModelError(f"there is no module {error.name!r} to take {callable_name!r} from") from error
         raise ModelError(f"module {module_name!r} cannot be imported: {error}") from error
-    except (Exception, SystemExit) as error:  # whatever the user's module raises
+    except (Exception, SystemExit) as error:  # any error of the user's module
         raise ModelError(
             f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -156,17 +156,17 @@ def _call(factory: Callable[..., Any], name: str) -> Any:
     try:
         with _stdout_kept_clean():
             return factory()
-    except (Exception, SystemExit) as error:  # whatever the user's function raises
+    except (Exception, SystemExit) as error:  # any error of the user's function
         raise ModelError(f"{name} raised {type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager
 def _stdout_kept_clean() -> Iterator[None]:
-    """Send what a user's code prints to stderr, also below Python: it must not end up in a result."""
+    """Redirect the output of a user's code to stderr, also below Python, to keep it out of results."""
     sys.stdout.flush()
     try:
         kept = os.dup(1)
-    except OSError:  # closed: nothing can get there
+    except OSError:  # closed: no output can get there
         kept = -1
     try:
         if kept >= 0:
@@ -190,7 +190,7 @@ _SOURCES: dict[str, Callable[[str], tuple[nn.Module, ModelInputs]]] = {
 def _require(package: str, extra: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise ModelError(f"{package} is not installed; install {extra!r} for {package}: models")
-    # All three packages import torchvision where it is installed.
+    # All three packages import torchvision if it is installed.
     if importlib.util.find_spec("torchvision") is not None:
         from upriver._torchvision import ensure_torchvision
 

@@ -1,7 +1,7 @@
-"""transformers models at the size of a published checkpoint, and what they take.
+"""Build transformers models at the size of a published checkpoint, and describe their inputs.
 
-A configuration's defaults are the published base model for most types. Where they are another size, or none
-that was ever published, the values of the smallest well-known checkpoint stand here.
+For most types, the defaults of a configuration are the published base model. Where the defaults have another
+size, or one that was never published, this module lists the values of the smallest well-known checkpoint.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from upriver.errors import ModelError
 from upriver.program.capture.input_spec import InputSpec, ModelInputs
 
 TOKENS = 128
-"""Length of the text that a language model is captured with."""
+"""Tokens of the text that a language model is captured with."""
 
 WAVE_SAMPLES = 16_000
 """One second of sound, as long as the commands that audio classifiers are tuned on."""
 
 IMAGE_SIZE = 224
-"""Of a vision model whose configuration names no size."""
+"""Image size of a vision model whose configuration names none."""
 
 SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "albert": (
@@ -112,7 +112,7 @@ SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "xlnet": ("xlnet-base-cased", {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072}),
 }
-"""Model type to (the checkpoint whose size it is, what its configuration says)."""
+"""Maps a model type to the checkpoint of its size, and to that checkpoint's configuration values."""
 
 _FAMILIES = (
     "AutoModelForSequenceClassification",
@@ -123,10 +123,10 @@ _FAMILIES = (
 
 
 def build(transformers: Any, name: str) -> nn.Module | None:
-    """A model of that class, or the classifier of that model type; None if there is no such name.
+    """Return a model of that class, or a classifier of that model type. None if the name is unknown.
 
     Raises:
-        ModelError: If that is no model, or its configuration's defaults make none.
+        ModelError: If it is not a model, or its configuration's defaults are invalid.
     """
     if name in transformers.CONFIG_MAPPING:
         make = _of_type(transformers, name)
@@ -158,7 +158,7 @@ def _of_type(transformers: Any, model_type: str) -> Callable[[], nn.Module]:
 
 
 def _class_named(transformers: Any, name: str) -> Any:
-    """A model class: one that the package offers, or an inner one such as WhisperEncoder."""
+    """Return a model class: one that the package exports, or an inner one such as WhisperEncoder."""
     found = getattr(transformers, name, None)
     if isinstance(found, type):
         return found
@@ -184,16 +184,16 @@ def _sized(config_class: Any) -> Any:
 
 def _prepared(config: Any) -> Any:
     if getattr(config, "pad_token_id", 0) is None:
-        config.pad_token_id = 0  # else GPT-2 and its kin refuse a batch of more than one
+        config.pad_token_id = 0  # otherwise GPT-2 and similar models refuse a batch of more than one
     config.use_cache = False  # a cache is state that a cut would have to carry
     return config
 
 
 def inputs_of(model: Any, name: str) -> ModelInputs:
-    """What a transformers model takes, from its configuration and the names of its parameters.
+    """Return a transformers model's inputs, from its configuration and the parameters of its forward.
 
     Raises:
-        ModelError: If its main input is of no known kind.
+        ModelError: If the kind of its main input is unknown.
     """
     main = model.main_input_name
     kinds: dict[str, Callable[[Any, list[str]], ModelInputs]] = {
@@ -237,7 +237,7 @@ def _sound(config: Any, _accepted: list[str]) -> ModelInputs:
     bins = getattr(config, "num_mel_bins", None)
     if bins is None:
         shape: tuple[int, ...] = (WAVE_SAMPLES,)
-    elif hasattr(config, "max_source_positions"):  # Whisper: two frames of the spectrogram a position
+    elif hasattr(config, "max_source_positions"):  # Whisper: two frames per position
         shape = (bins, 2 * config.max_source_positions)
     else:
         shape = (getattr(config, "max_length", 1024), bins)
