@@ -44,7 +44,10 @@ _TORCH_LOGGERS = ("torch.export", "torch.fx.experimental.symbolic_shapes", "torc
 
 
 class _Left(BaseException):
-    """All requested tensors exist. Not an `Exception`, so that no ``except Exception`` catches it."""
+    """Signal that all requested tensors exist.
+
+    Not an `Exception`, so that no ``except Exception`` catches it.
+    """
 
 
 class ExportNotes:
@@ -64,8 +67,8 @@ class ExportNotes:
 class Observed(nn.Module):
     """Wrap the user's model to return the tensors that ``sources`` name, then its own result if requested.
 
-    The tensors of caches in the result come last. They are not outputs of a
-    program. But no cut may lie after an operator that makes one of them.
+    The tensors of caches in the result come last. They are not outputs of a program. But no cut may lie after
+    an operator that makes one of them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Make autocast part of a program: export records no casts, so a program runs as it was captured."""
+"""Check autocast types, and run code under a program's autocast or with autocast off."""
 
 from __future__ import annotations
 

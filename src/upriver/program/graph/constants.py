@@ -1,8 +1,8 @@
-"""Compute constants once: values that no input reaches, such as a position table or a causal mask.
+"""Compute constants once: the values that no input reaches.
 
-If all weights are in memory, this happens when a program is made. If weights are still loading, a constant is
-computed at its first read. Then no other constant is computed, and no other weight read, than that read
-needs.
+Examples are a position table, a causal mask, and a cast of a weight. If all weights are in memory, constants
+are computed when a program is made. If weights are still loading, a constant is computed at its first read.
+Then no other constant is computed, and no other weight read, than that read needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
 """List the operators that a program may hold: dense, deterministic and free of side effects.
 
 A name here is ``<operator>.<overload>`` in the ``aten`` namespace. These operators are left out on purpose:
-those that make views of memory outside their inputs (``as_strided``, ``set_``, ``resize_``), random,
-in-place, sparse and quantised ones, those whose output size depends on data, and all custom operators.
+
+- operators that make views of memory outside their inputs (``as_strided``, ``set_``, ``resize_``);
+- random, in-place, sparse and quantised operators;
+- operators whose output size depends on data;
+- all custom operators.
 """
 
 from __future__ import annotations

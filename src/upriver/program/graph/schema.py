@@ -1,4 +1,4 @@
-"""Define a captured network as data: ``graph.json``, written canonically. `parser` reads it with distrust.
+"""Define a captured network as data: ``graph.json``, written canonically (`parser` reads it).
 
 The file names weights by digest and operators by their entry in the allow-list. It holds no code. A graph is
 made for one micro-batch size. Its digest is the SHA-256 of its bytes.

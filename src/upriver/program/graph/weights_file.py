@@ -1,10 +1,9 @@
 """Read and write the weights file: safetensors, in execution order, each tensor on a 64-byte boundary.
 
 The safetensors library sorts tensors by type and name, and aligns to 8 bytes. A program needs the tensors in
-the order in which its stages read them, so that a cold process can start on the first ones. It needs them
-aligned as the allocator aligns, because unaligned operands change low bits. The format allows both: this
-module writes its own header, padded with spaces, and fills gaps with named padding tensors, since the format
-forbids holes.
+the order in which its stages read them. Then a cold process can start on the first ones. It also needs the
+allocator's alignment, because unaligned operands change low bits. The format allows both. This module writes
+its own header, padded with spaces. It fills gaps with named padding tensors, since the format forbids holes.
 """
 
 from __future__ import annotations

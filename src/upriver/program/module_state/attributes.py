@@ -206,7 +206,7 @@ class _Look:
     ) -> None:
         self.entries: list[Entry] = []
         self._kinds = kinds
-        self._places: dict[int, Form] = {}  # of visited objects
+        self._places: dict[int, Form] = {}  # forms of visited objects
         self._forms: dict[int, Form] = {}
         self._classes: set[tuple[type, str]] = set()
         self._of_classes: set[tuple[str, str]] = set()

@@ -1,9 +1,14 @@
 """Remember proofs: a model proven on this machine, with these versions, is not proven again.
 
-A digest of everything that a proof depends on names it: the program (its graph and weights), the code of the
-user's model (classes, their source, settings), its parameters, the tensors that cross the freeze point,
-versions and processor. Each proof is one small file, under ``$UPRIVER_CACHE`` or the user's cache folder.
-Losing the file costs the seconds of a new proof.
+A digest of everything that a proof depends on names it:
+
+- the program: its graph and weights;
+- the code of the user's model: classes, their source, settings;
+- the model's parameters, and the tensors that cross the freeze point;
+- versions and processor.
+
+Each proof is one small file, under ``$UPRIVER_CACHE`` or the user's cache folder. Losing the file costs the
+seconds of a new proof.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ These splits are tried in order. Each is tried only after the proof of the previ
 1. every cut of the requested granularity;
 2. cuts at the ends of modules only, if the request was finer;
 3. the freeze point alone;
-4. the same with a prefix that ends before the first branch on data or the first code compiled by
-torch.compile, if any;
+4. the same with a prefix that ends before the first branch on data, or before the first code compiled by
+   torch.compile, if any;
 5. unsplit.
 """
 

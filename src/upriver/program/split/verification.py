@@ -4,8 +4,8 @@ The proof compares with ``torch.equal``, on random micro-batches and on one whos
 
 - the results, and the gradients that ``backward()`` leaves in each parameter, for the whole model and for the
   model cut at the freeze point;
-- the tensors that cross each cut of the program, computed in one run and from tensors that were sent over a
-  wire at the previous cut;
+- the tensors that cross each cut of the program, computed in one run and from tensors sent over a wire at the
+  previous cut;
 - the features of some samples while the other rows change. A feature that changes with its neighbours shows
   that the model mixes samples.
 """
@@ -178,7 +178,7 @@ def _same_answers(
 
 
 class _Step:
-    """Training step without the optimizer's, after which the model is restored.
+    """Training step without the optimizer step. The model is restored afterwards.
 
     Args:
         model: The user's model.
