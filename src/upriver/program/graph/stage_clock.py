@@ -27,7 +27,7 @@ class Laps:
         self._laps: list[tuple[int, Any, Any]] = []
 
     def begin(self) -> None:
-        """Record the begin of a stage."""
+        """Record the start of a stage."""
         if self._tell is not None:
             self._began = self._now()
 

@@ -194,7 +194,7 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         flops: Operations of convolutions, matrix products and attention so far.
         work: Operations of all operators so far.
-        aside: Bytes of the intermediate tensors that the current node makes.
+        aside: Bytes of all tensors that the current node makes, including intermediate ones.
     """
 
     def __init__(self, caps: GraphCaps) -> None:
