@@ -1,7 +1,8 @@
-"""Cold start: how a model's weights are published and grouped, so that it answers while they arrive.
+"""Load models and programs that can be called while their weights arrive, and publish weights for that.
 
-``load(build_model, uri)`` gives a model that can be called at once, ``begin`` what tells of its load, too.
-``open(uri)`` gives a program that can be run at once; ``arriving(program)`` tells of its weights.
+``load(build_model, uri)`` returns a model that can be called at once. ``begin`` also returns a handle of the
+load. ``open(uri)`` returns a program that can be run at once; ``arriving(program)`` returns the handle of its
+weights.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when first used: what records an order, or runs a program, takes long to import, and a load of
-    # a model needs neither.
+    # Import these on first use: recording an order and running programs need slow imports, and loading a
+    # model needs neither.
     if name in _PLACES:
         return getattr(importlib.import_module(f"upriver.coldstart.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'upriver.coldstart' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""What a load is given, checked once, before anything is looked for."""
+"""Check the arguments of a load once, before any lookup."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from upriver.types import require_type
 
 
 def check_store(store: Store | None, options: Mapping[str, str] | None) -> None:
-    """A store that is open, and options of one that a URI names.
+    """Check an open store, and the options of a store that a URI names.
 
     Raises:
-        ConfigError: If one of them is something else.
+        ConfigError: If one of them has another type.
     """
     if store is not None:
         require_type("store", store, Store, "Store.open(URI)")
@@ -26,7 +26,7 @@ def check_store(store: Store | None, options: Mapping[str, str] | None) -> None:
         return
     texts = (*options.keys(), *options.values()) if isinstance(options, Mapping) else (options,)
     others = [each for each in texts if not isinstance(each, str)]
-    if others or not isinstance(options, Mapping):  # what is in them may be secret: its type alone is told
+    if others or not isinstance(options, Mapping):  # values may be secret: the error names only the type
         kind = type(others[0] if others else options).__name__
         raise ConfigError(f"store_options must be a mapping of texts to texts, got something of type {kind}")
 
@@ -34,10 +34,11 @@ def check_store(store: Store | None, options: Mapping[str, str] | None) -> None:
 def checked(
     device: str | torch.device, grouping: str, limits: StreamLimits | None
 ) -> tuple[torch.device, StreamLimits]:
-    """Where to, and what the stream may take.
+    """Return the device and the limits of a load.
 
     Raises:
-        ConfigError: If torch cannot compute there, there is no such grouping, or the limits are none.
+        ConfigError: If torch cannot compute on the device, no such grouping exists, or the limits have
+            another type.
     """
     check_policy(grouping)
     if limits is None:

@@ -1,4 +1,4 @@
-"""The event loop of a thread that can be broken off at any moment."""
+"""Provide an event loop for a thread that can be cancelled at any moment."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Answers to requests that were broken off may come to it when it is closed: nobody wants them."""
+    """Event loop that ignores callbacks after its end, such as responses to cancelled requests."""
 
     def call_soon_threadsafe(
         self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
     ) -> asyncio.Handle:
-        """As any loop's, but no error when it is closed."""
+        """Schedule a callback as any loop does, but raise no error on a closed loop."""
         try:
             return super().call_soon_threadsafe(callback, *args, context=context)
         except RuntimeError:

@@ -1,15 +1,15 @@
-"""Tell which stored programs are in use, and remove those that are not.
+"""Track which stored programs are in use, and remove the others.
 
-Under each folder of programs stand small objects that say what goes on:
+Small objects in each folder of programs record the state:
 
-- ``used/DIGEST``: written when a program or a weights file is used; the store's time of it is the last use.
-- ``uploads/BYTES-TOKEN``: an upload that is being written, and how many bytes it may add.
+- ``used/DIGEST``: written when a program or a weights file is used. Its modification time is the last use.
+- ``uploads/BYTES-TOKEN``: an upload in progress, and the most bytes that it may add.
 - ``collecting.json``: digests that are about to be removed.
 
-A remover first writes down what it is about to remove, and then looks at each object's last use before it
-removes that. An upload first notes a use, and then looks what is about to be removed. So one of the two sees
-the other, whatever the order, in any store in which a GET or HEAD sees what was written before. A use of
-weights is noted before that of the program, and looked at after it: no program stays without its weights.
+A remover writes its plan first, and checks each object's last use before it removes the object. An upload
+notes a use first, and checks the plan afterwards. So one of the two sees the other, in any order, in any
+store whose GET or HEAD sees earlier writes. A use of weights is noted before that of the program, and checked
+after it. So no program stays without its weights.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from upriver.store.local import Unreachable
 from upriver.text import seconds_text
 
 TOUCH_S = 3600.0
-"""A use is noted again after so long."""
+"""Interval after which a use is noted again."""
 
 LEAST_AGE_S = 4 * TOUCH_S
-"""Nothing goes that was used in so many seconds: four notes, for a store that refuses some and clocks that
+"""Age below which nothing is removed: four notes, for a store that refuses some and for clocks that
 differ."""
 
 FRESH_S = 3600.0
-"""An upload or a removal that is older was broken off: writing a program takes minutes."""
+"""Age after which an upload or a removal counts as interrupted. Writing a program takes minutes."""
 
 _RENEW_S = FRESH_S / 4
-"""A list of what is about to be removed is written anew after so long."""
+"""Interval at which a removal rewrites its plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removed:
-    """Describe a program, or weights, that went or would go.
+    """Program, or weights file, that was or would be removed.
 
     Attributes:
-        path: Of the graph, or the weights file.
-        digest: Of the program, or the weights.
-        nbytes: Of all its objects.
-        used_s: When it was used last, in seconds since 1970.
+        path: Path of the graph, or of the weights file.
+        digest: Digest of the program, or of the weights.
+        nbytes: Bytes of all its objects.
+        used_s: Time of its last use, in seconds since 1970.
     """
 
     path: str
@@ -70,14 +70,14 @@ class Removed:
 
 @dataclass(kw_only=True, slots=True)
 class ProgramFolder:
-    """List what lies under one folder of programs.
+    """Content of one folder of programs.
 
     Attributes:
-        programs: By digest, the objects of each.
-        weights: Likewise.
-        uploads: Notes of uploads that are being written, or were broken off.
-        rests: Files of a file store that uploads left when they were cut off, or are still writing.
-        used: By digest, when it was used last.
+        programs: Objects of each program, by digest.
+        weights: Objects of each weights file, by digest.
+        uploads: Notes of uploads in progress, or interrupted ones.
+        rests: Files of a file store that interrupted uploads left, or that uploads in progress are writing.
+        used: Time of the last use, by digest.
     """
 
     programs: dict[str, list[ObjectInfo]] = field(default_factory=dict)
@@ -88,12 +88,12 @@ class ProgramFolder:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all programs and weights, and of what is left of cut off ones."""
+        """Bytes of all programs and weights, and of unfinished files."""
         whole = (info for each in (self.programs, self.weights) for infos in each.values() for info in infos)
         return sum(info.size for info in (*whole, *self.rests))
 
     def last_use(self, digest: str, infos: Sequence[ObjectInfo]) -> float:
-        """Return when a program or weights file was used, or written, last."""
+        """Return the time at which a program or weights file was last used or written."""
         return max([self.used.get(digest, 0.0), *(info.modified_s for info in infos)])
 
 
@@ -102,9 +102,10 @@ def folders(store: Store, prefix: str, *, tenants: Collection[str] = (), shared:
 
     Args:
         store: The store.
-        prefix: Where upriver keeps its own objects.
-        tenants: Those whose folders are wanted; all of them if empty.
-        shared: Whether the folder is wanted, too, of what was pushed, and taken by servers without tenants.
+        prefix: Folder of upriver's own objects.
+        tenants: Tenants whose folders are wanted; all tenants if empty.
+        shared: If true, include the shared folder, of programs that were pushed or that servers without
+            tenants hold.
 
     Raises:
         ConfigError: If a tenant has no folder.
@@ -125,7 +126,7 @@ def survey(store: Store, prefix: str, *, used: bool = True) -> ProgramFolder:
     Args:
         store: The store.
         prefix: The folder.
-        used: Whether to list when they were used, too.
+        used: If true, also list the times of last use.
 
     Raises:
         StoreError: If the store cannot be listed.
@@ -138,7 +139,7 @@ def survey(store: Store, prefix: str, *, used: bool = True) -> ProgramFolder:
             into.setdefault(digest, []).append(info)
     for entry in unreachable:
         if entry.reason == "upload":
-            with suppress(ObjectNotFound):  # it has its own name by now
+            with suppress(ObjectNotFound):  # the upload has ended and the file has its final name
                 found.rests.append(store.head(entry.path))
     if used:
         notes = store.list(f"{prefix}/used")
@@ -150,7 +151,7 @@ def survey(store: Store, prefix: str, *, used: bool = True) -> ProgramFolder:
 
 
 def note_use(store: Store, prefix: str, digests: Collection[str]) -> None:
-    """Say that programs and weights are used, weights first.
+    """Record the use of programs and weights, weights first.
 
     Raises:
         StoreError: If the store cannot be written.
@@ -160,10 +161,10 @@ def note_use(store: Store, prefix: str, digests: Collection[str]) -> None:
 
 
 def check_staying(store: Store, prefix: str, digests: Collection[str]) -> None:
-    """Insist that nobody is about to remove these; to be called after `note_use`, before relying on them.
+    """Check that no removal plans these digests. Call this after `note_use` and before relying on them.
 
     Raises:
-        Overloaded: If somebody is.
+        Overloaded: If a removal plans one of them.
         StoreError: If the store cannot be read.
     """
     with suppress(ObjectNotFound):
@@ -172,10 +173,10 @@ def check_staying(store: Store, prefix: str, digests: Collection[str]) -> None:
 
 
 def _going(store: Store, prefix: str) -> set[str]:
-    """Return what somebody is about to remove.
+    """Return the digests that a removal plans.
 
     Raises:
-        ObjectNotFound: If nobody is.
+        ObjectNotFound: If no removal runs.
     """
     path = _plan_path(prefix)
     if not _is_fresh(store.head(path)):
@@ -204,17 +205,17 @@ def _is_fresh(info: ObjectInfo) -> bool:
 def begin_upload(
     store: Store, prefix: str, objects: Mapping[str, int], *, check: Callable[[int, int, int], None]
 ) -> str:
-    """Note an upload in the store, and have it checked against what is stored there.
+    """Note an upload in the store, and check it against the stored bytes.
 
-    Two who upload at once see each other, in other processes too, so that together they cannot go beyond what
-    either may; close to that both may be refused.
+    Concurrent uploads see each other, in other processes too. Together they cannot exceed a limit that holds
+    for each. Close to that limit both may be refused.
 
     Args:
         store: The store.
         prefix: The folder of programs.
-        objects: Path of each object that is about to be written, and its bytes.
-        check: Called with the bytes that are stored, that others are writing, and that these objects add.
-            What it raises ends the upload.
+        objects: Path and size of each object that will be written.
+        check: Function of the stored bytes, the bytes of other uploads, and the bytes that these objects add.
+            Its error ends the upload.
 
     Returns:
         The note, for `end_upload`.
@@ -239,13 +240,13 @@ def begin_upload(
 def check_upload(
     store: Store, prefix: str, path: str, nbytes: int, *, check: Callable[[int, int, int], None]
 ) -> None:
-    """Check an upload as `begin_upload` does, before it has come; nothing is noted.
+    """Check an upload as `begin_upload` does, before its bytes arrive, without a note.
 
     Args:
         store: The store.
         prefix: The folder of programs.
-        path: The graph's; a program that is there adds nothing.
-        nbytes: Of the upload.
+        path: Path of the graph. A stored program adds nothing.
+        nbytes: Bytes of the upload.
         check: As for `begin_upload`.
 
     Raises:
@@ -257,9 +258,9 @@ def check_upload(
 
 
 def end_upload(store: Store, note: str) -> None:
-    """Take a note back; one that stays counts for an hour.
+    """Delete the note of an upload. A note that stays counts for an hour.
 
-    Nothing is raised: a store that does not let it be deleted has what was uploaded all the same.
+    Store errors are ignored: the uploaded objects exist even if the store refuses the deletion.
     """
     with suppress(StoreError):
         store.delete(note)
@@ -295,18 +296,17 @@ def unused(
     before_s: float,
     only: Collection[str] = (),
 ) -> tuple[set[str], set[str]]:
-    """Decide what goes.
+    """Decide which programs and weights to remove.
 
     Args:
-        programs: By digest, when each was used last.
-        weights: Likewise.
-        needs: By program, the weights that its graph names; a graph that names none is damaged.
-        before_s: What was used at this time or later stays.
-        only: Where some are named, nothing goes but these programs, and programs of these weights, and their
-            weights.
+        programs: Time of each program's last use, by digest.
+        weights: Time of each weights file's last use, by digest.
+        needs: Weights that each program's graph names. A graph that names none is damaged.
+        before_s: Time of the oldest use that protects from removal.
+        only: If not empty, remove only these programs, programs of these weights, and their weights.
 
     Returns:
-        Programs and weights that go. Weights stay as long as a program that stays names them.
+        Digests of programs and of weights to remove. Weights stay as long as a remaining program names them.
     """
 
     def asked(digest: str) -> bool:
@@ -327,11 +327,11 @@ def unused(
 
 
 def check_asked(older_than_s: float, only: Collection[str]) -> None:
-    """Check what `collect` is asked for.
+    """Check the arguments of `collect`.
 
     Raises:
         ConfigError: If the time is shorter than `LEAST_AGE_S`.
-        ProgramError: If what is named is no digest.
+        ProgramError: If a name is no digest.
     """
     if not older_than_s >= LEAST_AGE_S:
         raise ConfigError(
@@ -351,22 +351,22 @@ def collect(
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Removed]:
-    """Remove programs and weights that were not used for long; those that are used meanwhile stay.
+    """Remove programs and weights that were not used for long. Those that are used meanwhile stay.
 
     Args:
         store: The store.
         prefix: The folder of programs.
-        older_than_s: Seconds since the last use, `LEAST_AGE_S` at least.
-        only: Digests of programs or weights; nothing else goes then.
-        dry_run: Tell what would go, and remove nothing.
-        on_progress: Called with what is done and what there is to do.
+        older_than_s: Seconds since the last use, at least `LEAST_AGE_S`.
+        only: Digests of programs or weights; if not empty, only these are removed.
+        dry_run: If true, return the programs and weights to remove without removing them.
+        on_progress: Function of the number of finished steps and of all steps.
 
     Returns:
-        What was removed, programs first.
+        The removed programs and weights, programs first.
 
     Raises:
-        StoreError: If the store cannot be listed, read or written. What was removed until then is whole: a
-            graph goes before its weights.
+        StoreError: If the store cannot be listed, read or written. Earlier removals are complete: a graph
+            goes before its weights.
     """
     before_s = time.time() - older_than_s
     place = survey(store, prefix)
@@ -406,13 +406,13 @@ def collect(
 
 
 def why_kept(store: Store, prefix: str, digest: str, *, looked_at: Sequence[str], older_than_s: float) -> str:
-    """Say why `collect` removed nothing of a digest, and what to ask for instead.
+    """Explain why `collect` removed nothing of a digest, and name the option that would help.
 
     Args:
         store: The store.
-        prefix: Where upriver keeps its own objects.
-        digest: Of a program, or weights.
-        looked_at: The folders that `collect` was called for.
+        prefix: Folder of upriver's own objects.
+        digest: Digest of a program or weights file.
+        looked_at: Folders for which `collect` was called.
         older_than_s: As for `collect`.
 
     Raises:
@@ -466,7 +466,7 @@ def _remove(
     before_s: float,
     on_progress: Callable[[int, int], None],
 ) -> list[Removed]:
-    """Remove what is still unused, one after the other, and say so in the store as long as it goes on."""
+    """Remove unused digests one by one, with a plan in the store while the removal runs."""
     with suppress(ObjectNotFound):
         if _going(store, prefix):
             raise StoreError(
@@ -482,7 +482,7 @@ def _remove(
                 store.put(_plan_path(prefix), plan)
                 written = time.monotonic()
             if not _used_since(store, prefix, removed.digest, before_s):
-                # The graph, or the manifest, first: without it nobody takes what is left for whole.
+                # Remove the graph, or the manifest, first: without it no reader takes the rest for complete.
                 for info in sorted(infos, key=lambda info: not info.path.endswith(".json")):
                     _delete(store, info.path)
                 _delete(store, _used_path(prefix, removed.digest))

@@ -1,4 +1,4 @@
-"""The weights of a program while they arrive: the memory that they come into, and who waits for them."""
+"""Hold a program's weights while they arrive, and let its stages wait for them."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from upriver.text import error_text
 from upriver.types import require_type
 
 PIECE_BYTES = 16 << 20
-"""Of a file that is hashed, between two looks whether anybody still wants it."""
+"""Bytes that are hashed between two checks whether the program still exists."""
 
 
 class ArrivingFile(Stored):
-    """A weights file that is still to come, or those of its tensors that are wanted.
+    """Weights file that is still arriving, whole or only its wanted tensors.
 
-    Each tensor of it has its place in memory as in the file, and with that the alignment of a file that was
-    read: alignment decides low bits. Where a program computes elsewhere, its tensors lie there, and the file
-    is kept beside them if all of it is wanted.
+    Each tensor has the same offset in memory as in the file. So it has the alignment of a file that was read,
+    which decides low bits. If the program computes on another device, its tensors lie there. The file is then
+    kept in main memory only if it is wanted whole.
 
     Args:
-        manifest: What will be in it.
-        wanted: Keys of the tensors that are to come; None for all, and so for the file.
-        device: Where the program computes.
+        manifest: Manifest of the file.
+        wanted: Keys of the wanted tensors; None for all of them and so for the file.
+        device: Device on which the program computes.
     """
 
     def __init__(self, manifest: Manifest, wanted: Collection[str] | None, device: torch.device) -> None:
@@ -53,18 +53,18 @@ class ArrivingFile(Stored):
         self.tensors = self._held if self._here else {each.name: _empty(each, device) for each in chosen}
         self.nbytes = end if self._whole else sum(tensor.stop - tensor.start for tensor in chosen)
         self.complete: Callable[[], object] = lambda: None
-        """Returns when everything is there; raises where it will not be."""
+        """Wait until all weights have arrived; raise if they will not arrive."""
 
     def targets(self, key: str) -> tuple[torch.Tensor, ...]:
-        """All memory that a tensor is to be written to."""
+        """Return all memory to which a tensor is to be written."""
         here = (self._held[key],) if key in self._held else ()
         return here if self._here else (self.tensors[key], *here)
 
     def encode(self) -> memoryview:
-        """The file, once it is there.
+        """Return the file after it has arrived.
 
         Raises:
-            UpriverError: If it does not come, or was not wanted whole.
+            UpriverError: If it does not arrive, or only a part was wanted.
         """
         if not self._whole:
             raise ProgramError("the weights file is not here: only the weights of some stages were asked for")
@@ -72,13 +72,13 @@ class ArrivingFile(Stored):
         return self._data.numpy().data
 
     def pieces(self) -> Iterator[memoryview]:
-        """The file as far as it has come."""
+        """Yield the file in pieces, without waiting for bytes."""
         data = self._data.numpy().data
         for start in range(0, len(data), PIECE_BYTES):
             yield data[start : start + PIECE_BYTES]
 
     def _write_between(self, manifest: Manifest) -> None:
-        """What the file has beside tensors: a header, and zeros that pad."""
+        """Write the bytes between tensors: the header, and padding zeros."""
         data, end = self._data.numpy().data, 0
         for tensor in manifest.tensors:
             data[end : tensor.start] = bytes(tensor.start - end)
@@ -96,7 +96,7 @@ def _empty(tensor: StoredTensor, device: torch.device) -> torch.Tensor:
 
 
 class Arriving(Handle[Program]):
-    """What is on its way to a program, or has come."""
+    """Handle of a program whose weights arrive or have arrived."""
 
     def __init__(
         self,
@@ -109,16 +109,16 @@ class Arriving(Handle[Program]):
         steps: Mapping[str, float],
         groupings: Groupings,
     ) -> None:
-        """Prepare; nothing is asked for yet.
+        """Prepare the load without sending a request.
 
         Args:
-            source: See :class:`Handle`, as ``stream_of``, ``steps`` and ``groupings``.
-            file: What the weights come into.
-            stream_of: See there.
-            stop: Stages before this position may run.
-            digest: Of the whole file; None where not all of it is wanted.
-            steps: See there.
-            groupings: See there.
+            source: As for :class:`Handle`, like ``stream_of``, ``steps`` and ``groupings``.
+            file: Memory of the weights.
+            stream_of: As there.
+            stop: Position before which stages may run.
+            digest: Digest of the whole file; None if only a part is wanted.
+            steps: As there.
+            groupings: As there.
         """
         super().__init__(
             source,
@@ -126,7 +126,7 @@ class Arriving(Handle[Program]):
             stream_of,
             steps=steps,
             groupings=groupings,
-            also=int(digest is not None),  # that the file is what it is called
+            also=int(digest is not None),  # the check of the file's digest
         )
         self._stop, self._digest = stop, digest
         self._file: ArrivingFile | None = file
@@ -134,11 +134,11 @@ class Arriving(Handle[Program]):
         file.complete = self._arrivals.wait_for_all
 
     def before_stage(self, position: int, keys: Collection[str]) -> None:
-        """See :data:`~upriver.program.graph.executor.BeforeStage`.
+        """Wait for a stage's weights, see :data:`~upriver.program.graph.executor.BeforeStage`.
 
         Raises:
             ProgramError: If the stage was not asked for, or the file is not the one that the graph names.
-            UpriverError: If a weight does not come.
+            UpriverError: If a weight does not arrive.
         """
         _check_wanted(position, self._stop)
         numbers = sorted(self._numbers[key] for key in keys)
@@ -155,7 +155,7 @@ class Arriving(Handle[Program]):
         self._begin_beside("digest", self._check_digest, self._file)
 
     def _check_digest(self, file: ArrivingFile) -> None:
-        """Hold the whole file against its name, behind everybody who has stages to run."""
+        """Compare the whole file with its digest, at a lower priority than the stages."""
         try:
             step_back()
             folded = hashlib.sha256()
@@ -175,7 +175,7 @@ class Arriving(Handle[Program]):
             self._finish(len(self._source.tensors))
 
     def _release(self, program: Program) -> None:
-        # Whole, it is as any other; of a part of it, it stays known which.
+        # A whole program is as any other. A partial one keeps its bound on stages.
         program.before_stage = None if self._digest is not None else _only_before(self._stop)
 
     def _let_go(self) -> None:
@@ -184,10 +184,10 @@ class Arriving(Handle[Program]):
 
 
 def arriving(program: Program) -> Arriving | None:
-    """What is on its way to a program that :func:`upriver.coldstart.open` gave; None where all is there.
+    """Return the handle of a program from :func:`upriver.coldstart.open`; None after its load.
 
     Raises:
-        ConfigError: If it is no program.
+        ConfigError: If the argument is no program.
     """
     require_type("program", program, Program, "from coldstart.open()")
     found = under_way.get(program)
@@ -204,7 +204,7 @@ def _check_wanted(position: int, stop: int) -> None:
 
 
 def step_back() -> None:
-    """Let this thread have what others leave of the processor; its priority is its own on Linux alone."""
+    """Lower this thread's priority to the minimum. Only Linux has a priority for each thread."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

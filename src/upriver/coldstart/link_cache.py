@@ -1,8 +1,8 @@
-"""What is known of the way to a store: how long a request takes to begin, and how fast bytes come then.
+"""Store the latency and bandwidth of the link to a store between loads.
 
-RL and BW of PISeL (CIKM 2024, section 3.1). RL is measured each time, by a read of one byte; BW is what came
-of the last load, and with it how many requests at once it took, one small file a bucket or disk under
-``$UPRIVER_CACHE`` or the user's cache folder.
+These are RL and BW of PISeL (CIKM 2024, section 3.1). Each load measures RL by a read of one byte. BW is the
+last load's, along with the number of concurrent requests that it used. There is one small file for each
+bucket or disk, under ``$UPRIVER_CACHE`` or the user's cache folder.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from upriver.types import BANDWIDTH
 SCHEMA: Literal["upriver.store-link/2"] = "upriver.store-link/2"
 
 UNKNOWN = StoreLink(latency_s=0.0, bandwidth_bytes_per_s=100e6)
-"""Before anything has come from a store: about what an object store gives one connection."""
+"""Link of a store before the first load: about what an object store gives one connection."""
 
 SETTLED_BYTES = 4 << 20
-"""A load of less says little of a link."""
+"""Fewest bytes of a load whose result is stored. Less says little about a link."""
 
 _LINKS = Cache("links")
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file of a site holds."""
+    """Content of a cache file."""
 
     schema: Literal["upriver.store-link/2"]
     bandwidth_bytes_per_s: Annotated[float, msgspec.Meta(gt=0, le=BANDWIDTH.most)]
@@ -40,15 +40,15 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_counter) -> StoreLink:
-    """The way to a store as it is now, as far as it is known.
+    """Measure the latency of a store, and return its link.
 
     Args:
-        store: Which.
-        path: An object with a byte in it.
-        clock: Seconds.
+        store: The store.
+        path: Object with at least one byte.
+        clock: Clock, in seconds.
 
     Raises:
-        StoreError: If it cannot be read.
+        StoreError: If the store cannot be read.
     """
     began = clock()
     store.get_range(path, 0, 1)
@@ -56,12 +56,12 @@ def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_c
 
 
 def last_known(store: Store) -> StoreLink:
-    """The way to a store as the last load has found it, without a latency; nothing is read of it."""
+    """Return the link of the last load, without a latency and without reading the store."""
     return _kept(store) or UNKNOWN
 
 
 def keep(store: Store, link: StoreLink, *, nbytes: int) -> None:
-    """What a load of so many bytes found, for the next one. A cache that cannot be written is no error."""
+    """Store the link that a load of `nbytes` has found. An unwritable cache is no error."""
     if nbytes < SETTLED_BYTES or not 0 < link.bandwidth_bytes_per_s <= BANDWIDTH.most:
         return
     name = _name_of(store)
@@ -82,5 +82,5 @@ def _kept(store: Store) -> StoreLink | None:
 def _name_of(store: Store) -> str | None:
     try:
         return hashlib.sha256(store.site().encode()).hexdigest()
-    except OSError:  # the store's folder is gone
+    except OSError:  # the store's folder does not exist any more
         return None

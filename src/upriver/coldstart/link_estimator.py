@@ -1,11 +1,11 @@
-"""What the link to a store lets through, as the requests of a load show it, and how many of them fill it.
+"""Estimate the bandwidth and latency of a store's link, and how many requests fill it.
 
-One request after the other, each sent when latency x bandwidth is left of those before, is what PISeL does
-(Jafari et al., CIKM 2024, section 3.2, "Partition Downloader"): the link never idles, and what is needed
-first comes first. Where one connection does not fill the link, several must be under way. How many is found
-by trying, in each load: twice as many as long as more comes through. A load begins with half of those that
-the last one ended with. What that one saw is no reason to stop, as it may have been all that its connections
-gave, nor to go on with as many, as the link may have become another.
+PISeL (Jafari et al., CIKM 2024, section 3.2, "Partition Downloader") sends one request after the other. Each
+leaves when latency x bandwidth is left of the earlier ones. So the link never idles, and the first needed
+bytes come first. If one connection does not fill the link, several must be in flight. Each load finds the
+number by trial: it doubles the number as long as more bytes arrive. A load begins with half of the last
+load's final number. The last result is no upper bound, since its connections may have limited it. It is no
+lower bound either, since the link may have changed.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from dataclasses import dataclass, replace
 
 FEWEST_BUSY_S = 0.05
 FEWEST_BYTES = 256 * 1024
-"""What must have crossed before it says something of a bandwidth: less is one burst."""
+"""Fewest transfer seconds and bytes for an estimate of the bandwidth. Less may be one burst."""
 
 SURE_BYTES = 16 << 20
-"""With so many it was no burst, however short it took."""
+"""Bytes that suffice for an estimate in any time, because they cannot be one burst."""
 
 WINDOW_BUSY_S = 2.0
-"""Seconds of transfers that the bandwidth is taken from."""
+"""Transfer seconds over which the bandwidth is averaged."""
 
 HEADS = 64
-"""Answers of which the quickest says what the latency is: while the link is full, most have to wait."""
+"""Responses whose lowest latency is the estimate. While the link is full, most of them have to wait."""
 
 TRIAL_BUSY_S = 0.1
 TRIAL_BYTES = 1 << 20
-"""What so many requests at once must have shown before more are tried."""
+"""Fewest transfer seconds and bytes with a number of requests before more are tried."""
 
 GAIN = 1.15
-"""Twice as many requests are worth it if they bring so many times as much; less is chance."""
+"""Least gain for which twice as many requests are kept. Less is chance."""
 
 FULL = 0.9
-"""Of a bound on the bandwidth: with that, more requests bring nothing."""
+"""Share of a bandwidth cap above which more requests bring nothing."""
 
 BURST_S = 0.05
-"""Of a capped bandwidth, what may pass at once after a pause."""
+"""Burst of a capped bandwidth after a pause, in seconds of the cap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreLink:
-    """The way from a store.
+    """Link from a store.
 
     Attributes:
-        latency_s: From a request to its first byte.
-        bandwidth_bytes_per_s: Of all requests together.
-        requests: How many at once it takes to have that.
+        latency_s: Seconds from a request to its first byte.
+        bandwidth_bytes_per_s: Bandwidth of all requests together.
+        requests: Concurrent requests that this bandwidth needs.
     """
 
     latency_s: float
@@ -57,52 +57,52 @@ class StoreLink:
 
     @property
     def hidden_bytes(self) -> float:
-        """What comes in while a request waits for its first byte."""
+        """Bytes that arrive while a request waits for its first byte."""
         return self.latency_s * self.bandwidth_bytes_per_s
 
 
 class FlowMeter:
-    """Measures a link while it is used; one thread's.
+    """Measure a link during its use, from one thread.
 
     Attributes:
-        link: As it has shown itself, or where it has not yet, as it was said to be.
-        known: Whether its bandwidth has shown itself.
-        wanted: How many requests should be receiving at once.
+        link: Current estimate; the given link before the first measurement.
+        known: True if the bandwidth was measured.
+        wanted: Number of requests that should receive at once.
     """
 
     def __init__(self, link: StoreLink, *, most: int, bound_bytes_per_s: float = math.inf) -> None:
-        """Begin with what is said of a link.
+        """Start with a given link.
 
         Args:
-            link: What it is said to be.
-            most: Requests under way at once, at most.
-            bound_bytes_per_s: An operator's, see :class:`Cap`.
+            link: Earlier estimate of the link.
+            most: Most concurrent requests.
+            bound_bytes_per_s: Bandwidth cap, see :class:`Cap`.
         """
         self.link, self.known = link, False
         self.wanted = min(max(1, link.requests // 2), most)
         self._said, self._most, self._bound_bytes_per_s = link, most, bound_bytes_per_s
         self._bodies, self._at_s = 0, 0.0
         self._busy_s, self._nbytes = 0.0, 0
-        self._points = deque([(0.0, 0)])  # busy seconds, bytes
+        self._points = deque([(0.0, 0)])  # transfer seconds, bytes
         self._heads: deque[float] = deque(maxlen=HEADS)
         self._settled = most == 1
-        self._before: tuple[int, float] | None = None  # how many there were before, and what they brought
+        self._before: tuple[int, float] | None = None  # the number of requests before, and their bandwidth
         self._trial_s, self._trial_bytes = 0.0, 0
 
     @property
     def bounded(self) -> bool:
-        """Whether the link may give more than was seen: what came was what may come."""
+        """True if the estimate is the bandwidth cap, and the link may give more."""
         return self.link.bandwidth_bytes_per_s >= FULL * self._bound_bytes_per_s
 
     def begun(self, now_s: float, waited_s: float) -> None:
-        """An answer begins, so long after it was asked for."""
+        """Note the start of a response, and the seconds since its request."""
         self._tick(now_s)
         self._bodies += 1
         self._heads.append(waited_s)
         self._learn()
 
     def came(self, now_s: float, num_bytes: int) -> None:
-        """So many bytes have come."""
+        """Note received bytes."""
         self._tick(now_s)
         self._nbytes += num_bytes
         self._points.append((self._busy_s, self._nbytes))
@@ -115,7 +115,7 @@ class FlowMeter:
                 self._judge(self._trial_bytes / self._trial_s)
 
     def ended(self, now_s: float) -> None:
-        """An answer that had begun is over."""
+        """Note the end of a response that had begun."""
         self._tick(now_s)
         self._bodies -= 1
 
@@ -137,7 +137,7 @@ class FlowMeter:
         )
 
     def _judge(self, rate: float) -> None:
-        """Look at what as many requests as are wanted now bring."""
+        """Compare the bandwidth of the current number of requests with the earlier one."""
         self._trial_s, self._trial_bytes = 0.0, 0
         if self._before is not None and rate < GAIN * self._before[1]:
             self.wanted, self._settled = self._before[0], True
@@ -150,19 +150,19 @@ class FlowMeter:
 
 
 class Cap:
-    """An operator's bound on the bandwidth, a bucket of tokens; one thread's."""
+    """Token bucket for an operator's bandwidth cap, used by one thread."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        """Start with a full one.
+        """Start with a full bucket.
 
         Args:
-            bytes_per_s: At most; infinite for no bound.
+            bytes_per_s: Bandwidth cap; infinite for none.
         """
         self._bytes_per_s = bytes_per_s
         self._free_at_s = -math.inf
 
     def taken(self, now_s: float, num_bytes: int) -> float:
-        """So many bytes have passed: the seconds for which no more may."""
+        """Count transferred bytes. Return the seconds to pause before more."""
         if self._bytes_per_s == math.inf:
             return 0.0
         since_s = max(self._free_at_s, now_s - BURST_S)

@@ -1,4 +1,4 @@
-"""Weights on their way to a model or a program: who waits for them, what has happened, how it ends."""
+"""Handle the load of a model or a program: its waiting callers, its events and its end."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from upriver.types import MOST_SECONDS, require_finite
 log = logging.getLogger(__name__)
 
 Groupings: TypeAlias = Mapping[str, list[range]]
-"""By what they are kept under."""
+"""Groupings by their keys in the cache."""
 
 Owner = TypeVar("Owner")
 
 
 class Handle(ABC, Generic[Owner]):
-    """A load that is under way, or over.
+    """Handle of a load, running or finished.
 
     Attributes:
-        nbytes: That are to come.
-        touched: Weights, by their numbers, in the order in which something first read them, and when, in
-            seconds of ``time.monotonic``.
+        nbytes: Bytes of all wanted weights.
+        touched: Weights by number, in the order of their first read, and its time in seconds of
+            ``time.monotonic``.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class Handle(ABC, Generic[Owner]):
         groupings: Groupings,
         also: int = 0,
     ) -> None:
-        """Prepare; nothing is asked for yet.
+        """Prepare the load without sending a request.
 
         Args:
-            source: Of the weights that are wanted.
-            memories: What each of them comes into.
-            stream_of: Makes what brings them.
-            steps: Moments that have been, ``began`` among them.
-            groupings: To be kept when everything is there.
-            also: How many things there are to wait for beside the weights.
+            source: Wanted weights.
+            memories: Memory of each weight.
+            stream_of: Function that makes the stream for a sink.
+            steps: Times of past events, ``began`` among them.
+            groupings: Groupings to store at the end of the load.
+            also: Number of other tasks to wait for, besides the weights.
         """
         self._source, self._memories = source, list(memories)
         self._steps, self._stream_s = dict(steps), 0.0
@@ -75,10 +75,10 @@ class Handle(ABC, Generic[Owner]):
         self._stream = stream_of(self)
 
     def start(self, owner: Owner) -> None:
-        """Begin.
+        """Start the load.
 
         Args:
-            owner: Whose weights they are. Once nobody has it any more the rest is not asked for.
+            owner: Model or program of the weights. After its deletion the load ends.
 
         Raises:
             UpriverError: If no thread can be started.
@@ -101,13 +101,13 @@ class Handle(ABC, Generic[Owner]):
     # ------------------------------------------------------------------------------------- callers
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until everything is there and is what it should be; False where that takes longer.
+        """Wait until all weights have arrived and are correct. Return False after a timeout.
 
-        Where time is left, also until what the next load can use is written down.
+        In the remaining time, also wait until the cached results for the next load are written.
 
         Raises:
-            ConfigError: If the time is no number.
-            UpriverError: If something does not come, or is something else.
+            ConfigError: If the timeout is no number.
+            UpriverError: If a weight does not arrive or is wrong.
         """
         timeout_s = _checked(timeout_s)
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
@@ -121,22 +121,22 @@ class Handle(ABC, Generic[Owner]):
         return True
 
     def cancel(self) -> None:
-        """Everybody who waits gets an error, and nothing more is read; nothing where all has come already."""
+        """Stop reading, and raise an error in all waiting callers. Do nothing after the last weight."""
         self._stream.cancel()
         self._stream.join()
 
     def nbytes_here(self) -> int:
-        """Bytes of the weights that are there."""
+        """Return the bytes of the weights that have arrived."""
         events = tuple(self._stream.events)
         return sum(event.nbytes for event in events if event.kind == FILLED)
 
     def names_between(self, first: str, last: str | None = None) -> list[str]:
-        """Of the weights from one to another, in the order of execution where it is known."""
+        """Return the names of the weights from one to another, in execution order if it is known."""
         names = [placed.name for placed in self._source.tensors]
         return names[names.index(first) : names.index(last or first) + 1]
 
     def history(self) -> list[LoadEvent]:
-        """What has happened so far, in order."""
+        """Return the events so far, in order."""
         return moments(
             self._source,
             began_s=self._steps["began"],
@@ -149,11 +149,11 @@ class Handle(ABC, Generic[Owner]):
     # -------------------------------------------------------------------------- what the stream tells
 
     def room(self, index: int) -> memoryview:
-        """See :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
+        """Return the memory of a tensor, see :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
         return self._memories[index].room()
 
     def filled(self, index: int) -> None:
-        """See :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
+        """Settle a tensor, see :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
         self._memories[index].settle()
         self._left -= 1
         if self._left:
@@ -162,14 +162,14 @@ class Handle(ABC, Generic[Owner]):
             self._all_here(index)
 
     def failed(self, error: UpriverError) -> None:
-        """See :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
+        """Fail the load, see :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
         if self._arrivals.failed(error):
             self._steps["failed"] = time.monotonic()
             self._let_go()
             self._over.set()
 
     def forked(self) -> None:
-        """In a child of this process, where nothing comes any more: who waits there is told so."""
+        """Fail the load in a forked child, where weights never arrive."""
         self._stream.forked()
         self._arrivals.forked()
         self._over = threading.Event()
@@ -181,21 +181,21 @@ class Handle(ABC, Generic[Owner]):
 
     @abstractmethod
     def _release(self, owner: Owner) -> None:
-        """Everything is there: the owner waits for nothing any more."""
+        """Remove the guard from the owner after all weights have arrived."""
 
     def _all_here(self, last: int | None) -> None:
-        """The last weight is in, which nobody was told of yet; None where none was to come."""
+        """Finish the load. `last` is the last weight, not yet announced; None if there was none."""
         self._finish(last)
 
     def _let_go(self) -> None:
-        """Of all memory but what the owner holds itself."""
+        """Release all memory but what the owner itself holds."""
         self._memories.clear()
 
     def _finish(self, last: int | None) -> None:
-        """Nothing waits any more, and nothing holds on to the owner.
+        """Release the owner, wake all callers and store results for the next load.
 
         Args:
-            last: What came last. Who waits for it is woken when the owner is as any other: a copy made
+            last: Number of the last arrival. Its callers are woken after the owner's release: a copy made
                 earlier would stay guarded.
         """
         self._give_back()
@@ -214,12 +214,12 @@ class Handle(ABC, Generic[Owner]):
             under_way.pop(owner, None)
 
     def _write_down(self, name: str, target: Callable[..., object], *args: object) -> None:
-        """Do what the next load gains from alone: the end of the process waits for it a little, too."""
+        """Write a result for the next load in a thread. The end of the process waits a moment for it."""
         with contextlib.suppress(RuntimeError):  # no thread can be started
             _writing.add(self._begin_beside(name, target, *args))
 
     def _begin_beside(self, name: str, target: Callable[..., object], *args: object) -> threading.Thread:
-        """Do something in a thread that nobody waits for but `wait`.
+        """Run a function in a thread that only `wait` waits for.
 
         Raises:
             RuntimeError: If no thread can be started.
@@ -231,7 +231,7 @@ class Handle(ABC, Generic[Owner]):
 
 
 def _checked(timeout_s: float | None) -> float | None:
-    """Seconds to wait, None for ever; what somebody has left of a time may be less than none."""
+    """Return the seconds to wait, None for no limit. A negative rest of a deadline counts as 0."""
     if timeout_s is None or timeout_s == math.inf:
         return None
     if isinstance(timeout_s, int | float):
@@ -245,12 +245,12 @@ def _left(until_s: float) -> float | None:
 
 
 def remember(source: WeightSource, stream: Stream, groupings: Groupings) -> None:
-    """Keep what the next load can begin with.
+    """Store the results that the next load can start with.
 
     Args:
-        source: What was loaded.
-        stream: What brought it.
-        groupings: All that are to be kept beside it; none where nothing is new.
+        source: Loaded weights.
+        stream: Stream that brought them.
+        groupings: All groupings to store for these weights; empty if none is new.
     """
     nbytes = sum(placed.stop - placed.start for placed in source.tensors)
     if not stream.bounded:
@@ -263,7 +263,7 @@ def remember(source: WeightSource, stream: Stream, groupings: Groupings) -> None
 
 
 under_way: weakref.WeakKeyDictionary[object, Handle[Any]] = weakref.WeakKeyDictionary()
-"""Of models and programs some of whose weights are still to come."""
+"""Running loads, by their models and programs."""
 
 
 _streaming: weakref.WeakSet[Stream] = weakref.WeakSet()
@@ -272,10 +272,10 @@ _writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end() -> None:
-    """Break off what still loads, and wait: a thread that Python ends in an operator aborts the process.
+    """Cancel running loads at exit and wait: a thread that Python ends within an operator aborts the process.
 
-    Also for what is being written down: a load, an answer and an end may be all that a process is for, and
-    the next one is to gain from it.
+    Wait for results that are being written, too. A process may live for one load and one result, and the next
+    one should gain from it.
     """
     for handle in list(under_way.values()):
         handle._stream.cancel()

@@ -1,4 +1,4 @@
-"""What happened in a load, moment by moment: the timeline of PISeL's figures, as it was."""
+"""Record the events of a load: the timeline of PISeL's figures, as measured."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FIRST_BYTE, FILLED, TOUCHED = "first_byte", "filled", "touched"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadEvent:
-    """Something that happened.
+    """Event of a load.
 
     Attributes:
         at_s: Seconds since the load began.
-        kind: ``found`` (where the weights lie), ``constructed`` (the model), ``request``, ``first_byte``,
-            ``refetch`` and ``filled`` of the stream, ``touched`` (something first read a weight, and waited
-            for it where it was not filled), ``loaded`` or ``failed``.
-        weights: Names of the first and the last one that it is about; empty where it is about none.
-        nbytes: Of them.
+        kind: ``found`` (the weights' location is known), ``constructed`` (the model), ``request``,
+            ``first_byte``, ``refetch`` and ``filled`` of the stream, ``touched`` (first read of a weight,
+            which waits if it has not arrived), ``loaded`` or ``failed``.
+        weights: Names of the first and the last weight concerned; empty if none is.
+        nbytes: Bytes of these weights.
     """
 
     at_s: float
@@ -39,15 +39,15 @@ def moments(
     events: Iterable[Event],
     touched: Mapping[int, float],
 ) -> list[LoadEvent]:
-    """All of it, in order.
+    """Return all events in order.
 
     Args:
-        source: Of the weights, as they are numbered.
-        began_s: When the load began, as all times but those of events by ``time.monotonic``.
-        steps: Kinds of moments that are about no weight, and when they were.
-        stream_s: When the stream began, which events count from.
-        events: The stream's.
-        touched: When weights were first read.
+        source: The numbered weights.
+        began_s: Start of the load by ``time.monotonic``, as all times but those of `events`.
+        steps: Times of events that concern no weight, by kind.
+        stream_s: Start of the stream, from which `events` count.
+        events: Events of the stream.
+        touched: Time of each weight's first read.
     """
     tensors = source.tensors
     found = [LoadEvent(at_s=at - began_s, kind=kind) for kind, at in steps.items()]

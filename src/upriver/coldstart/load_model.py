@@ -1,8 +1,8 @@
-"""A model that answers while its weights are still arriving: construct, find, match, stream, guard.
+"""Load a model that can be called while its weights arrive: construct, find, match, stream, guard.
 
-PISeL (Jafari et al., CIKM 2024) overlaps download, load and execution of groups of layers whose boundaries
-are those of modules. Here a call waits for single weights, whoever reads them, and groups say only what is
-asked for together.
+PISeL (Jafari et al., CIKM 2024) overlaps download, load and execution of groups of layers, with module
+boundaries. Here a call waits for single weights, in whichever operator reads them. Groups only decide which
+weights are requested together.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from upriver.types import require_type
 logger = logging.getLogger(__name__)
 
 LOAD_BYTES_PER_S = 2e9
-"""Of one core, from the link into place: a checksum and a copy."""
+"""Speed at which one core loads bytes from the link: a checksum and a copy."""
 
 LAYER_BYTES = 1 << 18
-"""Weights smaller than this are one layer with those after them, for grouping: a bias is asked for with what
-it is added to."""
+"""Fewest bytes of a layer, for grouping. Smaller weights form one layer with those after them: a bias is
+requested with the tensor to which it is added."""
 
 
 class Loading(Handle[nn.Module]):
-    """A load of a model that is under way, or over."""
+    """Handle of a model's load, running or finished."""
 
     def __init__(
         self,
@@ -63,15 +63,15 @@ class Loading(Handle[nn.Module]):
         steps: Mapping[str, float],
         groupings: Groupings,
     ) -> None:
-        """Guard the model; nothing is asked for yet.
+        """Guard the model without sending a request.
 
         Args:
-            model: Whatever is asked of it from now on waits for what it needs.
-            source: Of all that is stored.
-            matched: Those of it that the model has.
-            stream_of: See :class:`Handle`, as what follows.
-            steps: See there.
-            groupings: See there; of all that is stored.
+            model: Model whose accesses wait for weights from now on.
+            source: All stored weights.
+            matched: Stored weights that the model has.
+            stream_of: As for :class:`Handle`, like the following ones.
+            steps: As there.
+            groupings: As there, for all stored weights.
         """
         whole = len(matched.source.tensors) == len(source.tensors)
         super().__init__(
@@ -90,7 +90,7 @@ class Loading(Handle[nn.Module]):
         self._guard: Guard | None = Guard(model, self._gate, after_call=self._answered)
 
     def _answered(self) -> None:
-        """A call is over; the first one has shown the execution order, where nobody knew it."""
+        """Store the execution order after the first call, if the order was unknown."""
         with self._keeps:
             if self._all.ordered or not self.touched or self._shown:
                 return
@@ -105,10 +105,10 @@ class Loading(Handle[nn.Module]):
 
 
 def loading(model: nn.Module) -> Loading | None:
-    """The load of a model that :func:`load` gave; None where everything is there.
+    """Return the load of a model from :func:`load`, or None after its end.
 
     Raises:
-        ConfigError: If it is no model.
+        ConfigError: If the argument is no model.
     """
     require_type("model", model, nn.Module, "from coldstart.load()")
     found = under_way.get(model)
@@ -126,32 +126,33 @@ def load(
     grouping: str = "upriver",
     limits: StreamLimits | None = None,
 ) -> nn.Module:
-    """A model that can be called at once; a call waits only for the weights that it reads.
+    """Return a model that can be called at once; a call waits only for the weights that it reads.
 
-    The answer is, to the bit, that of the model with all its weights loaded. Whatever else is asked of the
-    model meanwhile waits until they are. Nothing is left of the loading then.
+    The result is, to the bit, that of the model with all weights loaded. Any other access to the model waits
+    for all weights. Afterwards no trace of the load remains.
 
     Args:
-        build_model: Makes the model, without its weights; or ``package.module:callable``.
-        uri: Of the weights: ``s3://bucket/name``, ``file:///path/name``; safetensors, published by upriver or
-            anybody, a Hugging Face index of shards, or the folder of either. With ``store`` a name in it.
-        store: Where they are, if it is open already.
-        store_options: Of an S3 store, see :func:`upriver.store.s3.open_s3`.
-        device: Where the model is to run.
-        strict: Whether weights that the model does not have are an error.
-        grouping: Which weights are asked for together: ``upriver``, ``pisel`` or ``layer_by_layer``.
-        limits: Of the stream.
+        build_model: Function that makes the model without its weights; or ``package.module:callable``.
+        uri: URI of the weights, ``s3://bucket/name`` or ``file:///path/name``: safetensors from upriver or
+            other software, a Hugging Face index of shards, or the folder of either. With ``store``, a name in
+            that store.
+        store: Open store that holds the weights.
+        store_options: Options of an S3 store, see :func:`upriver.store.s3.open_s3`.
+        device: Device of the model.
+        strict: If true, stored weights that the model lacks are an error.
+        grouping: Policy that groups the requests: ``upriver``, ``pisel`` or ``layer_by_layer``.
+        limits: Limits of the stream.
 
     Returns:
-        What ``build_model`` made, in evaluation or training mode as it was made. ``loading(model)`` tells of
-        the load and can end it.
+        The model of ``build_model``, in the evaluation or training mode in which it was made.
+        ``loading(model)`` is the handle of the load and can end it.
 
     Raises:
-        ConfigError: If an argument is not what it may be.
-        ModelError: If the weights are not those of such a model, or its own code changes them when it is
-            loaded; nobody has waited for a weight then.
-        ProgramError: If the file is not what it should be.
-        StoreError: If the store cannot be read. Where it breaks later, calls of the model raise it.
+        ConfigError: If an argument is invalid.
+        ModelError: If the weights are for another model, or the model's own code changes them when it is
+            loaded. Both raise before the first weight arrives.
+        ProgramError: If the file is invalid.
+        StoreError: If the store cannot be read. A later failure is raised by calls of the model.
     """
     return begin(
         build_model,
@@ -176,7 +177,7 @@ def begin(
     grouping: str = "upriver",
     limits: StreamLimits | None = None,
 ) -> tuple[nn.Module, Loading]:
-    """:func:`load`, and what tells of it, also when everything is there already."""
+    """Return the model of :func:`load` and the handle of its load, even after the last weight."""
     steps = {"began": time.monotonic()}
     _check_builder(build_model)
     require_type("uri", uri, str, "of the weights, or with store a name in it")
@@ -231,7 +232,7 @@ def _found(
     beside: Executor,
     ahead: Ahead | None,
 ) -> tuple[WeightSource, StoreLink, Groupings, float]:
-    """Where the weights lie, the way there, groupings that are kept, and when that was known."""
+    """Return the weights' locations, the link, the stored groupings, and the time of this lookup's end."""
     source = find(store, path, ahead=ahead)
     near = source.tensors[0].path if source.tensors else path
     link, known = way_to(source, near, policy, limits, beside, ahead)
@@ -246,21 +247,21 @@ def grouped(
     device: torch.device,
     known: Groupings,
 ) -> tuple[list[range], Groupings]:
-    """Which weights are asked for together, and what is to be kept of it.
+    """Decide which weights are requested together, and which groupings to store.
 
     Args:
-        source: Of those that are wanted.
-        link: The way to them.
+        source: Wanted weights.
+        link: Link to the store.
         policy: One of :data:`~upriver.coldstart.grouping.groups.GROUPINGS`.
-        limits: Of the stream.
-        device: Where the model is to run.
-        known: What is kept already, by what it is kept under.
+        limits: Limits of the stream.
+        device: Device of the model.
+        known: Stored groupings by key.
 
     Returns:
-        The groups, and all that is to be kept from now on; nothing where that has not changed.
+        The groups, and all groupings to store from now on; no groupings if nothing has changed.
 
     Raises:
-        ConfigError: If there is no such policy.
+        ConfigError: If no such policy exists.
     """
     if is_one_request(source, policy, limits):
         return [range(len(source.tensors))] if source.tensors else [], {}
@@ -281,7 +282,7 @@ def grouped(
         layer_seconds([placed.execution for placed in source.tensors], layers, pace),
         latency_s=link.latency_s,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-        # What is larger comes in parts: a layer, or a group of a policy that knows no cap.
+        # Two things may be larger, and then come in parts: a layer, or a group of a policy without a cap.
         memory_cap_bytes=max(
             [float(limits.in_flight_bytes), *(sizes if knows_stream(policy) else [sum(sizes)])]
         ),
@@ -293,7 +294,7 @@ def grouped(
 
 
 def _layers(sizes: Sequence[int]) -> list[range]:
-    """Weights that are grouped as one: each with the small ones before it."""
+    """Return the layers for grouping: each weight with the small ones before it."""
     layers, start, filled = [], 0, 0
     for stop, size in enumerate(sizes, start=1):
         filled += size

@@ -1,14 +1,14 @@
-"""Programs that run while their weights arrive, and programs published so that they can.
+"""Load programs that run while their weights arrive, and publish programs for that.
 
-A graph says which weights each of its stages reads, so nothing has to be watched: a stage that runs for the
-first time waits for those that it is the first to read. What no input has a part in is computed for the stage
-that reads it first, so that a cast of the last weight does not hold up the first stage.
+A graph says which weights each of its stages reads. So a stage waits, on its first run, for the weights that
+it is the first to read. Values that depend on no input are computed for the stage that reads them first. So a
+cast of the last weight does not delay the first stage.
 
-A graph is found sound while the first of its weights are on their way, before anything of it can run: in a
-fresh process that takes as long as importing half of torch. Each chunk of a weight is before anything reads
-it. That the file is the one that the graph names can be known only when all of it is there; until then
-answers rest on the manifest, which whoever may write to the store can forge. Where only the stages before a
-cut are wanted, it is never known.
+A graph is validated while its first weights are in flight, before any stage can run. In a fresh process that
+takes as long as importing half of torch. Each chunk of a weight is checked before its first read. The digest
+of the whole file can be checked only after its last byte. Until then results rely on the manifest, which a
+client that may write to the store can forge. If only the stages before a cut are wanted, the digest is never
+checked.
 """
 
 from __future__ import annotations
@@ -70,22 +70,22 @@ log = logging.getLogger(__name__)
 
 
 def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX, rewrite: bool = False) -> None:
-    """Put a program into a store: weights, then their manifest, then the graph.
+    """Write a program to a store: weights, then their manifest, then the graph.
 
-    Weights that are there without a manifest of theirs are written once more. A weights file that came from
-    somebody who lays files out otherwise is put there as it is, without a manifest: it is read whole.
+    Stored weights without a manifest are written again. A weights file with another layout, made by other
+    software, is stored unchanged and without a manifest. It is read whole.
 
     Args:
-        program: Which.
-        store: Where to.
-        prefix: The folder there that programs are kept under.
-        rewrite: Write all of it also where it is there, as a store does not tell that an object is damaged.
-            Who is loading it then may have to begin anew.
+        program: The program.
+        store: Destination store.
+        prefix: Folder of programs in the store.
+        rewrite: If true, write all objects even if they exist, since a store does not report a damaged
+            object. A concurrent load may have to start again.
 
     Raises:
-        StoreError: If the store refuses; a graph without its weights is never left behind.
-        Overloaded: If unused programs are being removed there, and these among them.
-        UpriverError: If the program's own weights are still to come, and do not.
+        StoreError: If the store refuses. A graph without its weights is never left behind.
+        Overloaded: If a removal of unused programs plans this one.
+        UpriverError: If the program's own weights are arriving and fail.
     """
     if (coming := arriving(program)) is not None:
         coming.wait()
@@ -106,7 +106,7 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX, rew
 
 
 def _has_manifest(store: Store, path: str) -> bool:
-    """Whether weights are there, beside a manifest of theirs."""
+    """Return True if the weights and their manifest exist."""
     try:
         layout.read(store, path)
     except (ObjectNotFound, ObjectChanged, ProgramError):
@@ -117,7 +117,7 @@ def _has_manifest(store: Store, path: str) -> bool:
 
 
 def _is_ours(program: Program) -> bool:
-    """Whether its weights, as they are written here, are the file that its graph names."""
+    """Return True if writing the weights here gives the file that the graph names."""
     return WeightsFile(program.weight_tensors).digest == program.weights_digest
 
 
@@ -137,34 +137,34 @@ def open(
     limits: StreamLimits | None = None,
     caps: GraphCaps = DEFAULT_CAPS,
 ) -> Program:
-    """A program that can be run at once, any stretch of it; each stage waits only for what it reads.
+    """Return a program of which any stretch can run at once; each stage waits only for its weights.
 
-    Answers are, to the bit, those of the program with all its weights loaded. When these are there nothing is
-    left of the loading. Weights that were published without a manifest are read before this returns, as
-    :func:`upriver.program.graph.artifact_store.load` reads them.
+    Results are, to the bit, those of the program with all weights loaded. Afterwards no trace of the load
+    remains. Weights without a manifest are read before this function returns, as in
+    :func:`upriver.program.graph.artifact_store.load`.
 
     Args:
-        uri: Of the program: ``STORE/PREFIX/programs/DIGEST``, where STORE is as for
+        uri: URI of the program: ``STORE/PREFIX/programs/DIGEST``, with STORE as for
             :meth:`upriver.store.Store.open`; or of its ``graph.json``.
-        store: Where it is, in place of a URI.
-        digest: With ``store``, its name there.
-        prefix: With ``store``, the folder that programs are kept under.
-        store_options: Of an S3 store that a URI names.
-        stop: Only stages before this position are to run, and only their weights are asked for.
-        device: Where it is to run.
-        grouping: Which weights are asked for together: ``upriver``, ``pisel`` or ``layer_by_layer``.
-        limits: Of the stream.
-        caps: What the program may take, at most.
+        store: Store of the program, instead of a URI.
+        digest: With ``store``, the program's digest.
+        prefix: With ``store``, the folder of programs.
+        store_options: Options of an S3 store that a URI names.
+        stop: Position before which stages are to run. Only their weights are requested.
+        device: Device of the program.
+        grouping: Policy that groups the requests: ``upriver``, ``pisel`` or ``layer_by_layer``.
+        limits: Limits of the stream.
+        caps: Upper bounds on the program.
 
     Returns:
-        The program. :func:`arriving` tells of its weights, and can end their way.
+        The program. :func:`arriving` returns the handle of its weights, which can end the load.
 
     Raises:
-        ConfigError: If an argument is not what it may be.
-        ProgramNotFound: If the store has none of that digest.
-        ProgramError: If it is not what its name says, takes more than the caps allow, or has no such stages.
-            Where weights turn out to be others than the graph names, every later run raises it.
-        StoreError: If the store cannot be read. Where it breaks later, runs raise it.
+        ConfigError: If an argument is invalid.
+        ProgramNotFound: If the store has no program of that digest.
+        ProgramError: If the program differs from its digest, exceeds the caps, or has no such stages. If the
+            weights differ from those that the graph names, every later run raises it.
+        StoreError: If the store cannot be read. A later failure is raised by runs.
     """
     return begin(
         uri,
@@ -193,9 +193,9 @@ def begin(
     limits: StreamLimits | None = None,
     caps: GraphCaps = DEFAULT_CAPS,
 ) -> tuple[Program, Arriving | None]:
-    """:func:`open`, and what tells of its weights, also when all are there already.
+    """Return the program of :func:`open` and the handle of its weights, even after the last weight.
 
-    That is None where they were read whole, for want of a manifest.
+    The handle is None if the weights had no manifest and were read whole.
     """
     steps = {"began": time.monotonic()}
     check_store(store, store_options)
@@ -255,7 +255,7 @@ def begin(
     try:
         check(graph, device=where, caps=caps)
     except BaseException:
-        del program  # nobody has it any more
+        del program  # the program has no reference any more
         coming.cancel()
         raise
     return program, coming
@@ -263,14 +263,14 @@ def begin(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What is known of a program's weights before they are asked for.
+    """Result of looking up a program's weights.
 
     Attributes:
-        manifest: What lies beside them.
-        source: All of them.
-        link: The way to them.
-        known: Groupings that are kept.
-        at_s: When all that was known, by ``time.monotonic``.
+        manifest: Manifest of the weights.
+        source: All weights.
+        link: Link to the store.
+        known: Stored groupings.
+        at_s: Time of the lookup's end, by ``time.monotonic``.
     """
 
     manifest: Manifest
@@ -280,7 +280,7 @@ class Found:
     at_s: float
 
     def of(self, wanted: Collection[str] | None) -> tuple[WeightSource, StoreLink, Groupings]:
-        """The weights of these keys, or all; groupings are kept for all of them together."""
+        """Return the weights of these keys, or all. Groupings are stored only for all of them."""
         if wanted is None:
             return self.source, self.link, self.known
         some = tuple(placed for placed in self.source.tensors if placed.name in wanted)
@@ -299,21 +299,21 @@ def find(
     caps: GraphCaps = DEFAULT_CAPS,
     ahead: Ahead | None = None,
 ) -> Found | None:
-    """What is known of a program's weights; None where these have no manifest of theirs.
+    """Look up a program's weights. Return None if they have no manifest.
 
     Args:
-        store: Where the program is.
-        prefix: The folder that it is under.
-        digest: Its graph's.
-        weights_digest: Its weights'.
-        grouping: How they are to be grouped.
-        limits: Of the stream that is to bring them.
-        beside: Does what need not be waited for.
-        caps: What the weights may take, at most.
-        ahead: What has been asked for already, of the weights.
+        store: Store of the program.
+        prefix: Folder of programs.
+        digest: Digest of the graph.
+        weights_digest: Digest of the weights.
+        grouping: Grouping policy.
+        limits: Limits of the stream.
+        beside: Executor for parallel lookups.
+        caps: Upper bounds on the weights.
+        ahead: Readahead of the weights, if one was started.
 
     Raises:
-        ProgramError: If there is a manifest, and it is not what it should be.
+        ProgramError: If the manifest is invalid.
         StoreError: If the store cannot be read.
     """
     path = weights_path(prefix, weights_digest)
@@ -323,7 +323,7 @@ def find(
         log.info("program %s is read whole before it runs: %s", digest, error)
         return None
     source = published(store, path, manifest)
-    near = graph_path(prefix, digest)  # nothing of the weights: the graph may be none
+    near = graph_path(prefix, digest)  # not of the weights: the graph may have none
     link, known = way_to(source, near, grouping, limits, beside, ahead)
     return Found(manifest=manifest, source=source, link=link, known=known, at_s=time.monotonic())
 
@@ -335,11 +335,11 @@ def _named(
     digest: str | None,
     options: Mapping[str, str] | None,
 ) -> tuple[Store, str, str]:
-    """Store, prefix and digest of a program.
+    """Return store, prefix and digest of a program.
 
     Raises:
-        ConfigError: If it is not named once.
-        StoreError: If there is no such store.
+        ConfigError: If it is not named exactly once.
+        StoreError: If no such store exists.
     """
     if uri is None:
         if store is None or digest is None:
@@ -369,10 +369,10 @@ def _graph_bytes(store: Store, path: str, digest: str, caps: GraphCaps) -> bytes
 
 
 def _check_weights(graph: Graph, manifest: Manifest) -> None:
-    """Hold what the manifest says of each weight against what the graph says.
+    """Compare the manifest's form of each weight with the graph's.
 
     Raises:
-        ProgramError: If one is missing, or of another form.
+        ProgramError: If a weight is missing, or has another form.
     """
     stored = {tensor.name: tensor for tensor in manifest.tensors}
     for weight in graph.weights:

@@ -1,6 +1,6 @@
-"""The plain way: construct, read all, copy, and only then answer. What the others are held against.
+"""Load a model the plain way, as the baseline of the others: construct, read all, copy, then compute.
 
-And how a model on this machine gets the weights of a file, its own loading code included.
+The module also loads a local file into a model through the model's own loading code.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def load_plainly(
     store: Store | None = None,
     store_options: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """A model with its weights, one step after the other: the weights are in memory twice meanwhile.
+    """Return a model with its weights, loaded step by step. Memory holds the weights twice meanwhile.
 
     Args:
-        build_model: Makes it.
+        build_model: Function that makes the model.
         uri: As for :func:`upriver.coldstart.load`.
         store: As there.
         store_options: As there.
 
     Raises:
-        ModelError: If the weights are not those of such a model.
-        ProgramError: If the file is not what it should be.
-        Damaged: If a weight has another checksum than was published.
+        ModelError: If the weights are for another model.
+        ProgramError: If the file is invalid.
+        Damaged: If a weight has another checksum than the published one.
         StoreError: If the store cannot be read.
     """
     where, path = (store, uri) if store is not None else opened(uri, store_options)
@@ -66,16 +66,16 @@ def load_plainly(
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Load weights of this machine into a model, by its own ``load_state_dict``.
+    """Load local weights into a model with its own ``load_state_dict``.
 
     Args:
-        model: As it was constructed. A tied weight needs to be there under one of its names.
+        model: Constructed model. A tied weight is needed under one of its names only.
         path: A safetensors file of any name, an index of several, or a folder, as for :func:`find`.
 
     Raises:
-        ModelError: If there are no such weights, or they are not the model's.
-        ProgramError: If a file is not what it should be.
-        Damaged: If a weight has another checksum than was published.
+        ModelError: If no such weights exist, or they are for another model.
+        ProgramError: If a file is invalid.
+        Damaged: If a weight has another checksum than the published one.
     """
     try:
         source = _found(path)
@@ -111,7 +111,7 @@ def _found(path: Path) -> WeightSource:
 
 
 def _read(source: WeightSource, placed: TensorLocation) -> torch.Tensor:
-    """All of one tensor, held against its checksums."""
+    """Read one whole tensor and check it against its checksums."""
     tensor = torch.empty(placed.shape, dtype=DTYPES[placed.dtype], device="cpu")
     memory = WeightMemory(placed, (tensor,), {})
     room = memory.room()

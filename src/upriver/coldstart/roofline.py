@@ -1,16 +1,16 @@
-"""What a model computes between the first uses of its weights, and the seconds that this takes here.
+"""Predict the seconds of a model's work between the first uses of its weights.
 
-The E of PISeL's problem (Jafari et al., CIKM 2024, section 3.1). Whoever publishes a model runs it without
-data, so it is counted there; a loader makes seconds of it by two rates of its machine, as a roofline has it
-(Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009):
+This is the E of PISeL's problem (Jafari et al., CIKM 2024, section 3.1). The publisher runs the model without
+data and counts its work. A loader converts the work to seconds with two rates of its machine, as a roofline
+does (Williams, Waterman, Patterson: "Roofline", CACM 52(4), 2009):
 
     E = max(flops / ``flops_per_s``, moved bytes / ``moved_bytes_per_s``) / `CAUTION`
 
-A roofline is of one operator. This one is of all that a weight starts, which it never takes for longer than
-the operators one by one. Bytes are counted beside operations because a linear layer of one sample does little
-with each weight but read it.
+A roofline is for one operator. This one is for all work that a weight starts, and is never longer than the
+sum over the operators. Bytes count besides operations, because a linear layer of one sample does little with
+each weight but read it.
 
-``upriver calibrate`` keeps the rates of a device. Without it they are those of `CORE` or `ACCELERATOR`.
+``upriver calibrate`` stores the rates of a device. The defaults are those of `CORE` or `ACCELERATOR`.
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ from upriver.types import Limits
 SCHEMA: Literal["upriver.pace/1"] = "upriver.pace/1"
 
 MOST_S = 3600.0
-"""For what starts with one weight. Counts come from whoever may write to a store."""
+"""Upper bound for the work of one weight. Counts come from any client that may write to a store."""
 
 CAUTION = 2.0
-"""A plan takes the machine for so many times as fast as its rates say. Planned for a machine that is faster
-than this one a load loses little; for a slower one much, as small groups, each of which costs a latency, then
-seem to be hidden by layers that in truth are soon done."""
+"""Factor by which a plan assumes the machine to be faster than its rates. A plan for a faster machine loses
+little. A plan for a slower one loses much: small groups, each of which costs a latency, then seem to be
+hidden behind layers that in truth end soon."""
 
 _RATE = Limits(least=1e6, most=1e18)
-"""Of any device; else it is no rate, or what it is of is broken."""
+"""Bounds of a device's rates. A value outside is no rate, or the device is broken."""
 
 
 class Execution(NamedTuple):
-    """What runs from a weight's first use until that of the next one.
+    """Work between a weight's first use and that of the next one.
 
     Attributes:
         flops: Floating-point operations, as torch counts them: two for a product and its sum.
-        moved_bytes: That operators read and write.
+        moved_bytes: Bytes that operators read and write.
     """
 
     flops: Count
     moved_bytes: Count
 
     def plus(self, other: Execution) -> Execution:
-        """Both."""
+        """Return the sum of both."""
         return Execution(self.flops + other.flops, self.moved_bytes + other.moved_bytes)
 
 
@@ -64,27 +64,27 @@ NOTHING = Execution(0, 0)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
-    """How fast a device computes: both above 0."""
+    """Rates of a device, both above 0."""
 
     flops_per_s: float
     moved_bytes_per_s: float
 
     def seconds(self, execution: Execution) -> float:
-        """What that takes, as far as a plan may count on it."""
+        """Return the predicted seconds of some work, divided by `CAUTION`."""
         flops, moved_bytes = execution
         seconds = max(flops / self.flops_per_s, moved_bytes / self.moved_bytes_per_s) / CAUTION
         return min(MOST_S, seconds)
 
 
 CORE = Pace(flops_per_s=75e9, moved_bytes_per_s=15e9)
-"""Of a good one with 256-bit vectors, and of its memory: three quarters of what data sheets say."""
+"""Rates of a good core with 256-bit vectors and of its memory: three quarters of the data sheets' values."""
 
 ACCELERATOR = Pace(flops_per_s=6e12, moved_bytes_per_s=240e9)
-"""Three quarters of what the data sheet of a small one says."""
+"""Rates of a small accelerator: three quarters of its data sheet's values."""
 
 
 def pace_of(device: torch.device) -> Pace:
-    """Of a device of this machine: as it was calibrated, or else a usual one."""
+    """Return the rates of a device of this machine, as calibrated or else by default."""
     if (kept := _kept(device)) is not None:
         return kept
     if device.type != "cpu":
@@ -96,7 +96,7 @@ _PACES = Cache("paces")
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the file of a device holds."""
+    """Content of a device's cache file."""
 
     schema: Literal["upriver.pace/1"]
     flops_per_s: float
@@ -104,7 +104,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def keep_pace(device: torch.device, pace: Pace, *, threads: int) -> None:
-    """Keep what a device was found to do, computing with so many threads.
+    """Store the rates of a device for a number of computing threads.
 
     Raises:
         OSError: If the cache folder cannot be written.
@@ -130,15 +130,15 @@ def _name_of(device: torch.device, threads: int) -> str:
 
 
 def layer_seconds(executions: Sequence[Execution], layers: Sequence[range], pace: Pace) -> list[float]:
-    """To run each layer.
+    """Return the seconds to run each layer.
 
-    What a weight starts counts with the last layer that has ended by then: behind a layer lie small weights,
-    such as its bias or a norm, which are asked for with what follows and are there at once.
+    The work of a weight counts with the last layer that has ended by then. Small weights follow a layer, such
+    as its bias or a norm. They are requested with the next layer and arrive at once.
 
     Args:
-        executions: Of each weight.
-        layers: Ranges over the weights; together all of them, in order.
-        pace: Of the device.
+        executions: Work of each weight.
+        layers: Consecutive ranges that cover all weights.
+        pace: Rates of the device.
     """
     found, layer = [0.0] * len(layers), 0
     for number, execution in enumerate(executions):

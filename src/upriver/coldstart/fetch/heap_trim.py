@@ -1,7 +1,7 @@
-"""What arrived pieces leave behind in the C library's heaps, given back while more of them come.
+"""Return freed memory of arrived pieces from the C library's heaps while more pieces arrive.
 
-Each piece is memory of whichever thread handed it on, and is freed by another one. glibc keeps what was freed
-in the heap of the thread that it came from: by the end of a load that is up to a third of a small model.
+One thread allocates each piece and another frees it. glibc keeps freed memory in the heap of the allocating
+thread. By the end of a load that is up to a third of a small model.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable
 
 HEAP_BYTES = 64 << 20
-"""Of arrived pieces, between two times that memory is given back."""
+"""Arrived bytes between two trims."""
 
 FEWEST_BYTES = 8 << 20
-"""Less leaves little behind, and a small model is to answer soon."""
+"""Fewest bytes for a trim at the end. Less leaves little behind, and a small model should answer soon."""
 
 SHARE = 0.01
-"""Of a load's time that this may take: a process with large heaps of its own may need long."""
+"""Share of a load's time that trims may take. A process with large heaps of its own may need long for one."""
 
 
 def _trimming() -> Callable[[int], object] | None:
-    """``malloc_trim`` of glibc; None where the C library has none."""
+    """Return ``malloc_trim`` of glibc, or None if the C library has none."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
 
 
@@ -30,11 +30,11 @@ _trim = _trimming()
 
 
 class Heap:
-    """Gives memory back, a load long; one thread's.
+    """Trim the heaps during one load, from one thread.
 
     Args:
-        trim: What does so; None if nothing can.
-        clock: Seconds.
+        trim: Function that trims; None if there is none.
+        clock: Clock, in seconds.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class Heap:
         self._nbytes, self._not_before_s = 0, 0.0
 
     def came(self, num_bytes: int) -> None:
-        """So many more bytes have come, and were freed."""
+        """Count bytes that arrived and were freed, and trim if due."""
         self._nbytes += num_bytes
         if self._nbytes >= HEAP_BYTES and self._clock() >= self._not_before_s:
             self._give_back()
 
     def ended(self) -> None:
-        """No more come."""
+        """Trim at the end of a load."""
         if self._nbytes >= FEWEST_BYTES:
             self._give_back()
 

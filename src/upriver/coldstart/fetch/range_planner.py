@@ -1,10 +1,10 @@
-"""What a store is asked for: each group of tensors as ranges of objects, each range as a few requests.
+"""Plan the range requests for groups of tensors.
 
-Groups are virtual. Those of its tensors that lie side by side are one range, whatever their order; what lies
-between two of them, padding or somebody else's tensor, is read along where that is less work than one more
-request. So may groups be that follow each other: a stream puts each weight in its place as it comes, so
-nobody waits for the end of a request. Requests begin and end where a checksum's bytes do, so that what has
-come can be checked at once.
+A group is virtual. Its tensors that lie next to each other form one range, in any order. Gaps between two of
+them are read along where that costs less than one more request. A gap is padding or a tensor of another
+group. Consecutive groups may share a request as well: a stream writes each weight as its bytes arrive, so no
+weight waits for the end of a request. Requests begin and end at the bounds of checksum chunks, so that
+arrived bytes can be checked at once.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource
 from upriver.errors import ConfigError
 
 PADDING = -1
-"""Stands for a tensor where bytes are read along that nobody wants."""
+"""Tensor index of bytes that are read along and discarded."""
 
 
 class TensorPart(NamedTuple):
-    """Bytes of one tensor, of one checksum's at most.
+    """Bytes of one tensor, within one checksum chunk.
 
     Attributes:
-        tensor: Its index in the source, or `PADDING`.
-        start: Its first byte, counted from the tensor's.
-        stop: The byte behind its last one.
+        tensor: Index of the tensor in the source, or `PADDING`.
+        start: First byte, counted from the start of the tensor.
+        stop: Byte after the last one.
     """
 
     tensor: int
@@ -36,20 +36,20 @@ class TensorPart(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """Number of bytes."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RangeRequest:
-    """One range of one object.
+    """Request for one range of one object.
 
     Attributes:
         path: The object.
-        start: Its first byte that is asked for.
-        parts: What the bytes from there on are.
-        tensors: Whose bytes are among them.
-        nbytes: How many there are.
+        start: First requested byte of the object.
+        parts: Consecutive parts from there on.
+        tensors: Tensors with bytes in the range.
+        nbytes: Number of bytes.
     """
 
     path: str
@@ -60,7 +60,7 @@ class RangeRequest:
 
     @classmethod
     def of(cls, path: str, start: int, parts: Sequence[TensorPart]) -> RangeRequest:
-        """For these parts, the first of which lies at ``start``."""
+        """Return a request for these parts; the first one lies at ``start``."""
         return cls(
             path=path,
             start=start,
@@ -71,16 +71,16 @@ class RangeRequest:
 
     @property
     def span(self) -> range:
-        """From the first of its tensors to the last, by their indices."""
+        """Indices from the first tensor to the last."""
         return range(min(self.tensors), max(self.tensors) + 1)
 
     @property
     def stop(self) -> int:
-        """The byte of the object behind its last one."""
+        """Byte of the object after the last requested one."""
         return self.start + self.nbytes
 
     def segments(self) -> list[TensorPart]:
-        """Its parts, those joined that follow each other in one tensor."""
+        """Return the parts, with consecutive parts of one tensor joined."""
         found: list[TensorPart] = []
         for part in self.parts:
             if found and part.tensor == found[-1].tensor != PADDING and part.start == found[-1].stop:
@@ -98,18 +98,18 @@ def requests_for(
     along_bytes: int,
     join_bytes: int = 0,
 ) -> list[RangeRequest]:
-    """The requests for all tensors, group by group, and in each group for the first tensors first.
+    """Return the requests for all tensors, group by group; within a group the first tensors come first.
 
     Args:
-        source: Where the tensors lie.
-        groups: Ranges over its tensors; together all of them, in order.
-        request_bytes: Of one request, at most.
-        along_bytes: Between two tensors, at most, where these are read along.
-        join_bytes: Of a request that asks for what several groups have, where one follows the other in an
-            object; at most as many as ``request_bytes``.
+        source: Location of the tensors.
+        groups: Consecutive ranges that cover all tensors.
+        request_bytes: Most bytes of one request.
+        along_bytes: Largest gap between two tensors that is read along.
+        join_bytes: Most bytes of a request that joins consecutive groups of an object; at most
+            ``request_bytes``.
 
     Raises:
-        ConfigError: If a tensor is in no group, or in two, or out of order.
+        ConfigError: If a tensor is in no group, in two groups, or out of order.
     """
     _check_groups(groups, len(source.tensors))
     found: list[RangeRequest] = []
@@ -122,12 +122,12 @@ def requests_for(
 def apart(
     requests: Iterable[RangeRequest], path: str, stop: int
 ) -> tuple[list[RangeRequest], list[RangeRequest]]:
-    """Those requests whose bytes are among an object's first ones, and all others; some of them are divided.
+    """Split requests into those for the first bytes of an object and the others, and divide some of them.
 
     Args:
-        requests: Each of which begins and ends with a tensor.
+        requests: Requests that each begin and end with a tensor.
         path: The object.
-        stop: The byte behind those.
+        stop: Byte after the object's first bytes.
     """
     among: list[RangeRequest] = []
     others: list[RangeRequest] = []
@@ -144,7 +144,7 @@ def apart(
 
 
 def _divided(request: RangeRequest, at: int) -> tuple[RangeRequest, RangeRequest]:
-    """The same by two requests, before and behind a byte of the object that is within it."""
+    """Divide a request at a byte of the object that lies within it."""
     before: list[TensorPart] = []
     rest, left = deque(request.parts), at - request.start
     while rest[0].nbytes <= left:
@@ -162,7 +162,7 @@ def _divided(request: RangeRequest, at: int) -> tuple[RangeRequest, RangeRequest
 def parts_of(
     index: int, tensor: TensorLocation, *, chunk_bytes: int, request_bytes: int
 ) -> Iterator[TensorPart]:
-    """A tensor, cut where its checksums' bytes end, and wherever there would be too many for a request."""
+    """Cut a tensor into parts at its checksum chunks, and where a part would exceed a request."""
     nbytes = tensor.stop - tensor.start
     if not tensor.crc32c:
         yield from cut(TensorPart(index, 0, nbytes), request_bytes)
@@ -172,13 +172,13 @@ def parts_of(
 
 
 def chunk_of(index: int, tensor: TensorLocation, chunk: int, *, chunk_bytes: int) -> TensorPart:
-    """What one of a tensor's checksums is for."""
+    """Return the part of a tensor that one checksum covers."""
     start = chunk * chunk_bytes
     return TensorPart(index, start, min(start + chunk_bytes, tensor.stop - tensor.start))
 
 
 def cut(part: TensorPart, most_bytes: int) -> Iterator[TensorPart]:
-    """The same bytes, so many at once."""
+    """Cut a part into parts of at most `most_bytes`."""
     for start in range(part.start, part.stop, most_bytes):
         yield TensorPart(part.tensor, start, min(start + most_bytes, part.stop))
 
@@ -186,7 +186,7 @@ def cut(part: TensorPart, most_bytes: int) -> Iterator[TensorPart]:
 def _requests_of(
     source: WeightSource, group: range, *, request_bytes: int, along_bytes: int
 ) -> Iterator[RangeRequest]:
-    """The requests for one group, as its tensors lie."""
+    """Yield the requests for one group, in the order in which its tensors lie."""
     path, begin, end = "", 0, 0
     parts: list[TensorPart] = []
     for part in _as_they_lie(source, group, request_bytes):
@@ -207,7 +207,7 @@ def _requests_of(
 
 
 def _joined(requests: Iterable[RangeRequest], *, join_bytes: int, along_bytes: int) -> Iterator[RangeRequest]:
-    """The same bytes in the same order, by as few requests as there may be if the first are filled first."""
+    """Join requests for the same bytes in the same order; fill the first ones up first."""
     path, begin, end = "", 0, 0
     parts: list[TensorPart] = []
     for request in requests:
@@ -230,7 +230,7 @@ def _joined(requests: Iterable[RangeRequest], *, join_bytes: int, along_bytes: i
 
 
 def _without_padding(path: str, start: int, parts: Sequence[TensorPart]) -> RangeRequest:
-    """A request for these parts from the first tensor's to the last one's."""
+    """Return a request for these parts, without leading and trailing padding."""
     tensors = [number for number, part in enumerate(parts) if part.tensor != PADDING]
     start += sum(part.nbytes for part in parts[: tensors[0]])
     return RangeRequest.of(path, start, parts[tensors[0] : tensors[-1] + 1])

@@ -1,4 +1,4 @@
-"""What is found out of the way to a model's weights before they are asked for."""
+"""Look up what a load needs to know before it requests weights: the link and the cached groupings."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def way_to(
     beside: Executor,
     ahead: Ahead | None = None,
 ) -> tuple[StoreLink, Mapping[str, list[range]]]:
-    """The link to some weights, and the groupings that are kept beside them.
+    """Return the link to a source, and the cached groupings of its weights.
 
-    Neither is asked for where it would change nothing.
+    Neither is looked up if it would change nothing.
 
     Args:
-        source: All weights that there are.
-        near: An object in their store with a byte in it.
-        policy: That will group them.
-        limits: Of the stream that will bring them.
-        beside: Runs one question while the other waits for its answer.
-        ahead: What has been asked of that store already.
+        source: All weights of the model.
+        near: Non-empty object in the same store.
+        policy: Grouping policy of the load.
+        limits: Limits of the stream.
+        beside: Executor for one lookup while the other waits for its response.
+        ahead: Readahead of that store, if one was started.
 
     Raises:
         StoreError: If the store cannot be read.
@@ -51,23 +51,23 @@ def way_to(
 
 
 def is_one_request(source: WeightSource, policy: str, limits: StreamLimits) -> bool:
-    """Whether weights are asked for in one go, however the link is."""
+    """Return True if one request fetches the weights over any link."""
     return len(source.etags) == 1 and is_whole(policy, source.nbytes, limits.request_bytes)
 
 
 @contextmanager
 def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> Iterator[Ahead | None]:
-    """Begin to read what is most likely wanted of a store, before anything of it is known.
+    """Start to read the first bytes of the likely weights object, before anything about it is known.
 
-    None where nothing can be gained, as a file is no latency away, or where it would not be what was asked
-    for: policies of papers ask as these say, and whoever bounds the bandwidth has it for something else. It
-    ends with what it is for, unless a stream has taken it over by then.
+    Yield None if no object is likely, or the store is local. Yield None as well if the policy is a paper's,
+    which requests only what the paper says, or a bandwidth cap reserves the link for other uses. The
+    readahead ends with the context, unless a stream has taken it over.
 
     Args:
-        store: Where weights are to be looked for.
-        path: What they are called, see :func:`~upriver.coldstart.format.checkpoint.find`.
-        policy: That will group them.
-        limits: Of the stream that will bring them.
+        store: Store of the weights.
+        path: Path of the weights, see :func:`~upriver.coldstart.format.checkpoint.find`.
+        policy: Grouping policy of the load.
+        limits: Limits of the stream.
     """
     name = object_at(path)
     if (

@@ -1,13 +1,13 @@
-"""From the store into memory: a model's weights, straight to where they belong, checked before they are used.
+"""Stream a model's weights from the store into their final memory, and check them before use.
 
-One thread asks for the ranges of :mod:`upriver.coldstart.fetch.range_planner` and puts what arrives into the
-memory of whoever waits for it, piece by piece: there is no temporary file, and no body in memory beside its
-weights. It sends the next request as PISeL does, when what is left of those before arrives while that one
-waits for its first byte, and keeps more under way where one connection does not fill the link
+One thread sends the requests of :mod:`upriver.coldstart.fetch.range_planner`. It writes each piece into the
+memory of the model that waits for it. There is no temporary file, and no body in memory besides its weights.
+Requests are sent as in PISeL: the next one leaves when the rest of the earlier ones arrives while it waits
+for its first byte. Where one connection does not fill the link, the thread keeps more requests in flight
 (:mod:`upriver.coldstart.link_estimator`).
 
-The thread runs an event loop, as a request that blocks could not be broken off: a cancel, or a store that
-says nothing, would hold its thread and its connection until the store's own timeouts have passed.
+The thread runs an event loop, because a blocking request cannot be interrupted. After a cancel, or with a
+silent store, it would hold its thread and its connection until the store's own timeouts expire.
 """
 
 from __future__ import annotations
@@ -53,48 +53,52 @@ log = logging.getLogger("upriver")
 MIB = 1 << 20
 
 REQUEST_S = 0.0005
-"""What a request costs both sides beside its latency; what comes in less is read along, wanted or not."""
+"""Cost of a request for both sides besides its latency. Gaps that arrive in less time are read along."""
 
 MOST_ALONG_BYTES = MIB
 
 PIECE_S = 0.01
 MOST_PIECE_BYTES, FIRST_PIECE_BYTES, FEWEST_PIECE_BYTES = 2 * MIB, 256 * 1024, 64 * 1024
-"""Put in place at once: what arrives in so many seconds, so that nobody waits for the end of a piece. No more
-than the first until the link has shown itself: a slow one may bring less while a request may be silent. The
-most is of one request by itself; several share it, down to the first. Each piece takes the processor from
-whoever computes there meanwhile: with half a MiB at most a load takes a few per cent longer on one core."""
+"""Size of a piece that is written at once: the bytes of `PIECE_S`, so that no weight waits long for the end
+of a piece. `FIRST_PIECE_BYTES` is the bound until the link was measured: a slow link may bring less than a
+piece while a request may be silent. `MOST_PIECE_BYTES` is for one request alone; several share it, down to
+the first bound. Each piece takes the processor from the threads that compute. With at most half a MiB a load
+takes a few per cent longer on one core."""
 
 
 class Sink(Protocol):
-    """Takes a model's weights.
+    """Receiver of a model's weights.
 
-    All of it is called from one thread, the stream's, which reads nothing meanwhile.
+    Only the stream's thread calls its methods, and it reads nothing during a call.
     """
 
     def room(self, index: int) -> memoryview:
-        """Where a tensor of the source belongs: writable memory of exactly its bytes.
+        """Return the destination of a tensor: writable memory of exactly its bytes.
 
-        Asked once, before its first byte is requested; never for a tensor without bytes.
+        The stream asks once, before it requests the first byte, and never for an empty tensor.
         """
 
     def filled(self, index: int) -> None:
-        """All bytes of a tensor are there, and their checksums right."""
+        """Take note that all bytes of a tensor have arrived with correct checksums."""
 
     def failed(self, error: UpriverError) -> None:
-        """What is not filled yet never will be. Called once at most; nothing is called or written then."""
+        """Take note that the remaining tensors will never arrive.
+
+        The stream calls this at most once, and calls and writes nothing afterwards.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamLimits:
-    """What a stream may take of a link and of memory.
+    """Bounds on a stream's use of link and memory.
 
     Attributes:
-        request_bytes: Of one request, at most. Stores serve 8 to 16 MB well: less makes many requests, with
-            more a wrong byte or a cancel comes late.
-        concurrency: Requests under way, at most.
-        in_flight_bytes: Asked for and not yet in their place, at most.
-        bandwidth_bytes_per_s: At most; infinite for what the link gives.
-        timeout_s: How long a request may bring nothing.
+        request_bytes: Most bytes of one request. Stores serve 8 to 16 MB well. Smaller requests are many;
+            with larger ones a wrong byte or a cancel is noticed late.
+        concurrency: Most requests in flight.
+        in_flight_bytes: Most bytes that are requested and not yet written.
+        bandwidth_bytes_per_s: Bandwidth cap; infinite for all that the link gives.
+        timeout_s: Longest time for which a request may bring no byte.
     """
 
     request_bytes: int = 16 * MIB
@@ -104,7 +108,7 @@ class StreamLimits:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for what is no number, or too much or too little."""
+        """Raise `ConfigError` for a value that is no number or out of range."""
         for name, limits in _LIMITS.items():
             limits.check(name, getattr(self, name))
         for name in ("request_bytes", "concurrency", "in_flight_bytes"):
@@ -126,21 +130,21 @@ _LIMITS = {
 }
 
 DEFAULT_LIMITS = StreamLimits()
-"""For a stream that was not told otherwise."""
+"""Limits of a stream unless the caller gives others."""
 
 Kind = Literal["request", "first_byte", "filled", "refetch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something that happened, for a timeline.
+    """Event of a stream, for a timeline.
 
     Attributes:
-        kind: A request was sent, or is sent once more for a wrong checksum; its answer began; or a tensor is
+        kind: A request was sent, or sent again after a wrong checksum; its response began; or a tensor is
             filled.
-        tensors: Whose bytes these are: from the first to the last by their indices in the source.
-        at_s: Seconds since the start; less than none if it was asked for before.
-        nbytes: How many.
+        tensors: Indices in the source, from the first to the last tensor of these bytes.
+        at_s: Seconds since the start; negative if the request was sent earlier.
+        nbytes: Number of bytes.
     """
 
     kind: Kind
@@ -150,10 +154,10 @@ class Event:
 
 
 class Stream:
-    """Brings the tensors of a source to a sink.
+    """Stream the tensors of a source to a sink.
 
     Attributes:
-        events: What has happened so far.
+        events: Events so far.
     """
 
     def __init__(
@@ -167,19 +171,19 @@ class Stream:
         joins_s: float = 0.0,
         ahead: Ahead | None = None,
     ) -> None:
-        """Plan the requests; nothing is asked for yet.
+        """Plan the requests without sending any.
 
         Args:
-            source: Where the weights are.
-            groups: Ranges over its tensors, in the order in which these are asked for.
-            sink: Takes them.
-            limits: What may be taken of link and memory.
-            link: As far as it is known.
-            joins_s: What comes in so many seconds may be asked for at once, whatever its groups.
-            ahead: What was asked for before. A stream that is started ends it.
+            source: Location of the weights.
+            groups: Ranges over the tensors, in the order in which they are requested.
+            sink: Receiver of the tensors.
+            limits: Bounds on link and memory.
+            link: Current estimate of the link.
+            joins_s: Bytes that arrive within this time may be one request, even across groups.
+            ahead: Readahead, if one was started. A started stream ends it.
 
         Raises:
-            ConfigError: If the groups have not all tensors once and in order, or a number cannot be.
+            ConfigError: If the groups do not hold all tensors once and in order, or a number is out of range.
         """
         check_link(link.latency_s, link.bandwidth_bytes_per_s)
         rate = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
@@ -215,7 +219,7 @@ class Stream:
         self._refetched: set[TensorPart] = set()
         self._broken: UpriverError | None = None
         self._began_s = 0.0
-        self._lock = threading.RLock()  # the collector may cancel on top of anything
+        self._lock = threading.RLock()  # the garbage collector may cancel on top of any frame
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
         self._direct: Direct | None = None
@@ -226,41 +230,41 @@ class Stream:
 
     @property
     def measured(self) -> StoreLink:
-        """The link as it has shown itself so far, or where it has not, as it was said to be."""
+        """Return the measured link; before the first measurement, the given one."""
         return self._flow.link
 
     @property
     def bounded(self) -> bool:
-        """Whether `measured` is what it was allowed to take, and not what the link gives."""
+        """True if `measured` is the bandwidth cap and not the bandwidth of the link."""
         return self._flow.bounded
 
     def start(self) -> None:
-        """Begin. A stream is started once."""
+        """Start the thread. A stream is started once."""
         self._began_s = time.monotonic()
         self._thread.start()
         if self._ahead is not None:
             self._ahead.taken = True
 
     def hurry(self, index: int) -> None:
-        """Somebody waits for this tensor: ask for it before all others that were not asked for yet."""
+        """Request a tensor before all others that were not requested yet: a caller waits for it."""
         self._tell(partial(self._prefer, index))
 
     def cancel(self, error: UpriverError | None = None) -> None:
-        """End soon; a stream that was not started yet ends when it is.
+        """End soon. A stream that was not started ends when it is.
 
         Args:
-            error: What the sink is told, unless all is there.
+            error: Error for the sink, unless all tensors have arrived.
         """
         told = error or Cancelled(f"the load of {self._source.path!r} was cancelled")
         self._tell(partial(self._break_off, told))
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the stream is over and has no thread left, so long at most; not from within a sink."""
+        """Wait up to `timeout_s` until the stream's thread has ended; return at once in that thread."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
     def forked(self) -> None:
-        """In a child of the process that it runs in: nothing is asked of it any more."""
+        """Discard the thread's state in a forked child. No method is called there afterwards."""
         self._lock, self._loop = threading.RLock(), None
 
     def _tell(self, what: Callable[[], None]) -> None:
@@ -283,10 +287,10 @@ class Stream:
             self._rooms.clear()
             if self._ahead is not None:
                 self._ahead.close()
-            del self._sink  # which holds this stream, as a rule
+            del self._sink  # as a rule the sink holds this stream
 
     def _fail(self, raised: BaseException) -> None:
-        """Tell the sink, with an error that holds on to nothing of this stream."""
+        """Report an error to the sink, without references to this stream."""
         error = _taken_apart(raised)
         if not isinstance(error, UpriverError):
             log.error("a cold start's stream broke off", exc_info=error)
@@ -321,10 +325,10 @@ class Stream:
                 await self._changed.wait()
 
     def _connect(self, path: str) -> None:
-        """Have connections ready for the requests that come after this one."""
+        """Open connections for the requests after this one."""
         num_others = len(self._waiting) + len(self._urgent) - len(self._there)
         if self._direct is not None and num_others > 0:
-            # One request more is sent while the last bytes of those before arrive.
+            # One more request is sent while the last bytes of the earlier ones arrive.
             self._direct.open(path, min(self._flow.wanted + 1, num_others))
 
     def _prefer(self, index: int) -> None:
@@ -338,7 +342,7 @@ class Stream:
         self._changed.set()
 
     def _next(self) -> deque[RangeRequest] | None:
-        """Where the request stands that may be sent now; None where there is none, or it has to wait."""
+        """Return the queue of the next request, or None if none may be sent now."""
         queue = self._urgent or self._waiting
         if not queue or len(self._bodies) >= self._limits.concurrency:
             return None
@@ -354,7 +358,7 @@ class Stream:
         return None
 
     def _open(self, request: RangeRequest, *, urgent: bool) -> _Body:
-        """Make room for what a request will bring."""
+        """Reserve memory for the bytes of a request."""
         for index in sorted(request.tensors - self._rooms.keys()):
             self._rooms[index] = self._room(index)
         ahead = self._ahead if request in self._there else None
@@ -364,7 +368,7 @@ class Stream:
         return body
 
     def _piece_bytes(self) -> int:
-        """Of a request that is sent now."""
+        """Return the piece size for a request that is sent now."""
         most = FIRST_PIECE_BYTES
         if self._flow.known:
             most = max(most, MOST_PIECE_BYTES // self._flow.wanted)
@@ -407,19 +411,19 @@ class Stream:
             ) from None
         except TimeoutError:
             if not deadline.expired():
-                raise  # somebody else's
+                raise  # raised by other code
             raise StoreError(
                 f"object {request.path!r} in store {store.name!r}: not a byte came for {timeout_s:g} s"
             ) from None
         finally:
-            del deadline  # which holds this task, and with it all that is on its stack
+            del deadline  # holds this task, and with it everything on its stack
             self._bodies.remove(body)
             if body.begun and body.ahead is None:
                 self._flow.ended(time.monotonic())
             self._changed.set()
 
     async def _take_over(self, body: _Body, ahead: Ahead, came: Callable[[int], Awaitable[None]]) -> None:
-        """Put what was asked for before in its place; what does not come of it is asked for again."""
+        """Write bytes of the readahead to their destination, and request again what does not arrive."""
         request = body.request
         places = BufferSequence([self._memory(part) for part in request.segments()])
         while places.left:
@@ -446,7 +450,7 @@ class Stream:
         self._changed.set()
 
     def _ahead_is_used(self) -> None:
-        """What nobody needs any more is let go of."""
+        """Release the readahead when no request needs it any more."""
         if self._ahead is not None and not self._there:
             self._ahead.cancel()
 
@@ -456,10 +460,10 @@ class Stream:
         return self._rooms[part.tensor][part.start : part.stop]
 
     def _came(self, body: _Body, num_bytes: int) -> float:
-        """An answer began, or bytes are in their place; the seconds for which no more may come."""
+        """Note the start of a response, or written bytes. Return the seconds to pause before more."""
         now_s = time.monotonic()
         self._changed.set()
-        ahead = body.ahead  # whose bytes say nothing of the link
+        ahead = body.ahead  # its bytes say nothing about the link
         if not body.begun:
             body.begun = True
             if ahead is None:
@@ -475,7 +479,7 @@ class Stream:
         return self._cap.taken(now_s, num_bytes)
 
     def _check(self, part: TensorPart) -> None:
-        """A part has come: hold what it completes against its checksum."""
+        """Check a part that has arrived against the checksum of its chunk, if the chunk is complete."""
         if part.tensor == PADDING:
             return
         tensor, chunk_bytes = self._source.tensors[part.tensor], self._source.chunk_bytes
@@ -500,7 +504,7 @@ class Stream:
             raise damaged_error(self._source, tensor, range(chunk.start, chunk.stop))
 
     def _right(self, part: TensorPart) -> None:
-        """These bytes of a tensor are there, and are what they should be."""
+        """Count bytes of a tensor that have arrived and are correct."""
         self._missing[part.tensor] -= part.nbytes
         if not self._missing[part.tensor]:
             self._fill(part.tensor)
@@ -510,7 +514,7 @@ class Stream:
         self._rooms.pop(index, None)
         self._num_unfilled -= 1
         if not self._num_unfilled:
-            self._heap.ended()  # a call that waits for the last weight may need the most then
+            self._heap.ended()  # a call that waits for the last weight may need the most memory then
         self._note("filled", range(index, index + 1), tensor.stop - tensor.start)
         self._sink.filled(index)
 
@@ -520,16 +524,16 @@ class Stream:
 
 
 class _Body:
-    """What a request brings, as far as it has come.
+    """Track the bytes of one request.
 
     Attributes:
-        request: It.
-        piece_bytes: Put in place at once, at least.
-        urgent: Whether somebody waits for it.
-        ahead: What it is taken from, where it was asked for before.
-        sent_s: When it was sent.
-        begun: Whether its answer has begun.
-        left: Bytes that are not in their place yet.
+        request: The request.
+        piece_bytes: Fewest bytes that are written at once.
+        urgent: True if a caller waits for this request.
+        ahead: Readahead that brings the bytes, if they were requested earlier.
+        sent_s: Time at which the request was sent.
+        begun: True after the response began.
+        left: Bytes that are not written yet.
     """
 
     def __init__(self, request: RangeRequest, piece_bytes: int, *, urgent: bool, ahead: Ahead | None) -> None:
@@ -542,13 +546,13 @@ class _Body:
 
     @property
     def coming(self) -> int:
-        """Bytes that are on their way for certain: a piece may have arrived that is not complete yet."""
+        """Bytes that are certain to be in flight. An incomplete piece may have arrived already."""
         if self.ahead is not None:
             return max(0, self.request.stop - self.ahead.come)
         return max(0, self.left - self.piece_bytes) if self.begun else self.left
 
     def came(self, num_bytes: int) -> Iterator[TensorPart]:
-        """So many more bytes are in their place; gives the parts that are complete with them."""
+        """Count bytes that were written. Yield the parts that they complete."""
         self.left -= num_bytes
         self._unclaimed += num_bytes
         while self._parts and self._parts[0].nbytes <= self._unclaimed:
@@ -557,12 +561,12 @@ class _Body:
             yield part
 
     def rest(self) -> list[TensorPart]:
-        """The parts that are not complete."""
+        """Return the incomplete parts."""
         return list(self._parts)
 
 
 def _taken_apart(raised: BaseException) -> BaseException:
-    """What was raised first, and of the others nothing that holds on to their stacks."""
+    """Return the first error of a group, and strip references to stacks from the others."""
     while isinstance(raised, BaseExceptionGroup):
         raised.__traceback__ = raised.__context__ = None  # their frames hold the group itself
         raised, *others = raised.exceptions

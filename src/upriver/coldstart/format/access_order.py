@@ -1,15 +1,15 @@
-"""In which order a model reads its weights: what is published in that order can be used while it arrives.
+"""Record the order in which a model reads its weights, so that published weights can be used as they arrive.
 
-The model is called once, in eval, and every operator's arguments are looked at: the weights among them count
-as touched, in the order in which that happens first. A weight is known by the memory that it lies in, so it
-does not matter under which of its names, through which view, or by which module it is read. Making a view
-reads nothing, so it does not count; to give one back does, after all else.
+The model is called once, in eval mode, and the arguments of every operator are inspected. A weight counts as
+touched when an operator first reads it. Weights are identified by their memory, so the alias, view or module
+that reads them does not matter. Making a view reads nothing and does not count. A weight that the model
+returns counts after all others.
 
-What operators do is counted on the way, with the weight that was touched last until then: that is what they
-would have had to wait for. What runs before the first one waits for none.
+The work of operators is counted with the weight touched last: they would have waited for that weight.
+Operators before the first weight wait for none.
 
-The call is made on tensors without data, which takes no memory and hardly any time. A model that has to see
-values on its way, or uses an operator that torch cannot do without data, is called in earnest.
+The call uses tensors without data, which takes no memory and hardly any time. A model that needs values, or
+an operator that torch cannot run without data, is called with data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 _Call: TypeAlias = "tuple[tuple[Any, ...], dict[str, Any]]"
 
 _CONSTANTS = frozenset({torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default})
-"""What ``torch.tensor`` calls; torch keeps the values of those, so that a model may look at them."""
+"""Operators behind ``torch.tensor``. Torch keeps their values, so that a model may read them."""
 
 _PICKS = frozenset(
     {
@@ -55,36 +55,36 @@ _PICKS = frozenset(
         torch.ops.aten.index_select,
     }
 )
-"""Read of a table no more than what they give."""
+"""Operators that read no more of a table than they return."""
 
 _VIEWS = frozenset({torch.ops.aten._unsafe_view})
-"""Whose signatures do not say that they are."""
+"""Views whose signatures do not mark them as views."""
 
 
 def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[str]:
-    """The names of a model's state dict, in the order of :func:`counted`."""
+    """Return the names of a model's state dict, in the order of :func:`counted`."""
     return list(counted(model, args, kwargs))
 
 
 def counted(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Execution]:
-    """The names of a model's state dict, in the order in which a call of it touches them first.
+    """Return the names of a model's state dict, in the order in which a call first touches them.
 
-    The model is left as it was, and so are the arguments and what random numbers come next. The fused
-    transformer path is off meanwhile, for all threads: it takes a layer's weights all at once.
+    Model, arguments and the random state are left unchanged. The fused transformer path is off during the
+    call, for all threads, because it reads all weights of a layer at once.
 
     Args:
-        model: Whatever mode it is in, it is called in eval, without gradients.
-        args: What it is called with; where tensors without data will do, only their form matters.
-        kwargs: The same, by name.
+        model: Model in any mode. It is called in eval mode, without gradients.
+        args: Positional arguments of the call. Where tensors without data suffice, only their form matters.
+        kwargs: Keyword arguments of the call.
 
     Returns:
-        All names, each with what runs from then until the next one is touched; those that are never touched
-        come last, in the order of the state dict.
+        All names, each with the work until the next one is touched. Names that are never touched come last,
+        in the order of the state dict.
 
     Raises:
-        ModelError: If the model cannot be called like that, or has weights that have no shape yet.
+        ModelError: If the model cannot be called with these arguments, or a weight has no shape yet.
     """
     whole = model.state_dict(keep_vars=True)
     state = {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
@@ -114,20 +114,21 @@ def publish_model(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write a model's weights, in the order in which a call of it touches them.
+    """Write a model's weights, in the order in which a call touches them.
 
     Args:
-        model: Nothing in it may change meanwhile.
-        store: Where to.
-        path: The object's name; it ends in ``.safetensors``.
-        args: What the model is called with, as for :func:`counted`; the first question that it will be asked
-            is best, since it is that one whose seconds are predicted.
-        kwargs: The same, by name.
+        model: Model that does not change during the call.
+        store: Destination store.
+        path: Name of the object; it ends in ``.safetensors``.
+        args: Positional arguments of the call, as for :func:`counted`. Best is the first request after a
+            load, because its seconds are predicted.
+        kwargs: Keyword arguments of the call.
 
     Raises:
         ModelError: If the order cannot be recorded.
-        ProgramError: If there is anything but tensors in the state dict, or one that cannot be written.
-        ConfigError: This and what else :func:`~upriver.coldstart.format.manifest.publish` raises.
+        ProgramError: If the state dict holds anything but tensors, or a tensor that cannot be written.
+        ConfigError: If an argument is invalid. Other errors as in
+            :func:`~upriver.coldstart.format.manifest.publish`.
     """
     require_type("model", model, nn.Module, "whose weights are to be published")
     require_type("store", store, Store, "Store.open(URI)")
@@ -147,10 +148,10 @@ def publish_model(
 
 
 def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) -> dict[str, Execution]:
-    """What a call on tensors without data touches; nothing of the model is written to.
+    """Record the weights that a call on tensors without data touches. The model is not written to.
 
     Raises:
-        Exception: If it needs data.
+        Exception: If the call needs data.
     """
     weights, given = _Weights(state), _copied(call)
     with (
@@ -158,7 +159,7 @@ def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Cal
         attributes_kept(model),
         FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True) as mode,
     ):
-        # Kept until the end: torch would make others for the same weights if these were gone.
+        # Keep the twins until the end: torch would make others for the same weights if these were freed.
         twins = [mode.from_tensor(tensor) for tensor in state.values()]
         for tensor, twin in zip(state.values(), twins, strict=True):
             weights.stand_in(tensor, twin)
@@ -170,7 +171,7 @@ def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Cal
 
 
 def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) -> dict[str, Execution]:
-    """What a call in earnest touches; whatever it writes to is put back.
+    """Record the weights that a call with data touches. State that the call writes is restored.
 
     Raises:
         ModelError: If the call fails.
@@ -181,7 +182,7 @@ def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) 
         try:
             with touched:
                 touched.give(model(*args, **kwargs))
-        except Exception as error:  # whatever the user's forward raises
+        except Exception as error:  # any error of the user's forward
             raise ModelError(
                 f"the order of weights cannot be recorded, as the model cannot be called: {error_text(error)}"
             ) from error
@@ -189,10 +190,10 @@ def with_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Call) 
 
 
 def _copied(call: _Call) -> _Call:
-    """A call into whose arguments the model may write."""
+    """Return a call with copied arguments, into which the model may write."""
     try:
         return copy.deepcopy(call)
-    except Exception:  # a tensor in the middle of a graph, or anything else that says no
+    except Exception:  # a tensor in the middle of a graph, or another object that cannot be copied
         copied: _Call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), call)
         return copied
 
@@ -201,7 +202,7 @@ def _copied(call: _Call) -> _Call:
 
 
 class _Weights:
-    """Which names lie in which bytes of which storage."""
+    """Map the bytes of storages to the names of weights."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._stands_for: dict[int, int] = {}
@@ -212,21 +213,21 @@ class _Weights:
                 self._at.setdefault(storage, []).append((_bytes(tensor), name))
 
     def stand_in(self, tensor: torch.Tensor, twin: torch.Tensor) -> None:
-        """Take the storage of ``twin`` for that of ``tensor``."""
+        """Let the storage of ``twin`` stand for that of ``tensor``."""
         storage, other = self.storage(tensor), self.storage(twin)
         if storage is not None and other is not None:
             self._stands_for[other] = storage
 
     def storage(self, tensor: torch.Tensor) -> int | None:
-        """The storage that a tensor lies in; None for a kind of tensor that has none of its own."""
+        """Return the storage of a tensor, or None for a kind of tensor without one."""
         try:
             storage = int(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # sparse ones, wrappers around other tensors
+        except (NotImplementedError, RuntimeError):  # sparse tensors, wrappers around other tensors
             return None
         return self._stands_for.get(storage, storage)
 
     def within(self, tensor: torch.Tensor) -> Iterable[str]:
-        """Names of the weights that share bytes with a tensor, in the order of the state dict."""
+        """Return the names of weights that share bytes with a tensor, in the order of the state dict."""
         storage = self.storage(tensor)
         places = self._at.get(storage, []) if storage is not None else []
         own = _bytes(tensor) if places else range(0)
@@ -234,7 +235,7 @@ class _Weights:
 
 
 def _bytes(tensor: torch.Tensor) -> range:
-    """From a tensor's first byte in its storage to its last; an empty one has none."""
+    """Return the range from a tensor's first byte in its storage to its last; empty for an empty tensor."""
     first = tensor.storage_offset()
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     end = last + 1 if tensor.numel() else first
@@ -242,11 +243,10 @@ def _bytes(tensor: torch.Tensor) -> range:
 
 
 class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks at every operator.
+    """Record the weights that operators read.
 
     Attributes:
-        names: Of the weights among their arguments so far, in the order of their first time, each with what
-            has run since then, until the next one's.
+        names: Touched weights in the order of their first use, each with the work until the next one.
     """
 
     supports_higher_order_operators = True
@@ -258,13 +258,15 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator and note what it touched and did."""
+        """Run an operator, and record the weights it touched and its work."""
         kwargs = kwargs or {}
         given = tensors_in((args, kwargs))
         if isinstance(func, HigherOrderOperator):
             args, kwargs = under(self, (args, kwargs))
         result = func(*args, **kwargs)
-        if getattr(func, "namespace", "") == "prim":  # asks a tensor for its device, say
+        if (
+            getattr(func, "namespace", "") == "prim"
+        ):  # these operators ask a tensor for its device, for example
             return result
         views = tensors_in(result) if getattr(func, "is_view", False) else []  # by its signature
         only_viewed = {self.weights.storage(view) for view in views}
@@ -276,7 +278,7 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def give(self, answer: Any) -> None:
-        """Count the weights in a call's answer: somebody will read them."""
+        """Count the weights in the result of a call, which the caller will read."""
         for tensor in tensors_in(answer):
             self._touch(self.weights.within(tensor))
 
@@ -288,7 +290,7 @@ class _Touched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _executed(func: Any, args: Any, kwargs: Any, result: Any) -> Execution:
-    """What an operator does; nothing where its tensors are of a kind that cannot be counted."""
+    """Return the work of an operator, or `NOTHING` for tensors that cannot be counted."""
     try:
         if func._overloadpacket in _VIEWS:
             return NOTHING
@@ -296,24 +298,24 @@ def _executed(func: Any, args: Any, kwargs: Any, result: Any) -> Execution:
         read = made if func._overloadpacket in _PICKS else tensors_in((args, kwargs))
         moved_bytes = sum(_nbytes(tensor) for tensor in (*read, *made))
         return Execution(int(flops_of_call(func, args, kwargs, result)), moved_bytes)
-    except Exception:  # whatever torch's formulas, or a tensor that somebody made up, say to being looked at
+    except Exception:  # any error of torch's formulas, or of a user's tensor class
         return NOTHING
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """What is moved if all of it is read or written: an element that is repeated lies in memory once."""
+    """Return the bytes that move if the whole tensor is read or written. A repeated element counts once."""
     return min(tensor.numel() * tensor.itemsize, len(_bytes(tensor)))
 
 
 class _TouchedWithoutData(_Touched):  # type: ignore[no-untyped-call]
-    """Gives every tensor with data a stand-in without: torch itself computes what has only such arguments."""
+    """Replace each tensor with data by one without, so that torch computes no values."""
 
     def __init__(self, weights: _Weights, mode: FakeTensorMode) -> None:
         super().__init__(weights)
         self._mode = mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operator on tensors without data."""
+        """Run an operator on tensors without data."""
         if func not in _CONSTANTS:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._stand_in, (args, kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)

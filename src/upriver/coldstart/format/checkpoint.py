@@ -1,13 +1,12 @@
-"""Where a model's weights lie in a store, whoever wrote them, and the order in which to ask for them.
+"""Find a model's weights in a store, in any safetensors file, and the order in which to request them.
 
-What was published here has a manifest (:mod:`upriver.coldstart.format.manifest`). Any other safetensors file
-says in its own header where its tensors are, and an index beside several of them says which ones belong
-together, as Hugging Face's libraries write it. Such files are believed in nothing: their tensors may lie at
-any byte and in any order, and what overlaps, lies outside or is too much is refused before anything is
-allocated for it.
+Published files have a manifest (:mod:`upriver.coldstart.format.manifest`). For any other safetensors file the
+header gives the position of each tensor. An index, in the format of Hugging Face's libraries, names the files
+of a model that has several. None of this is trusted: tensors may lie at any byte and in any order. A tensor
+that overlaps another, lies outside the file or is too large is refused before any memory is allocated.
 
-They have no execution order and no checksums. An order that was recorded on first use is kept beside them; it
-is a hint, and one that does not fit is not used.
+Such files have no execution order and no checksums. The execution order is recorded on first use and stored
+next to the files. It is a hint: an order that does not match is ignored.
 """
 
 from __future__ import annotations
@@ -56,32 +55,33 @@ INDEX_ENDING = ".safetensors.index.json"
 ORDER_SCHEMA = "upriver.order/1"
 
 MOST_SHARDS = 1_000
-"""Each costs three requests before any weight is asked for. The largest models have a few hundred."""
+"""Most files of one model. Each costs three requests before the first weight. The largest models have
+hundreds of files."""
 
 SHARDS_AT_ONCE = 8
-"""How many headers are read at the same time: a latency each, hardly any bytes."""
+"""Headers read at the same time. Each costs one latency and few bytes."""
 
 MOST_LISTED, MOST_NAMED = 1_000, 5
-"""Objects of a folder that are looked at where none of the usual names is there, and those an error names."""
+"""Bounds for a folder without the usual names: objects that are listed, and objects that an error names."""
 
 _PICKLED_NAMES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-"""What Hugging Face's libraries call them."""
+"""File names of pickled checkpoints in Hugging Face's libraries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorLocation:
-    """One tensor, in row-major order.
+    """Position of one tensor in a store, in row-major order.
 
     Attributes:
-        name: As in the model's state dict.
+        name: Name in the model's state dict.
         dtype: One of :data:`~upriver.program.graph.schema.DTYPES`.
-        shape: Its sizes.
-        path: The object that it lies in.
-        start: Its first byte, counted from the object's.
-        stop: The byte behind its last one.
-        crc32c: Of each chunk of :attr:`WeightSource.chunk_bytes`, counted from ``start``; empty if none are
-            known.
-        execution: What runs from its first use until that of the next one, as far as it was counted.
+        shape: Sizes of the tensor.
+        path: Object that holds the tensor.
+        start: First byte, counted from the start of the object.
+        stop: Byte after the last one.
+        crc32c: Checksum of each chunk of :attr:`WeightSource.chunk_bytes`, counted from ``start``; empty if
+            unknown.
+        execution: Work between the first use of this tensor and that of the next one, if it was counted.
     """
 
     name: str
@@ -99,13 +99,13 @@ class WeightSource:
     """A model's weights in a store.
 
     Attributes:
-        store: Where they are.
-        path: What was asked for.
-        tensors: In execution order where ``ordered``, else as they lie.
-        ties: Names of tensors that are others too, and the names that those have in ``tensors``.
-        etags: Object to its ETag, which is empty where the store has none.
-        chunk_bytes: How many bytes of a tensor one checksum is for.
-        ordered: Whether the execution order is known.
+        store: Store that holds the weights.
+        path: Requested path.
+        tensors: Tensors, in execution order if ``ordered``, else in file order.
+        ties: Alias of a tensor to its name in ``tensors``.
+        etags: Object to its ETag; the ETag is empty if the store has none.
+        chunk_bytes: Bytes of a tensor that one checksum covers.
+        ordered: True if the execution order is known.
     """
 
     store: Store
@@ -118,17 +118,17 @@ class WeightSource:
 
     @property
     def nbytes(self) -> int:
-        """Of all its tensors."""
+        """Size of all tensors, in bytes."""
         return sum(tensor.stop - tensor.start for tensor in self.tensors)
 
     @property
     def is_checked(self) -> bool:
-        """Whether its bytes have checksums, as those of published files have."""
+        """True if the weights have checksums, as published files do."""
         return any(tensor.crc32c for tensor in self.tensors)
 
 
 def object_at(path: str) -> str | None:
-    """The object with weights that :func:`find` looks at first; None where it looks at something else."""
+    """Return the weights object that :func:`find` reads first, or None if it reads another kind of object."""
     path = path.removesuffix("/")
     if path.endswith(INDEX_ENDING) or has_pickled_name(path):
         return None
@@ -138,22 +138,24 @@ def object_at(path: str) -> str | None:
 def find(
     store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahead | None = None
 ) -> WeightSource:
-    """Find a model's weights; none of them is read.
+    """Find a model's weights without reading any of them.
 
     Args:
-        store: Where to look.
-        path: ``NAME.safetensors``, published here or written by anyone; ``NAME.safetensors.index.json`` of
-            several such files; or ``NAME``, which stands for ``NAME.safetensors``,
-            ``NAME/model.safetensors`` or ``NAME/model.safetensors.index.json``, whichever is there first;
-            an index that names the file ``NAME/model.safetensors`` comes before that.
-        caps: What may be claimed, at most.
-        ahead: What has been asked for already, of :func:`object_at`.
+        store: Store to search.
+        path: ``NAME.safetensors``, published here or written by other software;
+            ``NAME.safetensors.index.json`` of several such files; or ``NAME``. ``NAME`` stands for the first
+            that exists of ``NAME.safetensors``, ``NAME/model.safetensors`` and
+            ``NAME/model.safetensors.index.json``. An index that names the file ``NAME/model.safetensors``
+            precedes that file.
+        caps: Upper bounds on sizes that the files may claim.
+        ahead: Readahead of :func:`object_at`, if one was started.
 
     Raises:
         ConfigError: If the path cannot name an object.
-        ObjectNotFound: If there is none of these, or a file that an index names is missing.
-        ObjectChanged: If the object is not the one that its manifest was written for, or changes meanwhile.
-        ProgramError: If manifest, index or header is not what it should be, or it is a pickled checkpoint.
+        ObjectNotFound: If no such object exists, or a file that an index names is missing.
+        ObjectChanged: If the object differs from the one that its manifest describes, or changes during the
+            search.
+        ProgramError: If manifest, index or header is invalid, or the file is a pickled checkpoint.
         StoreError: If the store cannot be read.
     """
     path = check_name(path.removesuffix("/"))
@@ -170,7 +172,7 @@ def find(
 
 
 def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> WeightSource:
-    """What lies under a name without an ending."""
+    """Find the weights for a name without an ending."""
     index = f"{path}/model{INDEX_ENDING}"
     files = (f"{path}{ENDING}", f"{path}/model{ENDING}")
     absent = _Absent()
@@ -185,7 +187,7 @@ def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> Wei
             return found
     with absent:
         data = get_at_most(store, index, caps.header_bytes)
-    # One that names that file says what overlays it; else they are two forms of a model.
+    # An index that names this file may overlay it. Otherwise file and index are two forms of one model.
     if data is not None and (found is None or files[1] in _places(index, data, caps).values()):
         return _shards(store, index, data, caps)
     if found is not None:
@@ -204,7 +206,7 @@ def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> Wei
 
 
 def _others(store: Store, path: str) -> str:
-    """Which files of a folder could be meant, for an error; which one is not guessed."""
+    """List weights files of a folder for an error message. None of them is chosen."""
     with suppress(StoreError):
         objects = islice(store.list(path, on_unreachable=lambda entry: None), MOST_LISTED)
         inside = (info.path.removeprefix(f"{path}/") for info in objects)
@@ -216,10 +218,12 @@ def _others(store: Store, path: str) -> str:
 
 
 class _Absent:
-    """Goes on where an object is not there, or may not be: who may not list a bucket is refused either way.
+    """Suppress errors about an absent object, or about a refused one.
+
+    A client that may not list a bucket gets the same refusal for both.
 
     Attributes:
-        refused: What the store said when it first refused; empty if it did not.
+        refused: First refusal of the store; empty if there was none.
     """
 
     refused = ""
@@ -237,17 +241,17 @@ class _Absent:
 
 
 def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) -> WeightSource:
-    """One file, by its manifest or else by its header.
+    """Find the weights of one file, by its manifest or else by its header.
 
     Raises:
-        ObjectNotFound: If there is no such object; and the others of :func:`find`.
+        ObjectNotFound: If the object does not exist. Other errors as in :func:`find`.
     """
     absent = _Absent()
     with absent:  # the manifest, or both
         return published(store, path, read(store, path, caps=caps, ahead=ahead, copies=True))
     info, tensors, ours = _foreign(store, path, caps, ahead)
     if ours != "no" and not absent.refused:
-        with absent:  # a store may err once
+        with absent:  # the store may have failed once
             return published(store, path, read(store, path, caps=caps, copies=True))
     if ours == "certainly" and absent.refused:
         raise StoreError(
@@ -266,22 +270,22 @@ def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) 
 
 
 def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> WeightSource:
-    """The weights of a file, whatever its name, by its header alone.
+    """Find the weights of a file of any name, by its header alone.
 
     Raises:
-        ProgramError: If it is no safetensors file; and the others of :func:`find`.
+        ProgramError: If the file is not a safetensors file. Other errors as in :func:`find`.
     """
     info, tensors, _ = _foreign(store, check_name(path), caps)
     return _unordered(store, path, {path: info.etag}, tensors)
 
 
 def damaged_error(source: WeightSource, tensor: TensorLocation, found: range) -> Damaged:
-    """The error of bytes that are others than were published.
+    """Return the error for bytes that differ from the published ones.
 
     Args:
-        source: Where they were read.
-        tensor: Whose they are.
-        found: Which of it, counted from its first.
+        source: Source of the bytes.
+        tensor: Tensor that holds them.
+        found: Damaged bytes, counted from the first byte of the tensor.
     """
     start, stop = tensor.start + found.start, tensor.start + found.stop
     return Damaged(
@@ -292,7 +296,7 @@ def damaged_error(source: WeightSource, tensor: TensorLocation, found: range) ->
 
 
 def published(store: Store, path: str, manifest: Manifest) -> WeightSource:
-    """What a manifest says of the object that it lies beside."""
+    """Return the weights that a manifest describes."""
     counted: Iterable[Execution] = (
         repeat(NOTHING) if manifest.execution is msgspec.UNSET else manifest.execution
     )
@@ -337,7 +341,11 @@ def _unordered(
 def _foreign(
     store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None
 ) -> tuple[ObjectInfo, list[TensorLocation], Literal["no", "perhaps", "certainly"]]:
-    """What the header of anyone's file says, tensors as they lie, and whether it was published here."""
+    """Read the header of an untrusted file.
+
+    Returns:
+        The object's info, its tensors in file order, and whether upriver wrote the file.
+    """
     info = (ahead or store).head(path)
     try:
         head, entries = _header(ahead or store, info, caps)
@@ -361,14 +369,14 @@ def _foreign(
         )
         for entry in weights
     ]
-    if len(weights) < len(entries):  # nobody else pads so; and a bit may be wrong in what was read here
+    if len(weights) < len(entries):  # only upriver pads this way, and a bit of the header may be wrong
         return info, placed, "certainly"
     alike = head == head_of((entry.name, entry.dtype, entry.shape) for entry in weights)[0]
     return info, placed, "perhaps" if alike else "no"
 
 
 def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[TensorEntry]]:
-    """What a file begins with, up to its body, and its tensors, each of them within the body."""
+    """Return the bytes of a file before its body, and its tensors. Each tensor lies within the body."""
     etag = info.etag or None
     first = store.get_range(info.path, 0, min(LENGTH_BYTES, info.size), etag=etag)
     try:
@@ -388,7 +396,7 @@ def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[by
 
 
 def _check_apart(entries: Iterable[TensorEntry]) -> None:
-    """No byte belongs to two tensors; they are given in the order of their places."""
+    """Check that no two tensors share a byte. The entries are sorted by position."""
     end, before = 0, ""
     for entry in entries:
         if entry.start == entry.stop:
@@ -405,7 +413,7 @@ def _check_apart(entries: Iterable[TensorEntry]) -> None:
 
 
 def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> WeightSource:
-    """The tensors of the files that an index names, each from the file that it says."""
+    """Read the headers of the files that an index names, and take each tensor from its file there."""
     places = _places(path, index, caps)
     paths = sorted(set(places.values()))
     if len(paths) > MOST_SHARDS:
@@ -426,10 +434,11 @@ def _shard(store: Store, index: str, path: str, caps: GraphCaps) -> tuple[Object
 
 
 def _places(path: str, index: bytes, caps: GraphCaps) -> dict[str, str]:
-    """Name of each tensor to the object that an index says it is in.
+    """Return the object that an index gives for each tensor name.
 
     Raises:
-        ProgramError: If the index is none, or names what cannot be a weights file beside it.
+        ProgramError: If the index is invalid, or names a file that cannot be a weights file in the same
+            folder.
     """
     table = table_of(index, path, caps).get("weight_map")
     if not isinstance(table, dict) or len(table) > caps.header_entries:
@@ -458,13 +467,14 @@ def _beside(path: str, folder: str, file: str) -> str:
 
 
 def _chosen(path: str, places: Mapping[str, str], tensors: Iterable[TensorLocation]) -> list[TensorLocation]:
-    """Each tensor once: where the index says, or in the only file that has it.
+    """Choose one location for each tensor: where the index says, or the only file that holds it.
 
-    A copy in another file may be stale, and is left there: an index that was changed to name an overlay says
-    which of the two counts.
+    A copy in another file may be stale and is ignored. An index that was changed to name an overlay decides
+    between the two.
 
     Raises:
-        ProgramError: If a tensor is not where the index says, or lies twice where it says nothing.
+        ProgramError: If a tensor is not where the index says, or lies in two files and the index names
+            neither.
     """
     copies: dict[str, list[TensorLocation]] = {}
     for tensor in tensors:
@@ -488,7 +498,7 @@ def _chosen(path: str, places: Mapping[str, str], tensors: Iterable[TensorLocati
 
 
 def _check_size(path: str, num_tensors: int, nbytes: int, caps: GraphCaps) -> None:
-    """Hold files of one model to what one may have."""
+    """Check the files of one model against the caps."""
     if num_tensors > caps.header_entries:
         raise ProgramError(f"{path}: {num_tensors} tensors; at most {caps.header_entries} are allowed")
     if nbytes > caps.weights_bytes:
@@ -499,10 +509,12 @@ def _check_size(path: str, num_tensors: int, nbytes: int, caps: GraphCaps) -> No
 
 
 def _refuse_object(store: Store, path: str) -> None:
-    """A name without an ending is no object; an empty one is how some stores write a directory.
+    """Check that a name without an ending is not an object with content.
+
+    Some stores represent a directory as an empty object.
 
     Raises:
-        ProgramError: If it is an object.
+        ProgramError: If the name is an object with content.
     """
     try:
         info = store.head(path)
@@ -520,12 +532,12 @@ def _refuse_object(store: Store, path: str) -> None:
 
 
 class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``NAME.order.json`` holds.
+    """Content of ``NAME.order.json``.
 
     Attributes:
         schema: Name and version of the format.
-        etags: Of the objects that the order was recorded for.
-        names: Of all their tensors, in execution order.
+        etags: ETags of the objects for which the order was recorded.
+        names: Names of all tensors of these objects, in execution order.
     """
 
     schema: str
@@ -534,15 +546,16 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def order_path(path: str) -> str:
-    """Where the order of files without one is kept."""
+    """Return the path at which the recorded order of unpublished files is stored."""
     return f"{path.removesuffix(INDEX_ENDING).removesuffix(ENDING)}.order.json"
 
 
 def in_order(source: WeightSource, names: Iterable[str]) -> WeightSource:
-    """The same weights in an execution order that was recorded.
+    """Return the same weights in a recorded execution order.
 
     Args:
-        names: Of tensors; those that the source has not are left out, those that it has besides go last.
+        source: Weights to order.
+        names: Tensor names in order. Unknown names are skipped. Tensors without a name here go last.
     """
     by_name = {tensor.name: tensor for tensor in source.tensors}
     wanted = dict.fromkeys(source.ties.get(name, name) for name in names)
@@ -551,14 +564,14 @@ def in_order(source: WeightSource, names: Iterable[str]) -> WeightSource:
 
 
 def keep_order(source: WeightSource, names: Iterable[str]) -> None:
-    """Keep an execution order for the next one who looks for these files.
+    """Store an execution order for later loads of these files.
 
     Args:
-        source: As :func:`find` gave it.
+        source: Result of :func:`find`.
         names: As for :func:`in_order`.
 
     Raises:
-        StoreError: If the store refuses, as it may: nothing depends on it.
+        StoreError: If the store refuses. The caller may ignore this: nothing depends on the order.
     """
     order = _Order(
         schema=ORDER_SCHEMA,
@@ -569,13 +582,13 @@ def keep_order(source: WeightSource, names: Iterable[str]) -> None:
 
 
 def _as_kept(source: WeightSource, caps: GraphCaps) -> WeightSource:
-    """In the order that is kept beside, if there is one of just these tensors of just these objects."""
+    """Return the weights in their stored order, if that order is for these tensors of these objects."""
     beside = order_path(source.path)
     try:
         return in_order(source, _kept(source, beside, caps))
     except ObjectNotFound:
         return source
-    # msgspec raises its own errors and, on some text, Python's.
+    # msgspec raises its own errors and, for some text, Python's.
     except (StoreError, ProgramError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.info("the order kept in %s is not used: %s", beside, error)
         return source

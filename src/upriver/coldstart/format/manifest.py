@@ -1,15 +1,14 @@
-"""Weights as they are published for cold starts: safetensors in execution order, and a manifest beside it.
+"""Publish weights for cold starts: a safetensors file in execution order, and its manifest.
 
-The file is the one of :mod:`upriver.program.graph.weights_file`: tensors in the order in which they are
-given, which is that of execution, each on a 64-byte boundary, named padding between; any safetensors reader
-reads it. Its manifest, a JSON file, says where in the object each tensor lies, the CRC32C of each chunk of
-it, which names stand for a tensor that has another one, the object's ETag and, where it was counted, what a
-model computes from each tensor on. A loader that has read it needs nothing else before it asks for weights,
-and any tensors are checked without a byte of others.
+The file is the one of :mod:`upriver.program.graph.weights_file`: tensors in the given order, which is that of
+execution, each on a 64-byte boundary, with named padding between. Any safetensors reader reads it. The
+manifest is a JSON file. It gives each tensor's position in the object, each chunk's CRC32C, the aliases of
+tied tensors and the object's ETag. If the work was counted, it also gives the work from each tensor to the
+next. With the manifest alone a loader can request weights, and check any tensor without bytes of others.
 
-A reader believes nothing of it. Order, types and shapes decide where every byte of the file lies, those of
-its header too, so what a manifest says of places is held against that, and the object's header against what
-it must be, byte for byte. Nothing of the size that a manifest claims is allocated for that.
+A reader does not trust the manifest. Order, types and shapes determine each byte position and each byte of
+the header. The reader compares the manifest's positions with these, and the object's header byte for byte. It
+never allocates a size only because a manifest claims it.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ SCHEMA = "upriver.weights/1"
 ENDING = ".safetensors"
 
 CHUNK_BYTES = 1 << 20
-"""What is fetched again where a checksum is wrong. A checksum is kept for each: a few kB for 1 GB."""
+"""Bytes that are fetched again after a wrong checksum. One checksum a chunk takes a few kB for 1 GB."""
 
 MOST_CHUNK_BYTES = 64 << 20
 
@@ -63,12 +62,12 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One tensor of the file, in row-major order.
 
     Attributes:
-        name: As in the model's state dict.
+        name: Name in the model's state dict.
         dtype: One of :data:`~upriver.program.graph.schema.DTYPES`.
-        shape: Its sizes.
-        start: Its first byte, counted from the object's.
-        stop: The byte behind its last one.
-        crc32c: Of each chunk, counted from ``start``; the last one may be shorter.
+        shape: Sizes of the tensor.
+        start: First byte, counted from the start of the object.
+        stop: Byte after the last one.
+        crc32c: Checksum of each chunk, counted from ``start``; the last chunk may be shorter.
     """
 
     name: str
@@ -80,17 +79,16 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands beside a weights file.
+    """Manifest of a weights file.
 
     Attributes:
         schema: Name and version of the format.
-        etag: Of the object when it was published; empty where the store has none.
-        nbytes: Of the object.
-        chunk_bytes: How many bytes of a tensor one checksum is for.
-        tensors: In the order of the file, which is that of execution.
-        ties: Names of tensors that are others too, and the names that those have in ``tensors``.
-        execution: Of each tensor, what runs from its first use until that of the next one; left out where
-            nobody counted it.
+        etag: ETag of the object when it was published; empty if the store has none.
+        nbytes: Size of the object.
+        chunk_bytes: Bytes of a tensor that one checksum covers.
+        tensors: Tensors in file order, which is that of execution.
+        ties: Alias of a tensor to its name in ``tensors``.
+        execution: Work between the first use of each tensor and that of the next one; absent if not counted.
     """
 
     schema: str
@@ -102,23 +100,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     execution: list[Execution] | msgspec.UnsetType = msgspec.UNSET
 
     def encode(self) -> bytes:
-        """The canonical bytes of the file."""
+        """Return the canonical bytes of the manifest."""
         return msgspec.json.encode(self)
 
     def head(self) -> bytes:
-        """What the object begins with: a safetensors header, and the length before it.
+        """Return the first bytes of the object: the header's length and the safetensors header.
 
         Raises:
-            ProgramError: If there can be no such file.
+            ProgramError: If no such file can exist.
         """
         return head_of(_forms(self.tensors))[0]
 
 
 def manifest_path(path: str) -> str:
-    """Where the manifest of a weights file lies.
+    """Return the path of a weights file's manifest.
 
     Raises:
-        ConfigError: If that is no name of a weights file.
+        ConfigError: If the path cannot name a weights file.
     """
     if not path.removesuffix(ENDING).rpartition("/")[2] or not path.endswith(ENDING):
         raise ConfigError(f"a weights file is called NAME{ENDING}, got {path[:200]!r}")
@@ -138,28 +136,28 @@ def publish(
     execution: Mapping[str, Execution] | None = None,
     caps: GraphCaps = DEFAULT_CAPS,
 ) -> Manifest:
-    """Write a weights file and, when it is there, its manifest.
+    """Write a weights file and then its manifest.
 
-    The file never stands in memory: parts of it that are on their way do, and one copy of a tensor that does
-    not lie row by row in main memory.
+    The file is never whole in memory. Memory holds the parts in flight, and one copy of a tensor that is not
+    contiguous in main memory.
 
     Args:
-        tensors: A state dict in execution order; nothing in it may change meanwhile.
-        store: Where to.
-        path: The object's name; it ends in ``.safetensors``.
-        chunk_bytes: How many bytes of a tensor one checksum is for.
-        tied: Whether what is the same tensor under several names is stored once, under the first; else under
-            each, as a program's weights are.
-        execution: What runs from the first use of tensors until that of the next one, by their names; None
-            where it was not counted.
-        caps: What a reader may be expected to take.
+        tensors: State dict in execution order. Its tensors must not change during the call.
+        store: Destination store.
+        path: Name of the object; it ends in ``.safetensors``.
+        chunk_bytes: Bytes of a tensor that one checksum covers.
+        tied: If true, a tensor with several names is stored once, under the first; else under each, as a
+            program's weights are.
+        execution: Work between the first use of a tensor and that of the next one, by name; None if not
+            counted.
+        caps: Upper bounds that a reader accepts.
 
     Raises:
-        ConfigError: If the path is no name of a weights file.
-        ProgramError: If something in it cannot stand in such a file, or is more than the caps allow.
-        ObjectChanged: If somebody else was seen to write the same object meanwhile; publish again then.
-        StoreError: If the store refuses. No manifest is left then that says otherwise of the object. Where
-            there was no object before, none is left that has no manifest, as far as the store says so.
+        ConfigError: If the path cannot name a weights file.
+        ProgramError: If a tensor cannot be stored in such a file, or exceeds the caps.
+        ObjectChanged: If another client was seen to write the same object. Publish again then.
+        StoreError: If the store refuses. No manifest is left that contradicts the object. A new object
+            without a manifest is deleted, if the store says that it is new.
     """
     beside = manifest_path(path)
     stored, ties = _untied(tensors, tied=tied)
@@ -177,7 +175,7 @@ def publish(
         if info.size == planned.nbytes:
             store.put(beside, manifest.encode())
     except BaseException as error:
-        with suppress(StoreError):  # somebody else may have published it meanwhile
+        with suppress(StoreError):  # another client may have published it meanwhile
             if is_new and store.head(path).etag == info.etag and not store.exists(beside):
                 store.delete(path)
         if isinstance(error, StoreError) and not is_new:
@@ -194,7 +192,7 @@ def publish(
 
 
 def _is_new(store: Store, path: str) -> bool:
-    """Whether the store says that there is no such object; it may not say so to everybody."""
+    """Return True if the store says that the object does not exist; it may refuse to say so."""
     try:
         return not store.exists(path)
     except StoreError:
@@ -202,7 +200,7 @@ def _is_new(store: Store, path: str) -> bool:
 
 
 def check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor that has no elements in rows and columns that could be written.
+    """Check that a tensor has dense elements that can be written.
 
     Raises:
         ProgramError: If it has none.
@@ -215,18 +213,18 @@ def check_dense(name: str, tensor: torch.Tensor) -> None:
 def describe(
     tensors: Mapping[str, torch.Tensor], digest: str, *, caps: GraphCaps = DEFAULT_CAPS
 ) -> Manifest | None:
-    """The manifest of a weights file that is written already, but for its ETag.
+    """Return the manifest of an existing weights file, without its ETag.
 
     Args:
-        tensors: What is in it, by name, in its order.
-        digest: The file's SHA-256.
-        caps: What a reader may be expected to take.
+        tensors: Tensors of the file by name, in file order.
+        digest: SHA-256 of the file.
+        caps: Upper bounds that a reader accepts.
 
     Returns:
-        None where the file is laid out otherwise than this module does it.
+        The manifest, or None if the file has another layout than this module writes.
 
     Raises:
-        ProgramError: If something in it is more than the caps allow.
+        ProgramError: If the content exceeds the caps.
     """
     planned = _planned(dict(tensors), {}, CHUNK_BYTES)
     _check(planned, caps)
@@ -238,7 +236,7 @@ def describe(
 
 
 def _summed(planned: Manifest, sums: Sequence[list[int]]) -> Manifest:
-    """The same with the checksums of its tensors."""
+    """Return the manifest with the checksums of its tensors."""
     tensors = [
         msgspec.structs.replace(tensor, crc32c=crcs)
         for tensor, crcs in zip(planned.tensors, sums, strict=True)
@@ -249,7 +247,7 @@ def _summed(planned: Manifest, sums: Sequence[list[int]]) -> Manifest:
 def _untied(
     tensors: Mapping[str, torch.Tensor], *, tied: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """What is stored, and the other names that it has.
+    """Return the tensors to store, and the aliases of tied tensors.
 
     Raises:
         ProgramError: See `check_dense`.
@@ -268,7 +266,7 @@ def _untied(
 
 
 def _planned(stored: Mapping[str, torch.Tensor], ties: dict[str, str], chunk_bytes: int) -> Manifest:
-    """A manifest but for the checksums and the ETag."""
+    """Return a manifest without checksums and ETag."""
     head, entries = head_of(
         (name, str(t.dtype).removeprefix("torch."), t.shape) for name, t in stored.items()
     )
@@ -290,7 +288,7 @@ def _planned(stored: Mapping[str, torch.Tensor], ties: dict[str, str], chunk_byt
 
 
 def _executions(planned: Manifest, execution: Mapping[str, Execution]) -> list[Execution]:
-    """Of each tensor that is stored; what has several names counts once."""
+    """Return the work of each stored tensor. The aliases of a tensor add up."""
     found = {tensor.name: NOTHING for tensor in planned.tensors}
     for name, each in execution.items():
         stored = planned.ties.get(name, name)
@@ -301,7 +299,7 @@ def _executions(planned: Manifest, execution: Mapping[str, Execution]) -> list[E
 def _pieces(
     planned: Manifest, stored: Mapping[str, torch.Tensor], sums: list[list[int]]
 ) -> Iterator[bytes | memoryview]:
-    """The file piece by piece, and the checksums of what has been asked for."""
+    """Yield the file in pieces, and append the checksums of the tensors yielded so far to ``sums``."""
     yield planned.head()
     for tensor in planned.tensors:
         raw = raw_bytes(stored[tensor.name])
@@ -323,11 +321,11 @@ class _Head(msgspec.Struct):
 
 
 def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Manifest:
-    """Read a manifest from anyone.
+    """Parse an untrusted manifest.
 
     Raises:
-        ProgramError: If it is no manifest of this schema, describes no file that could be, or one that is
-            more than the caps allow; the message says what and where.
+        ProgramError: If the data is no manifest of this schema, describes an impossible file, or exceeds the
+            caps. The message names the field.
     """
     if len(data) > caps.header_bytes:
         raise ProgramError(f"manifest of {len(data)} bytes; at most {caps.header_bytes} are allowed")
@@ -337,11 +335,11 @@ def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Manifest
             raise ProgramError(f"manifest of schema {schema[:80]!r}; this version reads {SCHEMA!r}")
         manifest = msgspec.json.decode(data, type=Manifest)
         canonical = manifest.encode() == data
-    # msgspec raises its own errors and, on some text, Python's.
+    # msgspec raises its own errors and, for some text, Python's.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProgramError(f"manifest: {error}") from None
     if not canonical:
-        # No other spelling and no field twice: all readers understand the same.
+        # One spelling, no field twice: all readers understand the same.
         raise ProgramError("the manifest is not written as this version writes it")
     _check(manifest, caps)
     return manifest
@@ -355,33 +353,33 @@ def read(
     ahead: Ahead | None = None,
     copies: bool = False,
 ) -> Manifest:
-    """The manifest of a published weights file, held against the object's size and ETag.
+    """Read the manifest of a published weights file, and check it against the object's size and ETag.
 
-    Nothing of the object is read, but for the header of a copy. Later reads take the manifest's ETag along,
-    so they are of the same object.
+    The object itself is not read, except for the header of a copy. Later reads send the manifest's ETag, so
+    they refer to the same object.
 
     Args:
-        store: Where it is.
-        path: The name of the weights file.
-        caps: What it may take, at most.
-        ahead: What has been asked for already.
-        copies: Whether an object with another ETag will do that has the manifest's size and header, as a copy
-            of the file has: what else it holds is for the checksums to say.
+        store: Store that holds the file.
+        path: Name of the weights file.
+        caps: Upper bounds on sizes.
+        ahead: Readahead, if one was started.
+        copies: If true, accept an object with another ETag but the manifest's size and header, as a copy of
+            the file has. Its other bytes are left to the checksums.
 
     Returns:
-        It, with the ETag that the object has.
+        The manifest, with the object's current ETag.
 
     Raises:
-        ConfigError: If the path is no name of a weights file.
-        ObjectNotFound: If there is no such object, or no manifest beside it.
-        ObjectChanged: If the object is no longer the one that the manifest was written for.
-        ProgramError: If the manifest is not what it should be, or its object larger or smaller than it says.
+        ConfigError: If the path cannot name a weights file.
+        ObjectNotFound: If the object or its manifest does not exist.
+        ObjectChanged: If the object is not the one that the manifest describes.
+        ProgramError: If the manifest is invalid, or the object has another size than it says.
         StoreError: If the store cannot be read.
     """
     manifest = _beside(store, path, caps)
     info = (ahead or store).head(path)
     if (info.etag, info.size) != (manifest.etag or info.etag, manifest.nbytes):
-        # Both may have been published again since; the weights are first then, the manifest follows.
+        # A publisher may have replaced both. It writes the weights first and the manifest after them.
         info, manifest = store.head(path), _beside(store, path, caps)
     if copies and info.etag != manifest.etag and info.size == manifest.nbytes:
         copied = msgspec.structs.replace(manifest, etag=info.etag)
@@ -400,7 +398,7 @@ def read(
 
 
 def _beside(store: Store, path: str, caps: GraphCaps) -> Manifest:
-    """The manifest of a weights file, whatever that file is."""
+    """Read the manifest of a weights file, without a look at that file."""
     beside = manifest_path(path)
     data = get_at_most(store, beside, caps.header_bytes)
     try:
@@ -412,12 +410,12 @@ def _beside(store: Store, path: str, caps: GraphCaps) -> Manifest:
 
 
 def check_head(store: Store, path: str, manifest: Manifest) -> None:
-    """Hold the object's own header against the manifest.
+    """Check the object's header against the manifest.
 
-    A loader that goes by the manifest need not wait for this where their ETags say the same.
+    A loader that follows the manifest need not wait for this if the ETags are equal.
 
     Raises:
-        ObjectChanged: If the object is no longer the one that the manifest was written for.
+        ObjectChanged: If the object is not the one that the manifest describes.
         ProgramError: If the header is not the one that the manifest's tensors have.
         StoreError: If the store cannot be read.
     """
@@ -429,15 +427,15 @@ def check_head(store: Store, path: str, manifest: Manifest) -> None:
 def damaged(
     tensor: StoredTensor | TensorLocation, data: bytes | memoryview, *, chunk_bytes: int
 ) -> list[range]:
-    """Which bytes of a tensor, counted from its first, are others than were published, by their checksums.
+    """Return the byte ranges of a tensor that its checksums prove wrong, counted from its first byte.
 
     Args:
-        tensor: Of a manifest, or what was made of it.
-        data: All its bytes.
-        chunk_bytes: The manifest's.
+        tensor: Tensor of a manifest, or the location made from one.
+        data: All bytes of the tensor.
+        chunk_bytes: Chunk size of the manifest.
 
     Raises:
-        ProgramError: If these are more or fewer bytes than the tensor has.
+        ProgramError: If the data has another size than the tensor.
     """
     view = memoryview(data).cast("B")
     if len(view) != tensor.stop - tensor.start:
@@ -451,7 +449,7 @@ def damaged(
 
 
 def _check(manifest: Manifest, caps: GraphCaps) -> None:
-    """Hold a manifest to the caps and to the one layout that its tensors have."""
+    """Check a manifest against the caps, and against the one layout that its tensors allow."""
     _check_chunk_bytes(manifest.chunk_bytes)
     if len(manifest.etag) > caps.text:
         raise ProgramError(f"an ETag of {len(manifest.etag)} characters; at most {caps.text} are allowed")

@@ -1,12 +1,11 @@
-"""The first bytes of an object, asked for when a load begins, beside all that says what they are.
+"""Read the first bytes of an object when a load begins, in parallel with the lookups that interpret them.
 
-To find a model's weights takes some requests, one after the other, and to construct it takes time; the link
-would idle meanwhile. The URI mostly names the object already, so its first bytes are asked for at once. What
-is known with them, size, ETag, a header, need not be asked for again, and how long they took to begin is the
-link's latency.
+To find a model's weights takes several sequential requests, and to construct the model takes time. The link
+would idle meanwhile. The URI usually names the object, so its first bytes are requested at once. The response
+also gives size, ETag and header, which need no further request, and the link's latency.
 
-Nothing depends on it. Where it fails, or brought another object than the weights that are found, the store is
-asked as if there had been nothing.
+Nothing depends on the readahead. If it fails, or brings another object than the found weights, the load asks
+the store as without it.
 """
 
 from __future__ import annotations
@@ -27,41 +26,41 @@ from upriver.text import error_text
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 4 << 20
-"""Asked for: what comes of a quick link until a model is constructed. More keeps a store from the small
-requests that are asked for beside them: of Swift on one core, the groupings of ResNet-50 took 45 ms beside
-16 MiB, and 12 beside 4."""
+"""Bytes to request: what a fast link brings before a model is constructed. More delays the small requests
+that run at the same time. With Swift on one core, the groupings of ResNet-50 took 45 ms next to 16 MiB, and
+12 ms next to 4 MiB."""
 
 PIECE_BYTES = 512 * 1024
-"""Handed on at once: each piece asks for the interpreter, which a constructor has for most of the time."""
+"""Bytes of a piece. Each piece needs the interpreter, which a constructor holds most of the time."""
 
 ENDING_S = 2.0
-"""How long whoever breaks something off waits for that, the end of a process for all of it."""
+"""Longest wait of a caller that cancels a readahead, and of the exiting process for all of them."""
 
 
 def _nobody() -> None:
-    """Wants to be told."""
+    """Ignore a notification."""
 
 
 class Ahead:
-    """Reads the first bytes of an object in a thread of its own.
+    """Read the first bytes of an object in a separate thread.
 
     Attributes:
         path: The object.
-        info: What the store says of it; None as long as it has not answered.
-        sent_s: When it was asked for, by ``time.monotonic``.
-        first_s: When the answer began.
-        come: How many bytes have come.
-        taken: Whether a stream ends it, and not who began it.
+        info: The store's answer about the object; None until it has arrived.
+        sent_s: Time of the request, by ``time.monotonic``.
+        first_s: Time at which the response began.
+        come: Number of bytes that have arrived.
+        taken: True if a stream ends the readahead instead of its creator.
     """
 
     def __init__(self, store: Store, path: str, most_bytes: int, *, timeout_s: float) -> None:
-        """Ask for nothing yet.
+        """Create a readahead without sending a request.
 
         Args:
-            store: Where the object is, if it is there.
-            path: Its name.
-            most_bytes: That are asked for.
-            timeout_s: How long somebody waits here for something before the store is asked for it again.
+            store: Store that may hold the object.
+            path: Name of the object.
+            most_bytes: Number of bytes to request.
+            timeout_s: Longest wait for a byte here before the caller asks the store instead.
         """
         self.path = path
         self.info: ObjectInfo | None = None
@@ -79,7 +78,7 @@ class Ahead:
         self._thread = threading.Thread(target=self._work, name="upriver-coldstart-ahead", daemon=True)
 
     def start(self) -> None:
-        """Begin, if a thread can be started."""
+        """Start the thread, if possible."""
         self.sent_s = time.monotonic()
         try:
             self._thread.start()
@@ -89,7 +88,7 @@ class Ahead:
             reading.add(self)
 
     def cancel(self) -> None:
-        """Read no more, and let go of what was read."""
+        """Stop reading and release all bytes."""
         with self._changed:
             self._closed, self._tell = True, _nobody
             self._let_go()
@@ -97,12 +96,12 @@ class Ahead:
                 self._loop.call_soon_threadsafe(self._task.cancel)
 
     def close(self) -> None:
-        """:meth:`cancel`, and wait for the thread, but for a moment at most."""
+        """Cancel, and wait up to `ENDING_S` for the thread."""
         self.cancel()
         self.join(ENDING_S)
 
     def join(self, timeout_s: float | None) -> None:
-        """Wait for the thread, so long at most."""
+        """Wait for the thread, at most `timeout_s`."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -110,28 +109,28 @@ class Ahead:
         self._pieces.clear()
         self._starts.clear()
 
-    # ---------------------------------------------------------------- for whoever finds the weights
+    # ------------------------------------------------------------------- for the search for weights
 
     @property
     def latency_s(self) -> float | None:
-        """From the request to its first byte; None where none has come."""
+        """Seconds from the request to its first byte; None until that has arrived."""
         return None if self.info is None else self.first_s - self.sent_s
 
     def head(self, path: str) -> ObjectInfo:
-        """As `Store.head`, without asking again where the answer says it.
+        """Return `Store.head`, from the readahead's response if possible.
 
         Raises:
-            StoreError: See there.
+            StoreError: As in `Store.head`.
         """
         if path == self.path and self._wait(lambda: self.info is not None) and self.info is not None:
             return self.info
         return self._store.head(path)
 
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """As `Store.get_range`, without asking again for what comes by itself.
+        """Return `Store.get_range`, from the readahead's bytes if possible.
 
         Raises:
-            StoreError: See there.
+            StoreError: As in `Store.get_range`.
         """
         if path == self.path and stop <= self._most_bytes and self._is(etag):
             self._wait(lambda: self.come >= stop)
@@ -151,23 +150,23 @@ class Ahead:
     # --------------------------------------------------------------------------------- for a stream
 
     def stop_of(self, etags: Mapping[str, str]) -> int:
-        """How many of the object's first bytes come from here; none if it is not certain that it is that one.
+        """Return how many first bytes of the object the readahead supplies; 0 if the objects may differ.
 
         Args:
-            etags: Of the objects whose bytes are wanted.
+            etags: ETags of the wanted objects.
         """
         if self.info is None or not self.info.etag or etags.get(self.path) != self.info.etag:
             return 0
         return min(self._most_bytes, self.info.size)
 
     def tell(self, whom: Callable[[], object]) -> None:
-        """Call that when more has come, and when no more will."""
+        """Register a function to call when more bytes arrive, and when the readahead ends."""
         self._tell = whom
 
     def at(self, start: int) -> memoryview | None:
-        """What has come from that byte on, as far as it lies together; None if it will not come."""
+        """Return the bytes from `start` on that have arrived in one piece; None if they will not arrive."""
         with self._changed:
-            if self._closed:  # a last piece may have come all the same, without those before it
+            if self._closed:  # a last piece may have arrived after the earlier ones were released
                 return None
             if start < self.come:
                 number = bisect_right(self._starts, start) - 1
@@ -215,4 +214,4 @@ class Ahead:
 
 
 reading: weakref.WeakSet[Ahead] = weakref.WeakSet()
-"""For the end of the process, which breaks them off with everything else."""
+"""Track running readaheads, so that the exiting process can cancel them."""

@@ -1,9 +1,9 @@
-"""The names under which transformers saves a model, where they are not those of its state dict.
+"""Map a model's tensors to the names under which transformers saves them, if it renames them.
 
-Since version 5, ``save_pretrained`` undoes what ``from_pretrained`` does to a file on its way into a model:
-it renames weights, and takes apart those that the model keeps in one, such as the experts of a layer. Its
-function runs here on tensors without data. Where each result is a part of one tensor, a stored tensor has a
-place in the model's own memory, and arrives there by itself.
+Since version 5, ``save_pretrained`` undoes the changes that ``from_pretrained`` makes to a file. It renames
+weights and splits those that the model stores as one, such as the experts of a layer. Its function runs here
+on tensors without data. If each result is a part of one tensor, each stored tensor has its own place in the
+model's memory.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ HINT = (
 
 
 def is_pretrained(model: nn.Module) -> bool:
-    """Tell whether a model is one of transformers'."""
+    """Return True if a model is one of transformers'."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return isinstance(kind, type) and isinstance(model, kind)
 
 
 def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None] | None:
-    """A model's own memory under the names that ``save_pretrained`` writes.
+    """Return a model's own memory under the names that ``save_pretrained`` writes.
 
     Args:
-        model: Any.
+        model: Any model.
         state: Its state dict.
 
     Returns:
-        For each name the part of the model that is stored under it, or None where it is computed, or nothing
-        is stored. None where the names and forms are those of the state dict.
+        For each name the part of the model that is stored under it; None for a computed value, or if nothing
+        is stored. None for the whole mapping if names and forms are those of the state dict.
     """
     if not is_pretrained(model):
         return None
@@ -51,7 +51,7 @@ def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, t
         loading = importlib.import_module("transformers.core_model_loading")
         with torch.no_grad(), _Uncopied():
             saved: Mapping[str, torch.Tensor] = loading.revert_weight_conversion(model, dict(twins))
-    except Exception:  # before version 5 there is none, and operations raise what they like
+    except Exception:  # before version 5 there is no such module, and operations raise any error
         return None
     own = {twin.untyped_storage()._cdata: name for name, twin in twins.items()}
     parts = {name: own.get(part.untyped_storage()._cdata) for name, part in saved.items()}
@@ -70,14 +70,14 @@ def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 def _part_of(tensor: torch.Tensor, twin: torch.Tensor) -> torch.Tensor | None:
-    """Tell which part of a tensor lies where a view of its twin does."""
+    """Return the part of a tensor that a view of its twin covers, or None if the types differ."""
     if twin.dtype != tensor.dtype:
         return None
     return tensor.as_strided(twin.shape, twin.stride(), tensor.storage_offset() + twin.storage_offset())
 
 
 class _Uncopied(TorchFunctionMode):
-    """Gives a tensor itself where a copy in another layout is asked for, so that it is known as a part."""
+    """Return the tensor itself instead of a contiguous copy, so that it is recognized as a part."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is torch.Tensor.contiguous else func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Where weights and programs are said to be."""
+"""Resolve URIs of weights and programs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from upriver.store import Store
 
 
 def opened(uri: str, options: Mapping[str, str] | None = None) -> tuple[Store, str]:
-    """A store at the folder that a URI's last part lies in, and that part.
+    """Open a store at the folder of a URI's last part. Return the store and that part.
 
     Args:
         uri: ``s3://BUCKET/NAME`` or ``file:///FOLDER/NAME``.
-        options: Of an S3 store.
+        options: Options of an S3 store.
 
     Raises:
-        ConfigError: If that is no URI of an object.
-        StoreError: If there is no such folder.
+        ConfigError: If the URI cannot name an object.
+        StoreError: If the folder does not exist.
     """
     folder, _, name = uri.rstrip("/").rpartition("/")
     if not name or "://" not in folder or folder.endswith(":/"):
@@ -35,15 +35,15 @@ def opened(uri: str, options: Mapping[str, str] | None = None) -> tuple[Store, s
 
 
 def file_at(path: Path) -> tuple[Store, str]:
-    """A store that holds weights of this machine and what their links lead to, and their name in it.
+    """Open a store that holds local weights and the targets of their links. Return it and the weights' name.
 
-    The cache of Hugging Face's libraries has links in a model's folder to files in another.
+    The cache of Hugging Face's libraries holds links from a model's folder to files in another.
 
     Args:
-        path: Of a file or a folder, as :func:`~upriver.coldstart.format.checkpoint.find` takes it.
+        path: File or folder, as for :func:`~upriver.coldstart.format.checkpoint.find`.
 
     Raises:
-        StoreError: If there is no such folder.
+        StoreError: If the folder does not exist.
     """
     path = Path(os.path.abspath(path))
     root = path.parent
@@ -56,13 +56,14 @@ def file_at(path: Path) -> tuple[Store, str]:
 
 
 def program_at(uri: str) -> tuple[str, str, str]:
-    """Where a program is: the URI of its store, the folder there that programs are kept under, its digest.
+    """Split a program's URI into the URI of its store, the folder of programs there, and the digest.
 
     Args:
-        uri: ``STORE/PREFIX/programs/DIGEST``, as :func:`program_uri` gives it, or of its ``graph.json``.
+        uri: ``STORE/PREFIX/programs/DIGEST``, as :func:`program_uri` returns it, or the URI of its
+            ``graph.json``.
 
     Raises:
-        ConfigError: If that is no URI of a program.
+        ConfigError: If the URI cannot name a program.
     """
     folder, _, digest = uri.rstrip("/").removesuffix("/graph.json").rpartition("/")
     root, _, prefix = folder.removesuffix("/programs").rpartition("/")
@@ -72,9 +73,9 @@ def program_at(uri: str) -> tuple[str, str, str]:
 
 
 def program_uri(store_uri: str, prefix: str, digest: str) -> str:
-    """The URI of a program: what :func:`upriver.coldstart.open` takes."""
+    """Return the URI of a program, as :func:`upriver.coldstart.open` needs it."""
     from upriver.program.graph.artifact_store import (
-        graph_path,  # what runs programs, which a model's load does without
+        graph_path,  # part of the program runtime, which loading a model does not need
     )
 
     return f"{store_uri.rstrip('/')}/{graph_path(prefix, digest).removesuffix('/graph.json')}"

@@ -1,8 +1,8 @@
-"""Groupings that were found once, kept beside the weights for the next process, as PISeL's partition cache.
+"""Store groupings next to the weights for the next process, as PISeL's partition cache does.
 
-By policy, latency, bandwidth and what the machine computes, these in buckets: a grouping is found for the
-middle of a bucket, and all who fall into it take the same one. PISeL has an agent that finds groupings ahead
-(CIKM 2024, section 3.1); here whoever loads does it, and writes it down.
+A grouping is stored by policy, latency, bandwidth and the machine's rates. These numbers fall into buckets. A
+grouping is found for the middle of a bucket, and all loads in that bucket share it. PISeL has an agent that
+finds groupings ahead of time (CIKM 2024, section 3.1). Here the loading process finds and stores them.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ log = logging.getLogger(__name__)
 SCHEMA = "upriver.groupings/1"
 
 PER_DOUBLING = 2
-"""Buckets from one latency, bandwidth or rate to twice that."""
+"""Buckets between a latency, bandwidth or rate and its double."""
 
 LEAST_LATENCY_S = 1e-5
-"""Less is a disk's or a memory's, where groups hardly matter."""
+"""Lowest latency that is told apart. Less belongs to a disk or memory, where groups hardly matter."""
 
 MOST_KEPT = 200
-"""Groupings in one file; a load that would be one more is not kept."""
+"""Most groupings in one file. A grouping beyond that is not stored."""
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``NAME.groupings.json`` holds.
+    """Content of ``NAME.groupings.json``.
 
     Attributes:
         schema: Name and version of the format.
-        etags: Of the objects that they are for.
-        num_tensors: That these have.
-        stops: Where each group ends, by the tensors' places in the file, for each :func:`bucket`.
+        etags: ETags of the objects that the groupings are for.
+        num_tensors: Number of tensors in these objects.
+        stops: End of each group, by the tensors' positions in the file, for each :func:`bucket`.
     """
 
     schema: str
@@ -51,18 +51,18 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def path_of(source: WeightSource) -> str:
-    """Where the groupings of some weights are kept."""
+    """Return the path at which the groupings of a source are stored."""
     return f"{order_path(source.path).removesuffix('.order.json')}.groupings.json"
 
 
 def bucket(policy: str, link: StoreLink, in_flight_bytes: int, pace: Pace) -> tuple[str, StoreLink, Pace]:
-    """What a grouping is kept under, and the link and the machine that it is found for.
+    """Return the key of a grouping, and the link and the machine for which it is found.
 
     Args:
-        policy: Its name.
-        link: As it was found to be.
-        in_flight_bytes: That a load may have asked for at once.
-        pace: Of the machine.
+        policy: Name of the grouping policy.
+        link: Estimate of the link.
+        in_flight_bytes: Most bytes that the load may request at once.
+        pace: Rates of the machine.
     """
     latency = _bucket_of(max(LEAST_LATENCY_S, link.latency_s))
     bandwidth = _bucket_of(link.bandwidth_bytes_per_s)
@@ -83,9 +83,9 @@ def _middle(number: int) -> float:
 
 
 def kept(source: WeightSource, *, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, list[range]]:
-    """What is kept, by bucket; nothing where it is for other weights, or not what it should be.
+    """Return the stored groupings by bucket; none if they are invalid or for other weights.
 
-    A grouping decides when something comes and never what, so one that is wrong costs time alone.
+    A grouping decides when bytes arrive and never which, so a wrong one only costs time.
     """
     beside = path_of(source)
     try:
@@ -97,17 +97,17 @@ def kept(source: WeightSource, *, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, l
         return {name: _groups(stops, found.num_tensors) for name, stops in found.stops.items()}
     except ObjectNotFound:
         return {}
-    # msgspec raises its own errors and, on some text, Python's.
+    # msgspec raises its own errors and, for some text, Python's.
     except (StoreError, ProgramError, msgspec.MsgspecError, ValueError, RecursionError) as error:
         log.info("the groupings kept in %s are not used: %s", beside, error)
         return {}
 
 
 def keep(source: WeightSource, known: Mapping[str, Sequence[range]]) -> None:
-    """Keep groupings for the next one who loads these weights; of two who do so at once one is lost.
+    """Store groupings for later loads of these weights. Of two concurrent writes one is lost.
 
     Raises:
-        StoreError: If the store refuses, as it may: nothing depends on it.
+        StoreError: If the store refuses. The caller may ignore this: nothing depends on the groupings.
     """
     if len(known) > MOST_KEPT:
         return

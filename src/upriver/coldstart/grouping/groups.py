@@ -1,9 +1,9 @@
-"""Which layers of a model are downloaded together: PISeL's greedy groups, layer by layer, and our own.
+"""Decide which layers of a model are downloaded together: PISeL's greedy groups, single layers, or our own.
 
-Groups are ranges over the layers in execution order, one request each. Few large ones leave the loader and
-the processor waiting for the first bytes to be of use, many small ones leave the link waiting for requests.
-What that costs is predicted by the same :class:`~upriver.coldstart.grouping.timeline.Timeline` for all of
-them, with what executing takes as :mod:`upriver.coldstart.roofline` says.
+Groups are ranges over the layers in execution order, one request each. With few large groups, loader and
+processor wait for the first useful bytes. With many small ones the link waits for requests. One
+:class:`~upriver.coldstart.grouping.timeline.Timeline` predicts the cost of all of them, with the execution
+times of :mod:`upriver.coldstart.roofline`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from upriver.errors import ConfigError
 from upriver.text import bytes_text, printable
 
 Grouping: TypeAlias = Callable[[Timeline], list[range]]
-"""A pure function from what the layers take to those that are downloaded together."""
+"""Pure function from the layers' costs to the groups of layers that are downloaded together."""
 
 
 def greedy(
     sizes_bytes: Sequence[float] | Array, *, latency_s: float, bandwidth_bytes_per_s: float
 ) -> list[range]:
-    """PISeL's groups (CIKM 2024, Algorithm 1): each but the last of at least RL x BW.
+    """Return PISeL's groups (CIKM 2024, Algorithm 1): each but the last has at least RL x BW bytes.
 
-    Those are the most consecutive groups of which each but the last has that size. (The paper's Theorem 1
-    says the fewest, which one group of everything would be.)
+    These are the most consecutive groups of which each but the last has that size. (The paper's Theorem 1
+    says the fewest, which would be one group of everything.)
 
     Args:
-        sizes_bytes: Of each layer's weights, in execution order.
+        sizes_bytes: Bytes of each layer's weights, in execution order.
         latency_s: RL, from a request to its first byte.
         bandwidth_bytes_per_s: BW, of the link.
 
     Raises:
-        ConfigError: If a number is none, negative or infinite.
+        ConfigError: If a value is no number, negative or infinite.
     """
     check_link(latency_s, bandwidth_bytes_per_s)
     least = latency_s * bandwidth_bytes_per_s
@@ -53,10 +53,10 @@ def greedy(
 
 
 def layer_by_layer(sizes_bytes: Sequence[float] | Array) -> list[range]:
-    """A group for each layer: what PISeL is compared with in its section 5.3.
+    """Return a group for each layer, the baseline of PISeL's section 5.3.
 
     Raises:
-        ConfigError: If a size is none, negative or infinite.
+        ConfigError: If a size is no number, negative or infinite.
     """
     return [range(layer, layer + 1) for layer in range(len(checked_sizes(sizes_bytes)))]
 
@@ -71,24 +71,24 @@ def best(
     memory_cap_bytes: float = math.inf,
     one_core: bool = False,
 ) -> list[range]:
-    """Ours: the groups with the least predicted makespan under a cap on the bytes in flight.
+    """Return the groups with the least predicted makespan under a cap on the bytes in flight.
 
-    Up to 64 layers no grouping is predicted to take less, with more none by over 0.1 %, but for memory caps
-    of a few latencies' worth of very many bytes (:mod:`upriver.coldstart.grouping.optimizer`). Where PISeL's
-    groups take no longer, it is those.
+    Up to 64 layers no grouping has a shorter prediction. With more layers none is shorter by over 0.1 %.
+    Exceptions are memory caps of a few latencies' worth of very many bytes
+    (:mod:`upriver.coldstart.grouping.optimizer`). If PISeL's groups take no longer, they are returned.
 
     Args:
-        sizes_bytes: Of each layer's weights, in execution order.
-        load_s: To load each: checksum, conversion, copy to a device.
-        execute_s: To run each on the first input.
-        latency_s: From a request to its first byte.
-        bandwidth_bytes_per_s: Of the link.
-        memory_cap_bytes: The most that may be downloaded, or asked for, and not yet loaded.
-        one_core: Whether loading and executing share a core.
+        sizes_bytes: Bytes of each layer's weights, in execution order.
+        load_s: Seconds to load each layer: checksum, conversion, copy to a device.
+        execute_s: Seconds to run each layer on the first input.
+        latency_s: Seconds from a request to its first byte.
+        bandwidth_bytes_per_s: Bandwidth of the link.
+        memory_cap_bytes: Most bytes that may be requested or downloaded, and not yet loaded.
+        one_core: True if loading and executing share a core.
 
     Raises:
-        ConfigError: If a number is none, negative or infinite, not all three are given for each layer, or a
-            layer alone is larger than the memory cap.
+        ConfigError: If a value is no number, negative or infinite, a layer lacks one of the three, or a layer
+            alone exceeds the memory cap.
     """
     return _best(
         Timeline(
@@ -114,18 +114,18 @@ def makespan(
     memory_cap_bytes: float = math.inf,
     one_core: bool = False,
 ) -> float:
-    """What a grouping takes, in seconds from the first request to the answer.
+    """Return the predicted makespan of a grouping, in seconds from the first request to the result.
 
     Args:
-        groups: Any policy's.
-        sizes_bytes: This and the others as for :func:`best`.
+        groups: Groups of any policy.
+        sizes_bytes: This and the other arguments as for :func:`best`.
 
     Returns:
-        The prediction of :meth:`Timeline.makespan`; infinite if a group is larger than the memory cap.
+        The prediction of :meth:`Timeline.makespan`; infinite if a group exceeds the memory cap.
 
     Raises:
-        ConfigError: If a number is none, negative or infinite, or the groups do not have every layer once, in
-            order.
+        ConfigError: If a value is no number, negative or infinite, or the groups do not hold every layer
+            once, in order.
     """
     timeline = Timeline(
         sizes_bytes,
@@ -166,55 +166,56 @@ def _best(timeline: Timeline) -> list[range]:
 GROUPINGS: Mapping[str, Grouping] = MappingProxyType(
     {"layer_by_layer": _layer_by_layer, "pisel": _pisel, "upriver": _best}
 )
-"""The policies by their names."""
+"""Grouping policies by name."""
 
 SMALL_BYTES = 8 << 20
-"""Of a model that ours asks for in one request, without a look at the link. A stream puts each weight in its
-place as it comes, so one request makes nobody wait for its end; and it is over, at 100 MB/s, before a stream
-can tell whether a second one would bring more (``flow.TRIAL_BUSY_S``)."""
+"""Largest model that policy `upriver` requests at once without measuring the link. A stream writes each
+weight as its bytes arrive, so no weight waits for the end of the request. At 100 MB/s the request ends before
+a stream can tell whether a second one would bring more
+(:data:`~upriver.coldstart.link_estimator.TRIAL_BUSY_S`)."""
 
 _JOINING = frozenset({"upriver"})
-"""Policies that count on a stream's putting each weight in its place as it comes: they ask for small models
-in one request, for groups that follow each other together, and for the first bytes before they know what
-these are, and make no group of more than may be in flight. The others are what a paper says."""
+"""Policies that rely on the stream to write each weight as its bytes arrive. They request small models at
+once, join consecutive groups, and request the first bytes before they know their content. They make no group
+larger than the bytes in flight. The other policies follow their papers."""
 
 
 def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
-    """Whether a policy has one group for so many bytes of one object, whatever the link and the machine.
+    """Return True if a policy makes one group of these bytes, for any link and machine.
 
     Args:
-        policy: Its name.
-        nbytes: Of all weights.
-        request_bytes: Of one request, at most.
+        policy: Name of the policy.
+        nbytes: Bytes of all weights, in one object.
+        request_bytes: Most bytes of one request.
     """
     return policy in _JOINING and nbytes <= min(SMALL_BYTES, request_bytes)
 
 
 JOIN_S = 0.1
-"""What comes in so many seconds ours asks for at once, though these are several groups. Stores take some
-milliseconds for any request, in which nothing comes where they have no second processor for the next one.
-With more, a weight that somebody waits for out of turn would come late."""
+"""Bytes that arrive within this time are one request of policy `upriver`, even across groups. Stores need
+some milliseconds for any request. During these nothing arrives if a store has no second processor for the
+next request. With more, a weight that a caller waits for out of turn would come late."""
 
 
 def joins_s(policy: str) -> float:
-    """For how many seconds of a link groups are asked for together, where one lies behind the other.
+    """Return the time whose bytes a policy joins into one request, across consecutive groups, in seconds.
 
     Args:
-        policy: Its name.
+        policy: Name of the policy.
     """
     return JOIN_S if policy in _JOINING else 0.0
 
 
 def knows_stream(policy: str) -> bool:
-    """Whether it may ask for first bytes before it groups, and groups no more than may be in flight."""
+    """Return True if a policy allows readahead before grouping, and bounds groups to the bytes in flight."""
     return policy in _JOINING
 
 
 def check_policy(policy: str) -> None:
-    """The name of a policy.
+    """Check the name of a policy.
 
     Raises:
-        ConfigError: If there is none of that name.
+        ConfigError: If no policy has that name.
     """
     if not isinstance(policy, str) or policy not in GROUPINGS:
         raise ConfigError(
@@ -223,10 +224,10 @@ def check_policy(policy: str) -> None:
 
 
 def choose(policy: str, timeline: Timeline) -> list[range]:
-    """The groups of the named policy.
+    """Return the groups of the named policy.
 
     Raises:
-        ConfigError: If there is no such policy, or one of its groups is larger than the memory cap.
+        ConfigError: If no such policy exists, or one of its groups exceeds the memory cap.
     """
     check_policy(policy)
     groups = GROUPINGS[policy](timeline)

@@ -1,35 +1,35 @@
-"""The grouping with the least predicted makespan, by dynamic programming over the layers.
+"""Find the grouping with the least predicted makespan, by dynamic programming over the layers.
 
     minimise    Timeline.makespan(groups)
     subject to  groups are consecutive, cover every layer, and none is larger than the memory cap
 
-A way to group the first layers, a *label* here, is known by four things: when the link is free for the next
-group, how late the answer is at least for the groups so far, when the loader is free, and when each of the
-last layers is loaded, which a later request may have to wait for. The makespan grows with each of them, so a
-label that is better than another in none of them can be dropped, and what is left at the last layer is exact.
+A *label* is a way to group the first layers. Four values describe it: when the link is free for the next
+group; the least makespan after the groups so far; when the loader is free; and when each of the last layers
+is loaded, which a later request may wait for. The makespan grows with each value. So a label that is better
+than another in no value can be dropped. The remaining label at the last layer is exact.
 
-What keeps the labels few:
+Three rules keep the labels few:
 
-- A group that could be cut so that either part keeps the link busy for a latency need not be whole: its first
-  part would be there earlier and nothing later. So groups that end at a layer begin within two latencies'
+- A group need not be whole if it can be cut so that both parts keep the link busy for a latency. Its first
+  part would arrive earlier and nothing later. So a group that ends at a layer begins within two latencies'
   worth of bytes, and a layer.
-- A label that cannot beat the best grouping known, even if no request from there on had to be waited for
-  (``Timeline.rest_s``), is dropped. The groupings of the other policies are known from the start.
-- Being late by less than what no grouping can beat is the same as not being late, and so is a layer that is
-  loaded before any request that could wait for it can be sent.
+- A label is dropped if it cannot beat the best known grouping even when no later request waits
+  (``Timeline.rest_s``). The groupings of the other policies are known from the start.
+- A delay below what no grouping can beat counts as none. So does a layer that is loaded before any request
+  that could wait for it can be sent.
 
-Up to :data:`EXACT_LAYERS` layers that is all, to rounding. Above, the makespan may be :data:`TOLERANCE` above
-the least one. A label must promise a gain of half of that, and is dropped if another is better in everything
-but for as much as a layer's share of the other half. Such a step makes the makespan later by no more than it
-gives away, since nothing in the recurrence makes a delay grow; and there is one for each layer at most.
+Up to :data:`EXACT_LAYERS` layers the result is exact, to rounding. Above, the makespan may exceed the least
+one by :data:`TOLERANCE`. A label must promise a gain of half of that. It is dropped if another is worse in no
+value by more than a layer's share of the other half. Such a step delays the makespan by at most that share,
+since nothing in the recurrence makes a delay grow. There is at most one such step for each layer.
 
-A memory cap of a few latencies' worth of bytes, where these are hundreds of MB, leaves hundreds of labels at
-a layer. A search with :data:`SPARE_LABELS` more than layers begins again and keeps only the most promising
-at each layer: then all that is certain is that no known grouping is better.
+A memory cap of a few latencies' worth of bytes may be hundreds of MB. It then leaves hundreds of labels at a
+layer. A search with :data:`SPARE_LABELS` more labels than layers starts again and keeps only the most
+promising ones at each layer. Then the only guarantee is that no known grouping is better.
 
-Where executing takes longest, many groupings have the same makespan, and most of them leave the link idle for
-nothing. So a second search, for which all that is no later than the least makespan is not late, finds the one
-after which the link is free first: it loses least where executing takes less than was predicted.
+Where execution takes longest, many groupings have the same makespan, and most leave the link idle for
+nothing. So a second search counts no delay up to the least makespan. It finds the grouping after which the
+link is free first. That one loses least if execution takes less time than predicted.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ _T = TypeVar("_T", bound=np.generic)
 Indices: TypeAlias = npt.NDArray[np.intp]
 
 EXACT_LAYERS = 64
-"""With more of them a search may stop :data:`TOLERANCE` above the least makespan."""
+"""Most layers of an exact search. With more, a search may stop :data:`TOLERANCE` above the least makespan."""
 
 TOLERANCE = 0.001
-"""Far below what the seconds of a link or of a layer can be predicted to."""
+"""Relative tolerance, far below the accuracy to which seconds of a link or a layer can be predicted."""
 
 ROUNDING = 1e-12
-"""The tolerance of a search that is exact."""
+"""Tolerance of an exact search."""
 
 SAME = 1e-9
-"""Makespans that are no further apart are the same, whatever order their parts were added in."""
+"""Relative distance up to which makespans are equal, whatever the order of additions."""
 
 SPARE_LABELS = 500
-"""By how many more than one a layer, which is usual, a search that may stop early begins again."""
+"""Labels in excess of one a layer, the usual number, after which an inexact search starts again."""
 
 PROMISING = 2
-"""How many are kept at each layer if that was not enough."""
+"""Labels that are kept at each layer after such a restart."""
 
 
 def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
-    """The grouping with the least makespan: one of those known, or a better one.
+    """Return the grouping with the least makespan: one of the known ones, or a better one.
 
     Args:
-        timeline: What the layers take.
-        known: At least one grouping that keeps the memory cap. The first one, where none is better; else of
-            equals the one after which the link is free first.
+        timeline: Costs of the layers.
+        known: At least one grouping within the memory cap. The first one is returned if none is better. Of
+            other equal ones the result is the one after which the link is free first.
     """
     first, *others = known
     best = min((first, *others), key=timeline.makespan)
@@ -87,7 +87,7 @@ def shortest(timeline: Timeline, known: Iterable[list[range]]) -> list[range]:
 
 
 def _sooner_done(timeline: Timeline, makespan_s: float) -> list[range]:
-    """Of the groupings with this makespan the one after which the link is free first."""
+    """Return the grouping with this makespan after which the link is free first."""
     search = _Search(
         timeline,
         known_s=makespan_s * (1 + SAME),
@@ -99,20 +99,20 @@ def _sooner_done(timeline: Timeline, makespan_s: float) -> list[range]:
 
 
 class _TooMany(Exception):
-    """A search keeps too many labels to go on."""
+    """Signal that a search has too many labels to go on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Ways:
-    """Labels with one more group, all to the same layer; one number each.
+    """Candidate labels with one more group, which all end at the same layer; one number each.
 
     Attributes:
-        parent: The label without the group.
-        start: The group's first layer.
-        free_s: When the link is free for the next group.
-        late_s: The makespan so far.
-        reach_s: The makespan at best.
-        begun_s: When the loader would have begun with the first layer, had it never waited.
+        parent: Label without the group.
+        start: First layer of the group.
+        free_s: Time at which the link is free for the next group.
+        late_s: Makespan so far.
+        reach_s: Lower bound of the makespan.
+        begun_s: Time at which the loader would have begun the first layer, had it never waited.
     """
 
     parent: Indices
@@ -124,7 +124,7 @@ class _Ways:
 
 
 class _Search:
-    """Labels, in the order of the layers at which they end."""
+    """Labels of one search, in the order of the layers at which they end."""
 
     def __init__(
         self,
@@ -136,15 +136,15 @@ class _Search:
         spare: float = math.inf,
         at_layer: float = math.inf,
     ) -> None:
-        """Begin with nothing grouped.
+        """Start with no layer grouped.
 
         Args:
-            timeline: What the layers take.
-            known_s: The makespan that is to be beaten.
-            tolerance: How far above the least one the result may be.
-            floor_s: A makespan that need not be beaten.
-            spare: How many more labels than layers there may be.
-            at_layer: How many labels are kept at each layer; the most promising ones.
+            timeline: Costs of the layers.
+            known_s: Makespan to beat.
+            tolerance: Relative distance from the least makespan that the result may have.
+            floor_s: Makespan that need not be beaten.
+            spare: Most labels in excess of the number of layers.
+            at_layer: Most labels that are kept at each layer, the most promising ones.
         """
         self._timeline = timeline
         self._floor_s = max(floor_s, timeline.latency_s + float(timeline.rest_s[0]))
@@ -165,10 +165,10 @@ class _Search:
         self._loaded_s = np.empty((room, timeline.num_layers if self._waits else 0))
 
     def run(self) -> list[range]:
-        """The best grouping below the given makespan; empty if there is none.
+        """Return the best grouping below the known makespan; empty if none exists.
 
         Raises:
-            _TooMany: If that takes too many labels.
+            _TooMany: If the search needs too many labels.
         """
         timeline, last = self._timeline, self._timeline.num_layers
         if not last or self._floor_s >= self._below_s:
@@ -184,7 +184,7 @@ class _Search:
         return self._groups(int(ways.parent[order[0]])) if len(order) else []
 
     def _ways(self, stop: int) -> _Ways:
-        """Every label with a group that ends at ``stop``, if it can still beat what is known."""
+        """Return the candidates that end at ``stop`` and can still beat the known makespan."""
         timeline, labels = self._timeline, slice(self._first[self._starts[stop]], self._count)
         start, begin = self._stop[labels], self._free_s[labels]
         if needed := int(timeline.room[stop]):
@@ -205,9 +205,9 @@ class _Search:
         )
 
     def _keep(self, stop: int, ways: _Ways) -> None:
-        """Add the labels that no other one beats, the most promising first.
+        """Add the candidates that no other one beats, the most promising first.
 
-        Of equals that is the one whose last group is the smallest.
+        Of equal candidates the one with the smallest last group is kept.
         """
         left = np.lexsort((-ways.start, ways.late_s, ways.free_s, ways.reach_s))
         before = self._count
@@ -228,13 +228,13 @@ class _Search:
             left = left[~self._beaten(stop, ways, left, way, label)]
 
     def _beaten(self, stop: int, ways: _Ways, left: Indices, way: int, label: int) -> npt.NDArray[np.bool_]:
-        """Which of those left are no better in anything than ``way``, which has become a label."""
+        """Return a mask of the candidates in `left` that are better in no value than ``way``, now a label."""
         beaten: npt.NDArray[np.bool_] = ways.free_s[left] >= ways.free_s[way] - self._same_s
         beaten &= ways.late_s[left] >= ways.late_s[way] - self._same_s
         if not self._waits:
             return beaten
-        # A request cannot be sent before the link is about to be free for it, and it is free at each later
-        # layer after what comes before has come. A layer that is loaded by then makes nothing wait.
+        # A request is not sent before the link is about to be free for it. At each later layer the link is
+        # free only after the earlier bytes have come. A layer that is loaded by then delays nothing.
         timeline, first = self._timeline, self._needed_from(stop)
         hidden, busy = ways.free_s[left] + self._hidden_s[stop], ways.begun_s[left] + timeline.busy_s[stop]
         beaten &= np.maximum(busy, hidden) >= self._busy_s[label] - self._same_s
@@ -245,11 +245,11 @@ class _Search:
         return beaten
 
     def _needed_from(self, stop: int) -> int:
-        """The first layer that a group after ``stop`` may have to wait for."""
+        """Return the first layer that a group after ``stop`` may have to wait for."""
         return max(0, int(self._timeline.room[stop + 1]) - 1)
 
     def _loading(self, stop: int, ways: _Ways, some: Indices) -> Array:
-        """When each layer from the first that matters is loaded; a row for each of ``some``."""
+        """Return when layers are loaded, from the first that matters on; a row for each of ``some``."""
         first = self._needed_from(stop)
         before = self._loaded_s[ways.parent[some], first:stop]
         now = ways.begun_s[some][:, np.newaxis] + self._timeline.loaded_s[first:stop]
@@ -272,7 +272,7 @@ class _Search:
         self._busy_s, self._loaded_s = _doubled(self._busy_s), _doubled(self._loaded_s)
 
     def _groups(self, label: int) -> list[range]:
-        """The groups of a label, and one more to the last layer."""
+        """Return the groups of a label, and one more up to the last layer."""
         groups, stop = [], self._timeline.num_layers
         while label >= 0:
             start = int(self._stop[label])
@@ -282,7 +282,7 @@ class _Search:
 
 
 def _earliest_starts(timeline: Timeline) -> Indices:
-    """The first layer of the largest group worth trying that ends before each layer, as the module says."""
+    """Return the first layer of the largest group worth trying before each layer, see the module."""
     seconds, ends = timeline.seconds, np.arange(timeline.num_layers + 1)
     cut = np.minimum(np.searchsorted(seconds, seconds - timeline.latency_s, side="right") - 1, ends - 1)
     again = np.searchsorted(seconds, seconds[cut] - timeline.latency_s, side="right") - 1
@@ -291,7 +291,7 @@ def _earliest_starts(timeline: Timeline) -> Indices:
 
 
 def _due(timeline: Timeline, starts: Indices) -> Array:
-    """When a request that waits for each layer is sent at the earliest; infinite where there is none."""
+    """Return the earliest time at which a request waits for each layer; infinite if no request does."""
     first = np.searchsorted(timeline.room, np.arange(1, timeline.num_layers + 1), side="left")
     some = first <= timeline.num_layers
     due = np.full(timeline.num_layers, np.inf)

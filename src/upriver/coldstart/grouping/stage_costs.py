@@ -1,4 +1,4 @@
-"""What the stages of a program compute, counted with the weights that they wait for."""
+"""Count the work of a program's stages with the weights that they wait for."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from upriver.program.graph.schedule import schedule
 from upriver.program.graph.schema import Graph, Node, TensorSpec, Value, Weight, constants, references
 
 _PICKS = frozenset({"embedding", "gather", "index", "index_select"})
-"""Read of a table no more than what they give."""
+"""Operators that read no more of a table than they return."""
 
 
 def stage_executions(graph: Graph, keys: Sequence[str]) -> dict[str, Execution]:
-    """What runs from the first use of each weight until that of the next one, for one sample.
+    """Return the work between the first use of each weight and that of the next one, for one sample.
 
-    A stage begins when all weights that it is the first to read are there, so it counts with the last of them
-    as they lie; one that reads no new ones counts with the last one before. What runs before the first weight
-    waits for none.
+    A stage begins when all weights that it is the first to read have arrived. So it counts with the last of
+    them in file order. A stage that reads no new weight counts with the last weight before. Work before the
+    first weight waits for none.
 
     Args:
-        graph: Of the program.
-        keys: Of all weights, as they lie in their file.
+        graph: Graph of the program.
+        keys: Keys of all weights, in file order.
     """
     place = {key: number for number, key in enumerate(keys)}
     number_of = {weight.name: place[weight.key] for weight in graph.weights}
@@ -41,10 +41,10 @@ def stage_executions(graph: Graph, keys: Sequence[str]) -> dict[str, Execution]:
 
 
 class _Moved:
-    """Bytes that nodes read and write, for one sample.
+    """Count the bytes that nodes read and write, for one sample.
 
     Args:
-        graph: Theirs.
+        graph: Graph of the nodes.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -56,7 +56,7 @@ class _Moved:
         self._same_for_all: Container[str] = weights | constants(graph.inputs, graph.nodes)
 
     def of(self, node: Node) -> float:
-        """Of one; a view moves none."""
+        """Return the bytes of one node. A view moves none."""
         if getattr(resolve(node.op), "is_view", False) or node.op == "_unsafe_view.default":
             return 0.0
         made = [output.name for output in node.outputs if output is not None]

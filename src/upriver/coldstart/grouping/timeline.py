@@ -1,13 +1,13 @@
-"""How long a cold start takes: download, load and execute as a pipeline of groups of layers.
+"""Predict the time of a cold start: download, load and execute as a pipeline of groups of layers.
 
-The model of Jafari, Su, Wang, Zhang, Zhang, "PISeL: Pipelining DNN Inference for Serverless Computing",
-CIKM 2024, section 3.1 ("Model Partitioning Solver", "Partition Downloader", "Parallelize Model Loading And
-Execution"). The paper puts it in words and numbers no equations; the recurrence is our reading of them.
+The model of Jafari, Su, Wang, Zhang, Zhang, "PISeL: Pipelining DNN Inference for Serverless Computing", CIKM
+2024, section 3.1 ("Model Partitioning Solver", "Partition Downloader", "Parallelize Model Loading And
+Execution"). The paper describes it in words and numbers no equations; the recurrence is our reading.
 
 Symbols
     D[i], L[i], E[i]   seconds to download, load and execute layer i; D[i] is its bytes / BW
     RL, BW             ``latency_s``, ``bandwidth_bytes_per_s``
-    E[i] -> L[i] -> D[i]   a layer is executed when it is loaded, and loaded when its group has come
+    E[i] -> L[i] -> D[i]   a layer is executed after it is loaded, and loaded after its group has come
 
 Recurrence, for one group after the other, of layers a to b - 1
     sent = max(due, room)      due: when RL x BW of the group before is left to come, at the earliest with its
@@ -17,18 +17,18 @@ Recurrence, for one group after the other, of layers a to b - 1
     loaded[i] = max(loaded[i - 1], end) + L[i]             for i from a to b - 1
     executed[i] = max(executed[i - 1], loaded[i]) + E[i]
 
-So the link never idles after a group of at least RL x BW, and the makespan is the last ``executed``. Where
+So the link never idles after a group of at least RL x BW, and the makespan is the last ``executed``. If
 loading and executing share a core ("only one L or E task"), a layer is loaded and executed before the next
-one is loaded. As groups change nothing of what L and E take from a layer on, the last ``executed`` is also
+one is loaded. Groups do not change L and E from a layer on, so the last ``executed`` is also
 
     makespan = max over the groups of end + tail[a]
 
-where ``tail[a]`` is what loading and executing take from layer a on if nothing has to be waited for.
+where ``tail[a]`` is the time of loading and executing from layer a on without waits.
 
 Departures
-    - A cap on bytes in flight: those of groups that were asked for, less those of layers that are loaded. A
-      request waits (``room``) until its group fits beside what is there. The paper's solver only prunes
-      groupings that break a memory constraint; a downloader that waits keeps any cap.
+    - A cap on bytes in flight: the bytes of requested groups, less those of loaded layers. A request waits
+      (``room``) until its group fits under the cap. The paper's solver only prunes groupings that break a
+      memory constraint; a downloader that waits keeps any cap.
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ _SECONDS = Limits(most=10**9)
 
 
 class Timeline:
-    """What a model's layers take, and the link and the memory that they come through.
+    """Costs of a model's layers, and the link and the memory through which they come.
 
     Attributes:
-        num_layers: How many there are.
-        sizes_bytes: Of each.
-        seconds: Of the link for all bytes before each layer, and for all: one number more than layers.
-        busy_s: The same for the loader: what it takes, and where it shares a core, what executing takes.
-        loaded_s: When each layer is loaded if the loader begins at 0 and never waits.
-        tail_s: What loading and executing take from each layer on, as above.
-        rest_s: The least that can pass from a free link at each layer to the answer, whatever the grouping;
-            after the last layer, where no link is needed, minus infinity.
-        room: How many layers must be loaded before a group that ends there may be asked for.
-        latency_s: From a request to its first byte.
-        bandwidth_bytes_per_s: Of the link.
-        memory_cap_bytes: The most that may be in flight.
+        num_layers: Number of layers.
+        sizes_bytes: Bytes of each layer.
+        seconds: Seconds of the link for all bytes before each layer, and for all bytes: one number more than
+            layers.
+        busy_s: The same for the loader. On a shared core it includes execution.
+        loaded_s: Time at which each layer is loaded if the loader begins at 0 and never waits.
+        tail_s: Seconds of loading and executing from each layer on, as in the module's docstring.
+        rest_s: Least seconds from a free link at each layer to the result, for any grouping; minus infinity
+            after the last layer, where no link is needed.
+        room: Number of layers that must be loaded before a group that ends there may be requested.
+        latency_s: Seconds from a request to its first byte.
+        bandwidth_bytes_per_s: Bandwidth of the link.
+        memory_cap_bytes: Most bytes in flight.
     """
 
     def __init__(
@@ -79,19 +80,19 @@ class Timeline:
         memory_cap_bytes: float = math.inf,
         one_core: bool = False,
     ) -> None:
-        """Take what is known of each layer, in execution order.
+        """Compute the totals from the costs of each layer, in execution order.
 
         Args:
-            sizes_bytes: Of each layer's weights.
-            load_s: To load each: checksum, conversion, copy to a device.
-            execute_s: To run each on the first input.
-            latency_s: From a request to its first byte.
-            bandwidth_bytes_per_s: Of the link.
-            memory_cap_bytes: The most that may be in flight.
-            one_core: Whether loading and executing share a core.
+            sizes_bytes: Bytes of each layer's weights.
+            load_s: Seconds to load each layer: checksum, conversion, copy to a device.
+            execute_s: Seconds to run each layer on the first input.
+            latency_s: Seconds from a request to its first byte.
+            bandwidth_bytes_per_s: Bandwidth of the link.
+            memory_cap_bytes: Most bytes in flight.
+            one_core: True if loading and executing share a core.
 
         Raises:
-            ConfigError: If a number is none, negative or infinite, or not all three are given for each layer.
+            ConfigError: If a value is no number, negative or infinite, or a layer lacks one of the three.
         """
         sizes = checked_sizes(sizes_bytes)
         load, execute = (
@@ -118,28 +119,28 @@ class Timeline:
         self.rest_s = _rests(np.diff(self.seconds), self.tail_s)
         self.room = np.searchsorted(bytes_before, bytes_before - memory_cap_bytes, side="left")
         alone = np.flatnonzero(sizes <= memory_cap_bytes)
-        self.room[alone + 1] = np.minimum(self.room[alone + 1], alone)  # whatever rounding says
+        self.room[alone + 1] = np.minimum(self.room[alone + 1], alone)  # despite rounding
 
     def size_bytes(self, group: range) -> float:
-        """What a group has."""
+        """Return the bytes of a group."""
         return float(self.sizes_bytes[group.start : group.stop].sum())
 
     def makespan(self, groups: Sequence[range]) -> float:
-        """Seconds from the first request to the answer.
+        """Return the seconds from the first request to the result.
 
         Args:
-            groups: Layers that are downloaded by one request each; together all of them, in order.
+            groups: Layers that one request downloads; together all layers, in order.
 
         Returns:
-            The recurrence's last ``executed``; infinite if a group is larger than the memory cap; 0 for a
-            model without layers.
+            The recurrence's last ``executed``; infinite if a group exceeds the memory cap; 0 for a model
+            without layers.
 
         Raises:
-            ConfigError: If a layer is missing, there twice, or out of order.
+            ConfigError: If a layer is missing, in two groups, or out of order.
         """
         self._check(groups)
         loaded = np.zeros(self.num_layers)
-        free = self.latency_s  # when the next group can begin, if its request is sent in time
+        free = self.latency_s  # time at which the next group can begin, if its request is sent in time
         busy, makespan = 0.0, 0.0
         for group in groups:
             start, stop = group.start, group.stop
@@ -166,7 +167,7 @@ class Timeline:
 
 
 def check_link(latency_s: float, bandwidth_bytes_per_s: float) -> None:
-    """Hold a link to what one can be.
+    """Check the numbers of a link.
 
     Raises:
         ConfigError: If the latency is negative, the bandwidth not above 0, or either not finite.
@@ -176,10 +177,10 @@ def check_link(latency_s: float, bandwidth_bytes_per_s: float) -> None:
 
 
 def checked_sizes(sizes_bytes: Sequence[float] | Array) -> Array:
-    """Sizes of the layers as an array.
+    """Return the sizes of the layers as an array.
 
     Raises:
-        ConfigError: If one is negative or not finite; the message names it.
+        ConfigError: If a size is negative or not finite; the message names it.
     """
     return _checked("sizes_bytes", sizes_bytes, _SIZE)
 
@@ -201,7 +202,7 @@ def _before(values: Array) -> Array:
 
 
 def _tails(load: Array, execute: Array, *, one_core: bool) -> Array:
-    """The longest way from the start of each layer's load to the answer."""
+    """Return the longest time from the start of each layer's load to the result."""
     if one_core:
         return np.cumsum((load + execute)[::-1])[::-1]
     tails, executing, tail = np.zeros(len(load)), 0.0, 0.0
@@ -213,7 +214,7 @@ def _tails(load: Array, execute: Array, *, one_core: bool) -> Array:
 
 
 def _rests(download: Array, tails: Array) -> Array:
-    """Layer by layer with no request to wait for: no grouping is faster from there on."""
+    """Return the time from each layer on if no request waits, the lower bound for any grouping."""
     rests, rest = np.full(len(tails) + 1, -np.inf), -math.inf
     for layer in range(len(tails) - 1, -1, -1):
         rest = download[layer] + max(rest, tails[layer])

@@ -1,4 +1,4 @@
-"""Which weights of a model are there, and who waits for one."""
+"""Track which weights of a model have arrived, and let callers wait for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from upriver.errors import UpriverError
 
 
 class Arrivals:
-    """Tensors by their numbers, each of which comes once, and callers who wait for them.
+    """Track numbered tensors, each of which arrives once, and the callers that wait for them.
 
-    Whoever waits for one that never comes gets the error that all others get.
+    If a tensor never arrives, all waiting callers get the same error.
 
     Args:
-        count: How many are to come.
+        count: Number of tensors.
     """
 
     def __init__(self, count: int) -> None:
@@ -28,9 +28,9 @@ class Arrivals:
         self._all_waited = 0
 
     def filled(self, index: int) -> bool:
-        """One is there; True where it was the last.
+        """Mark a tensor as arrived. Return True if it was the last.
 
-        Whatever comes behind an error changes nothing.
+        An arrival after an error changes nothing.
         """
         with self._changed:
             if self._error is not None or self._here[index]:
@@ -42,7 +42,7 @@ class Arrivals:
             return not self._left
 
     def failed(self, error: UpriverError) -> bool:
-        """The others will not come; False where all are there, or another error was first."""
+        """Mark the remaining tensors as failed. Return False if all have arrived or the load has failed."""
         with self._changed:
             if self.over:
                 return False
@@ -51,31 +51,31 @@ class Arrivals:
             return True
 
     def forked(self) -> None:
-        """In a child of this process, where nobody waits and nobody gives a lock back."""
+        """Reset lock and waiting callers in a forked child, where no thread holds or releases them."""
         self._changed = threading.Condition()
         self._waited.clear()
         self._all_waited = 0
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will come."""
+        """True if no more tensor will arrive."""
         return not self._left or self._error is not None
 
     @property
     def complete(self) -> bool:
-        """Whether all are there."""
+        """True if all tensors have arrived."""
         return not self._left
 
     @property
     def error(self) -> UpriverError | None:
-        """Why the others will not come; a new one each time, as callers raise it in threads of their own."""
+        """Return the error of the remaining tensors, as a copy: each calling thread raises its own."""
         return None if self._error is None else copy.copy(self._error)
 
     def here(self, indices: Collection[int]) -> bool:
-        """Whether these are there.
+        """Return True if these tensors have arrived.
 
         Raises:
-            UpriverError: If one does not come, of these or of all others.
+            UpriverError: If the load has failed, for these tensors or others.
         """
         self.check()
         return all(self._here[index] for index in indices)
@@ -83,16 +83,16 @@ class Arrivals:
     def wait(
         self, indices: Collection[int], hurry: Callable[[int], object], *, timeout_s: float | None = None
     ) -> bool:
-        """Until these are there; False where that takes longer.
+        """Wait until these tensors have arrived. Return False after a timeout.
 
         Args:
-            indices: Of those that something is about to read.
-            hurry: Told of each that is not there yet.
-            timeout_s: How long it may take; None for as long as it does.
+            indices: Tensors that an operator is about to read.
+            hurry: Function to call with each tensor that has not arrived.
+            timeout_s: Longest wait; None for no limit.
 
         Raises:
-            UpriverError: If one does not come: a model that failed answers nothing at all, even where what
-                it would read is there.
+            UpriverError: If the load has failed. A failed model computes nothing, even if the tensors that it
+                would read have arrived.
         """
         if self.here(indices):
             return True
@@ -111,10 +111,10 @@ class Arrivals:
             return in_time
 
     def wait_for_all(self) -> None:
-        """Until everything is there.
+        """Wait until all tensors have arrived.
 
         Raises:
-            UpriverError: If something does not come.
+            UpriverError: If the load fails.
         """
         with self._changed:
             self._all_waited += 1
@@ -125,14 +125,16 @@ class Arrivals:
             self.check()
 
     def check(self) -> None:
-        """Nothing, unless the others will not come.
+        """Raise the error of a failed load.
 
         Raises:
-            UpriverError: If they will not.
+            UpriverError: If the load has failed.
         """
         error = self.error
         try:
             if error is not None:
                 raise error
         finally:
-            del error  # its traceback has this frame: what callers hold would stay until garbage is collected
+            del (
+                error
+            )  # its traceback holds this frame, and keeps the callers' objects until a garbage collection

@@ -1,4 +1,4 @@
-"""A model's weights and those of a store, name by name, and the memory that each comes into."""
+"""Match a model's weights with those of a store by name, and assign the memory for each."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from upriver.program.graph.schema import DTYPES
 from upriver.program.graph.weights_file import is_dense, place_of
 
 Queued = Mapping[torch.device, "torch.cuda.Event"]
-"""What was asked of accelerators by some moment."""
+"""Event on each accelerator that follows the work queued there so far."""
 
 MOST_NAMED = 5
-"""In an error; a model of another size has hundreds of them."""
+"""Most names in an error. A model of another size differs in hundreds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """What is to be loaded, and into what.
+    """Stored tensors to load, and their targets in the model.
 
     Attributes:
-        source: Of the weights that are wanted, in its order.
-        targets: For each of its tensors those of the model that have its values.
-        converted: Whether it has the names that transformers saves, and not those of the state dict.
+        source: Wanted weights, in the order of the source.
+        targets: For each stored tensor the model's tensors with its values.
+        converted: True if the source has the names that transformers saves instead of the state dict's.
     """
 
     source: WeightSource
@@ -40,15 +40,15 @@ class Match:
 
 
 def move(model: nn.Module, device: torch.device) -> nn.Module:
-    """A model whose weights are still to come, on a device: those are allocated there, all else is copied.
+    """Move a model whose weights have not arrived to a device: allocate weights there, copy everything else.
 
-    What shares memory here, as a tensor and a view of it do, shares it there.
+    Tensors that share memory, such as a tensor and its view, share it on the device as well.
 
     Returns:
         The same model.
 
     Raises:
-        ModelError: If it was constructed without memory.
+        ModelError: If the model was constructed without memory.
     """
     state = [value for value in model.state_dict(keep_vars=True).values() if isinstance(value, torch.Tensor)]
     to_come = {tensor.untyped_storage()._cdata for tensor in state if is_dense(tensor)}
@@ -82,19 +82,18 @@ def _without_memory(model: nn.Module) -> ModelError:
 
 
 def match(model: nn.Module, source: WeightSource, *, strict: bool = True) -> Match:
-    """Every weight of the model with what it is loaded from.
+    """Match every weight of the model with its stored tensor.
 
-    As ``load_state_dict`` has it: names of the state dict, and where a tensor of the model has several names
-    that are stored apart, the last one counts. A file that transformers wrote has names of its own.
+    Names are those of the state dict, as in ``load_state_dict``. If a tensor of the model has several names
+    that are stored apart, the last one counts. A file that transformers wrote may have other names.
 
     Args:
-        model: As it was constructed.
-        source: Of its weights.
-        strict: False: weights that the model does not have are left where they are.
+        model: Constructed model.
+        source: Its stored weights.
+        strict: If false, stored weights that the model lacks are ignored.
 
     Raises:
-        ModelError: If a weight is missing, of another shape, or not the model's to have; the message names
-            them.
+        ModelError: If a weight is missing, unexpected or of another shape; the message names them.
     """
     stored = {placed.name: number for number, placed in enumerate(source.tensors)}
     number_of = stored | {tie: stored[name] for tie, name in source.ties.items()}
@@ -115,10 +114,10 @@ def match(model: nn.Module, source: WeightSource, *, strict: bool = True) -> Mat
 def _wanted(
     model: nn.Module, source: WeightSource, number_of: Mapping[str, int], *, strict: bool
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """The model's memory under the names of a file, and whether those are transformers' own.
+    """Return the model's memory under the names of a file, and whether these are transformers' own.
 
     Raises:
-        ModelError: If a file has the weights of no such model, or says too little of their form.
+        ModelError: If the file is for another model, or does not determine the form of a weight.
     """
     state = _weights_of(model)
     problems = _problems(state, source, number_of, _needless(model), strict=strict)
@@ -153,7 +152,7 @@ def _problems(
     *,
     strict: bool,
 ) -> dict[str, list[str]]:
-    """Names of weights that cannot be loaded under these names, by what is wrong with them."""
+    """Return the weights that cannot be loaded under these names, grouped by problem."""
     tied = _tied(wanted)
     return {
         "missing": [
@@ -174,7 +173,7 @@ _COUNTER = "num_batches_tracked"
 
 
 def _needless(model: nn.Module) -> set[str]:
-    """What a state dict may lack: files of before torch counted batches have no such counter."""
+    """Return names that a state dict may lack: files from before torch counted batches have no counter."""
     return {
         f"{path}.{_COUNTER}" if path else _COUNTER
         for path, module in model.named_modules()
@@ -183,10 +182,10 @@ def _needless(model: nn.Module) -> set[str]:
 
 
 def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, each of whose tensors is the model's own memory.
+    """Return the state dict, whose tensors are the model's own memory.
 
     Raises:
-        ModelError: If something in it is none.
+        ModelError: If an entry is not the model's own dense tensor.
     """
     state: Mapping[str, Any] = model.state_dict(keep_vars=True)
     own = {
@@ -222,7 +221,7 @@ def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _tied(wanted: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """For each name all those that stand for the same elements, in order."""
+    """Return for each name all names of the same elements, in order."""
     groups: dict[object, list[str]] = {}
     found: dict[str, list[str]] = {}
     for name, tensor in wanted.items():
@@ -251,15 +250,15 @@ def _some(names: Sequence[str]) -> str:
 
 
 class WeightMemory:
-    """Where one stored tensor is written, and how it gets into the model from there.
+    """Memory that receives one stored tensor, and the way from there into the model.
 
-    Straight into the model's own memory where that has the same type, row by row, on the processor. Else by
-    way of memory of its own, which lasts from its first byte to its last.
+    Bytes go directly into the model's memory if that has the same type and is contiguous on the CPU.
+    Otherwise they go through a buffer, which lives from the first byte to the last.
 
     Args:
-        placed: As it is stored.
-        targets: What has its values; at least one.
-        after: What must be over on accelerators before it is written there.
+        placed: The stored tensor.
+        targets: Tensors of the model that get its values; at least one.
+        after: Work on accelerators that must end before these tensors are written.
     """
 
     def __init__(self, placed: TensorLocation, targets: Sequence[torch.Tensor], after: Queued) -> None:
@@ -276,23 +275,23 @@ class WeightMemory:
         self._staged: torch.Tensor | None = None
 
     def room(self) -> memoryview:
-        """For its bytes."""
+        """Return the memory for the tensor's bytes."""
         if self._own is None:
             self._staged = torch.empty(self._placed.shape, dtype=DTYPES[self._placed.dtype], device="cpu")
         return _bytes_of(self._source())
 
     def settle(self) -> None:
-        """All its bytes are there.
+        """Copy the tensor into the model after all its bytes have arrived.
 
         Raises:
-            ProgramError: If they are no values of its type.
+            ProgramError: If the bytes are not values of its type.
         """
         source = self._source()
         if source.dtype is torch.bool and source.numel() and int(source.view(torch.uint8).max()) > 1:
             raise ProgramError(
                 f"weight {self._placed.name!r} of object {self._placed.path!r}: a bool holds 0 or 1 only"
             )
-        with torch.inference_mode():  # what was made in it can be written in no other
+        with torch.inference_mode():  # tensors made in inference mode can be written only there
             for target in self._targets:
                 if target is source:
                     continue
@@ -303,7 +302,7 @@ class WeightMemory:
         self._staged = None
 
     def _source(self) -> torch.Tensor:
-        """What its bytes are written to; without any there was made no room, and nothing is copied of it."""
+        """Return the tensor that receives the bytes. An empty one has no buffer and is not copied."""
         found = self._own if self._staged is None else self._staged
         return self._targets[0] if found is None else found
 
@@ -317,14 +316,14 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def memories(
     placed: Iterable[TensorLocation], targets: Sequence[Sequence[torch.Tensor]]
 ) -> list[WeightMemory]:
-    """One for each stored tensor.
+    """Return the memory for each stored tensor.
 
-    Called by the thread that allocated the targets: what it has asked accelerators to do by now may still use
-    that memory, for something else or to fill it, and is over before weights are written.
+    The thread that allocated the targets must call this. Work that it has queued on accelerators may still
+    use or fill that memory. The work ends before weights are written.
 
     Args:
-        placed: As they are stored.
-        targets: Of each.
+        placed: Stored tensors.
+        targets: Targets of each.
     """
     devices = {target.device for each in targets for target in each if target.device.type == "cuda"}
     queued = {device: torch.cuda.current_stream(device).record_event() for device in devices}
@@ -332,7 +331,7 @@ def memories(
 
 
 def held(match: Match) -> Iterable[tuple[int, torch.Tensor]]:
-    """Every tensor of the model, with the number of the stored one that it waits for."""
+    """Yield every target tensor of the model, with the number of its stored tensor."""
     for number, targets in enumerate(match.targets):
         for target in targets:
             yield number, target

@@ -1,13 +1,13 @@
-"""A model as its constructor makes it, but for random weights that a load is about to overwrite.
+"""Construct a model without the random weights that a load is about to overwrite.
 
-Most of a plain cold start is initialisation: random numbers, drawn for weights that lie in a store. Here the
-constructor runs as it is while two modes watch it. Fills of memory that it has allocated (``normal_``,
-``zero_``, the arithmetic that follows them) are put off; whatever else reads that memory has them run first,
-so that what is computed from weights is right. At the end what a loader will overwrite is left as it was
-allocated, and the rest is filled: buffers, tensors in attributes, weights that the state dict does not name.
+Most of a plain cold start is initialisation: random numbers for weights that lie in a store. Here the
+constructor runs unchanged under two modes. Fills of memory that it has allocated (``normal_``, ``zero_``, the
+arithmetic that follows) are deferred. Any other read of that memory runs them first, so values computed from
+weights are right. At the end, memory that the load overwrites stays as allocated. All else is filled:
+buffers, tensors in attributes, weights that the state dict does not name.
 
-What is put off is decided in :mod:`upriver.coldstart.model.deferred_init`; in what order it is run, and what
-becomes of random numbers, in :mod:`upriver.coldstart.model.deferred_fills`.
+:mod:`upriver.coldstart.model.deferred_init` decides which operators are deferred.
+:mod:`upriver.coldstart.model.deferred_fills` decides their order and keeps the random numbers right.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from upriver.program.compiled_code import entering
 def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
     """Build a model without filling the weights that its state dict names.
 
-    Everything else is as ``build()`` makes it, bit for bit from the same random state: buffers, attributes,
-    ties, views, strides, and what is computed from weights. Contents of parameters, and of views of them, are
-    undefined until they are loaded; parameters that ``state_dict()`` does not name are filled.
+    Everything else equals the result of ``build()``, bit for bit from the same random state: buffers,
+    attributes, ties, views, strides, and values computed from weights. Contents of parameters, and of views
+    of them, are undefined until they are loaded. Parameters that ``state_dict()`` does not name are filled.
 
-    Nothing global stays changed, whether ``build`` returns or raises. Random generators end as if what was
-    not filled had never been asked for, so other numbers follow than after ``build()``. During the
-    construction ``torch.initial_seed()`` means nothing, nor does a state that is saved for later use. Where
-    several threads construct at once from one generator, random numbers are any, as ever.
+    Global state is restored, whether ``build`` returns or raises. Random generators end as if the numbers for
+    skipped fills had never been drawn, so other numbers follow than after ``build()``. During the
+    construction, ``torch.initial_seed()`` and saved generator states have no meaning for later use. If
+    several threads construct from one generator at once, random numbers are arbitrary, as always.
 
-    Not seen, and so undefined, is what reads memory that has not been filled behind torch's back: another
-    thread, or ``torch.Tensor([...])`` of a list of tensors.
+    A read behind torch's back is not seen and gives undefined values: a read by another thread, or by
+    ``torch.Tensor([...])`` of a list of tensors.
 
     Args:
-        build: Makes the model, or a name as :func:`~upriver.program.models.registry.load_model` takes it,
-            such as ``package.module:callable`` or ``torchvision:NAME``. It runs in this thread.
+        build: Function that makes the model, or a name for
+            :func:`~upriver.program.models.registry.load_model`, such as ``package.module:callable`` or
+            ``torchvision:NAME``. It runs in this thread.
 
     Raises:
-        ModelError: If what ``build`` returns is no module, or there is no model of that name. What ``build``
-            itself raises is passed on.
+        ModelError: If ``build`` returns no module, or no model has that name. Errors of ``build`` itself pass
+            through.
     """
     watch = FillWatch()
     with contextlib.ExitStack() as stack:
@@ -72,7 +73,7 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
             state = model.state_dict()
         except BaseException:
             with watch.aside():
-                watch.notes.finish()  # what others hold, such as constants of a module that was imported
+                watch.notes.finish()  # tensors that other objects hold, such as constants of imported modules
             raise
         with watch.aside():
             watch.notes.finish(_loaded(model, state))
@@ -81,7 +82,7 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
 
 @contextlib.contextmanager
 def _watching(watch: FillWatch) -> Iterator[None]:
-    """Have it see operators. Its own ``with`` keeps flags of the whole process."""
+    """Push the watch as a dispatch mode. Its own ``with`` would store flags of the whole process."""
     _push_mode(watch)
     try:
         yield
@@ -90,13 +91,13 @@ def _watching(watch: FillWatch) -> Iterator[None]:
 
 
 def _named(name: str) -> nn.Module:
-    from upriver.program.models.registry import load_model  # which knows many models, and what they take
+    from upriver.program.models.registry import load_model  # imports many model libraries
 
     return load_model(name)[0]
 
 
 def _loaded(model: nn.Module, state: Mapping[str, Any]) -> frozenset[int]:
-    """Storages that a load into a model overwrites to the last byte: those of parameters in its state."""
+    """Return the storages that a load overwrites to the last byte: those of parameters in the state."""
     own = {_region(parameter) for parameter in model.parameters() if is_plain(parameter)}
     spans: dict[int, list[tuple[int, int]]] = defaultdict(list)
     sizes: dict[int, int] = {}
@@ -114,7 +115,7 @@ def _region(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _reach(spans: Sequence[tuple[int, int]]) -> int:
-    """How far some bytes go on from the first one without a gap."""
+    """Return the end of the contiguous bytes from byte 0 on."""
     end = 0
     for start, stop in sorted(spans):
         if start > end:
@@ -139,7 +140,7 @@ def _raw_reads() -> frozenset[Any]:
 
 
 class _RawReads(TorchFunctionMode):
-    """Has memory settled before Python gets hold of it, until nothing is put off any more."""
+    """Run deferred fills before Python reads the memory, as long as fills are deferred."""
 
     _functions = _raw_reads()
 
@@ -155,7 +156,7 @@ class _RawReads(TorchFunctionMode):
             torch._C._pop_torch_function_stack()
 
     def _leave(self) -> None:
-        """The compiler would compile this, too; other modes that were entered meanwhile stay."""
+        """Leave the mode stack, or the compiler would compile this mode too. Later modes stay."""
         modes = [torch._C._get_function_stack_at(at) for at in range(torch._C._len_torch_function_stack())]
         if self in modes:
             self._is_left = True
@@ -171,7 +172,7 @@ class _RawReads(TorchFunctionMode):
 
 
 _TRUNCATION = "_no_grad_trunc_normal_"
-"""What fills for ``nn.init.trunc_normal_``, whoever has imported that."""
+"""Function that fills for ``nn.init.trunc_normal_``, even if that was imported under another name."""
 
 _lock = threading.Lock()
 
@@ -182,11 +183,11 @@ _truncation: Callable[..., torch.Tensor] | None = None
 
 @contextlib.contextmanager
 def _truncation_seen() -> Iterator[None]:
-    """Let ``nn.init.trunc_normal_`` ask who watches; in other threads it does as ever.
+    """Let ``nn.init.trunc_normal_`` defer its fill in watched threads. Other threads are unaffected.
 
-    It draws again what lies outside its bounds, so it looks at what it has filled, and a mode that sees only
-    operators could not put it off. The first of several constructions at once changes the function, the last
-    one changes it back. Where this torch has none of that form, it is run.
+    ``trunc_normal_`` redraws values outside its bounds, so it reads what it has filled. A mode that sees only
+    operators could not defer it. The first of several concurrent constructions replaces the function, and the
+    last one restores it. If torch has no function of that form, the fill runs at once.
     """
     global _num_watching, _truncation
     with _lock:
@@ -209,7 +210,7 @@ def _truncation_seen() -> Iterator[None]:
 def _truncate(
     tensor: torch.Tensor, mean: Any, std: Any, a: Any, b: Any, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """``nn.init.trunc_normal_``, put off where this thread builds."""
+    """Run ``nn.init.trunc_normal_``, or defer it if this thread constructs a model."""
     real = _truncation
     assert real is not None
     fill = functools.partial(real, mean=mean, std=std, a=a, b=b, generator=generator)

@@ -1,17 +1,17 @@
-"""Fills of tensors that were put off, and the random numbers that they would have drawn.
+"""Keep deferred fills of tensors, and the random numbers that they would have drawn.
 
-A fill is put off as a note: what is to be called, and on which view of which storage. Notes are run when
-somebody needs what they write, in an order that gives the bits that there would be had none been put off:
+A deferred fill is a note: the call, and the view of a storage that it writes. Notes run when an operator
+needs what they write. Their order gives the same bits as if no fill had been deferred:
 
-- Those of one storage run in the order in which they were taken.
-- A note that draws random numbers runs after all that draw from the same generator before it. A generator
-  that is behind is given a state of its own for each note, a token, so that whatever a user's code does with
-  states (seed anew, save one and put it back) is understood: the token says which notes are missing from it.
-- A note that copies runs before what it copies changes.
+- Notes of one storage run in the order in which they were taken.
+- A note that draws random numbers runs after all earlier draws from the same generator. Each such note gives
+  the generator a state of its own, a token. User code may then reseed, save and restore states: the token
+  tells which notes are missing.
+- A note that copies runs before its source changes.
 
-So a tensor that is computed from random weights is the one that plain construction computes, as is every
-random number that anything but a note draws. Storages are not kept alive: where one is gone, its constant
-fills are forgotten, and its random ones run on memory that is thrown away.
+So a tensor computed from random weights equals that of plain construction, as does every random number
+outside notes. Notes do not keep storages alive. If a storage is gone, its constant fills are forgotten, and
+its random fills run on scratch memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Names the storage of a tensor as long as somebody refers to it, weakly or not."""
+    """Return the key of a tensor's storage, valid while a strong or weak reference to the storage exists."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageView:
-    """A view of a storage that it does not keep alive."""
+    """View of a storage that does not keep the storage alive."""
 
     storage: StorageWeakRef
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class StorageView:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> StorageView:
-        """Where a strided tensor lies."""
+        """Return the view of a strided tensor."""
         return cls(
             storage=weak(tensor),
             dtype=tensor.dtype,
@@ -58,18 +58,18 @@ class StorageView:
 
     @property
     def key(self) -> int:
-        """Of the storage, as :func:`storage_key` names it."""
+        """Key of the storage, as :func:`storage_key` returns it."""
         key: int = self.storage.cdata
         return key
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody has the storage any more."""
+        """True if the storage was freed."""
         gone: bool = self.storage.expired()  # type: ignore[no-untyped-call]
         return gone
 
     def open(self) -> torch.Tensor | None:
-        """The view, whatever became of the tensor; nothing where the storage is gone."""
+        """Return the view as a tensor, even if the original tensor is gone; None if the storage is gone."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.key)
         if storage is None:
             return None
@@ -77,24 +77,24 @@ class StorageView:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def scratch(self) -> torch.Tensor:
-        """Memory of the same form."""
+        """Return new memory of the same form."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
 def weak(tensor: torch.Tensor) -> StorageWeakRef:
-    """A reference to a tensor's storage that does not keep it alive."""
+    """Return a weak reference to a tensor's storage."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class GeneratorPosition:
-    """Where a generator would be, had no fill been put off.
+    """Position of a generator, as if no fill had been deferred.
 
     Attributes:
-        generator: Which one.
-        state: Its state then, once it is known.
-        before: The moment before the note drew; known ones that no note led to have none.
-        note: What draws in between.
+        generator: The generator.
+        state: Its state at this position, once known.
+        before: Position before the note drew; None for a known position that no note led to.
+        note: Note that draws between the two.
     """
 
     generator: torch.Generator
@@ -105,15 +105,15 @@ class GeneratorPosition:
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Note:
-    """One call that was put off.
+    """One deferred call.
 
     Attributes:
-        place: What it writes.
-        call: Writes it.
-        source: Of a copy: what is copied. It keeps that storage alive.
-        moment: Of a random fill: where its generator is after it.
-        is_lost: Whether nobody will see what it writes.
-        is_done: Whether it has run, or need not.
+        place: View that the call writes.
+        call: Function that writes it.
+        source: For a copy, its source. The note keeps that storage alive.
+        moment: For a random fill, the generator's position after it.
+        is_lost: True if nothing will read what the call writes.
+        is_done: True if the call has run, or need not run.
     """
 
     place: StorageView
@@ -125,12 +125,12 @@ class Note:
 
 
 class DeferredFills:
-    """All calls put off during one construction."""
+    """All deferred calls of one construction."""
 
     def __init__(self) -> None:
         self._order: deque[Note] = deque()
-        self._of: dict[int, list[Note]] = {}  # those that write into a storage
-        self._reader: dict[int, Note] = {}  # the last one that copies from it
+        self._of: dict[int, list[Note]] = {}  # notes by the storage that they write
+        self._reader: dict[int, Note] = {}  # last note that copies from a storage
         self._draws = _Draws()
 
     # ------------------------------------------------------------------------------------- taking
@@ -141,12 +141,12 @@ class DeferredFills:
         call: Callable[[torch.Tensor], object],
         generator: torch.Generator | None = None,
     ) -> None:
-        """Put off a call that reads nothing but the target.
+        """Defer a call that reads nothing but its target.
 
         Args:
-            target: What it writes.
-            call: Takes the target, or another tensor of its form.
-            generator: What it draws from.
+            target: Tensor that the call writes.
+            call: Function of the target, or of another tensor of its form.
+            generator: Generator that the call draws from.
         """
         note = Note(place=StorageView.of(target), call=call)
         if generator is not None:
@@ -154,7 +154,7 @@ class DeferredFills:
         self._take(note)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Put off a copy between two storages."""
+        """Defer a copy between two storages."""
         alias = torch.empty(0, dtype=source.dtype, device=source.device)
         alias.set_(source.untyped_storage(), source.storage_offset(), source.size(), source.stride())
         note = Note(place=StorageView.of(target), call=lambda into: into.copy_(alias), source=alias)
@@ -168,15 +168,15 @@ class DeferredFills:
     # ------------------------------------------------------------------------------------ running
 
     def is_behind(self, key: int) -> bool:
-        """Whether a storage is not yet what it should be."""
+        """Return True if a storage has notes that have not run."""
         return key in self._of
 
     def settle(self, key: int, *, written: bool = False) -> None:
-        """Make a storage what it should be by now.
+        """Run the notes that a storage needs.
 
         Args:
-            key: Which one.
-            written: Whether something will write into it: what copies from it runs before.
+            key: Key of the storage.
+            written: True if an operator will write the storage. Copies from it run first then.
         """
         reader = self._reader.get(key)
         if reader is not None and reader.is_done:
@@ -191,7 +191,7 @@ class DeferredFills:
             self._run_through(reader)
 
     def replace(self, key: int) -> None:
-        """Forget what a storage should be, as all of it is about to be written."""
+        """Drop the notes of a storage that is about to be overwritten as a whole."""
         reader = self._reader.get(key)
         if reader is not None:
             self._run_through(reader)
@@ -199,10 +199,10 @@ class DeferredFills:
             self._lose(note)
 
     def catch_up(self, generator: torch.Generator | None = None) -> None:
-        """Bring generators to where they should be, as somebody is about to draw from one.
+        """Bring generators to their right positions before a draw.
 
         Args:
-            generator: One of the user's own, beside those that notes draw from.
+            generator: Generator of the user, besides those that notes draw from.
         """
         for behind in self._draws.behind(generator):
             moment = self._draws.missing(behind)
@@ -212,16 +212,16 @@ class DeferredFills:
                 behind.set_state(moment.state)
 
     def settle_all(self) -> None:
-        """Run everything."""
+        """Run all notes."""
         self.catch_up()
         while self._order:
             self._run(self._order.popleft())
 
     def finish(self, free: Container[int] = ()) -> None:
-        """Run what somebody may still see, but for some storages.
+        """Run the notes whose results may still be read, except for some storages.
 
         Args:
-            free: Those that may hold anything.
+            free: Storages that may hold anything.
         """
         wanted: set[int] = set()
         for note in reversed(self._order):
@@ -235,14 +235,14 @@ class DeferredFills:
                 self.settle(key)
 
     def close(self) -> None:
-        """Put generators where they are with nothing drawn that has not been drawn."""
+        """Set generators to their positions after the draws that have run."""
         self._draws.close()
         self._order.clear()
         self._of.clear()
         self._reader.clear()
 
     def _run_through(self, last: Note) -> None:
-        """Run a note, and all that were taken before it."""
+        """Run a note and all earlier ones."""
         while not last.is_done:
             self._run(self._order.popleft())
 
@@ -261,7 +261,7 @@ class DeferredFills:
         note.source, note.call = None, _nothing
 
     def _lose(self, note: Note) -> None:
-        """Nobody will see what it writes; what it draws counts nevertheless."""
+        """Drop a note whose result nothing will read. Its random draws still count."""
         if note.is_done:
             return
         self._off(note)
@@ -279,12 +279,12 @@ class DeferredFills:
 
 
 def _nothing(_target: torch.Tensor) -> None:
-    """What is left of a call that nobody needs: it holds no tensor."""
+    """Replace the call of a note that is not needed, without holding a tensor."""
 
 
 @contextlib.contextmanager
 def _with_data() -> Iterator[None]:
-    """Compute in earnest, also where a constructor captures a model: on tensors without data."""
+    """Compute with data, even if a constructor captures a model on tensors without data."""
     mode = torch._C._unset_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     try:
         yield
@@ -295,7 +295,7 @@ def _with_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _at(moment: GeneratorPosition | None) -> Iterator[None]:
-    """While a note runs, its generator is where it should be then; afterwards where it was."""
+    """Set a generator to its position for a note, and restore it afterwards."""
     if moment is None:
         yield
         return
@@ -310,16 +310,16 @@ def _at(moment: GeneratorPosition | None) -> Iterator[None]:
 
 
 class _Draws:
-    """Generators that are behind, and how far."""
+    """Generators that are behind, and their positions."""
 
     def __init__(self) -> None:
         self._moments: dict[int, GeneratorPosition] = {}  # by token
         self._generators: dict[int, torch.Generator] = {}
-        # No seed that a user would take, and another one in each construction.
+        # Start at a number that no user would choose as a seed, and another one in each construction.
         self._tokens = itertools.count(secrets.randbits(62))
 
     def put_off(self, generator: torch.Generator, note: Note) -> GeneratorPosition:
-        """Have a generator stand where it would be after a note, but for having drawn."""
+        """Move a generator to its position after a note, without drawing."""
         before = self.missing(generator)
         if before is None:
             before = GeneratorPosition(generator=generator, state=generator.get_state())
@@ -331,16 +331,16 @@ class _Draws:
         return moment
 
     def missing(self, generator: torch.Generator) -> GeneratorPosition | None:
-        """Where a generator should be, if it is behind."""
+        """Return the right position of a generator that is behind, else None."""
         return self._moments.get(generator.initial_seed())
 
     def behind(self, generator: torch.Generator | None) -> list[torch.Generator]:
-        """Those that may be behind."""
+        """Return the generators that may be behind."""
         own = [] if generator is None or id(generator) in self._generators else [generator]
         return [*self._generators.values(), *own]
 
     def close(self) -> None:
-        """Give each its own last state."""
+        """Set each generator to its last known state."""
         for generator in self._generators.values():
             moment = self.missing(generator)
             while moment is not None and moment.state is None:

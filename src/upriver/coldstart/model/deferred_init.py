@@ -1,9 +1,9 @@
-"""Watches a constructor's operators, and puts off those that fill memory which nobody reads yet.
+"""Watch a constructor's operators, and defer those that fill memory before its first read.
 
-Each operator is taken for one of few kinds. Fills of memory that was allocated while watching become notes
-(:mod:`upriver.coldstart.model.deferred_fills`), with the arithmetic in place that follows them, and copies of
-what is not filled yet. Before any other operator runs, what it reads is settled. Fills of memory that was
-there before, or that Python has got hold of, run as ever.
+Each operator is of one of a few kinds. Fills of memory that was allocated during the watch become notes
+(:mod:`upriver.coldstart.model.deferred_fills`). So do the in-place arithmetic that follows them, and copies
+of unfilled memory. Before any other operator runs, the notes of what it reads run. Fills of older memory, or
+of memory that Python code can reach directly, run at once.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from upriver.program.compiled_code import as_written, runs_functions
 
 
 class _Way(Enum):
-    """What is done about an operator."""
+    """Treatment of an operator."""
 
-    RUN = auto()  # what it reads is settled first
-    BLIND = auto()  # it reads no values
+    RUN = auto()  # runs after the notes of what it reads
+    BLIND = auto()  # reads no values
     FILL = auto()
     STEP = auto()  # changes each element by itself, in place
     COPY = auto()
-    TWIN = auto()  # makes a tensor of another one's values
+    TWIN = auto()  # makes a tensor with another one's values
     DRAW = auto()  # makes a tensor of random numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Traits:
-    """What is known of an operator.
+    """Known properties of an operator.
 
     Attributes:
-        way: What is done about it.
-        is_random: Whether it draws from a generator.
-        is_writing: Whether it writes into its arguments.
-        is_making: Whether it allocates what it returns.
+        way: Its treatment.
+        is_random: True if it draws from a generator.
+        is_writing: True if it writes into its arguments.
+        is_making: True if it allocates its result.
     """
 
     way: _Way
@@ -70,18 +70,18 @@ _NAMES = {
 _WAYS = {name: way for way, names in _NAMES.items() for name in names.split()}
 
 _FILL_OF = {"rand": torch.ops.aten.uniform_.default, "randn": torch.ops.aten.normal_.default}
-"""With what ATen fills an empty tensor to make one of random numbers; their defaults are what it takes."""
+"""Fills with which ATen makes a tensor of random numbers from an empty one, with their default arguments."""
 
 _SHARING = frozenset({"from_file", "_unsafe_view"})
-"""Their results lie in memory that others have, though their schema does not say so."""
+"""Operators whose results share memory with other tensors, although their schemas do not say so."""
 
 _DEVICES = ("cpu", "cuda")
 
 _NO_DISPATCH = torch.Tensor.__torch_dispatch__
-"""What classes have that leave operators to torch, parameters among them."""
+"""Dispatch of classes that leave operators to torch, parameters among them."""
 
 _SMALL_BYTES = 64 << 10
-"""A constant fill of so few bytes is sooner done than noted."""
+"""Most bytes of a constant fill that runs at once, because a note would cost more."""
 
 
 @functools.cache
@@ -104,15 +104,15 @@ def _traits(func: Any) -> _Traits:
 
 
 def nobody() -> None:
-    """Is told."""
+    """Ignore a notification."""
 
 
 class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Puts off fills of memory that was allocated while it watched.
+    """Defer fills of memory that was allocated during the watch.
 
     Attributes:
-        notes: What was put off.
-        left: Called when nothing is put off any more, since code that is not seen is about to run.
+        notes: Deferred calls.
+        left: Function to call when deferring ends, because unseen code is about to run.
     """
 
     supports_higher_order_operators = True
@@ -121,7 +121,7 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes = DeferredFills()
         self.left: Callable[[], object] = nobody
-        self._own: dict[int, StorageWeakRef] = {}  # storages that nobody can read unseen
+        self._own: dict[int, StorageWeakRef] = {}  # storages that no code can read unseen
         self._is_aside = False
         self._probes: dict[torch.device, torch.Generator] = {}
 
@@ -138,7 +138,7 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         foreign = types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)
         if foreign or traits.is_random or traits.way is not _Way.BLIND:
             with torch._C.DisableTorchFunction():
-                if foreign:  # what such tensors do with their memory is not seen
+                if foreign:  # such tensors may use their memory unseen
                     self.notes.settle_all()
                 elif (taken := self._instead(func, traits, args, kwargs)) is not None:
                     return taken
@@ -155,10 +155,10 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @as_written
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Let code be compiled, and run: everything is settled before, and nothing is put off any more.
+        """Let code be compiled and run: run all notes, and defer nothing from now on.
 
-        The compiler asks before it looks at a function. Where it is not let, it marks the function never to
-        be compiled again, for all models of the process.
+        The compiler asks before it inspects a function. After a refusal it would never compile the function
+        again, for any model of the process.
         """
         if not self._is_aside:
             with self.aside():
@@ -173,7 +173,7 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _instead(
         self, func: Any, traits: _Traits, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> torch.Tensor | None:
-        """What an operator returns, if it need not run; else what it needs is run first."""
+        """Return the result of an operator that need not run; else None, after the notes that it needs."""
         taken: torch.Tensor | None = None
         match traits.way:
             case _Way.FILL | _Way.STEP:
@@ -217,9 +217,9 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any],
         generator: torch.Generator | None,
     ) -> bool:
-        """Note a call, unless it reads more than numbers and what it writes into.
+        """Defer a call, unless it reads more than numbers and its target.
 
-        It is made at once on a tensor of no elements, so that arguments which are refused are refused now.
+        The call runs at once on an empty tensor, so that invalid arguments raise now.
         """
         if generator is not None and generator.device.type != target.device.type:
             return False
@@ -239,13 +239,13 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {} if generator is None else {"generator": generator}
 
     def _probe(self, device: torch.device) -> torch.Generator:
-        """A generator to try arguments with."""
+        """Return a generator for trying arguments."""
         if device not in self._probes:
             self._probes[device] = torch.Generator(device)
         return self._probes[device]
 
     def _is_number(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one number, known by now."""
+        """Return True if a tensor is one number that is known now."""
         return not tensor.dim() and is_plain(tensor) and not self.notes.is_behind(storage_key(tensor))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, *_rest: Any) -> torch.Tensor | None:
@@ -298,16 +298,16 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         generator: torch.Generator | None,
         fill: Callable[[torch.Tensor], object],
     ) -> bool:
-        """Put off ``trunc_normal_``, which looks at what it has drawn.
+        """Defer ``trunc_normal_``, which reads what it has drawn.
 
         Args:
-            target: What it fills.
-            values: Mean, deviation, least, most.
-            generator: What it draws from, if not the default.
-            fill: Does it to any tensor.
+            target: Tensor to fill.
+            values: Mean, deviation, lower and upper bound.
+            generator: Generator to draw from, if not the default one.
+            fill: Function that fills any tensor in this way.
 
         Returns:
-            Whether it was put off; where it would warn or raise it is not.
+            True if the fill was deferred. A fill that would warn or raise is not.
         """
         with self.aside():
             if self._mine(target) is None or not target.is_floating_point():
@@ -321,7 +321,7 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # ----------------------------------------------------------------------------- what is known
 
     def expose(self, values: Any) -> None:
-        """Settle tensors whose memory is about to be read unseen, now or later."""
+        """Run the notes of tensors whose memory may be read unseen from now on."""
         with self.aside():
             for leaf in pytree.tree_leaves(values):
                 if isinstance(leaf, torch.Tensor) and _has_memory(leaf):
@@ -332,14 +332,14 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return key is not None and self.notes.is_behind(key)
 
     def _mine(self, tensor: Any) -> int | None:
-        """The key of a storage that nobody reads unseen; nothing for others."""
+        """Return the key of a storage that no code reads unseen; None for other storages."""
         if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or tensor.device.type not in _DEVICES:
             return None
         key = storage_key(tensor)
         return key if key in self._own else None
 
     def _adopt(self, result: Any, given: Any) -> None:
-        """Remember the memory that an operator has allocated."""
+        """Register the memory that an operator has allocated."""
         for tensor in _tensors(result):
             if type(tensor) is torch.Tensor and is_plain(tensor):
                 key = storage_key(tensor)
@@ -351,12 +351,12 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(values):
             if _has_memory(tensor):
                 self.notes.settle(storage_key(tensor), written=written)
-            else:  # a sparse one, say, whose values may be anybody's
+            else:  # for example a sparse tensor, whose values may lie in any storage
                 self.notes.settle_all()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Meanwhile it watches nothing."""
+        """Suspend the watch."""
         before, self._is_aside = self._is_aside, True
         try:
             with torch._C.DisableTorchFunction():
@@ -366,7 +366,7 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors among an operator's arguments or results."""
+    """Yield the tensors among an operator's arguments or results."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (list, tuple, dict)):
@@ -380,20 +380,20 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory, as it lies there, is its elements."""
+    """Return True if a tensor's memory holds its elements as they are."""
     if is_lazy(tensor) or not _has_memory(tensor):
         return False
     return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _fits(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Whether one can be copied into the other."""
+    """Return True if one tensor can be copied into the other."""
     pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
     return source.dim() <= target.dim() and all(size in (1, other) for size, other in pairs)
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """The bytes of its storage that a tensor has, if it has each once and all in between."""
+    """Return the tensor's bytes in its storage, if it has each once and without gaps; else None."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size != 1:
@@ -412,7 +412,10 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 
 def _is_truncation(mean: Any, deviation: Any, least: Any, most: Any) -> bool:
-    """Whether it neither warns nor raises: the mean is within two deviations of finite bounds."""
+    """Return True if the fill neither warns nor raises: its mean lies near finite bounds.
+
+    Near is within two deviations.
+    """
     if not all(isinstance(value, int | float) for value in (mean, deviation, least, most)):
         return False
     far = 2 * deviation

@@ -1,9 +1,9 @@
-"""A model whose weights are on their way, as its user sees it: the same object, guarded until they are there.
+"""Guard a model while its weights arrive, without a change of the object that its user holds.
 
-While it loads its class is a subclass of its own, made for it. A call runs under the barrier
-(:mod:`upriver.coldstart.model.weight_barrier`), and gives back only what is there; whatever else is asked of
-it, such as ``model.encode_image(...)``, ``model.layer1``, ``state_dict()`` or ``to()``, waits until
-everything is there. Then the class is the model's own again, and nothing of this is left.
+During the load the model's class is a subclass made for it. A call runs under the barrier
+(:mod:`upriver.coldstart.model.weight_barrier`) and returns only tensors that have arrived. Any other access,
+such as ``model.encode_image(...)``, ``model.layer1``, ``state_dict()`` or ``to()``, waits until all weights
+have arrived. Then the model gets its own class back, and no trace of the guard remains.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from upriver.coldstart.model.weight_barrier import Gate
 from upriver.program.example_inputs import tensors_in
 
 FREE = frozenset({"__class__", "__doc__", "__module__"})
-"""What is asked for before anything is known of it."""
+"""Attributes that are read before anything is known about the object."""
 
 AT_ONCE = frozenset({"eval", "train", "requires_grad_"})
-"""Methods that people call between loading and the first answer, and that read no weights; where a model has
-its own that does, it waits for what it reads."""
+"""Methods that users call between the load and the first result and that read no weights. If a model
+overrides one and reads weights there, it waits for these."""
 
 
 class Guard:
-    """Keeps a model from being read before its time.
+    """Prevent reads of a model's weights before they arrive.
 
     Args:
-        model: Whose class is changed from now on.
-        gate: What its operators pass.
-        after_call: Told when a call of the model is over.
+        model: Model whose class is replaced.
+        gate: Gate for its operators.
+        after_call: Function to call after each call of the model.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Guard:
 
     @property
     def inside(self) -> bool:
-        """Whether this thread is in a call of the model's, where operators wait for what they read."""
+        """True if this thread is in a call of the model, where operators wait for what they read."""
         return getattr(self._inside, "now", False)
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call of the model's.
+        """Run a call of the model under the barrier.
 
         Raises:
-            UpriverError: If a weight that it reads, or any, does not come.
+            UpriverError: If the load fails.
         """
         if self.inside or self._gate.arrivals.complete:
             yield
@@ -72,35 +72,35 @@ class Guard:
         self._after_call()
 
     def given(self, answer: Any) -> Any:
-        """What a call gives back, when all tensors in it are there: whoever reads them is past the barrier.
+        """Return the result of a call after all tensors in it have arrived. Its reader is past the barrier.
 
         Raises:
-            UpriverError: If one does not come.
+            UpriverError: If a tensor does not arrive.
         """
         self._gate.enter(tensors_in(answer), {})
         return answer
 
     def wait(self) -> None:
-        """For everything, unless this thread is in a call.
+        """Wait for all weights, unless this thread is in a call.
 
         Raises:
-            UpriverError: If it does not come.
+            UpriverError: If the load fails.
         """
         if not self.inside:
             self._gate.arrivals.wait_for_all()
 
     def release(self) -> None:
-        """The model is as any other."""
+        """Give the model its own class back."""
         model = self._model()
         if model is not None:
             object.__setattr__(model, "__class__", self._kind)
 
 
 def _guarded(model: nn.Module, guard: Guard) -> type[nn.Module]:
-    """A subclass for one model."""
+    """Return a subclass of the model's class for this model alone."""
     kind = type(model)
 
-    # Never `super()`: by the time that a wait is over the object may be of its own class again.
+    # Never `super()`: after a wait the object may be of its own class again.
     class Guarded(kind):  # type: ignore[valid-type, misc]
         _upriver_guard: ClassVar[Guard] = guard
 
@@ -130,6 +130,6 @@ def _called(method: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
 
 
 def guard_of(model: nn.Module) -> Guard | None:
-    """Of a model that is still loading."""
+    """Return the guard of a loading model, or None for any other."""
     found: Guard | None = vars(type(model)).get("_upriver_guard")
     return found

@@ -1,9 +1,9 @@
-"""What a model itself does when it is loaded: its hooks, and methods that it has in the place of torch's.
+"""Check the code that a model runs when it is loaded: its hooks, and overrides of torch's methods.
 
 ``load_state_dict`` may rename, change or replace weights on their way into the model, or change the model
-behind them. Weights that arrive in their place pass none of that. So a model with such code is loaded once
-without data: tensors on the meta device stand in for its parameters and buffers, and for the weights. Where
-each of these is copied as it is, and nothing else is written, weights may arrive by themselves.
+after them. Weights that arrive one by one skip that code. So a model with such code is loaded once without
+data: tensors on the meta device replace its parameters and buffers, and the weights. If the code copies each
+weight unchanged and writes nothing else, weights may arrive one by one.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _OF_TORCH = (
     nn.modules.batchnorm._NormBase._load_from_state_dict,
     nn.modules.instancenorm._InstanceNorm._load_from_state_dict,
 )
-"""What these do is known: they copy."""
+"""Methods that are known to copy only."""
 
 
 def check_loading_code(model: nn.Module, source: WeightSource, *, converted: bool = False) -> None:
-    """Whether loading a model puts each weight into its place as it is stored.
+    """Check that loading a model copies each stored weight unchanged.
 
     Args:
-        model: As it was constructed. Its code runs as when it is loaded: what it notes on the model stays.
-        source: Of its weights.
-        converted: Whether the names are those that transformers saves, which it undoes before it loads.
+        model: Constructed model. Its code runs as in a load, and changes that it makes to attributes stay.
+        source: Its stored weights.
+        converted: True if the names are those that transformers saves, which it converts before it loads.
 
     Raises:
-        ModelError: If not; names what of the model's is changed, or what its code raises.
+        ModelError: If loading changes anything; the message names the part that changes, or the error of the
+            model's code.
     """
     if not _has_code(model):
         return
@@ -69,10 +70,10 @@ def _meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _changed(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> list[str]:
-    """What of a model is not written as it is stored, or is written where nothing is stored.
+    """Return the parts of a model that differ from their stored weights, or are written without one.
 
-    A safetensors file does not say of which versions of its modules weights are. Some modules cannot load
-    such; weights are taken to be of those that there are.
+    A safetensors file does not record the versions of a model's modules. Some modules cannot load weights
+    without one. The weights are then assumed to be of the current versions.
     """
     try:
         return _changed_by(model, stored, None)
@@ -96,7 +97,7 @@ def _changed_by(model: nn.Module, stored: Mapping[str, torch.Tensor], versions: 
 
 
 def _has_code(model: nn.Module) -> bool:
-    """Whether anything but torch's own copying takes part."""
+    """Return True if any code besides torch's own copying takes part."""
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return True
     return any(
@@ -113,7 +114,7 @@ def _state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _attributes(model: nn.Module) -> set[tuple[str, str, int]]:
-    """Tensors that modules keep as neither parameter nor buffer, by their identity."""
+    """Return the tensors that modules hold as plain attributes, by identity."""
     return {
         (path, name, id(value))
         for path, module in model.named_modules()
@@ -124,9 +125,9 @@ def _attributes(model: nn.Module) -> set[tuple[str, str, int]]:
 
 @contextlib.contextmanager
 def _stood_in(model: nn.Module) -> Iterator[None]:
-    """Inside, all parameters and buffers are tensors without data.
+    """Replace all parameters and buffers by tensors without data.
 
-    Modules have exactly their own again afterwards, whatever was put in their place.
+    Afterwards the modules have exactly their own again, whatever the model's code assigned.
     """
     modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
     before = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
@@ -156,7 +157,7 @@ def _stood_in(model: nn.Module) -> Iterator[None]:
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes which tensors were copied into which; what code copies that it does not see is none."""
+    """Record which tensors were copied into which. Copies by unseen code do not count."""
 
     supports_higher_order_operators = True
 
@@ -166,7 +167,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let code be compiled meanwhile, or the compiler marks it never to be compiled again."""
+        """Let code be compiled during the check, or the compiler would never compile it again."""
         return True
 
     def __torch_dispatch__(
@@ -177,7 +178,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def plain(self, given: torch.Tensor | None, part: torch.Tensor) -> bool:
-        """Whether a part was written by copies alone, one of them of what was given for it, as that was."""
+        """Return True if only copies wrote a part, one of them from the unchanged given tensor."""
         copied = self._into.get(id(part), [])
         if part._version != len(copied):
             return False

@@ -1,13 +1,13 @@
-"""What reads a weight waits for it, and for nothing else.
+"""Make each operator wait for the weights that it reads, and for no others.
 
-A dispatch mode sees every operator of a thread with all its arguments, whether a module was called for it or
-not, and below what PyTorch fuses: fused kernels are operators, too. Before one runs, the storages of its
-tensors are looked up, and those that are not there yet are waited for. Storages, since views and ties have no
-name.
+A dispatch mode sees every operator of a thread with all its arguments, inside or outside a module's call. It
+works below PyTorch's fusion: fused kernels are operators, too. Before an operator runs, the mode looks up the
+storages of its tensors and waits for those that have not arrived. It uses storages because views and ties
+have no name.
 
-Not seen, and so not guarded: memory that is read past the dispatcher (``tensor.numpy()``, ``tolist()``,
-``data_ptr()`` of a weight, inside ``forward``), and threads that ``forward`` begins of its own, but for what
-they ask the root module for (:mod:`upriver.coldstart.model.lazy_module`).
+Two kinds of reads are unseen and unguarded. One is memory read past the dispatcher (``tensor.numpy()``,
+``tolist()``, ``data_ptr()`` of a weight, inside ``forward``). The other are threads that ``forward`` starts,
+except for their access to the root module (:mod:`upriver.coldstart.model.lazy_module`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch._C._dynamo import guards
 
-# Its own `with` keeps flags of the whole process, which two threads in a model at once would leave wrong.
+# The `with` of torch's modes stores flags of the whole process, which two threads in a model would corrupt.
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -34,20 +34,20 @@ from upriver.errors import UpriverError
 from upriver.program.compiled_code import as_written, entering, runs_functions, seen
 
 _tell_compiled_code = getattr(guards, "set_is_in_mode_without_ignore_compile_internals", lambda _is: None)
-"""Whether code that torch.compile has kept is to see a thread's modes; before torch 2.10 it always does."""
+"""Tell code that torch.compile has cached whether to see a thread's modes; before torch 2.10 it always
+does."""
 
 
 class Gate:
-    """Which tensors must be there for an operator's arguments.
+    """Map operator arguments to the tensors that must have arrived.
 
     Args:
-        arrivals: Of the tensors.
-        hurry: Told which one is waited for.
+        arrivals: Arrivals of the tensors.
+        hurry: Function to call with a tensor that an operator waits for.
 
     Attributes:
         arrivals: As given.
-        touched: Tensors in the order in which something first read them, and when, in seconds of
-            ``time.monotonic``.
+        touched: Tensors in the order of their first read, and its time in seconds of ``time.monotonic``.
     """
 
     def __init__(self, arrivals: Arrivals, hurry: Callable[[int], object]) -> None:
@@ -57,7 +57,7 @@ class Gate:
         self._held: dict[int, tuple[int, ...]] = {}
 
     def hold(self, tensor: torch.Tensor, index: int) -> None:
-        """Whoever reads the storage of this tensor waits for that number, from now on.
+        """Make reads of this tensor's storage wait for the numbered tensor from now on.
 
         The storage must live as long as the gate.
         """
@@ -66,10 +66,10 @@ class Gate:
             self._held[key] = (*self._held.get(key, ()), index)
 
     def enter(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-        """Until whatever an operator is given is there.
+        """Wait until all tensors among an operator's arguments have arrived.
 
         Raises:
-            UpriverError: If some of it does not come.
+            UpriverError: If the load fails.
         """
         for key in _keys(args, kwargs):
             indices = self._held.get(key)
@@ -81,14 +81,16 @@ class Gate:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Operators of this thread wait for what they read, and compiled code for everything."""
+        """Make operators of this thread wait for what they read, and compiled code for all weights."""
         caches = torch.is_autocast_cache_enabled()
-        # Autocast makes what it caches under a lock that all models share: nobody should wait in there. With
-        # gradients it goes on, since those of a weight that is cast once are added up in the lower type.
+        # Autocast fills its cache under a lock that all models share, so no thread should wait there. With
+        # gradients the cache stays on: gradients of a weight that is cast once are summed in the lower type.
         torch.set_autocast_cache_enabled(caches and torch.is_grad_enabled())
-        mode = _Waits(self, caches)  # until it is popped: some versions of torch pop what nobody holds
+        mode = _Waits(
+            self, caches
+        )  # referenced until popped: some torch versions pop modes without a reference
         _push_mode(mode)
-        _tell_compiled_code(True)  # it reads weights past operators, and is not run where it sees a mode
+        _tell_compiled_code(True)  # compiled code reads weights unseen, and does not run where it sees a mode
         try:
             with entering(mode.lets_compile):
                 yield
@@ -99,11 +101,11 @@ class Gate:
 
 
 class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Wait in one thread for what operators read. Making a view reads nothing, so it does not wait.
+    """Make operators of one thread wait for what they read. Views read nothing and do not wait.
 
     Args:
-        gate: What operators pass.
-        caches: Whether autocast caches where no weight is waited for.
+        gate: Gate for the operators.
+        caches: True if autocast caches when no operator waits.
     """
 
     supports_higher_order_operators = True
@@ -120,25 +122,25 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def is_idle(self) -> bool:
-        """Tell whether nothing is waited for any more."""
+        """True if no operator waits any more."""
         return self._is_idle
 
     def lets_compile(self) -> bool:
-        """Wait for all, and tell whether it came; else operators of the code as written raise."""
+        """Wait for all weights. Return False if they failed: then operators of the uncompiled code raise."""
         try:
             return self.ignore_compile_internals()
-        except UpriverError:  # the compiler leaves its settings changed where this raises
+        except UpriverError:  # the compiler leaves its settings changed if this raises
             return False
 
     @as_written
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
-        """Let code be compiled, and run, under this mode: once all that it may read is there.
+        """Let code be compiled and run under this mode, after all weights have arrived.
 
-        The compiler asks before it looks at a function. Where it is not let, it marks the function never to
-        be compiled again, for all models of the process.
+        The compiler asks before it inspects a function. After a refusal it would never compile the function
+        again, for any model of the process.
 
         Raises:
-            UpriverError: If something does not come.
+            UpriverError: If the load fails.
         """
         if not self._is_idle:
             seen()
@@ -152,7 +154,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Wait, then call an operator."""
+        """Wait for an operator's arguments, then run it."""
         kwargs = kwargs or {}
         if runs_functions(func):
             self._gate.arrivals.wait_for_all()
@@ -162,7 +164,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tell_of_modes() -> None:
-    """Tell compiled code whether it is to see the modes of this thread."""
+    """Tell compiled code whether to see the modes of this thread."""
     _tell_compiled_code(not all(_is_idle(mode) for mode in _get_current_dispatch_mode_stack()))
 
 
@@ -171,22 +173,22 @@ def _is_idle(mode: TorchDispatchMode) -> bool:
 
 
 def only_views(func: Any) -> bool:
-    """Whether an operator makes views of what it is given, and never copies.
+    """Return True if an operator makes views of its arguments and never copies.
 
-    By their signatures ``to``, ``contiguous``, ``reshape`` make views. They are made of other operators,
-    and a mode sees those; but under ``torch.inference_mode()`` it sees none of them, only the whole.
+    By their signatures ``to``, ``contiguous`` and ``reshape`` make views. They consist of other operators,
+    which a mode sees. Under ``torch.inference_mode()`` it sees only the whole.
     """
     return getattr(func, "is_view", False) and not _is_composite(func)
 
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether an operator is made of others."""
+    """Return True if an operator consists of others."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def _keys(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
-    """Of every storage among an operator's arguments, which are tensors, numbers, and lists of them."""
+    """Yield the keys of the storages among an operator's arguments: tensors, numbers, and lists of them."""
     for value in (*args, *kwargs.values()):
         for each in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(each, torch.Tensor) and (key := _key(each)) is not None:
@@ -194,7 +196,7 @@ def _keys(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _key(tensor: torch.Tensor) -> int | None:
-    """Of a tensor's storage; None where it has none, such as a sparse one."""
+    """Return the key of a tensor's storage; None for a tensor without one, such as a sparse tensor."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
