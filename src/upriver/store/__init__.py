@@ -1,4 +1,4 @@
-"""Object access: file, memory and S3-compatible stores behind one small interface."""
+"""Access objects in file, memory and S3-compatible stores through one small interface."""
 
 from upriver.store.local import Unreachable
 from upriver.store.names import DEFAULT_PREFIX, check_name

@@ -1,11 +1,10 @@
-"""Bytes of an object in an S3-compatible store, straight from a connection into the memory where they belong.
+"""Read an object of an S3-compatible store from a connection directly into its final memory.
 
-obstore hands bytes on in pieces, each copied twice by threads that ask for the interpreter, and on a link of
-some Gbit/s that is what a load spends its time on. Here the kernel puts them where they belong, or the TLS
-library does. Only answers that are exactly what was asked for are read so. All else is left to obstore, which
-knows of credentials, redirects, proxies, retries and errors: `Direct.filling` ends early, and raises nothing.
-
-Requests are signed in their URL by obstore, and answers' heads read by ``http.client``.
+obstore passes bytes on in pieces. Its threads copy each piece twice and need the interpreter for it. On a
+link of some Gbit/s a load spends its time on that. Here the kernel, or the TLS library, writes the bytes to
+their destination. Only responses that match the request exactly are read this way. obstore handles all
+others, since it knows credentials, redirects, proxies, retries and errors: `Direct.filling` then ends early
+and raises nothing. obstore signs the requests in their URLs, and ``http.client`` parses the responses' heads.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCRATCH_BYTES, ROOM_BYTES = 256 * 1024, 64 * 1024
-"""What is read at once where the next bytes belong to less memory than the second, as small tensors are."""
+"""Bytes that are read at once if the next buffer has fewer than `ROOM_BYTES` left, as small tensors do."""
 
 RECORDS_BYTES = 64 * 1024
-"""What the TLS library may have taken from a socket and not told of yet: more than any record has."""
+"""Bytes that the TLS library may have read from a socket and not passed on yet: more than any record has."""
 
 MOST_HEAD_BYTES = 64 * 1024
 SIGNED_S = 900.0
-"""For how long a URL is good, which may be written down wherever it passes; half of it is used."""
+"""Lifetime of a signed URL, which proxies and servers may log. Half of the time is used."""
 
 MOST_REFUSALS = 2
-"""Answers, one after the other, that were not as they should be: then nothing more is asked for here."""
+"""Consecutive bad responses after which all reads are left to obstore."""
 
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 
@@ -55,11 +54,11 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
 class Direct:
     """Connections to a store, of one event loop.
 
-    A request takes one that is there; while there is none, its bytes come by obstore, and nobody waits.
+    A request uses an idle connection. While there is none, obstore reads its bytes, and no request waits.
 
     Args:
-        access: To the bucket.
-        most: Connections at once, at most.
+        access: Access to the bucket.
+        most: Most concurrent connections.
     """
 
     def __init__(self, access: S3Access, *, most: int) -> None:
@@ -76,17 +75,17 @@ class Direct:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close everything."""
+        """Close all connections."""
         self._refusals = MOST_REFUSALS
         for task in self._opening:
             task.cancel()
         await asyncio.gather(*self._opening, return_exceptions=True)
         for connection in (*self._idle, *self._busy):
             connection.close()
-        await asyncio.sleep(0)  # in which their sockets are closed
+        await asyncio.sleep(0)  # the event loop closes their sockets
 
     def open(self, path: str, num: int) -> None:
-        """Begin to open connections to where an object is, until there are so many, if there may be."""
+        """Start to open connections to an object's host, up to `num` in all and within the bound."""
         self._idle = [each for each in self._idle if each.is_open]
         there = len(self._idle) + len(self._busy) + len(self._opening)
         if self._refusals < MOST_REFUSALS:
@@ -102,13 +101,13 @@ class Direct:
 
         Args:
             path: The object.
-            start: Its first byte that is wanted.
-            places: The memory; some of it is missing afterwards if that is left to obstore.
-            etag: Of the object.
-            piece_bytes: Of each piece at least, but for the last.
+            start: First wanted byte.
+            places: The memory. Some of it stays unfilled if the rest is left to obstore.
+            etag: ETag of the object.
+            piece_bytes: Fewest bytes of a piece, except the last.
 
         Yields:
-            0 when the answer begins, and the size of each piece that is in its place.
+            0 when the response begins, then the size of each written piece.
         """
         connection = self._taken()
         if connection is None:
@@ -140,7 +139,7 @@ class Direct:
 
     def _gives_up(self, error: Exception) -> None:
         self._refusals += 1
-        # Of its text nothing is told: it may hold a URL with a signature.
+        # The error's text is not logged: it may hold a URL with a signature.
         log.debug("a read is left to obstore: %s", type(error).__name__)
 
     async def _open(self, path: str) -> None:
@@ -163,7 +162,7 @@ class Direct:
 
     @cached_property
     def _proxies(self) -> dict[str, str]:
-        return getproxies()  # takes a look at each variable of the environment
+        return getproxies()  # inspects each environment variable
 
     def _is_proxied(self, url: SplitResult) -> bool:
         proxy = self._proxies.get(url.scheme) or self._proxies.get("all")
@@ -196,14 +195,14 @@ class Direct:
 
 
 class _Refused(Exception):
-    """An answer that is not what was asked for."""
+    """Signal a response that does not match its request."""
 
 
 class _Connection(asyncio.BufferedProtocol):
-    """One connection, which has one request at a time.
+    """Connection with one request at a time.
 
     Attributes:
-        is_open: Whether another request may be sent.
+        is_open: True if another request may be sent.
     """
 
     def __init__(self) -> None:
@@ -221,11 +220,11 @@ class _Connection(asyncio.BufferedProtocol):
         self._paused = False
 
     async def ask(self, request: bytes, start: int, places: BufferSequence, silence_s: float) -> None:
-        """Send a request, and wait for the answer to begin.
+        """Send a request and wait for the response to begin.
 
         Raises:
-            _Refused: If it is another one.
-            OSError: If the connection breaks, or none begins in so many seconds.
+            _Refused: If the response does not match the request.
+            OSError: If the connection breaks, or no response begins within `silence_s`.
         """
         assert self._transport is not None
         self._start, self._left, self._places = start, places.left, places
@@ -235,11 +234,11 @@ class _Connection(asyncio.BufferedProtocol):
             await self._wait(silence_s)
 
     async def more(self, piece_bytes: int, silence_s: float) -> int:
-        """Wait until so many more bytes are in their place, or the last ones; how many are, 0 at the end.
+        """Wait for `piece_bytes` more written bytes, or the last ones. Return their number, 0 at the end.
 
         Raises:
-            OSError: If the connection breaks, or too little comes in so many seconds, and all that has come
-                was told.
+            OSError: If the connection breaks, or too few bytes arrive within `silence_s`, after all arrived
+                bytes were returned.
         """
         self._piece_bytes = piece_bytes
         self._sleeps()
@@ -251,7 +250,7 @@ class _Connection(asyncio.BufferedProtocol):
         return num_bytes
 
     def close(self) -> None:
-        """At once; nothing is written any more."""
+        """Close at once. Nothing is written afterwards."""
         self.is_open = False
         self._places, self._room = None, self._scratch
         if self._transport is not None:
@@ -274,23 +273,23 @@ class _Connection(asyncio.BufferedProtocol):
             self._waiter = None
 
     async def _take_the_rest(self) -> None:
-        """What has come and is less than what was waited for, of a connection that brings no more."""
+        """Read the bytes that have arrived, of a connection that brings less than was awaited."""
         self._kept_bytes, left = self._left, None
         self._sleeps()
         while left != self._left:
             left = self._left
-            for _ in range(2):  # in the first the loop learns that there is something, in the second it reads
+            for _ in range(2):  # first the loop learns that there are bytes, then it reads them
                 await asyncio.sleep(0)
 
     def _sleeps(self) -> None:
-        """Have the kernel wake this thread for what it waits for, and no packet before.
+        """Let the kernel wake this thread for all awaited bytes, and for no packet before.
 
-        Each time takes the processor, and its caches, from whoever computes on it meanwhile.
+        Each wake-up takes the processor and its caches from the threads that compute.
         """
         wanted = min(self._piece_bytes - self._pending, self._left) - self._kept_bytes
         low_bytes = max(1, wanted)
         if self._socket is not None and low_bytes != self._low_bytes:
-            with suppress(OSError):  # it is closed, or its system knows of no such thing
+            with suppress(OSError):  # the socket is closed, or its system lacks the option
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_bytes)
                 self._low_bytes = low_bytes
 
@@ -305,17 +304,17 @@ class _Connection(asyncio.BufferedProtocol):
     # -------------------------------------------------------------------------------- of the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.BaseProtocol`."""
+        """Implement `asyncio.BaseProtocol`."""
         self._transport, self.is_open = cast(asyncio.Transport, transport), True
         self._socket = transport.get_extra_info("socket")
         self._kept_bytes = 0 if transport.get_extra_info("ssl_object") is None else RECORDS_BYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.BaseProtocol`."""
+        """Implement `asyncio.BaseProtocol`."""
         self._breaks(exc if isinstance(exc, OSError) else ConnectionResetError("the store hung up"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: to where they belong, or to scratch memory."""
+        """Return the memory for the next bytes: their destination, or scratch memory."""
         self._room = self._scratch
         if self._places is not None and self._head is None:
             room = self._places.room(self._left)
@@ -323,9 +322,9 @@ class _Connection(asyncio.BufferedProtocol):
         return self._room
 
     def buffer_updated(self, nbytes: int) -> None:
-        """So many have come."""
+        """Count bytes that have arrived, and pass scratch bytes on."""
         if self._places is None or (self._head is None and not self._left):
-            self.close()  # nobody asked for them
+            self.close()  # no request has asked for these bytes
             return
         if self._head is not None:
             self._head += self._scratch[:nbytes]
@@ -369,7 +368,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._wake()
 
     def _check(self, answer: http.client.HTTPResponse, num_body: int) -> None:
-        """Hold an answer to what was asked for."""
+        """Check that a response matches its request."""
         found = _RANGE.fullmatch(answer.getheader("Content-Range", ""))
         stop = self._start + self._left
         if answer.status != 206 or found is None or (int(found[1]), int(found[2])) != (self._start, stop - 1):
@@ -380,18 +379,18 @@ class _Connection(asyncio.BufferedProtocol):
 
 
 class _Said:
-    """What has come, for ``http.client``."""
+    """Wrap received bytes for ``http.client``."""
 
     def __init__(self, came: bytes | bytearray) -> None:
         self._came = came
 
     def makefile(self, _: str) -> io.BytesIO:
-        """See `socket.socket.makefile`."""
+        """Return the bytes as a file, see `socket.socket.makefile`."""
         return io.BytesIO(self._came)
 
 
 def _request(url: SplitResult, start: int, stop: int, etag: str) -> bytes:
-    """A request as it is sent."""
+    """Return the bytes of a request."""
     target = f"{url.path}?{url.query}" if url.query else url.path
     lines = [
         f"GET {target} HTTP/1.1",

@@ -1,13 +1,13 @@
-"""Where names lead on a file system, symbolic links included.
+"""Resolve names of a file store, including symbolic links, within its root.
 
-obstore refuses ``..`` but follows symbolic links, out of its root too, and lists through them. So every name
-is resolved here first and refused if it leaves the root, and listing walks by itself. A link that stays
-inside the root is as good as a file.
+obstore refuses ``..`` but follows symbolic links, even out of its root, and lists through them. So every name
+is resolved here first and refused if it leaves the root. Listing walks the folders by itself. A link that
+stays inside the root counts as a file.
 
-The check and the read are two steps, for obstore opens by name: someone who can write to the root can swap a
-link between them. The kernel could do both in one (``openat2`` with ``RESOLVE_BENEATH``), which neither
-Python nor obstore offers, and ``O_NOFOLLOW`` would look at a name's last part alone. Write access to a
-store's directory is the operator's to give.
+Check and read are two steps, because obstore opens files by name. A user who can write to the root can swap a
+link between them. The kernel could do both in one step (``openat2`` with ``RESOLVE_BENEATH``), but neither
+Python nor obstore offers that. ``O_NOFOLLOW`` would check only the last part of a name. Only the operator
+grants write access to a store's folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from upriver.files import make_folders, replacing
 from upriver.store.names import MAX_NAME_BYTES
 
 _STAGED = re.compile(r"#\d+$")
-"""What is not an object yet: obstore and `upriver.files.replacing` name files so before they are renamed."""
+"""Names of unfinished files: obstore and `upriver.files.replacing` write to them before they rename."""
 
 
 _OUT = "out of the store's root"
@@ -35,16 +35,16 @@ _OUT = "out of the store's root"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unreachable:
-    """An entry of a folder that a listing cannot give.
+    """Entry of a folder that a listing cannot yield.
 
     Attributes:
-        path: Its name, relative to the store.
+        path: Name of the entry, relative to the store.
         reason: ``link``: a symbolic link that leads out of the store, nowhere, in a circle, or above the
-            folder that is listed. ``special``: a FIFO, socket or device. ``unreadable``: a file or folder
-            that this process may not read. ``name``: a folder whose name is longer than an object's may be.
-            ``upload``: a file that an upload left when it was cut off.
-        why: The same in words that follow the name.
-        is_folder: Whether it is a folder, or leads to one; None where nobody can tell.
+            listed folder. ``special``: a FIFO, socket or device. ``unreadable``: a file or folder that this
+            process may not read. ``name``: a folder whose name is longer than an object's may be. ``upload``:
+            a file of an interrupted upload.
+        why: The reason in words that follow the name.
+        is_folder: True for a folder or a link to one; None if unknown.
     """
 
     path: str
@@ -54,24 +54,24 @@ class Unreachable:
 
 
 OnUnreachable = Callable[[Unreachable], None]
-"""Called with each entry that a listing cannot give."""
+"""Function to call with each entry that a listing cannot yield."""
 
 
 def is_staged(name: str) -> bool:
-    """Whether a name is one under which obstore writes before it renames."""
+    """Return True if obstore writes to such a name before it renames the file."""
     return _STAGED.search(name) is not None
 
 
 def inside(root: Path, path: str) -> Path:
-    """The real path that a name leads to.
+    """Return the real path of a name.
 
     Args:
-        root: The store's root, already resolved.
-        path: A checked name.
+        root: Resolved root of the store.
+        path: Checked name.
 
     Raises:
-        ObjectNotFound: If a symbolic link leads out of ``root``, or in a circle: nothing that is there is an
-            object of this store.
+        ObjectNotFound: If a symbolic link leads out of ``root``, or in a circle: its target is no object of
+            this store.
     """
     real, why_not = _resolve(root, path)
     if why_not:
@@ -80,7 +80,7 @@ def inside(root: Path, path: str) -> Path:
 
 
 def _resolve(root: Path, path: str) -> tuple[Path, str]:
-    """The real path that a name leads to, and where it leads instead if that is not inside the root."""
+    """Return the real path of a name, and where it leads instead if it leaves the root."""
     if not _is_behind_link(root, path):
         return root / path, ""
     try:
@@ -91,14 +91,14 @@ def _resolve(root: Path, path: str) -> tuple[Path, str]:
 
 
 def _is_behind_link(root: Path, path: str) -> bool:
-    """Look for links among the parts of a name; the root's own are resolved already."""
+    """Return True if a part of a name is a link. The root itself is resolved already."""
     place = str(root)
     try:
         for part in path.split("/"):
             place = f"{place}/{part}"
             if stat.S_ISLNK(os.lstat(place).st_mode):
                 return True
-    except OSError:  # nothing is there, or nobody may look
+    except OSError:  # the file does not exist, or may not be inspected
         pass
     return False
 
@@ -108,21 +108,21 @@ def walk(
 ) -> Iterator[tuple[str, os.stat_result]]:
     """List every object under a prefix, by name, with its status.
 
-    A link to a folder is followed, so that a folder may be listed under several names. A link that leads to a
-    folder on the way to it, or above one, is not followed. Folders that links join in a circle are listed
-    once each: by their own names, else once behind each link that leads into the circle.
+    A link to a folder is followed, so a folder may appear under several names. A link to a folder on its own
+    path, or above one, is not followed. Folders that links join in a circle are listed once each: by their
+    own names, else once behind each link that leads into the circle.
 
     Args:
-        root: The store's root, already resolved.
-        prefix: The folder or file to list; empty for all.
-        on_unreachable: Called with each entry that is left out. Files are left out, too, that this process
-            may not read.
+        root: Resolved root of the store.
+        prefix: Folder or file to list; empty for all.
+        on_unreachable: Function to call with each entry that is left out. With it, files that this process
+            may not read are left out, too.
 
     Raises:
         ObjectNotFound: If the prefix itself is behind a symbolic link that leads out of ``root``.
         OSError: If the prefix cannot be listed. Without ``on_unreachable`` also for the first link, special
-            file or folder that cannot be listed: leaving it out would drop samples without a word. Names that
-            begin with a dot are let be: editors leave such links (``.#name``), and no sample has such a name.
+            file or folder that cannot be listed: samples would be missing silently. Names that begin with a
+            dot are exempt: editors leave such links (``.#name``), and no sample has such a name.
     """
     start = inside(root, prefix) if prefix else root
     if start.is_dir():
@@ -132,7 +132,7 @@ def walk(
 
 
 def _refuse(entry: Unreachable) -> None:
-    """Raise an error for an entry that is not to be left out."""
+    """Raise an error for an entry that must not be left out."""
     if entry.reason != "upload" and not entry.path.rpartition("/")[2].startswith("."):
         raise OSError(f"{entry.path!r} {entry.why}; remove it, or list a folder without it")
 
@@ -141,9 +141,9 @@ class _Walk:
     """List one folder.
 
     Args:
-        root: The store's.
+        root: Root of the store.
         start: The folder, resolved.
-        on_unreachable: Called with what is left out; None raises.
+        on_unreachable: Function to call with each entry that is left out; None to raise.
     """
 
     def __init__(self, root: Path, start: Path, on_unreachable: OnUnreachable | None) -> None:
@@ -152,7 +152,7 @@ class _Walk:
         self._known: dict[Path, int] | None = None
 
     def own(self, prefix: str, way: tuple[Path, ...]) -> Iterator[tuple[str, os.stat_result]]:
-        """List a folder below the start by its own name; ``way`` holds the folders from the start to it."""
+        """List a folder below the start by its own name. ``way`` holds the folders from the start to it."""
         seen: set[Path] = set()
         for name, entry, real in self._entries(prefix, way[-1], self._tell):
             if real is None:
@@ -165,17 +165,17 @@ class _Walk:
     def _linked(
         self, prefix: str, way: tuple[Path, ...], num_own: int, seen: set[Path]
     ) -> Iterator[tuple[str, os.stat_result]]:
-        """List a folder that was reached through a link, unless that would list it again.
+        """List a folder behind a link, unless that would list it twice.
 
         Args:
-            prefix: Its name.
-            way: The folders from the start to it, resolved.
-            num_own: How many of those were reached by their own names.
+            prefix: Name of the folder.
+            way: Resolved folders from the start to it.
+            num_own: Number of these that were reached by their own names.
             seen: Folders of its circle that were listed since a link led into the circle.
         """
         *before, folder = way
         if any(passed.is_relative_to(folder) for passed in before):
-            return  # what lies there has its own name, or lies above what is listed
+            return  # its content has other names, or lies above the listed folder
         circle = self._circle(folder)
         if circle != self._circle(before[-1]):
             seen = set()
@@ -192,9 +192,9 @@ class _Walk:
     def _entries(
         self, prefix: str, folder: Path, tell: OnUnreachable
     ) -> Iterator[tuple[str, os.DirEntry[str], Path | None]]:
-        """Each entry of a folder with its name, and the real path of those that are folders.
+        """Yield each entry of a folder with its name, and the real path of those that are folders.
 
-        Left out are links that lead out of the root or in a circle, and folders that cannot be listed.
+        Links that lead out of the root or in a circle are left out, as are folders that cannot be listed.
         """
         try:
             with os.scandir(folder) as entries:
@@ -219,13 +219,13 @@ class _Walk:
                 yield name, entry, real
 
     def _object(self, name: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, os.stat_result]]:
-        """List what is no folder."""
+        """List an entry that is not a folder."""
         try:
             status = entry.stat()
         except OSError as exc:
             if entry.is_symlink() and exc.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 self._tell(_link(name, entry, "in a circle" if exc.errno == errno.ELOOP else "nowhere"))
-            elif exc.errno != errno.ENOENT:  # a file that is gone since the folder was read is no more
+            elif exc.errno != errno.ENOENT:  # a file deleted since the folder was read is no error
                 why = f"cannot be looked at ({exc.strerror})"
                 self._tell(Unreachable(path=name, reason="unreadable", why=why, is_folder=None))
             return
@@ -240,13 +240,13 @@ class _Walk:
             yield name, status
 
     def _circle(self, folder: Path) -> int:
-        """Which folders lead to each other, through links and folders: those that have the same number."""
+        """Return the number of a folder's circle. Folders that lead to each other have the same number."""
         if self._known is None:
             self._known = self._circles()
         return self._known[folder]
 
     def _circles(self) -> dict[Path, int]:
-        """Number the strongly connected components of the folders (Tarjan, SIAM J. Comput. 1972)."""
+        """Return a number for each folder's strongly connected component (Tarjan, SIAM J. Comput. 1972)."""
         found: dict[Path, int] = {}
         low: dict[Path, int] = {}
         numbered: dict[Path, int] = {}
@@ -281,7 +281,7 @@ class _Walk:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a folder or a link to one; not if that cannot be told."""
+    """Return True if an entry is a folder or a link to one; False if unknown."""
     try:
         return entry.is_dir()
     except OSError:
@@ -289,12 +289,12 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_readable(entry: os.DirEntry[str], status: os.stat_result) -> bool:
-    """Whether this process may read a file; the kernel is asked only where the mode leaves it open."""
+    """Return True if this process may read a file. The kernel is asked only if the mode does not decide."""
     return status.st_mode & 0o444 == 0o444 or os.access(entry.path, os.R_OK, effective_ids=True)
 
 
 def _link(name: str, entry: os.DirEntry[str], where: str) -> Unreachable:
-    """A symbolic link that leads to nothing in the store, with the path that it holds."""
+    """Return the entry for a symbolic link that leads to no object, with its target."""
     is_folder: bool | None = None
     with suppress(OSError):
         is_folder = stat.S_ISDIR(entry.stat().st_mode)
@@ -304,14 +304,14 @@ def _link(name: str, entry: os.DirEntry[str], where: str) -> Unreachable:
 
 
 def put(root: Path, path: str, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
-    """Write a file that lasts, whole or not at all; see `upriver.files.replacing`.
+    """Write a file durably, whole or not at all; see `upriver.files.replacing`.
 
-    obstore syncs nothing: after a power failure an object could be there, and empty.
+    obstore does not sync: after a power failure an object could exist and be empty.
 
     Raises:
         ObjectNotFound: If a symbolic link leads out of ``root``.
-        OSError: If it cannot be written; neither it nor a folder that was made for it is left.
-        Exception: What ``pieces`` raises, likewise.
+        OSError: If it cannot be written. Neither the file nor a new folder for it is left.
+        Exception: An error of ``pieces``, likewise.
     """
     real = inside(root, path)
     made = make_folders(real.parent)
@@ -320,16 +320,16 @@ def put(root: Path, path: str, pieces: Iterable[bytes | bytearray | memoryview])
             file.writelines(pieces)
     except BaseException:
         for folder in reversed(made):
-            with suppress(OSError):  # by now another object is in it
+            with suppress(OSError):  # another object is in the folder by now
                 folder.rmdir()
         raise
 
 
 def folders(root: Path, prefix: str) -> list[str]:
-    """Names of the folders right below a prefix: empty ones, those that cannot be listed, and links to such.
+    """Return the names of all folders right below a prefix, and of links to empty or unlistable ones.
 
-    A link that leads to a folder out of the root counts, which is not looked into. A link to a folder that
-    holds something is left to the listing, which knows circles.
+    A link to a folder outside the root counts, without a look inside. A link to a folder with content is left
+    to the listing, which handles circles.
 
     Raises:
         ObjectNotFound: If the prefix is behind a symbolic link that leads out of ``root``.
@@ -343,7 +343,7 @@ def folders(root: Path, prefix: str) -> list[str]:
 
 
 def _holds_nothing(root: Path, link: os.DirEntry[str]) -> bool:
-    """Whether a link leads to a folder that a listing gives nothing of."""
+    """Return True if a link leads to a folder of which a listing yields nothing."""
     try:
         real = Path(link.path).resolve()
         return not real.is_relative_to(root) or not os.listdir(real)
@@ -359,18 +359,18 @@ def link_in(root: Path, path: str) -> str:
 
 
 def etag_of(status: os.stat_result) -> str:
-    """Name a file's state: inode, modification time, size and change time, in hexadecimal.
+    """Return an ETag for a file's state: inode, modification time, size and change time, in hexadecimal.
 
-    A program that overwrites a file can keep its size and set its modification time back. The change time is
-    the kernel's alone.
+    A program that overwrites a file can keep its size and restore its modification time. Only the kernel sets
+    the change time.
     """
     return f'"{status.st_ino:x}-{status.st_mtime_ns:x}-{status.st_size:x}-{status.st_ctime_ns:x}"'
 
 
 def is_same(status: os.stat_result, etag: str) -> bool:
-    """Whether a file is in the state that an ETag names.
+    """Return True if a file is in the state that an ETag names.
 
-    Indexes that older versions made hold ETags without the change time, which go by the rest.
+    Indexes of older versions hold ETags without the change time. For these the other values decide.
     """
     return etag == etag_of(status) or etag == _etag_without_change_time(status)
 

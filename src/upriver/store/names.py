@@ -1,4 +1,4 @@
-"""What may name an object: a relative path inside a store, never a URL and never a way out."""
+"""Check object names: relative paths inside a store, never a URL and never a way out."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from upriver.errors import ConfigError
 
 DEFAULT_PREFIX = ".upriver"
-"""Where upriver keeps its own objects in a store, unless the operator says otherwise."""
+"""Default folder for upriver's own objects in a store."""
 
 MAX_NAME_BYTES = 1024
-"""The longest key that S3 allows."""
+"""Longest key that S3 allows."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 def check_name(path: str) -> str:
-    """Check an object's name once, at the border.
+    """Check an object's name once, at the public border.
 
     Args:
         path: Segments joined by ``/``, relative to the store's root.
@@ -55,6 +55,6 @@ def _why_not(path: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Check what a listing starts from: empty for everything, or a name; one trailing ``/`` is dropped."""
+    """Check the prefix of a listing: empty for everything, or a name. Drop one trailing ``/``."""
     prefix = prefix.removesuffix("/")
     return check_name(prefix) if prefix else ""

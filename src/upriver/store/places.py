@@ -1,4 +1,4 @@
-"""Memory that bytes of an object are put into as they arrive, so that no copy of the whole ever stands."""
+"""Fill buffers with the bytes of an object as they arrive, without a copy of the whole object."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 from upriver.errors import ConfigError
 
 PIECE_BYTES = 1 << 20
-"""Put in place at once where nobody says: more saves nothing, less asks for the interpreter more often."""
+"""Default size of a piece. Larger ones save nothing; smaller ones need the interpreter more often."""
 
 
 class BufferSequence:
     """Buffers that are filled one after the other.
 
     Args:
-        into: One or several; writable, and each without gaps.
+        into: One or several writable and contiguous buffers.
 
     Attributes:
         left: Bytes that are still missing.
 
     Raises:
-        ConfigError: If a buffer cannot be written, or has gaps.
+        ConfigError: If a buffer is read-only or not contiguous.
     """
 
     def __init__(self, into: memoryview | Sequence[memoryview]) -> None:
@@ -32,27 +32,27 @@ class BufferSequence:
         self.left = sum(len(view) for view in self._views)
 
     def take(self, piece: bytes | memoryview) -> None:
-        """Copy what has arrived.
+        """Copy bytes that have arrived.
 
         Raises:
-            ValueError: If there is no room for it.
+            ValueError: If there is no room for them.
         """
         if len(piece) > self.left:
             raise ValueError("the answer has more bytes than were asked for")
         source, at = np.frombuffer(piece, dtype=np.uint8), 0
         while at < len(source):
             room = self.room(len(source) - at)
-            # Memory that was never touched costs more to write than to copy. NumPy lets other threads run.
+            # Writing to untouched memory costs more than the copy. NumPy lets other threads run meanwhile.
             np.frombuffer(room, dtype=np.uint8)[:] = source[at : at + len(room)]
             at += len(room)
             self.filled(len(room))
 
     def room(self, most: int) -> memoryview:
-        """Where the next bytes belong; at most so many, none if all are there."""
+        """Return the memory of the next bytes, at most `most`; empty if no byte is missing."""
         return self._views[0][:most] if self._views else memoryview(b"")
 
     def filled(self, num_bytes: int) -> None:
-        """So many bytes of `room` are there."""
+        """Count bytes that were written to `room`."""
         self.left -= num_bytes
         rest = self._views.popleft()[num_bytes:]
         if rest:

@@ -1,4 +1,4 @@
-"""An S3-compatible store from a URI, the operator's options and the environment."""
+"""Open S3-compatible stores from a URI, the operator's options and the environment."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig  # exist for the type checker only
 
 CONNECT_TIMEOUT_S = 5.0
-"""Two lost SYN packets (1 s and 2 s on Linux) fit into it."""
+"""Connection timeout. Two lost SYN packets (1 s and 2 s on Linux) fit into it."""
 
 READ_TIMEOUT_S = 15.0
-"""Silence after which a body counts as stalled and is asked for again."""
+"""Silence after which a body counts as stalled and is requested again."""
 
 TIMEOUT_S = 300.0
-"""One whole attempt. Generous, since a stall is noticed sooner: 500 MB of weights take 200 s at 20 Mbit/s."""
+"""Timeout of one whole attempt. It is generous, since a stall is noticed sooner: 500 MB of weights take 200 s
+at 20 Mbit/s."""
 
 MAX_RETRIES = 6
-"""With backoff from 0.1 s to 5 s a store that refuses connections is given up after about 15 s."""
+"""Most retries. With backoff from 0.1 s to 5 s a store that refuses connections fails after about 15 s."""
 
 _TEXT = {
     "endpoint": "endpoint",
@@ -47,26 +48,26 @@ _FILES = ("ca_file",)
 _ALLOWED = tuple(sorted({*_TEXT, *_FLAGS, *_NUMBERS, *_FILES}))
 _TOKEN_VARIABLES = ("AWS_SESSION_TOKEN", "AWS_TOKEN")
 _TRUE = ("true", "1", "yes", "y", "on")
-"""As obstore reads it in a variable."""
+"""Values that obstore reads as true in a variable."""
 
 _SECRET_OPTIONS = ("access_key_id", "secret_access_key", "session_token")
 _SECRET_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", *_TOKEN_VARIABLES)
 
 
 def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
-    """Open a bucket. What ``options`` leaves out comes from the usual ``AWS_…`` variables.
+    """Open a bucket. Options that are absent come from the usual ``AWS_…`` variables.
 
     Args:
-        bucket: The bucket's name.
-        prefix: Put in front of every name; empty for none.
+        bucket: Name of the bucket.
+        prefix: Prefix of every name; empty for none.
         options: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key``, ``session_token``,
             ``virtual_hosted_style`` and ``anonymous`` (``true`` or ``false``), ``connect_timeout_s``,
-            ``read_timeout_s``, ``timeout_s``, ``max_retries``, ``ca_file`` (certificates, in PEM, that are
-            trusted beside the system's).
+            ``read_timeout_s``, ``timeout_s``, ``max_retries``, ``ca_file`` (trusted certificates in PEM, in
+            addition to the system's).
 
     Raises:
-        ConfigError: If an option is unknown, its value is not what it takes, or credentials would be put
-            together from options and environment. Secrets are never repeated.
+        ConfigError: If an option is unknown, its value is invalid, or credentials would mix options and
+            environment. The message never repeats secrets.
     """
     unknown = sorted(set(options) - set(_ALLOWED))
     if unknown:
@@ -78,27 +79,27 @@ def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
 
 
 def patient(store: S3Store, options: Mapping[str, str]) -> S3Store:
-    """The same bucket, for what takes long to send.
+    """Return the same bucket with a longer timeout, for uploads.
 
-    The HTTP client counts ``read_timeout_s`` from a request's first byte to its answer's, so that an upload
-    that goes on all the time counts as silent. Here it may take ``timeout_s``, as a whole attempt may.
+    The HTTP client counts ``read_timeout_s`` from a request's first byte to the response's. So an upload in
+    progress counts as silent. Here it may last ``timeout_s``, as a whole attempt may.
 
     Args:
-        store: As :func:`open_s3` opened it.
-        options: By which it did.
+        store: Bucket from :func:`open_s3`.
+        options: Options with which it was opened.
     """
     return _again(store, {**options, "read_timeout_s": str(_numbers(options)["timeout_s"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S3Access:
-    """What it takes to read a bucket's objects without obstore.
+    """Access to a bucket's objects without obstore.
 
     Attributes:
-        signing: Makes what signs URLs of it.
-        anonymous: Whether its objects are read without a signature.
-        trusted: Certificates of the operator's own, in PEM.
-        connect_timeout_s: For a connection.
+        signing: Function that returns a store which signs the bucket's URLs.
+        anonymous: True if objects are read without a signature.
+        trusted: The operator's own certificates, in PEM.
+        connect_timeout_s: Timeout of a connection.
         read_timeout_s: Silence after which a body counts as stalled.
     """
 
@@ -110,10 +111,13 @@ class S3Access:
 
 
 def access_to(store: S3Store, options: Mapping[str, str]) -> S3Access:
-    """The same for a bucket that was opened by these options."""
+    """Return the access to a bucket that was opened with these options."""
 
     def with_keys() -> S3Store:
-        """The URL is the same, and obstore makes one for who has keys alone."""
+        """Return a store with placeholder keys. obstore makes a URL only with keys.
+
+        The URL is the same.
+        """
         return _again(store, options, access_key_id="anyone", secret_access_key="none", skip_signature=False)
 
     told = str(store.config.get("skip_signature", os.environ.get("AWS_SKIP_SIGNATURE", "")))
@@ -129,14 +133,14 @@ def access_to(store: S3Store, options: Mapping[str, str]) -> S3Access:
 
 
 def _again(store: S3Store, options: Mapping[str, str], **changed: Any) -> S3Store:
-    """The same bucket by other options, or with another configuration."""
+    """Open the same bucket with other options or another configuration."""
     config = {name: value for name, value in store.config.items() if name != "bucket"}
     return _opened(str(store.config["bucket"]), store.prefix or "", options, {**config, **changed})
 
 
 def _opened(bucket: str, prefix: str, options: Mapping[str, str], config: Mapping[str, Any]) -> S3Store:
     numbers = _numbers(options)
-    told = {"disable_bulk_delete": True}  # objects go one at a time, and not every server knows the bulk form
+    told = {"disable_bulk_delete": True}  # one object a request: not every server knows bulk deletes
     store: S3Store = S3Store(
         bucket,
         prefix=prefix or None,
@@ -152,15 +156,15 @@ def _numbers(options: Mapping[str, str]) -> dict[str, float]:
 
 
 def site_of(store: S3Store) -> str:
-    """Endpoint and bucket, however each was given."""
+    """Return endpoint and bucket, from either source."""
     config: Mapping[str, str] = {str(name): str(value) for name, value in store.config.items()}
     return f"{_endpoint(config)} {config.get('bucket', '')}"
 
 
 def secrets_of(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Values that no error message may repeat, as they are and as they stand in a URL.
+    """Return the values that no error message may repeat, plain and as in a URL.
 
-    They come from the options and the environment; the longest first, since one may be part of another.
+    They come from the options and the environment. The longest come first, since one may be part of another.
     """
     values = [options.get(name, "") for name in _SECRET_OPTIONS]
     values += [os.environ.get(name, "") for name in _SECRET_VARIABLES]
@@ -169,10 +173,10 @@ def secrets_of(options: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _check_one_identity(options: Mapping[str, str]) -> None:
-    """A token of the environment's belongs to the environment's keys: with others it is refused by the store.
+    """Check that keys and session token come from one source; a store refuses a token with other keys.
 
     Raises:
-        ConfigError: If keys would come from the options and the token from the environment.
+        ConfigError: If the keys would come from the options and the token from the environment.
     """
     if "access_key_id" not in options or "session_token" in options:
         return
@@ -185,7 +189,7 @@ def _check_one_identity(options: Mapping[str, str]) -> None:
 
 
 def _trusted(options: Mapping[str, str]) -> ClientConfig:
-    """Certificates of the operator's own."""
+    """Return the operator's own certificates."""
     if "ca_file" not in options:
         return {}
     try:
@@ -202,7 +206,7 @@ def _endpoint(options: Mapping[str, str]) -> str:
 
 def _client_options(numbers: Mapping[str, float], endpoint: str) -> ClientConfig:
     return {
-        "allow_http": endpoint.startswith("http://"),  # a plain endpoint is the operator's own choice
+        "allow_http": endpoint.startswith("http://"),  # the operator chooses a plain endpoint
         "connect_timeout": timedelta(seconds=numbers["connect_timeout_s"]),
         "read_timeout": timedelta(seconds=numbers["read_timeout_s"]),
         "timeout": timedelta(seconds=numbers["timeout_s"]),
@@ -212,7 +216,7 @@ def _client_options(numbers: Mapping[str, float], endpoint: str) -> ClientConfig
 def _retry_config(numbers: Mapping[str, float]) -> RetryConfig:
     return {
         "max_retries": int(numbers["max_retries"]),
-        # Counted from the first attempt: not longer than one attempt would mean no retry at all.
+        # Counted from the first attempt: a timeout of one attempt would allow no retry.
         "retry_timeout": timedelta(seconds=2 * numbers["timeout_s"]),
         "backoff": {
             "init_backoff": timedelta(seconds=0.1),

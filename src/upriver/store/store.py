@@ -1,4 +1,4 @@
-"""One small interface over file, memory and S3-compatible stores."""
+"""Provide one small interface over file, memory and S3-compatible stores."""
 
 from __future__ import annotations
 
@@ -36,23 +36,24 @@ from upriver.store.places import PIECE_BYTES, BufferSequence
 from upriver.store.s3 import access_to, open_s3, patient, secrets_of, site_of
 
 MULTIPART_BYTES = 64 * 2**20
-"""Objects up to this size travel in one request, as AWS advises below 100 MB; larger ones in parts of it."""
+"""Largest object that travels in one request, as AWS advises below 100 MB. Larger ones travel in parts of
+this size."""
 
 STREAM_PART_BYTES = 64 * 2**20
-"""Of an object that is written as it is made; with it the 10,000 parts that S3 allows hold 640 GB. Swift
-takes an MD5 of what is read from the beginning of a part on, and two of a part that is read whole, so parts
-are to be much larger than what is read at once."""
+"""Part size of an object that is written while it is made. The 10,000 parts that S3 allows then hold 640 GB.
+Swift takes an MD5 of a read from the beginning of a part on, and two of a part that is read whole. So parts
+should be much larger than a single read."""
 
 STREAM_PARTS = 2
-"""How many of them may be under way, and so in memory, at once."""
+"""Most parts in flight, and so in memory, at once."""
 
 PATIENT_BYTES = 2**20
-"""What is larger may take as long to send as a whole attempt may. The rest is small enough to be given up
-sooner, where a store has stopped to answer."""
+"""Largest request with the usual timeout. A larger one may take as long as a whole attempt. A smaller one is
+given up sooner if the store stops responding."""
 
 MOST_COPIED_BYTES = 512 * 1024
-"""Of a piece that obstore hands on at once: it is memory of one of its threads, of which glibc keeps for each
-what was freed there."""
+"""Largest piece that obstore passes on at once. Its threads allocate the pieces, and glibc keeps for each
+thread the memory that was freed there."""
 
 _REFUSED = (PermissionDeniedError, UnauthenticatedError)
 _HTTP_STATUS = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
@@ -60,28 +61,28 @@ _S3_CODE = re.compile(r"<Code>(\w{1,64})</Code>")
 _NO_CREDENTIALS = re.compile(
     r"performing (PUT|GET) http://[^/ ]+/latest/(api/token|meta-data/iam/security-credentials)\b"
 )
-"""A request that did not go to the store: nobody gave credentials, so a cloud is asked for them."""
+"""A request that did not go to the store: without credentials obstore asks the cloud for them."""
 
 _NO_SPACE = re.compile(r"\(os error (?:28|122)\)|No space left on device|Disk quota exceeded")
 _FULL = ("InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "XMinioAdminBucketQuotaExceeded")
-"""Codes of stores that are full: of Swift, Ceph and MinIO."""
+"""Codes of full stores: of Swift, Ceph and MinIO."""
 
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
 
 _asked_in: int | None = None
-"""The process that asked obstore for something first: its threads are of that one, and a fork has none."""
+"""Process of the first request through obstore. It has obstore's threads, and its forks have none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectInfo:
-    """What a store says of an object.
+    """Description of an object by its store.
 
     Attributes:
-        path: Its name, relative to the store.
-        size: Bytes.
-        etag: Changes whenever the object does; empty where the store has none.
-        modified_s: When it was written last, by the store's clock, in seconds since 1970.
+        path: Name of the object, relative to the store.
+        size: Size in bytes.
+        etag: Tag that changes whenever the object does; empty if the store has none.
+        modified_s: Time of the last write by the store's clock, in seconds since 1970.
     """
 
     path: str
@@ -91,22 +92,22 @@ class ObjectInfo:
 
 
 def _ignore(_: object) -> None:
-    """For whom it is enough to be told when all is there."""
+    """Ignore progress."""
 
 
 async def _ignore_async(num_bytes: int) -> None:
-    """:func:`_ignore` for an event loop."""
+    """Ignore progress, in an event loop."""
 
 
 class Store:
     """Objects by name, in one store that the operator configured.
 
-    Every name is relative and checked; every error names the object and the store. A put is atomic: the whole
-    new object is there afterwards, or what was there before.
+    Every name is relative and checked. Every error names the object and the store. A put is atomic:
+    afterwards the object is either new as a whole or unchanged.
 
     Attributes:
-        name: What clients and servers call this store.
-        uri: Where it is on this side; holds no credentials.
+        name: Name of the store for clients and servers.
+        uri: Location on this side, without credentials.
     """
 
     def __init__(
@@ -133,13 +134,13 @@ class Store:
         Memory stores of one URI share their content within a process.
 
         Args:
-            uri: Where the objects are.
-            name: What clients and servers call it.
+            uri: Location of the objects.
+            name: Name of the store for clients and servers.
             options: For S3 only, see :func:`upriver.store.s3.open_s3`.
 
         Raises:
-            ConfigError: If the URI or an option is not understood.
-            StoreError: If a file store's directory does not exist.
+            ConfigError: If the URI or an option is invalid.
+            StoreError: If a file store's folder does not exist.
         """
         parts = urlsplit(uri)
         if "@" in parts.netloc:
@@ -174,28 +175,28 @@ class Store:
 
     @property
     def is_far(self) -> bool:
-        """Whether it is over a network."""
+        """True if the store is reached over a network."""
         return isinstance(self._backend, S3Store)
 
     @property
     def is_local(self) -> bool:
-        """Whether its objects are files of this machine."""
+        """True if its objects are local files."""
         return self._root is not None
 
     def site(self) -> str:
-        """What is the same for all stores at the end of one way: a bucket's folders, or those of a disk.
+        """Return a name that stores behind the same link share: those of one bucket, or of one disk.
 
         Raises:
-            OSError: If a file store's folder is no more.
+            OSError: If a file store's folder does not exist any more.
         """
         if isinstance(self._backend, S3Store):
             return site_of(self._backend)
         return self.uri if self._root is None else f"device {self._root.stat().st_dev}"
 
     def direct(self, most: int) -> Direct | None:
-        """Connections for :meth:`read_into_async`, so many at most, of the event loop that enters it.
+        """Return connections for :meth:`read_into_async`, at most `most`, for one event loop.
 
-        None for a store that is not over a network.
+        Return None for a store that is not reached over a network.
         """
         if not isinstance(self._backend, S3Store):
             return None
@@ -206,18 +207,18 @@ class Store:
     def get(
         self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
     ) -> bytes:
-        """The whole object; with ``etag`` only if it is still that one.
+        """Read a whole object.
 
         Args:
             path: The object.
-            etag: Read only if the object is still that one.
-            on_answer: Called with what the store says of the object, before any of it is read.
+            etag: If given, read only an object with this ETag.
+            on_answer: Function to call with the object's description before the read.
 
         Raises:
-            ObjectNotFound: If there is no such object.
-            ObjectChanged: If its ETag is another one.
+            ObjectNotFound: If no such object exists.
+            ObjectChanged: If it has another ETag.
             StoreError: If the store cannot be read.
-            Exception: What ``on_answer`` raises; nothing is read then.
+            Exception: An error of ``on_answer``; nothing is read then.
         """
         with self._errors("read", path):
             if self._root is not None:
@@ -227,7 +228,7 @@ class Store:
             return answer.bytes().to_bytes()
 
     async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
-        """:meth:`get` for an event loop."""
+        """Run :meth:`get` in an event loop."""
         with self._errors("read", path):
             if self._root is not None:
                 return await asyncio.to_thread(self._read_file, self._root, path, etag=etag)
@@ -235,11 +236,11 @@ class Store:
             return (await answer.bytes_async()).to_bytes()
 
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """Bytes [start, stop) of an object; with ``etag`` only if it is still that one.
+        """Read bytes [start, stop) of an object; with ``etag`` only if the object has it.
 
         Raises:
-            ObjectNotFound: If there is no such object.
-            ObjectChanged: If its ETag is another one.
+            ObjectNotFound: If no such object exists.
+            ObjectChanged: If it has another ETag.
             StoreError: If the object ends before ``stop``, or the store cannot be read.
         """
         if _is_empty_range(start, stop):
@@ -253,7 +254,7 @@ class Store:
         return self._whole(data, path, start, stop)
 
     async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """:meth:`get_range` for an event loop."""
+        """Run :meth:`get_range` in an event loop."""
         if _is_empty_range(start, stop):
             return b""
         with self._errors("read", path):
@@ -275,23 +276,24 @@ class Store:
         on_bytes: Callable[[int], None] = _ignore,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """Bytes of an object from ``start`` on, put into memory as they arrive; no whole copy is made.
+        """Read an object from ``start`` on into memory, piece by piece and without a copy of the whole.
 
         Args:
             path: The object.
-            start: Its first byte that is wanted.
-            into: Where to, one buffer after the other until all are full; writable and contiguous.
-            etag: Read only if the object is still that one.
-            on_bytes: Called with 0 when the store begins to answer, and after each piece with its size.
-            piece_bytes: Of each piece at least, but for the last; of a file's at most.
+            start: First wanted byte.
+            into: Buffers to fill one after the other; writable and contiguous.
+            etag: If given, read only an object with this ETag.
+            on_bytes: Function to call with 0 when the response begins, and with the size of each written
+                piece.
+            piece_bytes: Fewest bytes of a piece, except the last; for a file the most.
 
         Raises:
             ConfigError: If a buffer cannot be written.
-            ObjectNotFound: If there is no such object.
-            ObjectChanged: If its ETag is another one.
-            StoreError: If the object ends too early, or the store cannot be read. Some of the memory may have
-                been written then, as with all errors but the first.
-            Exception: What ``on_bytes`` raises; nothing more is read then.
+            ObjectNotFound: If no such object exists.
+            ObjectChanged: If it has another ETag.
+            StoreError: If the object ends too early, or the store cannot be read. As with all errors but the
+                first, some memory may have been written.
+            Exception: An error of ``on_bytes``; nothing more is read then.
         """
         places = BufferSequence(into)
         for num_bytes in self._filling(path, start, places, etag, piece_bytes):
@@ -308,15 +310,20 @@ class Store:
         piece_bytes: int = PIECE_BYTES,
         direct: Direct | None = None,
     ) -> None:
-        """:meth:`read_into` for an event loop, which can break it off at any moment.
+        """Run :meth:`read_into` in an event loop, which can cancel it at any moment.
 
-        What ``on_bytes`` waits for holds up the next piece. A file is read by the calling thread, a piece at
-        a time.
+        The next piece waits for ``on_bytes``. The calling thread reads a file, one piece at a time.
 
         Args:
-            direct: Of :meth:`direct`: what has an ``etag`` is read by its connections, once there are some,
-                and what these cannot read in the usual way, which may call ``on_bytes`` with 0 once more, and
-                has pieces of ``MOST_COPIED_BYTES`` where larger ones were asked for.
+            path: As for :meth:`read_into`, like all but the last.
+            start: As there.
+            into: As there.
+            etag: As there.
+            on_bytes: As there.
+            piece_bytes: As there.
+            direct: Connections from :meth:`direct`. Once open, they read objects with an ``etag``. Other
+                reads, and those that fail there, go through obstore. That may call ``on_bytes`` with 0 once
+                more, and cuts larger pieces to ``MOST_COPIED_BYTES``.
         """
         places = BufferSequence(into)
         async with aclosing(self._filling_async(path, start, places, etag, piece_bytes, direct)) as pieces:
@@ -331,17 +338,17 @@ class Store:
         on_answer: Callable[[ObjectInfo], None] = _ignore,
         piece_bytes: int = PIECE_BYTES,
     ) -> AsyncGenerator[bytes, None]:
-        """An object's first bytes as they arrive, for an event loop; fewer where it has no more.
+        """Yield an object's first bytes as they arrive, in an event loop; fewer if the object ends.
 
         Args:
             path: The object.
-            most_bytes: That are wanted, one at least.
-            on_answer: Called with what the store says of the object, before any of it is read.
-            piece_bytes: Of each piece at least, but for the last.
+            most_bytes: Number of wanted bytes, at least 1.
+            on_answer: Function to call with the object's description before the read.
+            piece_bytes: Fewest bytes of a piece, except the last.
 
         Raises:
-            ObjectNotFound: If there is no such object.
-            StoreError: If it is empty, or the store cannot be read.
+            ObjectNotFound: If no such object exists.
+            StoreError: If the object is empty, or the store cannot be read.
         """
         with self._errors("read", path):
             if self._root is not None:
@@ -360,7 +367,7 @@ class Store:
     def _filling(
         self, path: str, start: int, places: BufferSequence, etag: str | None, piece_bytes: int
     ) -> Iterator[int]:
-        """Fill memory; gives what `read_into` tells."""
+        """Fill memory, and yield the numbers for `on_bytes` of `read_into`."""
         stop = start + places.left
         if _is_empty_range(start, stop):
             return
@@ -417,9 +424,9 @@ class Store:
         etag: str | None = None,
         on_answer: Callable[[ObjectInfo], None] = _ignore,
     ) -> bytes:
-        """Bytes [start, stop) of a file, as many as it has, while it is in the state that ``etag`` names.
+        """Return bytes [start, stop) of a file that is in the state of ``etag``; fewer if the file ends.
 
-        obstore would compare ETags of its own, which know nothing of the change time.
+        obstore would compare ETags of its own, without the change time.
         """
         _check_process(self)
         with self._opened(root, path) as file:
@@ -434,7 +441,7 @@ class Store:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _opened(self, root: Path, path: str) -> FileIO:
-        # Without O_NONBLOCK a FIFO would hold its opener until somebody writes to it.
+        # Without O_NONBLOCK a FIFO would block its opener until another process writes to it.
         real = local.inside(root, check_name(path))
         file = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -445,10 +452,10 @@ class Store:
     def _filling_from_file(
         self, root: Path, path: str, start: int, places: BufferSequence, etag: str | None, piece_bytes: int
     ) -> Iterator[int]:
-        """Straight from the page cache: obstore would hand a file on in pieces of 8 KiB.
+        """Read a file from the page cache: obstore would pass it on in pieces of 8 KiB.
 
-        A file that is written in place has another ETag from then on. It is looked at between each read and
-        the word of it, so that nobody is told of bytes that are not those of the object.
+        A file that is written in place has another ETag afterwards. The ETag is checked after each read and
+        before the bytes are reported, so reported bytes are always those of the object.
         """
         with self._opened(root, path) as file:
             self._check_same(path, etag, file.fileno())
@@ -463,10 +470,10 @@ class Store:
                 yield num_bytes
 
     def head(self, path: str) -> ObjectInfo:
-        """Size and ETag of an object.
+        """Return the description of an object.
 
         Raises:
-            ObjectNotFound: If there is no such object.
+            ObjectNotFound: If no such object exists.
             StoreError: If the store cannot be read.
         """
         with self._errors("read", path):
@@ -475,7 +482,7 @@ class Store:
             return _info(path, obstore.head(self._backend, self._checked(path)))
 
     async def head_async(self, path: str) -> ObjectInfo:
-        """:meth:`head` for an event loop."""
+        """Run :meth:`head` in an event loop."""
         with self._errors("read", path):
             if self._root is not None:
                 return self._head_file(self._root, path)
@@ -489,7 +496,7 @@ class Store:
         return _file_info(path, status)
 
     def exists(self, path: str) -> bool:
-        """Whether there is such an object."""
+        """Return True if the object exists."""
         try:
             self.head(path)
         except ObjectNotFound:
@@ -497,7 +504,7 @@ class Store:
         return True
 
     async def exists_async(self, path: str) -> bool:
-        """:meth:`exists` for an event loop."""
+        """Run :meth:`exists` in an event loop."""
         try:
             await self.head_async(path)
         except ObjectNotFound:
@@ -507,16 +514,16 @@ class Store:
     def list(
         self, prefix: str = "", *, on_unreachable: local.OnUnreachable | None = None
     ) -> Iterator[ObjectInfo]:
-        """Every object under ``prefix``, a directory or one object's own name; in no promised order.
+        """List every object under ``prefix``, a folder or one object's name, in no promised order.
 
         Args:
-            prefix: Where to begin; empty for all.
-            on_unreachable: Called with each entry of a file store's folders that cannot be given: a symbolic
-                link that leads out of the store or nowhere, a FIFO, a file without permission to read it.
+            prefix: Start of the listing; empty for all.
+            on_unreachable: Function to call with each entry of a file store that cannot be listed: a symbolic
+                link that leads out of the store or nowhere, a FIFO, a file without read permission.
 
         Raises:
-            StoreError: If the store cannot be read; without ``on_unreachable`` also if a symbolic link leads
-                out of a file store or nowhere, or there is a FIFO, socket or device.
+            StoreError: If the store cannot be read. Without ``on_unreachable`` also if a symbolic link leads
+                out of a file store or nowhere, or a FIFO, socket or device exists.
         """
         prefix = check_prefix(prefix)
         with self._errors("list", prefix):
@@ -536,7 +543,7 @@ class Store:
             yield self.head(prefix)
 
     def folders(self, prefix: str = "") -> Sequence[str]:
-        """Names of the folders right below ``prefix``, without it; of a file store empty ones, too.
+        """Return the names of the folders right below ``prefix``; in a file store also empty folders.
 
         Raises:
             StoreError: If the store cannot be read.
@@ -554,10 +561,10 @@ class Store:
         return "" if self._root is None else local.link_in(self._root, path)
 
     def _check_slashes(self) -> None:
-        """Refuse a bucket with keys that begin with a slash: obstore lists them without it.
+        """Check that a bucket has no keys that begin with a slash: obstore lists them without it.
 
         Raises:
-            StoreError: If there are some.
+            StoreError: If such keys exist.
         """
         if isinstance(self._backend, S3Store) and not self._backend.prefix:
             listed = obstore.list_with_delimiter(self._backend)
@@ -570,10 +577,10 @@ class Store:
     # ------------------------------------------------------------------------------------- writing
 
     def put(self, path: str, data: bytes | bytearray | memoryview) -> None:
-        """Write a whole object, replacing what was there.
+        """Write a whole object and replace an existing one.
 
         Raises:
-            StoreError: If it could not be written; what was there before is still there.
+            StoreError: If the write fails; an existing object is unchanged.
         """
         with self._errors("write", path):
             if self._root is not None:
@@ -588,7 +595,7 @@ class Store:
             )
 
     async def put_async(self, path: str, data: bytes | bytearray | memoryview) -> None:
-        """:meth:`put` for an event loop."""
+        """Run :meth:`put` in an event loop."""
         with self._errors("write", path):
             if self._root is not None:
                 return await asyncio.to_thread(self._put_file, self._root, path, [data])
@@ -602,14 +609,15 @@ class Store:
             )
 
     def put_stream(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """:meth:`put` of an object that never stands in memory whole; it travels in parts.
+        """Write an object that is never whole in memory; it travels in parts.
 
         Args:
-            pieces: The object, from its first byte to its last, asked for as they are sent.
+            path: The object.
+            pieces: Content from the first byte to the last; the store consumes it while it sends.
 
         Raises:
-            StoreError: If it could not be written; what was there before is still there.
-            Exception: What ``pieces`` raises; then nothing is written either.
+            StoreError: If the write fails; an existing object is unchanged.
+            Exception: An error of ``pieces``; nothing is written then.
         """
         with self._errors("write", path):
             if self._root is not None:
@@ -627,7 +635,7 @@ class Store:
         local.put(root, self._checked(path), pieces)
 
     def _writing(self, num_bytes: int) -> LocalStore | MemoryStore | S3Store:
-        """By what requests are sent of which the largest has that many bytes."""
+        """Return the backend for requests of at most that many bytes."""
         return self._backend if num_bytes <= PATIENT_BYTES else self._patient
 
     @cached_property
@@ -635,16 +643,16 @@ class Store:
         return patient(self._backend, self._options) if isinstance(self._backend, S3Store) else self._backend
 
     def delete(self, path: str) -> None:
-        """Remove an object, or what an upload to a file store left that was cut off.
+        """Remove an object, or the file of an interrupted upload in a file store.
 
-        No error where a store cannot tell whether it was there.
+        A store that cannot tell whether the object existed raises no error.
 
         Raises:
             StoreError: If it could not be removed.
         """
         with self._errors("delete", path):
             name = self._checked(path)
-            if self._root is not None and local.is_staged(name):  # which obstore does not touch
+            if self._root is not None and local.is_staged(name):  # obstore does not touch these
                 local.inside(self._root, name).unlink()
             else:
                 obstore.delete(self._backend, name)
@@ -652,7 +660,7 @@ class Store:
     # ------------------------------------------------------------------------------------ checking
 
     def _checked(self, path: str) -> str:
-        """What is about to be asked for, if it may be."""
+        """Return the name of an object after all checks."""
         check_name(path)
         if self._root is not None:
             local.inside(self._root, path)
@@ -687,7 +695,7 @@ class Store:
 
     @contextmanager
     def _errors(self, verb: str, path: str) -> Iterator[None]:
-        """Turn what obstore raises into our errors, which name object and store and repeat no credentials."""
+        """Convert errors of obstore to ours, which name object and store and repeat no credentials."""
         try:
             yield
         except UpriverError:
@@ -696,10 +704,10 @@ class Store:
             raise self._typed(exc, verb, path) from None
 
     def _typed(self, exc: Exception, verb: str, path: str) -> StoreError:
-        """What an error of obstore's is among ours.
+        """Return our error for an error of obstore.
 
-        A body that breaks off is asked for again from there on, and obstore tells what the store says to that
-        as a general error: its kind is then in the text alone.
+        obstore resumes a body that breaks off. It reports the store's response to that as a general error,
+        whose kind is only in the text.
         """
         over_http = isinstance(self._backend, S3Store)
         status, code = _said(exc) if over_http else ("", "")
@@ -717,7 +725,8 @@ class Store:
         if verb != "write" and (isinstance(exc, FileNotFoundError) or status == "404"):
             return ObjectNotFound(f"no object {path!r} in store {self.name!r} ({self.uri})")
         if over_http and (isinstance(exc, _REFUSED) or status in ("401", "403")):
-            # Stores repeat what was signed, the access key included: of their answer only its code is told.
+            # Stores repeat the signed text, including the access key, so only the code of their response is
+            # shown.
             return AccessDenied(f"{what}: the store refuses these credentials{f' ({code})' if code else ''}")
         is_full = verb == "write" and (status == "507" or code in _FULL or bool(_NO_SPACE.search(str(exc))))
         reason = (isinstance(exc, OSError) and exc.strerror) or _first_line(exc)
@@ -729,10 +738,10 @@ class Store:
 
 
 def _check_process(store: Store) -> None:
-    """In a fork of a process that has used stores, a request may wait for threads that are not there.
+    """Check that this process is no fork of one that has used stores: its threads are missing here.
 
     Raises:
-        StoreError: If this is one.
+        StoreError: If it is such a fork.
     """
     global _asked_in
     if _asked_in is None:
@@ -770,7 +779,7 @@ def _is_empty_range(start: int, stop: int) -> bool:
 def _options(etag: str | None, byte_range: tuple[int, int] | None = None) -> Any:
     options: dict[str, Any] = {}
     if etag is not None:
-        if not (etag.isascii() and etag.isprintable()):  # obstore would end in a panic
+        if not (etag.isascii() and etag.isprintable()):  # obstore would panic
             raise StoreError(f"no object has the ETag {etag[:80]!r}")
         options["if_match"] = etag
     if byte_range is not None:
@@ -781,7 +790,7 @@ def _options(etag: str | None, byte_range: tuple[int, int] | None = None) -> Any
 def _info(path: str, meta: Mapping[str, Any]) -> ObjectInfo:
     etag = meta["e_tag"] or ""
     if etag and not etag.startswith(('"', "W/")):
-        etag = f'"{etag}"'  # some servers leave the quotes out of listings, yet want them in If-Match
+        etag = f'"{etag}"'  # some servers omit the quotes in listings, yet want them in If-Match
     modified_s = meta["last_modified"].timestamp()
     return ObjectInfo(path=path, size=meta["size"], etag=etag, modified_s=modified_s)
 
@@ -792,7 +801,7 @@ def _file_info(path: str, status: os.stat_result) -> ObjectInfo:
 
 
 def _said(exc: BaseException) -> tuple[str, str]:
-    """Status and code of a store's answer, as far as an error's text has them."""
+    """Return status and code of a store's response, if the error's text has them."""
     status, code = _HTTP_STATUS.search(str(exc)), _S3_CODE.search(str(exc))
     return status[1] if status else "", code[1] if code else ""
 
