@@ -1,6 +1,6 @@
-"""upriver: decides where each part of a PyTorch job runs.
+"""Decide where each part of a PyTorch job runs.
 
-The answer never changes, only where it is computed. ``upriver.connect()`` is the way in.
+upriver changes where results are computed, and never a result. ``upriver.connect()`` is the entry point.
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when first used: `upriver --help` and a compute worker need few of these, and torch takes
-    # seconds.
+    # Import on first use: `upriver --help` and a compute worker need few of these, and torch takes seconds.
     if name == "coldstart":
         return importlib.import_module("upriver.coldstart")
     if name in _PLACES:

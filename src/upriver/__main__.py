@@ -1,4 +1,4 @@
-"""``python -m upriver``."""
+"""Run the command line as ``python -m upriver``."""
 
 import sys
 

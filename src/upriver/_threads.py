@@ -1,4 +1,7 @@
-"""What a load does beside the rest, by threads that hold up nobody: a store may say nothing for minutes."""
+"""Run tasks in background threads that never delay the end of the process.
+
+A store may not respond for minutes.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ _T = TypeVar("_T")
 
 
 class Beside(Executor):
-    """As ``ThreadPoolExecutor``, whose threads the end of a process waits for. For these it does not.
+    """Executor like ``ThreadPoolExecutor``, but the end of the process does not wait for its threads.
 
-    With ``with`` its end is waited for, unless it ends by an error: then nothing more is begun.
+    A ``with`` block waits for all tasks at its end. After an error it starts no more tasks and does not wait.
 
     Args:
-        at_once: How many threads there may be.
-        name: What they are called.
+        at_once: Most threads.
+        name: Name of the threads.
     """
 
     def __init__(self, at_once: int, *, name: str) -> None:
@@ -33,11 +36,11 @@ class Beside(Executor):
         self._lock, self._closed = threading.Lock(), False
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Have something done.
+        """Run a function in one of the threads.
 
         Raises:
             UpriverError: If no thread can be started for it.
-            RuntimeError: If nothing more is to be begun.
+            RuntimeError: If the executor was shut down.
         """
         future: Future[_T] = Future()
         with self._lock:
@@ -54,7 +57,7 @@ class Beside(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Begin nothing more that was not submitted."""
+        """Refuse further tasks; with `cancel_futures` also cancel the waiting ones."""
         with self._lock:
             self._closed = True
             while cancel_futures:
@@ -83,5 +86,5 @@ class Beside(Executor):
                 future.set_exception(error)
             else:
                 future.set_result(done)
-            del task, future, do  # nobody holds on to what is over
+            del task, future, do  # keep no reference to a finished task
             done = None

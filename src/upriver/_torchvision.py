@@ -1,8 +1,8 @@
-"""Importing torchvision where its compiled operators are missing.
+"""Import torchvision even if its compiled operators are missing.
 
-A torchvision without the libraries that its operators were built for cannot be imported at all: registering
-their shape functions asks for operators that nobody defined. Defining the two schemas first is enough for the
-models and the transforms. Where the operators are there, nothing happens.
+Without the libraries of its operators torchvision cannot be imported: it registers shape functions for
+operators that are undefined. Defining the two schemas first suffices for the models and the transforms. If
+the operators exist, nothing changes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _libraries: list[torch.library.Library] = []  # a schema lives as long as its li
 
 
 def ensure_torchvision() -> ModuleType:
-    """Import torchvision, defining the missing operator schemas if the plain import fails for want of them.
+    """Import torchvision, and define missing operator schemas if the plain import fails without them.
 
     Raises:
         ImportError: If torchvision is not installed.

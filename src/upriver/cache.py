@@ -1,7 +1,7 @@
-"""Small files that outlast a process: what was measured or proven once, under ``$UPRIVER_CACHE``.
+"""Cache small results between processes, such as measurements and proofs, under ``$UPRIVER_CACHE``.
 
-Every file is optional. One that cannot be used, as a damaged one, a pipe or a folder, counts as missing, and
-the next one that is written takes its place. Where nothing can be written, each process finds out anew.
+Every file is optional. An unusable one, such as a damaged file, a pipe or a folder, counts as missing, and
+the next write replaces it. If nothing can be written, each process measures again.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from upriver.text import error_text, printable
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES: Final = 64 << 20
-"""Longest file read: some thirty times the longest that is written."""
+"""Longest file to read: some thirty times the longest one written."""
 
 MAX_FILES: Final = 4096
-"""Files in one folder; beyond, those written first go. Most have some hundred bytes."""
+"""Most files in one folder; more, and the oldest are deleted. Most files have some hundred bytes."""
 
 LEFT_BEHIND_S: Final = 60.0
-"""A file takes its place within milliseconds; one that still waits after so long has lost its writer."""
+"""Age at which an unfinished file has lost its writer. A write takes milliseconds."""
 
 _KEPT = re.compile(r"[0-9a-f]{64}(\.[a-z]+)?\.json")
 _UNFINISHED = re.compile(rf"\.{_KEPT.pattern}-.+")
@@ -38,15 +38,15 @@ _UNFINISHED = re.compile(rf"\.{_KEPT.pattern}-.+")
 _Found = TypeVar("_Found")
 
 _told: set[Path] = set()
-"""Folders that this process has said something about."""
+"""Folders about which this process has logged a warning."""
 
 
 def cache_folder() -> Path:
-    """Give the folder that remembers findings: ``$UPRIVER_CACHE`` or the user's cache folder.
+    """Return the cache folder: ``$UPRIVER_CACHE`` or the user's own cache folder.
 
-    A user without a home folder, or a relative folder where the current one is gone, has no cache: nothing
-    can be read from or written to the path given then. A folder that others may write to would not do, as
-    proofs lie there.
+    There is no cache for a user without a home folder, or with a relative path whose current folder is gone.
+    The returned path then can be neither read nor written. A folder that others may write to is not used
+    instead, because the cache holds proofs.
     """
     try:
         if own := os.environ.get("UPRIVER_CACHE"):
@@ -57,14 +57,14 @@ def cache_folder() -> Path:
 
 
 class Cache:
-    """JSON files in one folder, each named by the digest of what it depends on.
+    """JSON files in one folder, each named by the digest of its inputs.
 
-    Trouble is logged once a process, and raised by `write` alone. In ``/dev/null`` nothing is kept, and
-    nothing said.
+    Each process logs its first problem; only `write` raises errors. With ``/dev/null`` nothing is stored or
+    logged.
 
     Args:
-        folder: Its name in `cache_folder`, or its absolute path.
-        max_files: Files in it; beyond, those written first go.
+        folder: Name within `cache_folder`, or an absolute path.
+        max_files: Most files in the folder; more, and the oldest are deleted.
     """
 
     def __init__(self, folder: str | Path, *, max_files: int = MAX_FILES) -> None:
@@ -72,18 +72,18 @@ class Cache:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """Folder of the files."""
         return cache_folder() / self._name
 
     def load(
         self, name: str, decode: Callable[[bytes], _Found], *, max_age_s: float = math.inf
     ) -> _Found | None:
-        """Give what a file holds; None where it is missing, older than that, or cannot be used.
+        """Return the content of a file; None if it is missing, too old or unusable.
 
         Args:
-            name: Of the file, without ``.json``.
-            decode: Makes something of its bytes; any error that it raises means that they cannot be used.
-            max_age_s: Seconds since it was written, at most.
+            name: Name of the file without ``.json``.
+            decode: Function that decodes the bytes. Any error that it raises makes the file unusable.
+            max_age_s: Most seconds since the file was written.
         """
         path = self.folder / f"{name}.json"
         try:
@@ -91,13 +91,13 @@ class Cache:
             return decode(data) if data is not None else None
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except Exception as error:  # a damaged file may make a decoder raise anything
+        except Exception as error:  # for a damaged file a decoder may raise any error
             why = error_text(error).removeprefix("ConfigError: ")
             self._tell(f"{printable(str(path), 400)} is not used: {why}")
             return None
 
     def save(self, name: str, text: str) -> None:
-        """Keep a file if that is possible; see `write`."""
+        """Write a file if possible; see `write`."""
         folder = self.folder
         if Path(os.devnull) in (folder, *folder.parents):
             return
@@ -107,10 +107,10 @@ class Cache:
             self._tell(f"nothing is kept in {printable(str(folder), 400)}: {error_text(error)}")
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file whole or not at all, also when two jobs write it; give its path.
+        """Write a file atomically, even if two jobs write it, and return its path.
 
         Raises:
-            OSError: If it cannot be written. What was there is still there.
+            OSError: If it cannot be written. An existing file is unchanged.
         """
         path = self.folder / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ class Cache:
         return path
 
     def _tell(self, what: str) -> None:
-        """Warn of the first trouble in the user's cache, or in a folder of its own."""
+        """Log the first problem of the user's cache, or of a folder outside it."""
         about = self.folder if isinstance(self._name, Path) else cache_folder()
         if about not in _told:
             _told.add(about)
@@ -128,13 +128,13 @@ class Cache:
 
 
 def _read(path: Path, max_age_s: float) -> bytes | None:
-    """Read a regular file; None where it is older than that.
+    """Read a regular file. Return None if it is too old.
 
     Raises:
         OSError: If it cannot be read.
-        ConfigError: If it is something else, or too long.
+        ConfigError: If it is no regular file, or too long.
     """
-    # Without waiting: the path may be that of a pipe that nobody writes to.
+    # Do not block: the path may be a pipe without a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(handle)
@@ -142,7 +142,7 @@ def _read(path: Path, max_age_s: float) -> bytes | None:
             raise ConfigError("it is no regular file")
         if status.st_size > MAX_FILE_BYTES:
             raise ConfigError(f"it has {status.st_size} bytes, one of ours at most {MAX_FILE_BYTES}")
-        # An age below 0 is that of a clock that was put back; it is no better known than one above.
+        # A negative age comes from a clock that was set back, and says no more than a positive one.
         if abs(time.time() - status.st_mtime) > max_age_s:
             return None
         with open(handle, "rb", closefd=False) as file:
@@ -152,11 +152,11 @@ def _read(path: Path, max_age_s: float) -> bytes | None:
 
 
 def _clear_up(folder: Path, max_files: int) -> None:
-    """Drop what killed jobs left half written, and the oldest files where there are too many."""
+    """Delete unfinished files of killed jobs, and the oldest files beyond `max_files`."""
     kept: list[tuple[int, str]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            with suppress(FileNotFoundError):  # another job may be dropping it
+            with suppress(FileNotFoundError):  # another job may have deleted it
                 if _KEPT.fullmatch(entry.name):
                     kept.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
                 elif _UNFINISHED.fullmatch(entry.name):

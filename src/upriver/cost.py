@@ -1,12 +1,12 @@
-"""What a plan would cost: pure, and with `upriver.latency` the only place that adds times up.
+"""Predict the cost of a plan. With `upriver.latency` this is the only place that adds times up; it is pure.
 
-An epoch is a pipeline of three resources: the storage tier, the link, the compute tier. Each is busy for the
-sum of its own phases, all work at once, so with ``stream="micro_batch"`` the epoch takes as long as the
-busiest of them, plus the time until its first micro-batch has reached it (fill) and from its last one to the
-end (drain). With ``stream="request"`` it is HAPI's own pipeline of two, ``max(compute, storage + network)``
-an iteration. With ``stream="synchronous"`` nothing overlaps: the three add up.
+An epoch is a pipeline of three resources: storage tier, link and compute tier. Each is busy for the sum of
+its own phases. With ``stream="micro_batch"`` all work at once. The epoch then takes the busiest resource's
+time, plus fill and drain. Fill is the time until the first micro-batch has arrived there. Drain is the time
+from the last one to the end. With ``stream="request"`` it is HAPI's own pipeline of two, ``max(compute,
+storage + network)`` for an iteration. With ``stream="synchronous"`` nothing overlaps: the three add up.
 
-The phases of one sample, in order (HAPI 2025, Table 1), and where their seconds come from:
+The phases of one sample, in order (HAPI 2025, Table 1), and the source of their seconds:
 
 =========  ========================================  ==================================================
 tier       phase                                     seconds per sample
@@ -24,12 +24,12 @@ compute    forward up to the freeze                  measured
 compute    the tail: forward, backward, step         measured, per training batch
 =========  ========================================  ==================================================
 
-Forward passes on one processor take turns; every other storage phase runs ``concurrency`` at a time (the same
-section). A fixed cost per call is spread over the micro-batch of that call. The smallest cut pushes nothing
-down: the object store is read, the stored bytes cross, nothing is moved or encoded for them.
+Forward passes on one processor take turns. Every other storage phase runs ``concurrency`` at a time (the same
+section). A fixed cost for each call is spread over the micro-batch of that call. The smallest cut pushes
+nothing down: the client reads the object store, the stored bytes cross, and nothing is moved or encoded.
 
-Every quantity is worked out for all cuts at once, as an array over the candidates, so that a chain of a
-thousand stages is planned in milliseconds.
+Every quantity is computed for all cuts at once, as an array over the candidates. So a chain of a thousand
+stages is planned in milliseconds.
 """
 
 from __future__ import annotations
@@ -60,24 +60,30 @@ from upriver.types import (
 )
 
 Array: TypeAlias = npt.NDArray[np.float64]
-"""One number a candidate cut, in the order of the chain."""
+"""Array with one number for each candidate cut, in the order of the chain."""
 
 NOT_SPLIT = "(not split)"
-"""What stands in a table for the stage that the smallest cut lies after: there is none."""
+"""Table entry instead of a stage for the smallest cut, which lies after no stage."""
 
 
 def candidates(profile: Profile) -> range:
-    """Every cut up to the freeze point: not splitting, between input stages, after model stages."""
+    """Return every cut up to the freeze point, from the unsplit one on.
+
+    Some lie between input stages, the others after model stages.
+    """
     return range(profile.unsplit, profile.freeze + 1)
 
 
 def route_at(profile: Profile, cut: int, *, share: float = 1.0) -> Route:
-    """Storage runs the chain up to ``cut``, compute the rest; at the smallest cut compute runs it all."""
+    """Return the route that runs the chain on storage up to ``cut``, and the rest on compute.
+
+    At the smallest cut compute runs the whole chain.
+    """
     return route_between(profile.unsplit, cut, len(profile.stages), share=share)
 
 
 def route_between(start: int, cut: int, stop: int, *, share: float = 1.0) -> Route:
-    """The same for a chain from ``start``, the position of the stored bytes, to ``stop``."""
+    """Return the same route for a chain from ``start``, the position of the stored bytes, to ``stop``."""
     rest = Segment(tier=Tier.COMPUTE, start=cut, stop=stop)
     pushed = Segment(tier=Tier.STORAGE, start=start, stop=cut)
     return Route(segments=(rest,) if cut == start else (pushed, rest), share=share)
@@ -88,35 +94,36 @@ def evaluate(routes: int | Sequence[Route], profile: Profile, cluster: Cluster, 
 
     Args:
         routes: A cut for all samples, or routes whose shares sum to 1.
-        profile: What each stage costs.
-        cluster: The machines and the link; its ``stream`` decides which pipeline is meant.
+        profile: Costs of each stage.
+        cluster: The machines and the link. Its ``stream`` selects the pipeline.
         workload: Samples and training batch.
 
     Raises:
-        ConfigError: If a cut is not one the chain has, shares do not sum to 1, or a stage has no seconds for
-            the tier that runs it.
+        ConfigError: If the chain has no such cut, shares do not sum to 1, or a stage has no seconds for the
+            tier that runs it.
     """
     return CostModel(profile, cluster, workload).evaluate(routes)
 
 
 def two_resource_epoch_s(cut: int, profile: Profile, cluster: Cluster, workload: Workload) -> float:
-    """HAPI 2025's objective, whatever ``stream`` says: iterations x max(compute, storage + network)."""
+    """Return HAPI 2025's objective for any ``stream``: iterations x max(compute, storage + network)."""
     model = CostModel(profile, cluster, workload)
     return float(model.two_resource.epoch_s[model.index(cut)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phases:
-    """Seconds for which one sample keeps each phase busy: of one cut, or of every candidate.
+    """Seconds for which one sample keeps each phase busy, at one cut or at every candidate.
 
     Attributes:
-        storage_parallel: read, move, encode and the storage tier's own CPUs: run ``concurrency`` at a time.
-        storage_forward: The storage tier's main processor: one micro-batch after the other.
-        model_load: Of one request; 0 when the model is kept.
+        storage_parallel: read, move, encode and the storage tier's own CPUs, which run ``concurrency`` at a
+            time.
+        storage_forward: The storage tier's main processor, one micro-batch after the other.
+        model_load: Loading the model, for one request; 0 if the model is kept.
         network: The link.
-        compute_receive: decode, move.
+        compute_receive: decode and move.
         compute_forward: The compute tier's main processor, up to the freeze point.
-        compute_cpu: The compute tier's CPUs, where an accelerator runs the model.
+        compute_cpu: The compute tier's CPUs, if an accelerator runs the model.
     """
 
     storage_parallel: Array
@@ -130,13 +137,13 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epochs:
-    """What an epoch costs at each candidate cut, were all samples to take it.
+    """Cost of an epoch at each candidate cut, if all samples take it.
 
     Attributes:
-        busy: One row a resource that no other one can help: seconds for which each cut keeps it busy. No
-            epoch is shorter than the largest of its column, and a mix is busy for the shares of its routes.
-        epoch_s: The whole epoch.
-        compute: One row for each of the compute tier's resources, of which the busiest counts.
+        busy: Seconds for which each cut keeps each independent resource busy, one row a resource. No epoch is
+            shorter than the largest of its column. A mix is busy for the shares of its routes.
+        epoch_s: Seconds of the whole epoch.
+        compute: One row for each of the compute tier's resources; the busiest counts.
     """
 
     epoch_s: Array
@@ -153,12 +160,12 @@ class Epochs:
 
     @property
     def around_s(self) -> Array:
-        """Seconds before the busiest resource begins and after it has ended."""
+        """Seconds before the busiest resource begins and after it ends."""
         return np.asarray(self.epoch_s - self.busy.max(axis=0))
 
 
 class CostModel:
-    """Every cut of one (profile, cluster, workload)."""
+    """Cost model of all cuts of one (profile, cluster, workload)."""
 
     def __init__(self, profile: Profile, cluster: Cluster, workload: Workload) -> None:
         self.profile, self.cluster, self.workload = profile, cluster, workload
@@ -169,7 +176,7 @@ class CostModel:
     # ---------------------------------------------------------------------------------------- times
 
     def evaluate(self, routes: int | Sequence[Route]) -> Cost:
-        """Predict one epoch; see the function of the same name."""
+        """Predict one epoch, see the function of the same name."""
         epochs = self.epochs
         if isinstance(routes, int):
             return self._cost(epochs, self.index(routes))
@@ -195,7 +202,7 @@ class CostModel:
 
     @cached_property
     def epochs(self) -> Epochs:
-        """An epoch at each candidate cut, by the pipeline that ``cluster.stream`` names."""
+        """Cost of an epoch at each candidate cut, by the pipeline of ``cluster.stream``."""
         match self.cluster.stream:
             case "micro_batch":
                 return self._pipelined()
@@ -227,10 +234,10 @@ class CostModel:
         )
 
     def _fill_and_drain(self) -> tuple[Array, Array, Array, Array]:
-        """Seconds of the first micro-batch on storage, its hop, compute's idle start, compute after the last.
+        """Return seconds: first micro-batch on storage, its hop, compute's idle start, compute at the end.
 
-        The trainable tail takes whole training batches, so compute also waits, less what it can do meanwhile,
-        for the first of them to be complete.
+        The trainable tail needs whole training batches. So compute also waits for the first of them to be
+        complete, less the work that it can do meanwhile.
         """
         phases, samples, link = self.all_phases, self.workload.num_samples, self.cluster.link
         batch = min(self.workload.batch_size, samples)
@@ -249,16 +256,17 @@ class CostModel:
 
     @cached_property
     def two_resource(self) -> Epochs:
-        """HAPI 2025, section 4.3: an iteration costs max(client, server + network), and they do not stream.
+        """Cost by HAPI 2025, section 4.3: an iteration costs max(client, server + network).
 
-        Requests of an iteration run ``concurrency`` at a time; a wave waits for the one before it.
+        Server and network do not overlap. Requests of an iteration run ``concurrency`` at a time; each wave
+        waits for the one before.
         """
         iterations, server, network, client = self._iteration()
         busy = iterations * np.stack((server + network, client))
         return self._iterated(iterations, server, network, client, busy)
 
     def _synchronous(self) -> Epochs:
-        """An iteration is read, run, sent and trained before the next one begins."""
+        """Return the cost if each iteration is read, run, sent and trained before the next one begins."""
         iterations, server, network, client = self._iteration()
         return self._iterated(
             iterations, server, network, client, iterations * (server + network + client)[np.newaxis]
@@ -275,7 +283,7 @@ class CostModel:
         )
 
     def _iteration(self) -> tuple[int, Array, Array, Array]:
-        """How many iterations an epoch has; seconds of one on the server, the link and the client."""
+        """Return the iterations of an epoch, and one's seconds on the server, the link and the client."""
         phases, storage = self.all_phases, self.cluster.storage
         batch = min(self.workload.batch_size, self.workload.num_samples)
         asked = min(storage.request_samples, batch)
@@ -289,7 +297,7 @@ class CostModel:
         return math.ceil(self.workload.num_samples / batch), server, network, client
 
     def phases(self, cut: int) -> Phases:
-        """Seconds per sample of each phase at ``cut``.
+        """Return the seconds per sample of each phase at ``cut``.
 
         Raises:
             ConfigError: If the chain has no such cut, or it lies past the freeze point.
@@ -327,9 +335,9 @@ class CostModel:
         return np.array([self.profile.input.stored_bytes, *(stage.out_bytes for stage in self._frozen)])
 
     def _spent(self, tier: Tier, micro_batch: int, inputs_at_once: int = 1) -> tuple[Array, Array]:
-        """Seconds per sample of each stage on a tier's main processor and on its CPUs.
+        """Return the seconds per sample of each stage on a tier's main processor and on its CPUs.
 
-        An input stage runs on the CPUs where a tier has a processor, or cores, apart from them.
+        An input stage runs on the CPUs if a tier has CPUs apart from its main processor.
         """
         inputs, cpu = len(self.profile.input_stages), f"{tier}.cpu"
         on_cpu = [index for index in range(inputs) if cpu in self._frozen[index].seconds]
@@ -348,7 +356,7 @@ class CostModel:
 
     @cached_property
     def _storage_busy(self) -> Array:
-        """Seconds of the storage tier a sample."""
+        """Seconds per sample for which the storage tier is busy."""
         phases, storage = self.all_phases, self.cluster.storage
         loading = phases.model_load / storage.request_samples
         return np.asarray(phases.storage_forward + (phases.storage_parallel + loading) / storage.concurrency)
@@ -363,10 +371,10 @@ class CostModel:
         return fixed * iterations + per_sample * self.workload.num_samples
 
     def index(self, cut: int) -> int:
-        """Where a cut stands among the candidates.
+        """Return the index of a cut among the candidates.
 
         Raises:
-            ConfigError: If it is none.
+            ConfigError: If the cut is no candidate.
         """
         if cut not in self.cuts:
             allowed = f"{self.profile.unsplit}..{self.profile.freeze}"
@@ -380,9 +388,10 @@ class CostModel:
         """Bytes that each tier needs at every candidate cut.
 
         Storage holds the parameters of its stages and the largest stage's activations for one micro-batch.
-        Compute holds the same for what it runs, at its micro-batch (at the training batch where none is set,
-        as in the papers), *and* the tail at the training batch, since the next batch is prepared while one
-        trains. Of routes that are mixed each tier needs the most of any: what fits alone fits in a mix.
+        Compute holds the same for its own stages, at its micro-batch. Without one the training batch counts,
+        as in the papers. It *also* holds the tail at the training batch, since the next batch is prepared
+        during training. With mixed routes each tier needs the most of any route: cuts that fit alone fit in a
+        mix.
         """
         params = np.array([stage.param_bytes for stage in self._frozen])
         peaks = np.array([stage.peak_bytes for stage in self._frozen])
@@ -396,21 +405,21 @@ class CostModel:
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:
-        """Which candidate cuts fit both tiers' memory."""
+        """Mask of the candidate cuts that fit both tiers' memory."""
         return np.asarray(np.all([need <= self._has(tier) for tier, need in self.needs.items()], axis=0))
 
     def shortfalls(self, cut: int) -> dict[Tier, float]:
-        """Bytes that each tier lacks at ``cut``; tiers that have enough are left out."""
+        """Return the bytes that each tier lacks at ``cut``, without the tiers that have enough."""
         index = self.index(cut)
         needs = {tier: float(need[index]) for tier, need in self.needs.items()}
         return {tier: need - self._has(tier) for tier, need in needs.items() if need > self._has(tier)}
 
     def fits(self, cut: int) -> bool:
-        """Whether both tiers have the memory that ``cut`` needs."""
+        """Return True if both tiers have the memory that ``cut`` needs."""
         return bool(self.feasible[self.index(cut)])
 
     def why_not(self, cut: int) -> str:
-        """Which memory is too small at ``cut`` and by how many bytes; empty when all fits."""
+        """Return which memory is too small at ``cut`` and by how many bytes; empty if all fits."""
         if self.fits(cut):
             return ""
         micro_batch, batch = self.cluster.compute.micro_batch, self.workload.batch_size
@@ -432,11 +441,11 @@ class CostModel:
     # ---------------------------------------------------------------------------------------- table
 
     def table(self) -> CutTable:
-        """One row a candidate cut, in the order of the chain."""
+        """Return one row for each candidate cut, in the order of the chain."""
         return CutTable(self)
 
     def row(self, cut: int) -> CutRow:
-        """What an epoch at ``cut`` would cost, and whether it fits."""
+        """Return the cost of an epoch at ``cut``, and whether it fits."""
         why_not = self.why_not(cut)
         splits = cut != self.profile.unsplit
         return CutRow(
@@ -450,10 +459,10 @@ class CostModel:
 
 
 class CutTable(Sequence[CutRow]):
-    """The rows of a plan's table, made when somebody looks.
+    """Rows of a plan's table, computed on access.
 
     Attributes:
-        model: Which makes them.
+        model: Cost model of the rows.
     """
 
     def __init__(self, model: CostModel) -> None:
@@ -486,7 +495,7 @@ class CutTable(Sequence[CutRow]):
 
 
 def _rate(tier: StorageTier | ComputeTier, phase: str) -> float:
-    """Seconds per byte of a phase; one that was not measured is free."""
+    """Return the seconds per byte of a phase; 0 if it was not measured."""
     return tier.seconds_per_byte.get(phase, 0.0)
 
 
@@ -499,10 +508,10 @@ def _main_seconds(stage: StageProfile, tier: Tier) -> tuple[float, float]:
 
 
 def before(spent: Array) -> Array:
-    """What the stages before each cut add up to."""
+    """Return the sum over the stages before each cut."""
     return np.append(0.0, np.cumsum(spent))
 
 
 def after(spent: Array) -> Array:
-    """What the stages after each cut add up to."""
+    """Return the sum over the stages after each cut."""
     return np.append(np.cumsum(spent[::-1])[::-1], 0.0)

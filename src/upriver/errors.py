@@ -1,6 +1,6 @@
-"""Every error a user can meet, each with a stable code that also travels over the wire.
+"""Define all errors that a user can meet, each with a stable code that also travels over the wire.
 
-An error names the thing, says what was allowed and what was got, and where it helps, what to do.
+An error names its subject, the allowed and the actual value, and a remedy if one is known.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class UpriverError(Exception):
     code = "error"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by what the error holds: constructors of its kinds take other arguments than `args`."""
+        """Pickle by content: constructors of subclasses have other parameters than `args`."""
         return _with_args, (type(self), self.args), self.__dict__
 
 
 class ConfigError(UpriverError, ValueError):
-    """An argument, option or configuration value outside what is allowed."""
+    """An argument, option or configuration value is not allowed."""
 
     code = "bad_config"
 
@@ -45,25 +45,25 @@ class ObjectNotFound(StoreError):
 class AccessDenied(StoreError):
     """A store refuses these credentials.
 
-    S3 says so of what is not there, too, to those who may not list the bucket. Over the wire it is a store
-    error as any other.
+    S3 reports a missing object this way as well, to clients that may not list the bucket. On the wire it is a
+    plain store error.
     """
 
 
 class ObjectChanged(StoreError):
-    """An object is no longer the one that was indexed (its ETag differs)."""
+    """An object is no longer the indexed one: its ETag differs."""
 
     code = "object_changed"
 
 
 class Damaged(StoreError):
-    """What a store gives for an object has another checksum than was written, each time it is asked."""
+    """An object repeatedly has another checksum than was written."""
 
     code = "damaged"
 
 
 class StorageFull(StoreError):
-    """A tenant has stored as much as it may, or a store's disk is full."""
+    """A tenant has reached its storage limit, or a store's disk is full."""
 
     code = "storage_full"
 
@@ -75,12 +75,12 @@ class DatasetError(UpriverError):
 
 
 class BadSample(DatasetError):
-    """One stored sample cannot be turned into a tensor.
+    """One stored sample cannot be decoded into a tensor.
 
     Attributes:
-        sample: Its row in the dataset's index.
-        object_name: The object that holds it.
-        reason: What is wrong with it.
+        sample: Row of the sample in the dataset's index.
+        object_name: Object that holds the sample.
+        reason: Problem of the sample.
     """
 
     code = "bad_sample"
@@ -93,10 +93,10 @@ class BadSample(DatasetError):
 
 
 class CodeFailed(DatasetError):
-    """A user's own code raised where a worker ran it, or made what cannot be sent.
+    """A user's code raised in a worker, or returned a value that cannot be sent.
 
     Attributes:
-        trace: The traceback there; empty where there is none.
+        trace: Traceback in the worker; empty if there is none.
     """
 
     code = "code_failed"
@@ -113,10 +113,10 @@ class ModelError(UpriverError):
 
 
 class CaptureError(ModelError):
-    """A model could not be captured or cut; the reason says why, and it can run unsplit.
+    """A model could not be captured or cut; the message says why. The model can run unsplit.
 
     Attributes:
-        module: The one that is the reason, where another cut leaves it out.
+        module: Module that is the reason, if another cut avoids it.
     """
 
     code = "not_captured"
@@ -127,7 +127,7 @@ class CaptureError(ModelError):
 
 
 class FrozenChanged(ModelError):
-    """A frozen parameter or buffer changed after the job had started, or a weight after its capture."""
+    """A frozen parameter or buffer changed after the job's start, or a weight after its capture."""
 
     code = "frozen_changed"
 
@@ -145,25 +145,25 @@ class ProgramNotFound(ProgramError):
 
 
 class ProtocolError(UpriverError):
-    """A frame or message does not follow the protocol, or follows another version of it."""
+    """A frame or message does not follow the protocol, or follows another version."""
 
     code = "protocol"
 
 
 class TooLarge(ProtocolError):
-    """A request has more bytes than this server takes."""
+    """A request has more bytes than this server accepts."""
 
     code = "too_large"
 
 
 class NotAuthorized(UpriverError):
-    """The request carries no token, or one that does not open this door."""
+    """The request carries no valid token."""
 
     code = "not_authorized"
 
 
 class Forbidden(UpriverError):
-    """Whoever asks is known here, but what is asked for is not theirs."""
+    """The client is known but may not access the requested resource."""
 
     code = "forbidden"
 
@@ -172,7 +172,7 @@ class Overloaded(UpriverError):
     """The server has no room for the request now.
 
     Attributes:
-        retry_after_s: Seconds after which to ask again.
+        retry_after_s: Seconds after which to retry.
     """
 
     code = "overloaded"
@@ -183,31 +183,31 @@ class Overloaded(UpriverError):
 
 
 class Busy(Overloaded):
-    """The server does one such thing at a time, and is at it."""
+    """The server already runs one such task and runs one at a time."""
 
     code = "busy"
 
 
 class QuotaExceeded(Overloaded):
-    """A tenant has as much in progress or waiting as it may; the server takes requests of others."""
+    """A tenant has reached its limit of running or waiting requests. Other tenants are not affected."""
 
     code = "quota"
 
 
 class DoesNotFit(UpriverError):
-    """A request takes more memory than the server has for requests, whoever else is there."""
+    """A request needs more memory than the server has for requests, even when idle."""
 
     code = "does_not_fit"
 
 
 class DeadlineExceeded(UpriverError):
-    """A request took longer than it may."""
+    """A request exceeded its deadline."""
 
     code = "deadline"
 
 
 class Cancelled(UpriverError):
-    """Whoever asked for something no longer wants it."""
+    """The caller has cancelled the operation."""
 
     code = "cancelled"
 
@@ -219,7 +219,7 @@ class WorkerCrashed(UpriverError):
 
 
 class ServerUnavailable(UpriverError):
-    """A server did not answer, stopped answering, or broke off in the middle."""
+    """A server did not respond, stopped responding, or closed the connection early."""
 
     code = "unavailable"
 
@@ -231,7 +231,7 @@ class NotExact(UpriverError):
 
 
 class NoFeasibleCut(UpriverError):
-    """No cut fits: the message says which memory is short and by how much."""
+    """No cut fits. The message says which memory is short and by how much."""
 
     code = "no_feasible_cut"
 
@@ -242,11 +242,11 @@ def _with_args(kind: type[UpriverError], args: tuple[Any, ...]) -> UpriverError:
 
 
 def bare(error: _Error) -> _Error:
-    """The error alone, at the end of its way.
+    """Remove traceback, cause and context from an error that is about to reach its receiver.
 
-    Who waited for it is in its frames, with all the memory of theirs, and often has it: they would stay until
-    Python collects garbage, which may be hours. So would those of the errors that it was made from, which a
-    library may hold on to.
+    Its frames refer to the waiting callers, with all the memory of theirs, and these often refer to the
+    error. They would stay until a garbage collection, which may take hours. The same holds for the errors
+    from which it was made, to which a library may refer.
     """
     chain: list[BaseException] = [error]
     while chain:

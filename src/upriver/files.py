@@ -1,6 +1,6 @@
-"""Files that outlast a process: each takes its place whole, and an output has one owner at a time.
+"""Write files durably and atomically, and give each output one owner at a time.
 
-All that upriver writes to outputs, caches and file stores goes through `replacing`.
+All writes to outputs, caches and file stores go through `replacing`.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from upriver.errors import ConfigError
 from upriver.text import printable
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
-"""How file systems answer that sync no folders (``fsync(2)``)."""
+"""Errors of file systems that do not sync folders (``fsync(2)``)."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-"""How file systems answer that have no locks (``flock(2)``)."""
+"""Errors of file systems without locks (``flock(2)``)."""
 
 
 STATUS = Path("/proc/self/status")
-"""Tells the user's mask for new files, which umask(2) tells only by changing it."""
+"""File that shows the user's mask for new files. umask(2) shows it only by changing it."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Make a new file in the same folder, which takes the place of ``path`` at the end, and lasts.
+    """Create a file in the same folder that durably replaces ``path`` at the end of the block.
 
-    The file is synced before it is renamed, the folder after, so that a machine that loses power holds the
-    old file or the new one. An error leaves the old one. Listings of stores skip the new file until then.
+    The file is synced before it is renamed, and the folder afterwards. So after a power failure the disk
+    holds the old file or the new one. An error leaves the old one. Listings of stores skip the unfinished
+    file.
 
     Args:
-        path: A link is replaced, not followed.
-        private: Give the new file to its owner alone. Else it has the permissions of the old one, or where
-            there was none the usual ones.
+        path: Destination. A link is replaced, not followed.
+        private: If true, only the owner may access the new file. Else it has the permissions of the old one,
+            or the usual ones.
 
     Raises:
-        OSError: If the file cannot be made, does not fit, or cannot take that place.
+        OSError: If the file cannot be created, written or renamed.
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-", suffix=f"#{os.getpid()}")
     new = Path(name)
@@ -63,7 +64,7 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
 
 
 def _mode_for(path: Path) -> int:
-    """Give the permissions of a file that is there, else those of a new one, which temporary files lack."""
+    """Return the permissions of an existing file, else those of a new one, which temporary files lack."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_mode & 0o777
     return 0o666 & ~_umask()
@@ -74,16 +75,16 @@ def _umask() -> int:
         status = STATUS.read_text(encoding="ascii", errors="replace")
         if found := re.search(r"^Umask:\s*([0-7]+)$", status, re.MULTILINE):
             return int(found[1], 8)
-    mask = os.umask(0o077)  # some sandboxes do not tell; for a moment, other threads make private files
+    mask = os.umask(0o077)  # some sandboxes hide it; for a moment, other threads make private files
     os.umask(mask)
     return mask
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep a file's content, or a folder's names.
+    """Sync a file's content, or a folder's names, to disk.
 
     Raises:
-        OSError: If the disk does not take it.
+        OSError: If the disk fails.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -96,10 +97,10 @@ def sync(path: Path) -> None:
 
 
 def place_folder(made: Path, path: Path) -> None:
-    """Give a folder its final name, with all in it to last, unless there is one already.
+    """Rename a folder to its final name, with all its content synced.
 
     Raises:
-        OSError: If it cannot be renamed, or the disk does not take it.
+        OSError: If it cannot be renamed, as when the name is taken, or the disk fails.
     """
     for each in (*made.rglob("*"), made):
         sync(each)
@@ -108,17 +109,17 @@ def place_folder(made: Path, path: Path) -> None:
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Make a folder and those above it that are missing, so that they last; return them, outermost first.
+    """Create a folder and its missing parents durably; return the new ones, outermost first.
 
     Raises:
-        OSError: If one cannot be made.
+        OSError: If one cannot be created.
     """
     if folder.is_dir():
         return []
     made = make_folders(folder.parent)
     try:
         folder.mkdir()
-    except FileExistsError:  # another process was faster, or a file stands there, which is told when used
+    except FileExistsError:  # another process was faster, or a file has the name, which its user reports
         return made
     sync(folder.parent)
     return [*made, folder]
@@ -126,20 +127,20 @@ def make_folders(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def owned(path: Path) -> Iterator[None]:
-    """Own an output while the block runs, by a lock on ``.NAME.lock`` in its folder.
+    """Own an output during the block, by a lock on ``.NAME.lock`` in its folder.
 
-    The kernel releases the lock when its process ends, however that happens. Where a file system has no
-    locks, everybody owns everything.
+    The kernel releases the lock when its process ends in any way. On a file system without locks, every
+    process owns every output.
 
     Raises:
-        ConfigError: If another process owns it; names that process.
-        OSError: If the lock cannot be made.
+        ConfigError: If another process owns it; the message names that process.
+        OSError: If the lock cannot be created.
     """
     path = Path(os.path.realpath(path))
     beside = path.with_name(f".{path.name}.lock")
     handle = _locked(path, beside)
     try:
-        with contextlib.suppress(OSError):  # a full disk: the owner stays without a name
+        with contextlib.suppress(OSError):  # on a full disk the owner stays unnamed
             os.ftruncate(handle, 0)
             os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         yield
@@ -150,7 +151,7 @@ def owned(path: Path) -> Iterator[None]:
 
 
 def _locked(path: Path, beside: Path) -> int:
-    """Open a lock file and lock it; try again where an owner that ends has just removed it."""
+    """Open and lock a lock file; retry if its last owner has just removed it."""
     while True:
         handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -170,7 +171,7 @@ def _locked(path: Path, beside: Path) -> int:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove what processes that were killed have left of writing a file, which must be `owned`."""
+    """Remove unfinished files that killed writers of a file have left. The file must be `owned`."""
     path = Path(os.path.realpath(path))
     for left in path.parent.glob(f".{glob.escape(path.name)}-????????#*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Modules come in sooner while nobody looks for garbage among them."""
+"""Import large modules faster, with the garbage collector off."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """For a block that imports much: garbage is looked for afterwards again, and not among what came in.
+    """Disable the garbage collector during a block of imports, and exempt the imported objects from it.
 
-    Importing PyTorch makes 250,000 objects that all stay, and going through them again and again takes a
-    tenth of the time. A process that is to be forked, or to answer without pauses, gains by it later, too.
+    Importing PyTorch makes 250,000 permanent objects, and scanning them repeatedly takes a tenth of the time.
+    A process that will fork, or must respond without pauses, gains from the exemption later, too.
     """
     enabled = gc.isenabled()
     gc.disable()

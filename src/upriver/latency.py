@@ -1,7 +1,7 @@
-"""What one request takes, cut at any place: pure; for a request what `upriver.cost` is for an epoch.
+"""Predict the time of one request at every cut, as `upriver.cost` does for an epoch; pure.
 
-A device has an input and wants an answer. It runs the stages before the cut, what crosses goes up to a
-server, which runs the rest, and the answer comes down. Nothing overlaps, so the times of a request add up:
+A device has an input and wants a result. It runs the stages before the cut. The tensors at the cut go up to a
+server, which runs the rest, and the result comes down. Nothing overlaps, so the times of a request add up:
 
 =========  ========================================  ==================================================
 tier       phase                                     seconds
@@ -12,13 +12,13 @@ network    send it                                   what crosses the cut / band
 storage    the server: wait for others               ``wait_s``
 storage    decode, move what crossed                 (``decode`` + ``move``) x what crosses the cut
 storage    stages after the cut                      measured or predicted, x ``load``
-storage    move, encode the answer                   (``move`` + ``encode``) x the answer
-network    fetch it                                  the answer / download bandwidth, where there is one
-compute    decode the answer                         ``decode`` x the answer
+storage    move, encode the result                   (``move`` + ``encode``) x the result
+network    fetch it                                  the result / download bandwidth, if one is given
+compute    decode the result                         ``decode`` x the result
 =========  ========================================  ==================================================
 
-After the last stage nothing is left to ask for: there only the device's own time counts. LoADPart's problem
-(1) is the same with the stages, the upload and the download alone (`paper_s`).
+After the last stage there is no request: only the device's own time counts. LoADPart's problem (1) is the
+same with only the stages, the upload and the download (`paper_s`).
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from upriver.types import (
 )
 
 ALL_SENT = "(input)"
-"""What stands in a table for the stage that the first cut lies after: there is none."""
+"""Table entry instead of a stage for the first cut, which lies after no stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sums:
-    """What does not change from one request to the next: made once for a model and two machines.
+    """Sums that are equal for all requests, computed once for a model and two machines.
 
     Attributes:
         device_s: Seconds of the stages before each cut on the device; the last is all of them.
         server_s: Seconds of the stages after each cut on an idle server; the last is 0.
-        sent_bytes: What crosses each cut; at the last one the answer.
-        handling_s: Seconds for packing and unpacking at each cut, on both sides; 0 at the last one.
+        sent_bytes: Bytes that cross each cut; at the last one those of the result.
+        handling_s: Seconds of packing and unpacking at each cut, on both sides; 0 at the last one.
     """
 
     device_s: Array
@@ -73,11 +73,11 @@ class Sums:
             raise ConfigError(f"sums have a number for each cut, got {sorted(lengths)} of them")
 
     def paper_s(self, *, upload: float, download: float | None = None, load: float = 1.0) -> Array:
-        """Problem (1) of LoADPart, at every cut: the stages, the upload and the download.
+        """Return problem (1) of LoADPart at every cut: the stages, the upload and the download.
 
         Args:
             upload: Bytes per second, above 0.
-            download: The same; None makes the answer free to fetch, as the paper's own system has it.
+            download: Bytes per second; None for a free download, as in the paper's own system.
             load: Factor on the server's seconds.
         """
         total = self.device_s + self.sent_bytes / upload + load * self.server_s
@@ -95,40 +95,43 @@ class Sums:
         rtt_s: float = 0.0,
         wait_s: float = 0.0,
     ) -> Array:
-        """The same and all else that a request takes: a round trip, the wait for others, packing."""
+        """Return the seconds of a whole request at every cut.
+
+        They add a round trip, the wait for other requests and packing to `paper_s`.
+        """
         total = self.paper_s(upload=upload, download=download, load=load) + self.handling_s
         total[:-1] += rtt_s + wait_s
         return total
 
 
 def last_of_least(seconds: Array) -> int:
-    """Where the least is, the last one of equals: who can choose keeps work on the device."""
+    """Return the index of the least value, the last one of equals: that keeps work on the device."""
     return len(seconds) - 1 - int(seconds[::-1].argmin())
 
 
 class LatencyModel:
-    """Every cut of one (profile, cluster), for one sample.
+    """Latency model of all cuts of one (profile, cluster), for one sample.
 
-    The device is the compute tier, the server the storage tier. Unlike in training, any cut may be used,
-    wherever the freeze point is.
+    The device is the compute tier, the server the storage tier. Unlike in training, any cut may be used, also
+    past the freeze point.
 
     Attributes:
         cuts: Positions, from the start of the chain to its end.
     """
 
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
-        """Look at every stage.
-
-        Raises:
-            ConfigError: If a stage has no seconds for one of the two.
-        """
+        """Prepare the model. The seconds of stages are read on first use."""
         self.profile, self.cluster = profile, cluster
         self.cuts = range(profile.unsplit, len(profile.stages) + 1)
         self._chain = (*profile.input_stages, *profile.stages)
 
     @cached_property
     def sums(self) -> Sums:
-        """What the stages add up to, and what crosses."""
+        """Sums over the stages, and the bytes that cross.
+
+        Raises:
+            ConfigError: If a stage has no seconds for one of the two tiers.
+        """
         sent = np.array([self.profile.input.stored_bytes, *(stage.out_bytes for stage in self._chain)])
         device, server = self.cluster.compute, self.cluster.storage
         up = _rate(device, "encode") + _rate(server, "decode") + _rate(server, "move")
@@ -154,7 +157,7 @@ class LatencyModel:
 
     @cached_property
     def request_s(self) -> Array:
-        """Seconds of a request at each cut, with all that it takes."""
+        """Seconds of a whole request at each cut."""
         link, server = self.cluster.link, self.cluster.storage
         return self.sums.request_s(
             upload=link.bandwidth_bytes_per_s,
@@ -182,11 +185,11 @@ class LatencyModel:
 
     @cached_property
     def feasible(self) -> npt.NDArray[np.bool_]:
-        """Which cuts fit both sides' memory."""
+        """Mask of the cuts that fit both sides' memory."""
         return np.asarray(np.all([need <= self._has(tier) for tier, need in self.needs.items()], axis=0))
 
     def why_not(self, cut: int) -> str:
-        """Which memory is too small at ``cut`` and by how many bytes; empty when all fits."""
+        """Return which memory is too small at ``cut`` and by how many bytes; empty if all fits."""
         needs = {tier: float(need[cut - self.cuts.start]) for tier, need in self.needs.items()}
         return "; ".join(
             f"{tier} memory is short by {math.ceil(need - self._has(tier))} bytes "
@@ -196,7 +199,7 @@ class LatencyModel:
         )
 
     def shortfall(self, cut: int) -> float:
-        """Bytes that both sides lack at ``cut``."""
+        """Return the bytes that both sides lack at ``cut``."""
         index = cut - self.cuts.start
         return sum(max(0.0, float(need[index]) - self._has(tier)) for tier, need in self.needs.items())
 
@@ -206,7 +209,10 @@ class LatencyModel:
     # ---------------------------------------------------------------------------------------- table
 
     def route(self, cut: int) -> Route:
-        """The device runs what is before ``cut``, the server the rest; either may be nothing."""
+        """Return the route that runs the stages before ``cut`` on the device and the rest on the server.
+
+        Either part may be empty.
+        """
         return Route(
             segments=(
                 Segment(tier=Tier.COMPUTE, start=self.cuts.start, stop=cut),
@@ -215,10 +221,10 @@ class LatencyModel:
         )
 
     def costs(self, seconds: Array) -> tuple[Cost, ...]:
-        """What each cut keeps busy.
+        """Return the seconds for which each cut keeps each resource busy.
 
         Args:
-            seconds: Of a request at each cut: `paper_s` or `request_s`.
+            seconds: Seconds of a request at each cut: `paper_s` or `request_s`.
         """
         sums, link, server = self.sums, self.cluster.link, self.cluster.storage
         answer = float(sums.sent_bytes[-1])
@@ -228,7 +234,7 @@ class LatencyModel:
             network, sent = network + answer / link.download_bytes_per_s, sent + answer
         network[-1] = sent[-1] = 0.0
         there = server.load * sums.server_s
-        beside = seconds - sums.device_s - network - there  # what `request_s` counts besides
+        beside = seconds - sums.device_s - network - there  # the further terms of `request_s`
         there = there + np.maximum(0.0, beside)
         columns = (seconds, there, network, sums.device_s, sent)
         names = ("epoch_s", "storage_s", "network_s", "compute_s", "bytes")
@@ -236,7 +242,7 @@ class LatencyModel:
         return tuple(Cost(**dict(zip(names, row, strict=True))) for row in rows)
 
     def table(self, seconds: Array) -> Sequence[CutRow]:
-        """One row a cut, in the order of the chain."""
+        """Return one row for each cut, in the order of the chain."""
         rows = []
         for cut, cost in zip(self.cuts, self.costs(seconds), strict=True):
             why_not = self.why_not(cut)
@@ -258,7 +264,7 @@ def _rate(tier: StorageTier | ComputeTier, phase: str) -> float:
 
 
 def _stage_seconds(stage: StageProfile, tier: Tier) -> float:
-    """Of one sample: on the tier's CPUs where they are apart from its processor and run the stage."""
+    """Return the seconds of one sample, on the tier's CPUs if these are separate and run the stage."""
     for resource in (f"{tier}.cpu", tier):
         if resource in stage.seconds:
             return sum(stage.seconds[resource])

@@ -1,12 +1,12 @@
-"""The way from a device up to a server: what it carries and how long a round trip takes, over a short window.
+"""Estimate bandwidth and round trip of the link from a device up to a server, over a sliding window.
 
 Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural Networks for Edge Offloading",
-ICDCS 2022, section IV: a sliding window holds what probes and the requests themselves have shown, and a probe
-is as large as what was sent of late.
+ICDCS 2022, section IV: a sliding window holds the measurements of probes and requests, and a probe is as
+large as recent requests.
 
-A transfer of next to nothing takes a round trip; a larger one that of its time, and its bytes over the rate.
-Of both the median counts, which one odd transfer does not move. Where two in a row say that the link is
-another one now, what came before them is forgotten; round trips are few and of one moment.
+A tiny transfer takes a round trip. A larger one takes a round trip and its bytes over the rate. The estimate
+of both is the median, which one outlier does not move. If two transfers in a row indicate another link,
+earlier ones are forgotten. Round trips are few and recent anyway.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from statistics import median
 from upriver.types import BANDWIDTH, MOST_BYTES
 
 WINDOW = 8
-"""Transfers looked back on: 40 s of probes alone, less than a second of requests."""
+"""Transfers in the window: 40 s of probes alone, less than a second of requests."""
 
 SMALL_BYTES = 1024
-"""Up to here a transfer is a round trip: it fits one packet on every link."""
+"""Largest transfer that counts as a round trip. It fits one packet on every link."""
 
 LEAST_PROBE, FIRST_PROBE, MOST_PROBE = 4 << 10, 64 << 10, 1 << 20
-"""Bytes of a probe: where little is sent or nothing is known, before a request was sent, and at most."""
+"""Bytes of a probe: at least, before the first request, and at most."""
 
 ROUND_TRIPS = 3
-"""Sent in a row, and looked back on: one odd one moves nothing, and what they say is of now."""
+"""Probes in a row, and round trips in the window: one outlier does not move their median, and they are
+recent."""
 
 PROBE_SHARE = 0.1
-"""Of the time between two probes one may take so much: over a thin link a probe is in everybody's way."""
+"""Share of the time between two probes that one may take. On a slow link a probe delays all other
+transfers."""
 
 CHANGED = 1.5
-"""The link is another one if it carries so many times as much, or as little: a fifth of jitter both ways
-makes that at most."""
+"""Factor by which the rate of a changed link differs. A fifth of jitter both ways stays within it."""
 
 CONFIRMED = 2
-"""Transfers in a row that say so before it is believed."""
+"""Transfers in a row that must indicate a changed link."""
 
 LEAST_S, MOST_S = 1e-6, 1e6
-"""A transfer that took less, or more, tells nothing."""
+"""Bounds on a transfer's seconds. A transfer outside is ignored."""
 
 LEAST_SHARE = 0.05
-"""What of a transfer's seconds counts at least: its round trip may have been quicker than the others."""
+"""Least share of a transfer's seconds for its bytes: its round trip may have been shorter than the others."""
 
 
 class LinkWindow:
-    """The last transfers up to one server. Thread-safe.
+    """Window of the last transfers up to one server. Thread-safe.
 
     Args:
-        window: Transfers looked back on.
+        window: Transfers in the window.
     """
 
     def __init__(self, window: int = WINDOW) -> None:
@@ -60,13 +61,15 @@ class LinkWindow:
         self._requests: deque[float] = deque(maxlen=window)
 
     def saw(self, num_bytes: float, seconds: float, *, request: bool = False) -> bool:
-        """Take in one transfer; one that says nothing, since a clock was wrong, say, is left out.
+        """Add one transfer. An implausible one, for example after a clock error, is ignored.
 
         Args:
-            request: Whether it was none of a probe: probes follow what requests send.
+            num_bytes: Bytes of the transfer.
+            seconds: Its duration.
+            request: True for a request's transfer. Probes have the size of requests.
 
         Returns:
-            Whether it says what the link carries.
+            True if it measures the bandwidth.
         """
         if not (0 < num_bytes <= MOST_BYTES and LEAST_S <= seconds <= MOST_S):
             return False
@@ -83,25 +86,25 @@ class LinkWindow:
 
     @property
     def rtt_s(self) -> float:
-        """Seconds of a round trip; 0 where none was seen."""
+        """Seconds of a round trip; 0 if none was measured."""
         with self._lock:
             return self._rtt_s()
 
     @property
     def bandwidth_bytes_per_s(self) -> float | None:
-        """What the link carries upwards, above 0; None where nothing has crossed it yet."""
+        """Upload bandwidth, above 0; None if it was not measured."""
         with self._lock:
             rates = list(self._rates)
         return None if not rates else min(median(rates), BANDWIDTH.most)
 
     @property
     def unsettled(self) -> bool:
-        """Whether the last transfer says that the link is another one, and no second one has said so yet."""
+        """True if only the last transfer indicates a changed link so far."""
         with self._lock:
             return self._is_another(1)
 
     def probe_bytes(self, every_s: float) -> int:
-        """How large the next probe is to be, if one is sent that often; the last transfer may be right."""
+        """Return the size of the next probe for this interval. A slower last transfer counts at once."""
         with self._lock:
             rates = list(self._rates)
             wanted = median(self._requests) if self._requests else FIRST_PROBE
@@ -114,7 +117,7 @@ class LinkWindow:
         return median(self._round_trips) if self._round_trips else 0.0
 
     def _is_another(self, last: int) -> bool:
-        """Whether each of the ``last`` transfers is far from the ones before them, on the same side."""
+        """Return True if each of the ``last`` transfers is far from the earlier ones, in one direction."""
         rates = list(self._rates)
         before, recent = rates[:-last], rates[-last:]
         if not before:

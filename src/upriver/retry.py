@@ -1,7 +1,7 @@
-"""How often to try again: full jitter between attempts, and a budget over all of them.
+"""Decide on retries: full jitter between attempts, and a budget over all of them.
 
-A client that repeats whatever failed doubles the load of servers that are already short. So a retry costs a
-token, tokens come back with successes, and without one the work is done here instead.
+A client that repeats all failed requests doubles the load of overloaded servers. So each retry costs a token,
+and successes return tokens. Without a token the client computes locally.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Backoff:
 
     Attributes:
         base_s: Upper bound of the first wait. 0.1 s: a refused connection costs next to nothing.
-        cap_s: Upper bound of any wait. 2 s: a restarted server is to be used again well within 10 s.
+        cap_s: Upper bound of any wait. 2 s: a restarted server should be used again well within 10 s.
     """
 
     base_s: float = 0.1
@@ -32,17 +32,18 @@ class Backoff:
         require_finite("cap_s", self.cap_s, at_least=self.base_s)
 
     def wait_s(self, failures: int) -> float:
-        """Seconds to wait after that many failures in a row."""
+        """Return the seconds to wait after that many consecutive failures."""
         # Bounded exponent: 2**1100 is no float, and 30 doublings reach every cap.
         return self.rng.uniform(0.0, min(self.cap_s, self.base_s * 2.0 ** min(failures, 30)))
 
 
 class RetryBudget:
-    """A token bucket over retries: each costs one token, each success brings back a part of one. Thread-safe.
+    """Token bucket over retries: each costs one token, each success returns part of one. Thread-safe.
 
     Args:
         capacity: Tokens at the start and at most. 10: a server that dies with a few requests in flight.
-        per_success: Tokens a success brings. 0.1: in the long run at most one request in ten is a retry.
+        per_success: Tokens that a success returns. 0.1: in the long run at most one request in ten is a
+            retry.
     """
 
     def __init__(self, capacity: float = 10.0, *, per_success: float = 0.1) -> None:
@@ -54,12 +55,12 @@ class RetryBudget:
         self._lock = threading.Lock()
 
     def succeeded(self) -> None:
-        """A request went well."""
+        """Return part of a token after a success."""
         with self._lock:
             self._tokens = min(self._capacity, self._tokens + self._per_success)
 
     def withdraw(self) -> bool:
-        """Take a token for one retry; False when there is none."""
+        """Take a token for one retry. Return False if there is none."""
         with self._lock:
             if self._tokens < 1.0:
                 return False

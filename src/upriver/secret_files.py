@@ -1,4 +1,4 @@
-"""Files that hold secrets: tokens, stores' keys, private keys. One that is open to others is refused."""
+"""Read files that hold secrets: tokens, stores' keys, private keys. Refuse files that others may read."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from upriver.errors import ConfigError
 
 
 def read_secret(path: Path, what: str) -> bytes:
-    """Read a file that only its owner may read; of one that belongs to root, its group may read it, too.
+    """Read a file that only its owner may read. If root owns it, its group may read it, too.
 
     Args:
-        path: Of the file; of a symbolic link, the file that it leads to counts.
-        what: The file is, in errors: ``"the token file"``.
+        path: Path of the file. For a symbolic link its target counts.
+        what: Description of the file for errors: ``"the token file"``.
 
     Raises:
         ConfigError: If it cannot be read, or others could read or change it.
@@ -31,7 +31,7 @@ def check_secret(path: Path, what: str) -> None:
     """Check a file that a library opens by its name, as `read_secret` does.
 
     Raises:
-        ConfigError: As `read_secret`.
+        ConfigError: As in `read_secret`.
     """
     try:
         _require_private(path.stat(), path, what)
@@ -43,7 +43,7 @@ def read_token_file(path: Path) -> str:
     """Return the token in a file.
 
     Raises:
-        ConfigError: If it cannot be read, is open to others, or holds none.
+        ConfigError: If the file cannot be read, is open to others, or holds no token.
     """
     try:
         token = read_secret(path, "the token file").decode().strip()
@@ -57,14 +57,14 @@ def read_token_file(path: Path) -> str:
 
 
 def open_to_others(mode: int, *, owner: int, user: int) -> bool:
-    """Return whether others than a file's owner may read or change it, as PostgreSQL tells it of keys.
+    """Return True if others than a file's owner may read or change it, by PostgreSQL's rule for keys.
 
-    Root gives a file to a service by the service's group: there the group may read it, and do no more.
+    Root gives a file to a service through the service's group. That group may read it, and do no more.
 
     Args:
-        mode: Of the file.
-        owner: Of the file, by number.
-        user: Who reads it, by number.
+        mode: Mode of the file.
+        owner: User id of the owner.
+        user: User id of the reader.
     """
     return bool(mode & (0o037 if owner == 0 != user else 0o077))
 

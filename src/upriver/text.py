@@ -1,6 +1,6 @@
-"""Plain text for people: numbers with units, and columns that line up.
+"""Format plain text for people: numbers with units, and aligned columns.
 
-Lies below the nouns, so that a plan can print itself in any layer.
+The module lies below the types, so that a plan can print itself in any layer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def bytes_text(num_bytes: float) -> str:
-    """Bytes with a decimal unit and three digits, as network and disk sizes are quoted: ``36.9 kB``."""
+    """Format bytes with a decimal unit and three digits, as for networks and disks: ``36.9 kB``."""
     value, unit = float(num_bytes), 0
     while value >= 999.5 and unit < len(_BYTE_UNITS) - 1:
         value, unit = value / 1000.0, unit + 1
@@ -25,7 +25,7 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """A rate in bits, as links are sold, with three digits: ``100 Mbit/s``."""
+    """Format a rate in bits with three digits, as for links: ``100 Mbit/s``."""
     value, unit = 8.0 * bytes_per_s, 0
     while value >= 999.5 and unit < len(_BIT_UNITS) - 1:
         value, unit = value / 1000.0, unit + 1
@@ -33,11 +33,11 @@ def rate_text(bytes_per_s: float) -> str:
 
 
 def parse_rate(text: str) -> float:
-    """``50Mbit``, ``1.5 Gbit/s`` (bits) or ``10MB`` (bytes) as bytes per second; a prefix is decimal.
+    """Parse ``50Mbit``, ``1.5 Gbit/s`` (bits) or ``10MB`` (bytes) to bytes per second. Prefixes are decimal.
 
     Raises:
-        ValueError: If it is anything else, or not above 0; the message says what was allowed. ``Mb`` is
-            refused, since people mean either by it.
+        ValueError: If the text is anything else, or the rate not above 0; the message names the allowed
+            forms. ``Mb`` is refused, since people use it for either unit.
     """
     match = _RATE.fullmatch(text.strip())
     rate = 0.0
@@ -52,7 +52,7 @@ def parse_rate(text: str) -> float:
 
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with three significant digits and no exponent: ``0.0123``, ``4.56``, ``7890``."""
+    """Format seconds with three significant digits and no exponent: ``0.0123``, ``4.56``, ``7890``."""
     if seconds < 0.0005:
         return "0" if seconds == 0 else "<0.001"
     decimals = 3 if seconds < 1 else 2 if seconds < 10 else 1 if seconds < 100 else 0
@@ -60,23 +60,23 @@ def seconds_text(seconds: float) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """``text`` in at most ``width`` characters; what is left out in front shows as two dots."""
+    """Shorten ``text`` to at most ``width`` characters, with two dots for its omitted start."""
     return text if len(text) <= width else ".." + text[len(text) - width + 2 :]
 
 
 def printable(text: str, at_most: int) -> str:
-    """``text`` without what a terminal would obey, in at most ``at_most`` characters."""
+    """Return ``text`` without terminal control characters, in at most ``at_most`` characters."""
     safe = "".join(char if char.isprintable() else "?" for char in text[:at_most])
     return safe if len(text) <= at_most else safe[:-1] + "…"
 
 
 def said(text: str, at_most: int = 500) -> str:
-    """What another machine said, as one line that fits into a message: 500 characters are some five lines."""
+    """Return another machine's text as one line for a message. 500 characters are some five lines."""
     return printable(" ".join(text[: 4 * at_most].split()), at_most)
 
 
 def error_text(error: BaseException, at_most: int = 500) -> str:
-    """An error of anybody's code as one line: its type, and what it says if it can say it."""
+    """Return any error as one line: its type, and its text if that can be read."""
     try:
         text = str(error)
     except Exception:
@@ -86,12 +86,12 @@ def error_text(error: BaseException, at_most: int = 500) -> str:
 
 
 def last_lines(text: str, at_most: int, line_chars: int = 300) -> str:
-    """The last lines of a traceback or a log in at most ``at_most`` characters, safe to print.
+    """Return the last lines of a traceback or a log in at most ``at_most`` characters, safe to print.
 
     Args:
-        text: Where something is left out of it, dots say so.
-        at_most: Of all of it.
-        line_chars: Of each line.
+        text: The whole text. Dots mark an omission.
+        at_most: Most characters of the result.
+        line_chars: Most characters of each line.
     """
     kept, left = list[str](), at_most - 2
     for line in reversed(text.rstrip().split("\n")):
@@ -105,12 +105,12 @@ def last_lines(text: str, at_most: int, line_chars: int = 300) -> str:
 
 
 def wrapped(text: str) -> str:
-    """``text`` in lines of at most 110 characters, all but the first indented."""
+    """Wrap ``text`` to lines of at most 110 characters, all but the first indented."""
     return textwrap.fill(text, width=110, subsequent_indent="  ", break_long_words=False)
 
 
 def aligned(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: frozenset[int]) -> str:
-    """Columns two spaces apart, right-aligned but for those whose index is in ``left``."""
+    """Align columns two spaces apart, to the right except for the indices in ``left``."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

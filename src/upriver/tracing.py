@@ -1,11 +1,10 @@
-"""Traces for those who want them: OpenTelemetry where it is installed and set up, nothing at all elsewhere.
+"""Trace with OpenTelemetry if it is installed and configured; do nothing otherwise.
 
-Until `configure` or `use` is called, nothing of OpenTelemetry is imported and a span costs one comparison.
-Spans go to a provider of our own, never to the process's global one, which belongs to the user.
+Until `configure` or `use` is called, OpenTelemetry is not imported and a span costs one comparison. Spans go
+to a provider of our own, never to the process's global one, which belongs to the user.
 
-What is asked of servers is asked in threads, some steps ahead of the training that waits for it. So `each`
-says for the whole process which step is under way, and what a thread begins outside of any span of its own
-belongs to that step.
+Threads send requests some steps ahead of the training that waits for them. So `each` sets the current step
+for the whole process. A span that a thread begins outside any span of its own belongs to that step.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ from urllib.parse import urlsplit
 from upriver.errors import ConfigError
 
 EXPORT_S = 2.0
-"""Longest attempt to reach the collector with one batch of spans: whoever ends waits for the last of them."""
+"""Timeout of one export to the collector. The end of the process waits for the last one."""
 
 DELAY_MS = 1000.0
-"""Between two transmissions of finished spans: five times as often as the SDK does by itself, so that a trace
-can be looked at right after what it shows."""
+"""Time between two exports: five times as often as the SDK's default, so that traces appear promptly."""
 
 TRACES_PATH = "/v1/traces"
-"""Where a collector takes traces over HTTP, says the OTLP specification."""
+"""Path for traces over HTTP, by the OTLP specification."""
 
 Attribute = str | bool | int | float
 
@@ -38,31 +36,31 @@ _EMPTY: Mapping[str, str] = MappingProxyType({})
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _NO_HEADERS: AbstractContextManager[Mapping[str, str]] = nullcontext(_EMPTY)
 
-_tracer: Any = None  # where spans are made; None: nowhere
-_own_provider: Any = None  # made by `configure`, and ended by it
-_step: Any = None  # the context of the training step that is under way
+_tracer: Any = None  # makes the spans; None if there is no tracing
+_own_provider: Any = None  # made and ended by `configure`
+_step: Any = None  # context of the current training step
 
 
 # ------------------------------------------------------------------------------------------ set-up
 
 
 def configured() -> bool:
-    """Whether spans go anywhere."""
+    """Return True if spans are recorded."""
     return _tracer is not None
 
 
 def configure(service: str, endpoint: str | None) -> None:
-    """Send spans to a collector from here on.
+    """Send spans to a collector from now on.
 
-    Which of them are kept is decided by ``OTEL_TRACES_SAMPLER``, as for any program with OpenTelemetry.
+    ``OTEL_TRACES_SAMPLER`` decides which of them are kept, as for any program with OpenTelemetry.
 
     Args:
-        service: What this process is called in traces.
-        endpoint: Of a collector that speaks OTLP over HTTP, as a rule ``http://HOST:4318``; None sends what
-            is still here, and then nothing more.
+        service: Name of this process in traces.
+        endpoint: Collector that speaks OTLP over HTTP, usually ``http://HOST:4318``. None sends the remaining
+            spans and then stops.
 
     Raises:
-        ConfigError: If it is no such address, or OpenTelemetry is not installed.
+        ConfigError: If the address is invalid, or OpenTelemetry is not installed.
     """
     global _own_provider
     provider = None if endpoint is None else _provider(service, traces_url(endpoint))
@@ -73,17 +71,17 @@ def configure(service: str, endpoint: str | None) -> None:
 
 
 def use(provider: Any | None) -> None:
-    """Make spans with an OpenTelemetry ``TracerProvider`` that this process has already; None: make none."""
+    """Make spans with an existing OpenTelemetry ``TracerProvider``; None stops tracing."""
     global _tracer, _step
     _tracer = None if provider is None else provider.get_tracer("upriver")
     _step = None
 
 
 def traces_url(endpoint: str) -> str:
-    """The address that spans are sent to.
+    """Return the address to which spans are sent.
 
     Raises:
-        ConfigError: If it is none.
+        ConfigError: If the endpoint is invalid.
     """
     try:
         parts = urlsplit(endpoint)
@@ -117,49 +115,55 @@ def _provider(service: str, url: str) -> Any:
 
 
 def span(name: str, *, parent: Any = None, **attributes: Attribute) -> AbstractContextManager[None]:
-    """A span around a block; spans begun inside, in its thread or its tasks, are its children.
+    """Record a span around a block. Spans begun inside, in its thread or its tasks, are its children.
 
-    Not for a block with a ``yield`` in it, which may be left in another thread or task: see `apart`.
+    Do not use it around a ``yield``, because the block may be left in another thread or task: see `apart`.
 
     Args:
-        parent: What `extract` gave, where the span goes on from another process's.
+        name: Name of the span.
+        parent: Result of `extract`, to continue another process's span.
     """
     return _NOTHING if _tracer is None else _current(_tracer, name, parent, attributes)
 
 
 def apart(name: str, **attributes: Attribute) -> AbstractContextManager[Mapping[str, str]]:
-    """A span around a block that may be left anywhere; gives the headers that let a server go on from it."""
+    """Record a span around a block that may be left anywhere.
+
+    Yields:
+        Headers with which a server continues the span.
+    """
     return _NO_HEADERS if _tracer is None else _apart(_tracer, name, attributes)
 
 
 def each(name: str, items: Iterable[_T], *, first: int = 0, **attributes: Attribute) -> Iterator[_T]:
-    """Hand ``items`` on, each within a span: from waiting for it until the next one is asked for.
+    """Yield ``items``, each within a span: from the wait for it until the next one is requested.
 
     Args:
-        name: Of the spans.
-        first: Number of the first one; they are numbered in order.
+        name: Name of the spans.
+        items: Items to yield.
+        first: Number of the first span; they are numbered in order.
     """
     return iter(items) if _tracer is None else _each(_tracer, name, items, first, attributes)
 
 
 def record(name: str, began_ns: int, ended_ns: int, **attributes: Attribute) -> None:
-    """A span that is over already, by the clock of `time.time_ns`."""
+    """Record a span that has ended, by the clock of `time.time_ns`."""
     if _tracer is not None:
         over = _tracer.start_span(name, context=_around(), start_time=began_ns, attributes=attributes)
         over.end(end_time=max(began_ns, ended_ns))
 
 
 def inject(headers: MutableMapping[str, str], context: Any = None) -> None:
-    """Put the current span (or that of ``context``) into headers, as the W3C's ``traceparent``."""
+    """Add the current span (or that of ``context``) to headers, as the W3C's ``traceparent``."""
     if _tracer is not None:
         _propagator().inject(headers, context)
 
 
 def extract(headers: Mapping[str, str]) -> Any:
-    """The caller's span, as a parent for one of ours; None where there is none.
+    """Return the caller's span as a parent for ours; None if there is none.
 
     Args:
-        headers: By lower-case name. Nothing but ``traceparent`` is read.
+        headers: Headers by lower-case name. Only ``traceparent`` is read.
     """
     sent = headers.get("traceparent")
     if _tracer is None or not sent:
@@ -211,7 +215,7 @@ def _each(
             raise
         finally:
             _step = None if _step is mine else _step
-            if item is not _END:  # there was no such step: a span that is not ended is never sent
+            if item is not _END:  # there was no such step, and a span that is not ended is never sent
                 begun.end()
 
 
@@ -223,7 +227,7 @@ def _fail(begun: Any, error: Exception) -> None:
 
 
 def _around() -> Any:
-    """The parent of a span that nobody names one for: None is OpenTelemetry's word for the current one."""
+    """Return the default parent of a span. None is OpenTelemetry's value for the current span."""
     if _step is None:
         return None
     from opentelemetry.trace import get_current_span

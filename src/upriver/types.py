@@ -1,8 +1,8 @@
-"""The nouns: frozen, keyword-only, unit-suffixed, checked once.
+"""Define the shared types: frozen, keyword-only, with units in their names, validated once.
 
-Sizes are bytes, times seconds, rates bytes per second. A *position* is a place in the chain: the stored bytes
-of a dataset with ``m`` input stages stand at ``-m``, the model's input at 0, and position ``k`` lies right
-after model stage ``k`` (counted from 1). A *cut* is the position at which what was computed crosses to the
+Sizes are bytes, times seconds, rates bytes per second. A *position* is a place in the chain. The stored bytes
+of a dataset with ``m`` input stages are at ``-m``, and the model's input is at 0. Position ``k`` lies right
+after model stage ``k`` (counted from 1). A *cut* is the position at which intermediate results cross to the
 next tier.
 """
 
@@ -25,18 +25,18 @@ from upriver.text import aligned, bytes_text, printable, seconds_text, shortened
 _T = TypeVar("_T")
 
 DEFAULT_MICRO_BATCH = 16
-"""Samples a frozen stage sees at once where nothing is known (HAPI 2025, section 4.4)."""
+"""Samples that a frozen stage sees at once by default (HAPI 2025, section 4.4)."""
 
 DEFAULT_POLICY = "upriver"
-"""What a job plans by where nobody says."""
+"""Default policy of a job."""
 
 
 STREAMS = ("micro_batch", "request", "synchronous")
-"""Ways in which answers may leave the storage tier."""
+"""Granularities at which responses may leave the storage tier."""
 
 
 class Tier(StrEnum):
-    """A kind of machine that can run a stretch of the chain."""
+    """Kind of machine that can run a stretch of the chain."""
 
     STORAGE = "storage"
     WORKER = "worker"
@@ -47,15 +47,15 @@ class Tier(StrEnum):
 def require_finite(
     name: str, value: float, *, at_least: float = 0.0, at_most: float = math.inf, positive: bool = False
 ) -> None:
-    """Check a number once, at the border.
+    """Check a number once, at the public border.
 
     Raises:
         ConfigError: If ``value`` is NaN, infinite, too small or too large; the message names the field.
     """
-    given: object = value  # which may be anything, whatever its type says
+    given: object = value  # any object, despite its type
     try:
         finite = not isinstance(given, bool) and isinstance(given, Real) and math.isfinite(value)
-    except OverflowError:  # a whole number that is beyond every float
+    except OverflowError:  # a whole number beyond the range of floats
         finite = False
     if not finite or not at_least <= value <= at_most or (positive and value <= 0):
         bound = "> 0" if positive else f">= {at_least:g}"
@@ -64,15 +64,16 @@ def require_finite(
 
 
 def require_type(name: str, value: object, kind: type[_T], example: str) -> _T:
-    """Check what an argument is once, at the border.
+    """Check the type of an argument once, at the public border.
 
     Args:
-        name: The argument's.
-        kind: What it must be.
-        example: How to come by one, for the message.
+        name: Name of the argument.
+        value: Value of the argument.
+        kind: Required type.
+        example: Expression that gives such a value, for the message.
 
     Raises:
-        ConfigError: If ``value`` is something else; the message names both.
+        ConfigError: If ``value`` has another type; the message names both.
     """
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ConfigError(
@@ -82,18 +83,18 @@ def require_type(name: str, value: object, kind: type[_T], example: str) -> _T:
     return value
 
 
-# -------------------------------------------------------------------------- what a number may be
+# ---------------------------------------------------------------------------- limits of numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a number may be; part of a field's type, and checked by `_check_numbers`.
+    """Limits of a number, as part of a field's type; `_check_numbers` checks them.
 
     Attributes:
-        most: More than anybody has, and little enough that sums and products stay far below what a float
-            can hold.
-        positive: Whether it must be above 0.
-        or_infinite: Whether it may be infinite, which means that nobody said how much there is.
+        most: Upper bound: above any real value, and small enough that sums and products stay far within the
+            range of floats.
+        positive: True if the number must be above 0.
+        or_infinite: True if it may be infinite, which means that the amount is unknown.
     """
 
     most: float
@@ -102,7 +103,7 @@ class Limits:
     or_infinite: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """One number.
+        """Check one number.
 
         Raises:
             ConfigError: If it lies outside; the message names the field.
@@ -113,7 +114,7 @@ class Limits:
 
 MOST_BYTES, MOST_SECONDS, MOST_FACTOR = 10**18, 10**9, 10**9
 BANDWIDTH = Limits(most=10**15, positive=True)
-"""Of a link, bytes per second."""
+"""Limits of a link's bandwidth, in bytes per second."""
 
 Bytes: TypeAlias = Annotated[float, Limits(most=MOST_BYTES)]
 Memory: TypeAlias = Annotated[float, Limits(most=MOST_BYTES, or_infinite=True)]
@@ -125,11 +126,11 @@ Factor: TypeAlias = Annotated[float, Limits(most=MOST_FACTOR, positive=True)]
 
 
 class _Limited(NamedTuple):
-    """A field that has limits.
+    """Field with limits.
 
     Attributes:
-        optional: Whether None is allowed, too.
-        inside: What holds the numbers, outermost first: mappings, tuples or nothing.
+        optional: True if None is allowed, too.
+        inside: Containers of the numbers, outermost first: mappings, tuples or nothing.
     """
 
     name: str
@@ -139,10 +140,11 @@ class _Limited(NamedTuple):
 
 
 def _check_numbers(name: str, noun: Any) -> None:
-    """Every field of a noun whose type has `Limits`.
+    """Check every field of an object whose type has `Limits`.
 
     Args:
-        name: Of the noun in its file; goes before its fields' names.
+        name: Name of the object in its file, the prefix of its fields' names.
+        noun: The object.
 
     Raises:
         ConfigError: If a number lies outside; the message names the field.
@@ -154,7 +156,7 @@ def _check_numbers(name: str, noun: Any) -> None:
 
 
 def _check_within(name: str, value: Any, limits: Limits, inside: tuple[Any, ...]) -> None:
-    """Every number of a field; what is in a mapping is named by its key."""
+    """Check every number of a field. The name of a mapping's value includes its key."""
     if not inside:
         limits.check(name, value)
     elif inside[0] is Mapping:
@@ -180,24 +182,25 @@ def _limited(noun: type[Any]) -> tuple[_Limited, ...]:
     return tuple(found)
 
 
-# --------------------------------------------------------------------------------------- what moves
+# --------------------------------------------------------------------------------- data in flight
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatch:
-    """Some samples of an epoch, standing at one position of the chain.
+    """Some samples of an epoch, at one position of the chain.
 
     Attributes:
         ids: Rows of the dataset's index, in the order of the epoch; at most the job's micro-batch.
-        position: Where in the chain ``tensors`` stand.
+        position: Position of ``tensors`` in the chain.
         tensors: At positions >= 0 the tensors live across that cut, each made for a full micro-batch: sample
-            ``i`` in it is ``ids[i]``, samples past ``len(ids)`` are padding. They lie in dimension 0 of the
-            model's input, and further on where the model has them, if a tensor has samples at all. At
-            positions < 0 one tensor a sample (stored bytes as uint8 of shape ``(n,)``, or pixels as uint8
-            ``(height, width, 3)``).
-        skipped: The members of ``ids`` that could not be read; their samples are padding too.
-        tree: What holds ``tensors``, where samples are a user's own: numbers, words and lists of them
-            (`upriver.protocol.tree`), a list with one for each of ``ids``, or a whole batch; None elsewhere.
+            ``i`` is ``ids[i]``, samples past ``len(ids)`` are padding. Samples lie in dimension 0 of the
+            model's input, and further on in the model's own dimension, if a tensor has samples at all. At
+            positions < 0 there is one tensor for each sample (stored bytes as uint8 of shape ``(n,)``, or
+            pixels as uint8 ``(height, width, 3)``).
+        skipped: Members of ``ids`` that could not be read; their samples are padding too.
+        tree: Structure that holds ``tensors``, if samples are a user's own: numbers, words and lists
+            (`upriver.protocol.tree`), a list with one entry for each of ``ids``, or a whole batch; None
+            elsewhere.
     """
 
     ids: tuple[int, ...]
@@ -209,16 +212,17 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """Seconds that one micro-batch spent, by phase and by stage.
+    """Seconds of one micro-batch, by phase and by stage.
 
     Attributes:
         phases: ``receive``, ``queue``, ``read``, ``input``, ``weights``, ``forward``, ``encode`` to seconds.
-            ``weights`` is the wait of a stage for weights that were still to come. ``receive``, from the
-            first byte of a request to its last, is with its first micro-batch, where its inputs are sent
-            along; no worker is kept busy by it. Micro-batches that were computed together share theirs.
+            ``weights`` is a stage's wait for weights in flight. ``receive`` is the time from the first byte
+            of a request to its last. It counts with the request's first micro-batch, if its inputs are sent
+            along, and keeps no worker busy. Micro-batches that were computed together share their times.
         stages: Position after a stage to the seconds of that stage (input stages have positions <= 0).
-        expected_wait_s: What another micro-batch of the same tenant would wait there for others.
-        k: How many times as long as at best stages take there now; at least 1.
+        expected_wait_s: Seconds that another micro-batch of the same tenant would wait there for other
+            requests.
+        k: Factor by which stages are slower there now than at best; at least 1.
     """
 
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -227,16 +231,16 @@ class Timings:
     k: float = 1.0
 
 
-# ------------------------------------------------------------------------------------ what is known
+# ------------------------------------------------------------------------------------ profiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageProfile:
-    """What one stage costs.
+    """Cost of one stage.
 
     Attributes:
-        out_bytes: What crosses a cut placed right after this stage, per sample.
-        param_bytes: Parameters and buffers the stage reads.
+        out_bytes: Bytes per sample that cross a cut right after this stage.
+        param_bytes: Parameters and buffers that the stage reads.
         flops: Floating-point operations per sample.
         seconds: Resource (``storage``, ``compute``) to (fixed per call, per sample).
         peak_bytes: Activations alive at once while the stage runs, per sample.
@@ -256,7 +260,7 @@ class StageProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputProfile:
-    """One sample before the first model stage: as stored, and as the tensor the model takes."""
+    """Sizes of one sample before the first model stage: as stored, and as the model's input tensor."""
 
     stored_bytes: Bytes
     tensor_bytes: Bytes
@@ -267,7 +271,7 @@ class InputProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TailProfile:
-    """The trainable rest: forward, backward and optimizer step on the compute tier.
+    """Cost of the trainable rest: forward, backward and optimizer step on the compute tier.
 
     Attributes:
         seconds: (fixed per training batch, per sample).
@@ -284,13 +288,13 @@ class TailProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
-    """What is known of a chain: its stages and their costs on each tier.
+    """Profile of a chain: its stages and their costs on each tier.
 
     Attributes:
         stages: Model stages; ``stages[k - 1]`` is stage ``k``.
         freeze: The freeze point, the largest cut that training allows.
         input_stages: Stages before the model; ``input_stages[-1]`` ends at position 0.
-        model_load_s: Tier to the seconds it takes to load the model there.
+        model_load_s: Tier to the seconds of loading the model there.
     """
 
     model: str
@@ -308,17 +312,17 @@ class Profile:
 
     @property
     def unsplit(self) -> int:
-        """The smallest cut: what is stored crosses, nothing is pushed down."""
+        """Smallest cut: the stored bytes cross, and nothing is pushed down."""
         return -len(self.input_stages)
 
     def stage(self, position: int) -> StageProfile:
-        """The stage that ends at ``position`` (input stages end at positions <= 0)."""
+        """Return the stage that ends at ``position`` (input stages end at positions <= 0)."""
         if position > 0:
             return self.stages[position - 1]
         return self.input_stages[len(self.input_stages) - 1 + position]
 
     def cut_bytes(self, cut: int) -> float:
-        """Bytes per sample that cross ``cut``."""
+        """Return the bytes per sample that cross ``cut``."""
         return self.input.stored_bytes if cut == self.unsplit else self.stage(cut).out_bytes
 
 
@@ -327,9 +331,9 @@ class Link:
     """Network path between the storage tier and the compute tier.
 
     Attributes:
-        bandwidth_bytes_per_s: In the direction in which samples go: to the compute tier in training, up from
-            a device that asks for an answer.
-        download_bytes_per_s: Down to such a device; None where an answer is free to fetch.
+        bandwidth_bytes_per_s: Bandwidth in the direction of samples: to the compute tier in training, up from
+            a device in inference.
+        download_bytes_per_s: Bandwidth down to such a device; None if the download is free.
     """
 
     bandwidth_bytes_per_s: Bandwidth
@@ -348,9 +352,9 @@ class StorageTier:
         concurrency: Requests that run at once.
         load: Factor on compute seconds, 1.0 when idle.
         seconds_per_byte: Phase (``read``, ``move``, ``encode``, ``decode``) to seconds per byte.
-        reuse_model: Whether a model stays loaded between requests.
-        request_samples: Samples a request asks for (128: HAPI 2025, section 5.1).
-        wait_s: What a single request would wait there for others.
+        reuse_model: True if a model stays loaded between requests.
+        request_samples: Samples of a request (128: HAPI 2025, section 5.1).
+        wait_s: Seconds that a single request would wait there for others.
     """
 
     memory_bytes: Memory = math.inf
@@ -368,11 +372,11 @@ class StorageTier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComputeTier:
-    """The training node, or the device that asks for an answer.
+    """The training node, or the device that sends inference requests.
 
     Attributes:
-        micro_batch: Samples the frozen stages see at once here; None judges memory at the training batch, as
-            the papers do.
+        micro_batch: Samples that the frozen stages see at once here. With None the training batch determines
+            the memory, as in the papers.
         concurrency: Micro-batches whose input stages run at once, each on a core.
         seconds_per_byte: Phase (``decode``, ``move``, ``encode``) to seconds per byte.
     """
@@ -388,12 +392,12 @@ class ComputeTier:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Links, memory, concurrency and load.
+    """Link and both tiers, with memory, concurrency and load.
 
     Attributes:
-        stream: When an answer leaves the storage tier: ``micro_batch``, each micro-batch as soon as it is
-            ready; ``request``, once a whole request is done (HAPI's way); ``synchronous``, once a whole
-            training batch is, and nothing else goes on meanwhile.
+        stream: Time at which a response leaves the storage tier. ``micro_batch``: each micro-batch as soon as
+            it is ready. ``request``: after the whole request, as in HAPI. ``synchronous``: after the whole
+            training batch, with no other work meanwhile.
     """
 
     link: Link
@@ -408,7 +412,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What the job does: training batch, samples an epoch."""
+    """Work of a job: training batch and samples an epoch."""
 
     batch_size: int
     num_samples: int
@@ -419,7 +423,7 @@ class Workload:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-# ---------------------------------------------------------------------------------- what is decided
+# ------------------------------------------------------------------------------------ decisions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -433,14 +437,14 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """Which tier runs which stretch, for a share of the samples."""
+    """Stretches of the chain and their tiers, for a share of the samples."""
 
     segments: tuple[Segment, ...]
     share: float = 1.0
 
     @property
     def cut(self) -> int:
-        """Where samples go from one tier to the other; their start where one has them all."""
+        """Position at which samples change tiers; their start if one tier runs the whole chain."""
         first = self.segments[0]
         alone = len(self.segments) == 1
         return first.start if alone and first.tier is not Tier.STORAGE else first.stop
@@ -455,7 +459,7 @@ class Cost:
         storage_s: Seconds for which the storage tier is busy.
         network_s: Seconds for which the link is busy.
         compute_s: Seconds for which the compute tier is busy.
-        bytes: What crosses the link.
+        bytes: Bytes that cross the link.
     """
 
     epoch_s: float
@@ -467,14 +471,15 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutRow:
-    """One line of a plan's table: what an epoch would cost at this cut.
+    """Row of a plan's table: the cost of an epoch at one cut.
 
     Attributes:
-        name: The stage that the cut lies right after.
-        bytes_per_sample: What crosses the link for one sample.
-        cost: Predicted for every cut, fitting or not, so that a table can show what more memory would buy.
-        feasible: Whether it fits both tiers' memory and may be used at all.
-        why_not: Empty when feasible.
+        name: Stage right before the cut.
+        bytes_per_sample: Bytes that cross the link for one sample.
+        cost: Predicted for every cut, even one that does not fit, so that a table shows the gain from more
+            memory.
+        feasible: True if it fits both tiers' memory and may be used.
+        why_not: Reason if infeasible; else empty.
     """
 
     cut: int
@@ -487,15 +492,15 @@ class CutRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A decision, as data. Nothing after it decides again.
+    """A decision, as data. Later layers do not decide again.
 
     Attributes:
-        policy: Name of the policy that decided.
-        feasible: False when the policy's choice does not fit; ``why`` then says what is short.
-        predicted: Cost of the plan under the one cost model, None when infeasible.
-        table: Every cut considered.
+        policy: Name of the deciding policy.
+        feasible: False if the policy's choice does not fit; ``why`` then says which memory is short.
+        predicted: Cost of the plan under the shared cost model; None if infeasible.
+        table: All considered cuts.
         why: A sentence or two that a person can check against the table.
-        unit: What its times are of: an ``epoch``, or one ``request``.
+        unit: Unit of the times: an ``epoch``, or one ``request``.
     """
 
     policy: str
@@ -508,11 +513,11 @@ class Plan:
 
     @property
     def cut(self) -> int:
-        """The cut of the route with the largest share."""
+        """Cut of the route with the largest share."""
         return max(self.routes, key=lambda route: route.share).cut
 
     def __str__(self) -> str:
-        """The table of cuts, the chosen one marked ``>``, what does not fit, and why this cut won."""
+        """Format the table of cuts with a ``>`` at the choice, then the misfits and the reason."""
         header = ["", "cut", "after", "B/sample", f"B/{self.unit}"]
         header += ["storage s", "network s", "compute s", f"{self.unit} s"]
         table = aligned(header, [self._cells(row) for row in self.table], left=frozenset({0, 2}))
