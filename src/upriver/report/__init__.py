@@ -1,1 +1,1 @@
-"""Tables, plots, HTML."""
+"""Render tables, plots and HTML."""

@@ -1,4 +1,4 @@
-"""What several plans for the same question chose, in a few words: what tables and pictures have in common."""
+"""Summarize the choices of several plans for one question, for tables and plots."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from upriver.types import CutRow, Plan
 
 DOES_NOT_FIT = "does not fit"
-"""What stands for the choice of a plan that is not feasible."""
+"""Text instead of the choice of an infeasible plan."""
 
 
 def shares(plan: Plan) -> dict[int, float]:
-    """Share of the samples at each cut, the largest first; empty when the plan is not feasible."""
+    """Return the share of the samples at each cut, the largest first; empty if the plan is infeasible."""
     if not plan.feasible:
         return {}
     found: dict[int, float] = {}
@@ -21,12 +21,12 @@ def shares(plan: Plan) -> dict[int, float]:
 
 
 def share_text(share: float) -> str:
-    """A share as a percentage of at most three digits: ``62.5%``."""
+    """Format a share as a percentage of at most three digits: ``62.5%``."""
     return f"{100 * share:.3g}%"
 
 
 def choice_text(plan: Plan) -> str:
-    """The cut, or the cuts of a mix with their shares: ``13``, ``13 62.5% + 5 37.5%``."""
+    """Format the cut, or the cuts of a mix with their shares: ``13``, ``13 62.5% + 5 37.5%``."""
     chosen = shares(plan)
     if len(chosen) == 1:
         return str(next(iter(chosen)))
@@ -34,7 +34,7 @@ def choice_text(plan: Plan) -> str:
 
 
 def marks(plans: Mapping[str, Plan]) -> dict[int, list[str]]:
-    """Cut to the policies that chose it, those of a mix with their share: ``["hapi", "upriver 62.5%"]``."""
+    """Return the policies that chose each cut, for a mix with the share: ``["hapi", "upriver 62.5%"]``."""
     found: dict[int, list[str]] = {}
     for name, plan in plans.items():
         chosen = shares(plan)
@@ -44,16 +44,16 @@ def marks(plans: Mapping[str, Plan]) -> dict[int, list[str]]:
 
 
 def fastest(plans: Iterable[Plan]) -> Plan | None:
-    """The plan with the shortest predicted epoch, the last of equals; None when none is feasible."""
+    """Return the plan with the shortest predicted epoch, the last of equals; None if none is feasible."""
     predicted = [(plan.predicted.epoch_s, plan) for plan in plans if plan.predicted is not None]
     return min(reversed(predicted), key=lambda item: item[0])[1] if predicted else None
 
 
 def unit_of(plans: Mapping[str, Plan]) -> str:
-    """What their times are of: an ``epoch``, or a ``request``."""
+    """Return the unit of the plans' times: ``epoch`` or ``request``."""
     return next(iter(plans.values())).unit
 
 
 def table_of(plans: Mapping[str, Plan]) -> Sequence[CutRow]:
-    """The table of cuts, which is the same for every policy that was asked the same question."""
+    """Return the table of cuts, which is the same for every policy with the same question."""
     return next(iter(plans.values())).table

@@ -1,4 +1,4 @@
-"""A load as a picture: when each weight was asked for, when it came, and when something first read it."""
+"""Plot a load: the times at which each weight was requested, arrived and was first read."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 FILLED_COLOUR, TOUCHED_COLOUR = "#1f6f8b", "#d55e00"
-"""Blue and vermilion: apart in print and for the colour-blind."""
+"""Blue and vermilion, distinct in print and for the colour-blind."""
 
 
 class WeightSpans(NamedTuple):
-    """Of one weight.
+    """Times of one weight.
 
     Attributes:
-        name: Of it.
-        nbytes: How large it is.
-        asked_s: When its first byte was asked for.
-        filled_s: When it was there.
-        touched_s: When something first read it; None where nothing did before everything was there.
+        name: Name of the weight.
+        nbytes: Its size.
+        asked_s: Time of the request for its first byte.
+        filled_s: Time of its arrival.
+        touched_s: Time of its first read; None if nothing read it before all weights had arrived.
     """
 
     name: str
@@ -29,15 +29,15 @@ class WeightSpans(NamedTuple):
 
 
 def plot_ways(ways: Sequence[WeightSpans], *, answer_s: float, title: str, image_format: str) -> bytes:
-    """Draw the picture: megabytes in execution order over seconds.
+    """Draw the plot: megabytes in execution order over seconds.
 
     Args:
-        ways: In execution order.
-        answer_s: When the first answer was there.
-        title: One line above everything.
+        ways: Times of the weights, in execution order.
+        answer_s: Time of the first result.
+        title: Title line.
         image_format: ``png``, ``svg`` or ``pdf``.
     """
-    # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
+    # Use Figure and its canvas directly: pyplot keeps state, and may start a window toolkit.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Every cut of a model as a picture: what crosses it, and the operations before it."""
+"""Plot every cut of a model: the bytes that cross it, and the operations before it."""
 
 from __future__ import annotations
 
@@ -7,40 +7,41 @@ from collections.abc import Sequence
 from typing import Protocol
 
 BYTES_COLOUR, FLOPS_COLOUR = "#1f6f8b", "#d55e00"
-"""Blue and vermilion: apart in print and for the colour-blind."""
+"""Blue and vermilion, distinct in print and for the colour-blind."""
 
 MOST_NAMES = 60
-"""With more cuts than this their names would lie over each other."""
+"""Most cuts with names. Names of more cuts would overlap."""
 
 
 class PlottedCut(Protocol):
-    """What a picture needs to know of a cut."""
+    """Fields of a cut that the plot needs."""
 
     @property
     def after(self) -> str:
-        """What ends there."""
+        """Name of the operation or stage before the cut."""
 
     @property
     def bytes_per_sample(self) -> float:
-        """What crosses it."""
+        """Bytes per sample that cross the cut."""
 
     @property
     def flops_before(self) -> float:
-        """Floating-point operations before it, per sample."""
+        """Floating-point operations before the cut, per sample."""
 
     @property
     def legal(self) -> bool:
-        """Whether a model may be cut there."""
+        """True if a model may be cut there."""
 
 
 def plot_cuts(rows: Sequence[PlottedCut], *, title: str, image_format: str) -> bytes:
-    """Draw the picture: bytes as steps, operations as a line, hatched where no cut is legal.
+    """Draw the plot: bytes as steps, operations as a line, hatched where no cut is legal.
 
     Args:
-        title: One line above everything.
+        rows: Cuts in order.
+        title: Title line.
         image_format: ``png``, ``svg`` or ``pdf``.
     """
-    # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
+    # Use Figure and its canvas directly: pyplot keeps state, and may start a window toolkit.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The demo's picture: epoch times, bytes over the link, and loss curves that lie on each other."""
+"""Plot the demo's results: epoch times, bytes over the link, and loss curves that coincide."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#8c8c8c", "#1f6f8b")
-"""Plain, near-data: apart in print and for the colour-blind."""
+"""Plain and near-data, distinct in print and for the colour-blind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """What one way of training showed.
+    """Measurements of one training run.
 
     Attributes:
-        label: Name of the way.
+        label: Name of the run.
         epoch_s: Seconds of each epoch.
         epoch_bytes: Bytes over the link in each epoch.
         losses: Loss of each training step.
@@ -32,16 +32,18 @@ class Curve:
 
 
 def plot_demo(plain: Curve, near_data: Curve, *, title: str, image_format: str = "png") -> bytes:
-    """Draw the picture.
+    """Draw the plot.
 
     Args:
-        title: One line above everything.
+        plain: Run with all work on the trainer.
+        near_data: Run with work near the data.
+        title: Title line.
         image_format: ``png``, ``svg`` or ``pdf``.
 
     Returns:
-        The file, so that whoever writes it can do so whole or not at all.
+        Content of the image file, so that the caller can write it atomically.
     """
-    # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
+    # Use Figure and its canvas directly: pyplot keeps state, and may start a window toolkit.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -62,7 +64,7 @@ def plot_demo(plain: Curve, near_data: Curve, *, title: str, image_format: str =
 def _bars(
     axes: Axes, curves: Sequence[Curve], heights: Sequence[Sequence[float]], title: str, unit: str
 ) -> None:
-    """Epochs side by side, one bar a way."""
+    """Draw epochs side by side, with one bar for each run."""
     width = 0.8 / len(curves)
     for index, (curve, values) in enumerate(zip(curves, heights, strict=True)):
         places = [epoch + (index - (len(curves) - 1) / 2) * width for epoch in range(1, len(values) + 1)]
@@ -73,7 +75,7 @@ def _bars(
 
 
 def _losses(axes: Axes, curves: Sequence[Curve]) -> None:
-    """A wide pale line below, a thin one above: equal curves show as one line with a halo."""
+    """Draw a wide pale line below and a thin one above: equal curves appear as one line with a halo."""
     for index, (curve, width, style) in enumerate(zip(curves, (5.0, 1.5), ("-", "--"), strict=True)):
         steps = range(1, len(curve.losses) + 1)
         axes.plot(steps, curve.losses, style, linewidth=width, label=curve.label, color=COLOURS[index])

@@ -1,4 +1,4 @@
-"""A plan for programs: its JSON form. For people a plan prints itself (``str(plan)``)."""
+"""Convert a plan to JSON for programs. For people, ``str(plan)`` formats it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from upriver.types import CutRow, Plan, Route, Tier
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
-    """The answer of ``upriver plan --json``: only JSON types, times for the whole epoch, or the request.
+    """Return the JSON of ``upriver plan --json``: JSON types, times of a whole epoch or request.
 
-    ``cut`` and ``shares`` are there when every route goes from the storage tier to the compute tier, or, in
-    a device's request, the other way.
+    ``cut`` and ``shares`` are present if every route goes from the storage tier to the compute tier. For a
+    device's request every route goes the other way.
     """
     answer: dict[str, Any] = {"policy": plan.policy, "feasible": plan.feasible}
     if all(_with_one_cut(route) for route in plan.routes):

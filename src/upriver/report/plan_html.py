@@ -1,7 +1,7 @@
-"""Plans as one HTML page that needs nothing else: no scripts, no fonts, no pictures from anywhere.
+"""Render plans as one self-contained HTML page, without external scripts, fonts or images.
 
-Bars are drawn by the page's own styles and lines as inline SVG, so that it reads on a phone: one column, wide
-tables scroll by themselves. Every text that comes from a file or from a model is escaped.
+The page's own styles draw bars, and inline SVG draws lines. The page fits a phone: one column, and wide
+tables scroll by themselves. Every text from a file or a model is escaped.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def render_html(
     notes: Iterable[str] = (),
     points: Sequence[SweepPoint] = (),
 ) -> str:
-    """The page: what was asked, what each policy chose and why, every cut, and a sweep where there is one.
+    """Render the page: the question, each policy's choice and reason, every cut, and a sweep if given.
 
     Args:
-        plans: By the name of the policy; all for the same question, so that they share one table.
-        title: The heading.
-        facts: What the plans are for, by name: machines, link, samples.
-        notes: What a reader must know of where the numbers come from.
-        points: A sweep of the bandwidth.
+        plans: Plans by policy name, all for the same question, so that they share one table.
+        title: Heading.
+        facts: Facts of the question by name: machines, link, samples.
+        notes: Notes on the origin of the numbers.
+        points: Points of a sweep over the bandwidth.
     """
     rows, marked, unit = table_of(plans), marks(plans), unit_of(plans)
     parts = [
@@ -82,7 +82,7 @@ def render_html(
 
 
 def _page(title: str, body: str) -> str:
-    # Nothing may be loaded from anywhere, whatever a name in a file tries.
+    # Forbid all external loads, whatever a name in a file tries.
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -106,7 +106,7 @@ def _facts(facts: Mapping[str, str]) -> str:
 
 
 def _table(header: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], words: frozenset[int]) -> str:
-    """A table that scrolls by itself; each row has a class and its cells, not yet escaped."""
+    """Render a table that scrolls by itself. Each row has a class and its unescaped cells."""
 
     def cells(tag: str, values: Sequence[str]) -> str:
         return "".join(

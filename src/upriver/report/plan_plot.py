@@ -1,4 +1,4 @@
-"""Plans as a picture: what each cut keeps busy and for how long, and who chose which."""
+"""Plot plans: the seconds of each cut by resource, and the policies that chose it."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ TIERS = (
     ("network", "network_s", "#e69f00"),
     ("compute", "compute_s", "#009e73"),
 )
-"""Label, field of `Cost` and colour: apart in print and for the colour-blind, as in the other pictures."""
+"""Label, field of `Cost` and colour, distinct in print and for the colour-blind, as in the other plots."""
 
 GREYS = ("#9a9a9a", "#bdbdbd", "#dcdcdc")
-"""The same three where a cut does not fit."""
+"""Colours of the three for a cut that does not fit."""
 
 MOST_NAMES = 60
-"""With more cuts than this their names would lie over each other."""
+"""Most cuts with names. Names of more cuts would overlap."""
 
 
 def plot_plans(
     plans: Mapping[str, Plan], *, title: str, points: Sequence[SweepPoint] = (), image_format: str = "png"
 ) -> bytes:
-    """Draw the seconds of every cut, the choices marked; below it how they move with the bandwidth.
+    """Draw the seconds of every cut with the choices marked, and below them the sweep.
 
     Args:
-        plans: By the name of the policy; all for the same question, so that they share one table.
-        title: One line above everything.
-        points: A sweep; none draws none.
+        plans: Plans by policy name, all for the same question, so that they share one table.
+        title: Title line.
+        points: Points of a sweep; empty for no sweep.
         image_format: ``png``, ``svg`` or ``pdf``.
 
     Returns:
-        The file, so that whoever writes it can do so whole or not at all.
+        Content of the image file, so that the caller can write it atomically.
     """
-    # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
+    # Use Figure and its canvas directly: pyplot keeps state, and may start a window toolkit.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -66,13 +66,13 @@ def plot_plans(
 def draw_cuts(
     axes: Axes, rows: Sequence[CutRow], marked: Mapping[int, Sequence[str]], *, unit: str = "epoch"
 ) -> None:
-    """Stacked seconds of storage, network and compute at every cut, grey where it does not fit.
+    """Draw stacked seconds of storage, network and compute at every cut, grey if it does not fit.
 
     Args:
-        axes: Where to.
+        axes: Axes to draw on.
         rows: Every cut.
-        marked: Cut to what stands above it.
-        unit: What the times are of: an ``epoch``, in which the three overlap, or a ``request``.
+        marked: Labels above each cut.
+        unit: Unit of the times: an ``epoch``, in which the three overlap, or a ``request``.
     """
     places = range(len(rows))
     tops = [0.0] * len(rows)
@@ -118,7 +118,7 @@ def _mark(axes: Axes, place: int, height: float, names: Sequence[str]) -> None:
 
 
 def _in_lines(names: Sequence[str]) -> list[str]:
-    """At most three lines: a cut is narrow."""
+    """Join the names into at most three lines, since a cut is narrow."""
     each = -(-len(names) // 3)
     return [", ".join(names[start : start + each]) for start in range(0, len(names), each)]
 
@@ -136,7 +136,7 @@ def _name_cuts(axes: Axes, rows: Sequence[CutRow]) -> None:
 def _encoded(figure: Figure, image_format: str) -> bytes:
     buffer = io.BytesIO()
     with warnings.catch_warnings():
-        # A name in a script that the font lacks shows as boxes; that is no news for the terminal.
+        # A name in a script that the font lacks shows as boxes, which needs no warning.
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(buffer, format=image_format, dpi=120)
     return buffer.getvalue()

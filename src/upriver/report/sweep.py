@@ -1,4 +1,4 @@
-"""How the choice of each policy moves with the bandwidth of the link: as data, as a table and as JSON."""
+"""Sweep the link's bandwidth over the choices of each policy: as data, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from upriver.text import aligned, rate_text, seconds_text
 from upriver.types import Cluster, Plan, Profile, Workload
 
 NUM_POINTS = 13
-"""Points of a range: over a thousandfold growth each is then less than twice the one before it."""
+"""Points of a range. Over a thousandfold growth each is less than twice the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPoint:
-    """What each policy plans at one bandwidth.
+    """Plans of each policy at one bandwidth.
 
     Attributes:
-        plans: By the name of the policy.
+        plans: Plans by policy name.
     """
 
     bandwidth_bytes_per_s: float
@@ -29,7 +29,7 @@ class SweepPoint:
 
 
 def logarithmic(first: float, last: float, num_points: int = NUM_POINTS) -> tuple[float, ...]:
-    """Numbers from ``first`` to ``last``, both among them, each by one factor above the one before."""
+    """Return numbers from ``first`` to ``last``, both included, with a constant factor between them."""
     if first == last:
         return (first,)
     step = math.log(last / first) / (num_points - 1)
@@ -44,11 +44,14 @@ def sweep_bandwidth(
     cluster: Cluster,
     workload: Workload,
 ) -> tuple[SweepPoint, ...]:
-    """Ask every policy again at each bandwidth; all else of ``cluster`` stays.
+    """Run every policy at each bandwidth, with the rest of ``cluster`` unchanged.
 
     Args:
-        policies: By name.
-        bandwidths_bytes_per_s: In the order in which points are wanted.
+        policies: Policies by name.
+        bandwidths_bytes_per_s: Bandwidths in the order of the points.
+        profile: Profile for the policies.
+        cluster: Cluster for the policies, without its bandwidth.
+        workload: Workload for the policies.
     """
     points = []
     for rate in bandwidths_bytes_per_s:
@@ -59,7 +62,7 @@ def sweep_bandwidth(
 
 
 def sweep_to_dict(points: Sequence[SweepPoint]) -> dict[str, Any]:
-    """The sweep in JSON types; what does not fit has neither shares nor a prediction."""
+    """Return the sweep in JSON types. An infeasible plan has neither shares nor a prediction."""
     return {
         "parameter": "bandwidth_bytes_per_s",
         "points": [
@@ -83,17 +86,17 @@ def _choice(plan: Plan) -> dict[str, Any]:
 
 
 def choices_table(points: Sequence[SweepPoint]) -> str:
-    """One line a bandwidth, one column a policy: the cut, or the cuts of a mix with their shares."""
+    """Format one line for each bandwidth and one column for each policy: its cut, or a mix with shares."""
     return _table(points, lambda plan: choice_text(plan) if plan.feasible else "-")
 
 
 def epochs_table(points: Sequence[SweepPoint]) -> str:
-    """The same with the predicted seconds of an epoch."""
+    """Format the same table with the predicted seconds of an epoch."""
     return _table(points, epoch_text)
 
 
 def epoch_text(plan: Plan) -> str:
-    """Predicted seconds of an epoch, or that nothing fits."""
+    """Format the predicted seconds of an epoch, or a dash if nothing fits."""
     return "-" if plan.predicted is None else seconds_text(plan.predicted.epoch_s)
 
 

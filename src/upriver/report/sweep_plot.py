@@ -1,4 +1,4 @@
-"""A sweep as a picture: the epoch that each policy predicts for itself, and its cut, over the bandwidth."""
+"""Plot a sweep: each policy's predicted epoch and its cut over the bandwidth."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
-"""Eight that the colour-blind can tell apart (Okabe and Ito, "Color Universal Design", 2008)."""
+"""Eight colours for the colour-blind (Okabe and Ito, "Color Universal Design", 2008)."""
 
 MARKERS = "osD^vPX*"
-"""A second way to tell lines apart."""
+"""Markers, as a second way to tell lines apart."""
 
 BYTES_PER_S_OF_MBIT = 125_000.0
 
 
 def draw_sweep(points: Sequence[SweepPoint], epochs: Axes, cuts: Axes) -> None:
-    """Predicted epochs on one pair of axes, choices on the other; a mix is a point for each of its cuts."""
+    """Draw predicted epochs on one pair of axes and choices on the other; a mix has a point for each cut."""
     from matplotlib.ticker import MaxNLocator
 
     rates = [point.bandwidth_bytes_per_s / BYTES_PER_S_OF_MBIT for point in points]
@@ -29,7 +29,7 @@ def draw_sweep(points: Sequence[SweepPoint], epochs: Axes, cuts: Axes) -> None:
     for number, name in enumerate(names):
         plans = [point.plans[name] for point in points]
         colour, marker = COLOURS[number % len(COLOURS)], MARKERS[number % len(MARKERS)]
-        # Later lines are thinner: equal ones show as one with a halo.
+        # Later lines are thinner: equal ones appear as one with a halo.
         width = 1.0 + 0.7 * (len(names) - 1 - number)
         seconds = [float("nan") if plan.predicted is None else plan.predicted.epoch_s for plan in plans]
         epochs.plot(rates, seconds, color=colour, marker=marker, markersize=4, linewidth=width, label=name)

@@ -1,4 +1,4 @@
-"""A sweep as inline SVG for a page, drawn for the width of a phone; needs no plotting library."""
+"""Draw a sweep as inline SVG at the width of a phone, without a plotting library."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from upriver.report.sweep_plot import COLOURS
 from upriver.text import rate_text, seconds_text
 
 WIDTH, HEIGHT = 360, 240
-"""Of the drawing: a phone shows it one to one, a desk twice as large."""
+"""Size of the drawing. A phone shows it one to one, a desktop twice as large."""
 
 LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 24
 LEGEND_LINE = 13
 
 
 def epochs_svg(points: Sequence[SweepPoint]) -> str:
-    """The predicted epoch of each policy over the bandwidth, both logarithmic.
+    """Draw the predicted epoch of each policy over the bandwidth, both logarithmic.
 
-    Later lines are thinner, so that equal ones show as one with a halo.
+    Later lines are thinner, so that equal ones appear as one with a halo.
     """
     names = list(points[0].plans)
     x = _Scale([point.bandwidth_bytes_per_s for point in points], LEFT, WIDTH - RIGHT)
@@ -44,21 +44,21 @@ def epochs_svg(points: Sequence[SweepPoint]) -> str:
 
 
 class _Scale:
-    """Logarithms of some values, spread over a stretch of the drawing."""
+    """Logarithmic scale of some values over a range of the drawing."""
 
     def __init__(self, values: Sequence[float], first: float, last: float) -> None:
         self.least, self.most = min(values, default=1.0), max(values, default=1.0)
         self._first, self._last = first, last
 
     def at(self, value: float) -> float:
-        """Where a value lies; in the middle when there is but one."""
+        """Return the coordinate of a value; the middle if there is only one value."""
         if self.least == self.most:
             return (self._first + self._last) / 2
         part = math.log(value / self.least) / math.log(self.most / self.least)
         return self._first + part * (self._last - self._first)
 
     def labels(self) -> list[float]:
-        """Values to write beside it: both ends, and what lies halfway."""
+        """Return the values of the labels: both ends and their geometric middle."""
         between = math.exp((math.log(self.least) + math.log(self.most)) / 2)
         return [self.least] if self.least == self.most else [self.least, between, self.most]
 
@@ -91,7 +91,7 @@ def _legend(number: int, name: str, colour: str) -> str:
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:
-    # The label at an end of the axis must not hang over the edge.
+    # The label at an end of the axis must not extend over the edge.
     edge = "end" if anchor == "middle" and x > WIDTH - 40 else anchor
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="9" text-anchor="{edge}" fill="currentColor">'
