@@ -1,1 +1,1 @@
-"""The main job on real input, in one command."""
+"""Run the main job on real input, in one command."""

@@ -1,4 +1,4 @@
-"""One training, run along either way, and what it used."""
+"""Train with either policy, and measure the resources used."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.local_server import EmbeddedServer
 
 WORKER_TRIALS = (1, 2)
-"""Loader threads to try for the plain way. One reads or decodes; two overlap both and come to the link's
-rate. With three and four the first batch arrived later, since their reads share the link, and five steps took
-27 and 30 s instead of 25."""
+"""Loader threads to try for the plain run. One reads or decodes; two overlap both and reach the link's rate.
+With three and four the first batch arrived later, since their reads share the link. Five steps then took 27
+and 30 s instead of 25."""
 
 TRIAL_STEPS = 3
 """Training steps of one trial: about 14 seconds over the default link."""
 
 LEARNING_RATE = 1e-3
-"""Adam's own default; the loss falls steadily with it from the first step."""
+"""Adam's default. The loss falls steadily with it from the first step."""
 
 
 class Bench:
-    """The same training, along either way."""
+    """Run the same training with either policy."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Bench:
         self._server = server
 
     def try_workers(self) -> dict[int, float]:
-        """Seconds of the first steps of the plain way, by number of loader threads."""
+        """Return the seconds of the plain run's first steps, by number of loader threads."""
         trials: dict[int, float] = {}
         for workers in WORKER_TRIALS:
             with self._job("nosplit", workers) as (job, model, _):
@@ -63,7 +63,7 @@ class Bench:
     def run(
         self, label: str, *, policy: str, num_workers: int
     ) -> tuple[TrainingRun, nn.Module, torch.Tensor]:
-        """Train and evaluate along one way; the losses also as one tensor, for comparing bits."""
+        """Train and evaluate with one policy. Return the losses also as one tensor, to compare bits."""
         epochs = self._settings.epochs
         total = epochs * len(self._train)
         losses: list[torch.Tensor] = []
@@ -104,7 +104,7 @@ class Bench:
     def _steps(
         self, job: FinetuneJob, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> Generator[tuple[torch.Tensor, int], None, None]:
-        """One epoch of an ordinary training loop: (loss, samples) of each step."""
+        """Run one epoch of an ordinary training loop, and yield (loss, samples) of each step."""
         model.train()
         for inputs, targets in job:
             loss = nn.functional.cross_entropy(job(inputs), targets)
@@ -115,7 +115,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _job(self, policy: str, num_workers: int) -> Iterator[tuple[FinetuneJob, nn.Module, Near]]:
-        """A job of its own: the model as at the start, the link counted from zero."""
+        """Open a separate job: the initial model, and a link counted from zero."""
         settings = self._settings
         model = copy.deepcopy(self._model)
         torch.manual_seed(settings.seed)
@@ -135,7 +135,7 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Used:
-    """What an epoch used: the link, the trainer's core, the server's core."""
+    """Resources used by an epoch: the link, the trainer's core, the server's core."""
 
     link_bytes: int
     trainer_s: float
@@ -143,7 +143,7 @@ class Used:
 
     @classmethod
     def now(cls, job: FinetuneJob, near: Near) -> Used:
-        """Everything since the start of this process."""
+        """Return the use since the start of this process."""
         server_s = sum(
             phases.get("input", 0.0) + phases.get("forward", 0.0)
             for source, phases in job.report.phases.items()
@@ -152,7 +152,7 @@ class Used:
         return cls(link_bytes=near.meter.total_bytes, trainer_s=time.process_time(), server_s=server_s)
 
     def since(self, before: Used) -> Used:
-        """What was used in between."""
+        """Return the use since an earlier reading."""
         return Used(
             link_bytes=self.link_bytes - before.link_bytes,
             trainer_s=self.trainer_s - before.trainer_s,
@@ -160,7 +160,7 @@ class Used:
         )
 
     def bound_s(self, link_bytes_per_s: float) -> float:
-        """Seconds that the busiest of the three needs, were it never idle."""
+        """Return the seconds of the busiest of the three, were it never idle."""
         return max(self.link_bytes / link_bytes_per_s, self.trainer_s, self.server_s)
 
 
@@ -174,6 +174,6 @@ def _accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> float:
 
 
 def same_state(a: nn.Module, b: nn.Module) -> bool:
-    """Whether two models hold the same names and the same bits, parameters and buffers."""
+    """Return True if two models hold the same names and bits, in parameters and buffers."""
     ours, theirs = a.state_dict(), b.state_dict()
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)

@@ -1,13 +1,12 @@
-"""The demo's data: crops of real photographs, stored as a camera would store them.
+"""Make the demo's data: crops of real photographs, stored as a camera would store them.
 
-Question asked of the model: *which scene is this?* The class of a crop is the photograph it was taken from.
-The photographs ship inside the scikit-image and scikit-learn packages and are read from there; nothing is
-fetched.
+The model answers: *which scene is this?* The class of a crop is its photograph. The photographs are part of
+the scikit-image and scikit-learn packages. Nothing is downloaded.
 
 A photograph is divided into six tiles. Training crops come from four of them and held-out crops from the
-other two, with a gap between, so that no pixel is in both and the held-out accuracy says something. Crops of
+other two, with a gap between. So no pixel is in both sets, and the held-out accuracy is meaningful. Crops of
 one tile overlap each other, as frames of one camera would. Each crop is enlarged to about one megapixel,
-varied a little as another exposure would be, given sensor noise, and stored as JPEG of 200 to 400 KB: about
+slightly varied as by another exposure, and given sensor noise. It is stored as JPEG of 200 to 400 KB: about
 0.1 s of a 20 Mbit/s link.
 """
 
@@ -36,7 +35,7 @@ from upriver.errors import ConfigError, DatasetError, StoreError
 from upriver.files import place_folder
 
 VERSION = 1
-"""Part of the cache's name: raise it with any change that changes the files."""
+"""Version in the cache's name. Increase it with any change that changes the files."""
 
 SCENES = (
     ("astronaut", "skimage/data/astronaut.png"),
@@ -56,13 +55,13 @@ WIDTH, HEIGHT = 1152, 864
 """One megapixel at 4:3, a camera's smallest usual setting."""
 
 STORED_BYTES = range(200_000, 400_001)
-"""Size of one stored image: what cameras write for a megapixel."""
+"""Sizes of a stored image: those of a camera for a megapixel."""
 
 WANTED_BYTES = range(320_000, 390_001)
-"""The upper part of it, a camera's "fine" setting; steps of the JPEG quality are smaller than this there."""
+"""Preferred sizes: a camera's "fine" setting. Steps of the JPEG quality are smaller than this range."""
 
 MEAN_PIXEL = 140.0
-"""What a camera's automatic exposure aims at in a bright view, of 255."""
+"""Target of a camera's automatic exposure in a bright view, of 255."""
 
 NOISE = (3.0, 6.0)
 """Standard deviation of the sensor noise, of 255: a small camera indoors."""
@@ -71,13 +70,13 @@ COLUMNS, ROWS = 3, 2
 """Tiles of a photograph: small enough that both sets see each kind of content, large enough to show it."""
 
 HELDOUT_TILES = frozenset({(0, 2), (1, 0)})
-"""(row, column) of the tiles that held-out crops come from, two opposite corners."""
+"""(row, column) of the held-out tiles, two opposite corners."""
 
 FIRST_QUALITY = 95
-"""JPEG quality to try first; most crops land within ``WANTED_BYTES`` with it."""
+"""First JPEG quality to try. With it most crops are within ``WANTED_BYTES``."""
 
 GAP_PIXELS = 4
-"""Left out around a tile, so that no resampling filter mixes pixels of one set into the other."""
+"""Margin of a tile, so that no resampling filter mixes pixels of one set into the other."""
 
 SHARD_IMAGES = 48
 """Images in a tar shard, about 14 MB."""
@@ -85,17 +84,17 @@ SHARD_IMAGES = 48
 PARTS = ("train", "heldout")
 
 DIGEST = "content.sha256"
-"""File with the digest of all that was made, by which damage is found."""
+"""File with the digest of all content, which reveals damage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoData:
-    """Where the demo's images lie.
+    """Location of the demo's images.
 
     Attributes:
-        root: A directory with the folders ``train`` and ``heldout``, each of tar shards and ``classes.txt``.
-        num_train: Training images.
-        num_heldout: Held-out images.
+        root: Folder with the subfolders ``train`` and ``heldout``, each with tar shards and ``classes.txt``.
+        num_train: Number of training images.
+        num_heldout: Number of held-out images.
     """
 
     root: Path
@@ -112,19 +111,19 @@ def demo_data(
     cache: Path | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DemoData:
-    """Make the data set, or find it made already and undamaged.
+    """Make the data set, or find an existing undamaged one.
 
     Args:
-        num_train: Training images; classes take turns, so that their counts differ by one at most.
-        num_heldout: Held-out images, likewise.
-        seed: Decides every crop, exposure and noise.
-        cache: Directory to keep it in; the user's cache by default.
-        on_progress: Called with images made and images in all.
+        num_train: Number of training images. Classes take turns, so their counts differ by at most one.
+        num_heldout: Number of held-out images, likewise.
+        seed: Seed of every crop, exposure and noise.
+        cache: Folder of the data set; the user's cache by default.
+        on_progress: Function of the number of finished images and of all images.
 
     Raises:
-        ConfigError: If a number is below one image a class.
+        ConfigError: If a number is below one image for each class.
         DatasetError: If a photograph is missing from the installed packages.
-        StoreError: If nothing can be kept in that directory.
+        StoreError: If the folder cannot be written.
     """
     for name, number in (("num_train", num_train), ("num_heldout", num_heldout)):
         if number < len(SCENES):
@@ -150,7 +149,7 @@ def demo_data(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Shot:
-    """One image to be made: its photograph, its tile, and the seed of everything random about it."""
+    """Image to make: its photograph, its tile, and its random seed."""
 
     number: int
     scene: str
@@ -161,7 +160,7 @@ class _Shot:
 
 @lru_cache(maxsize=len(SCENES))
 def _photograph(path: str) -> Image.Image:
-    """Read a photograph out of an installed package, without importing the package."""
+    """Read a photograph from an installed package, without importing the package."""
     package, _, inside = path.partition("/")
     spec = importlib.util.find_spec(package)
     file = Path((spec and spec.origin) or "").parent / inside
@@ -172,7 +171,7 @@ def _photograph(path: str) -> Image.Image:
 
 
 def _tile(image: Image.Image, tile: tuple[int, int]) -> Image.Image:
-    """One tile of a photograph; tiles share no pixel."""
+    """Return one tile of a photograph. Tiles share no pixel."""
     row, column = tile
     width, height = image.width / COLUMNS, image.height / ROWS
     left, top = round(column * width) + GAP_PIXELS, round(row * height) + GAP_PIXELS
@@ -181,7 +180,7 @@ def _tile(image: Image.Image, tile: tuple[int, int]) -> Image.Image:
 
 
 def _crop(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """A 4:3 crop of random size and place, enlarged to the camera's size."""
+    """Return a 4:3 crop of random size and position, enlarged to the camera's size."""
     largest = min(image.width / 4, image.height / 3)
     unit = largest * rng.uniform(0.7, 1.0)
     width, height = 4 * unit, 3 * unit
@@ -191,10 +190,10 @@ def _crop(image: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 
 def _expose(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """Another exposure of the same view: brightness, contrast, colour balance, sensor noise."""
+    """Vary the exposure: brightness, contrast, colour balance, sensor noise."""
     pixels = np.asarray(image, dtype=np.float32)
     mean = pixels.mean(dtype=np.float32)
-    # Automatic exposure keeps a bright sky from saturating; the dark stays dark.
+    # Automatic exposure keeps a bright sky from saturating; dark areas stay dark.
     gain = np.clip(MEAN_PIXEL / mean, 0.5, 1.0) * rng.uniform(0.85, 1.15) * rng.uniform(0.95, 1.05, size=3)
     contrast = rng.uniform(0.85, 1.15)
     varied = ((pixels - mean) * np.float32(contrast) + mean) * gain.astype(np.float32)
@@ -203,7 +202,7 @@ def _expose(image: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 
 def _encode(image: Image.Image) -> bytes:
-    """JPEG of a size within ``WANTED_BYTES``, by binary search for the quality."""
+    """Return a JPEG with a size in ``WANTED_BYTES``, by binary search over the quality."""
     low, high, quality = 1, 100, FIRST_QUALITY
     found = b""
     while low <= high:
@@ -231,7 +230,7 @@ def _take(shot: _Shot) -> bytes:
 
 
 def _shots(part: str, number: int, *, seed: int) -> Iterator[_Shot]:
-    """What to make, in the order in which it is stored: classes take turns, and so do each one's tiles."""
+    """Yield the images to make, in stored order: classes take turns, and so do the tiles of each."""
     grid = product(range(ROWS), range(COLUMNS))
     tiles = [tile for tile in grid if (tile in HELDOUT_TILES) == (part == "heldout")]
     for index in range(number):
@@ -246,7 +245,7 @@ def _shots(part: str, number: int, *, seed: int) -> Iterator[_Shot]:
 
 
 def _make(data: DemoData, *, seed: int, on_progress: Callable[[int, int], None]) -> None:
-    """Write every shard into a directory of its own, which then takes its final name in one step."""
+    """Write all shards to a temporary folder, and rename it to its final name in one step."""
     data.root.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=data.root.parent, prefix=f".{data.root.name}-"))
     parts = dict(zip(PARTS, (data.num_train, data.num_heldout), strict=True))
@@ -272,9 +271,9 @@ def _make(data: DemoData, *, seed: int, on_progress: Callable[[int, int], None])
 
 
 def _is_whole(root: Path) -> bool:
-    """Tell whether a folder holds what was made once."""
+    """Return True if a folder holds a complete data set."""
     try:
-        # The link or pipe of somebody else is not followed or waited for.
+        # A foreign link or pipe is not followed or awaited.
         kept = (root / DIGEST).read_text(encoding="ascii") if _is_plain(root / DIGEST, 64) else ""
         return kept == _content_digest(root)
     except (OSError, ValueError):
@@ -282,11 +281,11 @@ def _is_whole(root: Path) -> bool:
 
 
 def _content_digest(root: Path) -> str:
-    """Fold names and bytes of all files in the two parts.
+    """Return the digest of names and bytes of all files in the two parts.
 
     Raises:
-        OSError: If one cannot be read.
-        ValueError: If one is none of ours.
+        OSError: If a file cannot be read.
+        ValueError: If a file does not belong to the demo.
     """
     folded = hashlib.sha256()
     for path in sorted(path for part in PARTS for path in (root / part).iterdir()):
@@ -298,16 +297,16 @@ def _content_digest(root: Path) -> str:
 
 
 def _is_plain(path: Path, most_bytes: int) -> bool:
-    """Tell whether a path is that of a regular file of at most so many bytes."""
+    """Return True if a path is a regular file of at most `most_bytes`."""
     status = path.lstat()
     return stat.S_ISREG(status.st_mode) and status.st_size <= most_bytes
 
 
 def _remove_damaged(root: Path) -> None:
-    """Make room for what was made, unless another process has made it meanwhile.
+    """Remove a damaged data set, unless another process has replaced it.
 
     Raises:
-        OSError: If what is there cannot be removed.
+        OSError: If it cannot be removed.
     """
     if _is_whole(root):
         return
@@ -320,7 +319,7 @@ def _remove_damaged(root: Path) -> None:
 def _write_shards(
     folder: Path, made: Iterable[tuple[_Shot, bytes]], *, classes: tuple[str, ...]
 ) -> Iterator[int]:
-    """Write WebDataset shards (``key.jpg`` and ``key.cls``), yielding the number of images so far."""
+    """Write WebDataset shards (``key.jpg`` and ``key.cls``), and yield the number of images so far."""
     folder.mkdir()
     (folder / "classes.txt").write_text("".join(f"{name}\n" for name in classes), encoding="utf-8")
     images = enumerate(made, start=1)

@@ -1,4 +1,4 @@
-"""The demo's network: ResNet-18 with a new classifier, frozen through ``layer4.0``."""
+"""Build the demo's network: ResNet-18 with a new classifier, frozen through ``layer4.0``."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from upriver.program.freeze import freeze_to
 from upriver.program.models.registry import load_model
 
 FREEZE_TO = "layer4.0"
-"""Last frozen module: layer4.1 and the classifier train."""
+"""Last frozen module. layer4.1 and the classifier train."""
 
 CALIBRATION_IMAGES = 32
-"""Images that set the batch statistics of random weights; more did not change the held-out accuracy."""
+"""Images that set the batch statistics of random weights. More did not change the held-out accuracy."""
 
 
 def build_model(
     num_classes: int, *, seed: int, weights: Path | None = None, cache: Path | None = None
 ) -> tuple[nn.Module, str]:
-    """ResNet-18 with the best weights at hand.
+    """Return ResNet-18 with the best available weights.
 
     Args:
         num_classes: Outputs of the new classifier.
-        seed: Decides random weights and the new classifier.
-        weights: A safetensors file; without it torchvision's own file, if it was downloaded before.
-        cache: Where torchvision keeps downloaded files; torch's own directory by default.
+        seed: Seed of random weights and of the new classifier.
+        weights: Safetensors file; by default torchvision's own file, if it was downloaded before.
+        cache: Folder of torchvision's downloads; torch's own folder by default.
 
     Returns:
-        The model, nothing frozen yet, and where its weights are from (``"random"`` if from nowhere).
+        The model, without frozen parameters, and the origin of its weights (``"random"`` if there is none).
     """
     model, origin = _backbone(seed, weights, cache)
     with torch.random.fork_rng(devices=[]):
@@ -45,22 +45,22 @@ def build_model(
 
 
 def freeze(model: nn.Module) -> None:
-    """Freeze through ``layer4.0``: the rest, layer4.1 and the classifier, trains."""
+    """Freeze through ``layer4.0``. The rest, layer4.1 and the classifier, trains."""
     freeze_to(model, FREEZE_TO)
 
 
 @torch.no_grad()
 def calibrate(model: nn.Module, dataset: Dataset, *, seed: int, micro_batch: int = 16) -> None:
-    """Give a model with random weights the batch statistics of real images.
+    """Set a random model's batch statistics from real images.
 
-    This stands for pre-training: a random network whose BatchNorm layers still hold their initial statistics
-    gives features that grow or fade from layer to layer.
+    This replaces pre-training: with initial BatchNorm statistics, features of a random network grow or fade
+    from layer to layer.
     """
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum = None  # a plain mean over what follows
+        norm.momentum = None  # a plain mean over the following batches
     model.train()
     for images in _images(dataset, CALIBRATION_IMAGES, seed=seed, micro_batch=micro_batch):
         model(images)
@@ -69,7 +69,7 @@ def calibrate(model: nn.Module, dataset: Dataset, *, seed: int, micro_batch: int
 
 
 def _images(dataset: Dataset, count: int, *, seed: int, micro_batch: int) -> Sequence[torch.Tensor]:
-    """The first images of a dataset as the model takes them: whole micro-batches, or a short one."""
+    """Return the first images of a dataset as model inputs, in whole micro-batches or one short one."""
     micro_batch = min(micro_batch, len(dataset))
     engine = Engine(chain=dataset.chain, program=None, micro_batch=micro_batch)
     batches = []
@@ -86,7 +86,7 @@ def _backbone(seed: int, weights: Path | None, cache: Path | None) -> tuple[nn.M
     if weights is not None:
         load_weights(model, weights)
         return model, str(weights)
-    # Imported late: load_model has made the import possible where compiled operators are missing.
+    # Imported late: load_model makes the import possible if compiled operators are missing.
     from torchvision.models import ResNet18_Weights
 
     published = ResNet18_Weights.DEFAULT
@@ -98,7 +98,7 @@ def _backbone(seed: int, weights: Path | None, cache: Path | None) -> tuple[nn.M
 
 
 def _is_published(file: Path) -> bool:
-    """Whether the file is there and has the digest that torchvision put into its name."""
+    """Return True if the file exists and has the digest that torchvision puts into its name."""
     if not file.is_file():
         return False
     expected = file.stem.rpartition("-")[2]

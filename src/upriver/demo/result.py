@@ -1,4 +1,4 @@
-"""What the demo found, as data, as JSON, and as tables for people."""
+"""Hold the demo's results: as data, as JSON, and as tables for people."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from upriver.text import aligned, bytes_text
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutShare:
-    """Where a share of the samples left the storage tier.
+    """Share of the samples that left the storage tier at one cut.
 
     Attributes:
-        cut: The position.
+        cut: Position of the cut.
         after: Name of the stage before it.
-        share: Of the samples, as the plan has it.
+        share: Share of the samples, by the plan.
     """
 
     cut: int
@@ -29,20 +29,20 @@ class CutShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRun:
-    """What one way of training showed.
+    """Measurements of one training run.
 
     Attributes:
         epoch_s: Seconds of each epoch.
         epoch_bytes: Bytes over the link in each epoch.
         losses: Loss of each training step.
-        accuracy: Share of held-out images told right.
-        parts: Where samples left the storage tier, at the end.
+        accuracy: Share of correctly classified held-out images.
+        parts: Cuts at which samples left the storage tier, at the end.
         why: The plan's reason.
-        plan: The plan, printed.
+        plan: The plan, formatted.
         bound_s: For each epoch, the longest of: bytes over the link's rate, compute seconds of the storage
             tier, compute seconds of the trainer. No schedule can be faster.
-        samples: Source to delivered samples, evaluation included.
-        num_workers: Loader threads of the plain way.
+        samples: Source to number of delivered samples, evaluation included.
+        num_workers: Loader threads of the plain run.
     """
 
     epoch_s: tuple[float, ...]
@@ -63,7 +63,7 @@ class TrainingRun:
 
     @property
     def cuts(self) -> str:
-        """All parts in words, with their shares where there are several."""
+        """All parts in words, with their shares if there are several."""
         if len(self.parts) == 1:
             return str(self.main)
         return ", ".join(f"{part.share:.0%} at {part}" for part in self.parts)
@@ -75,11 +75,11 @@ class TrainingRun:
 
     @property
     def bound_fraction(self) -> float:
-        """How near the epochs came to the physical bound; 1 is perfect."""
+        """Physical bound over the epochs' seconds; 1 is perfect."""
         return sum(self.bound_s) / sum(self.epoch_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "epoch_s": list(self.epoch_s),
             "bytes": self.bytes,
@@ -99,13 +99,13 @@ class TrainingRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoResult:
-    """Both ways, and whether they gave the same.
+    """Results of both runs, and whether they are equal.
 
     Attributes:
-        identical: Every loss and every tensor of the trained models is equal, bit for bit.
-        conditions: What it ran on: link, cores, weights, images.
-        worker_trials: Loader threads to the seconds of a short trial of the plain way.
-        plot: Path of the picture, once it is drawn.
+        identical: True if every loss and every tensor of the trained models is equal, bit for bit.
+        conditions: Conditions of the runs: link, cores, weights, images.
+        worker_trials: Number of loader threads to the seconds of a short trial of the plain run.
+        plot: Path of the plot, after it is drawn.
     """
 
     plain: TrainingRun
@@ -122,7 +122,7 @@ class DemoResult:
         return sum(self.plain.epoch_s) / sum(self.near_data.epoch_s)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {
             "plain": self.plain.to_json(),
             "near_data": self.near_data.to_json(),
@@ -134,7 +134,7 @@ class DemoResult:
         }
 
     def table(self) -> str:
-        """Both ways side by side."""
+        """Format both runs side by side."""
         ways = (self.plain, self.near_data)
         epochs = zip(*(way.epoch_s for way in ways), strict=True)
         chance = f"{1 / self.num_classes:.0%}"
@@ -150,7 +150,7 @@ class DemoResult:
         return aligned(["", "plain", "near-data"], rows, left=frozenset({0}))
 
     def verdict(self) -> str:
-        """The result in two sentences."""
+        """Summarize the result in two sentences."""
         same = "Every loss and every trained weight is identical" if self.identical else "THE RESULTS DIFFER"
         ratio = self.plain.bytes / self.near_data.bytes
         return (

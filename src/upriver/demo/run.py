@@ -1,7 +1,7 @@
-"""The demo: fine-tune over a thin link, the plain way and the near-data way, and compare everything.
+"""Run the demo: fine-tune over a slow link, plainly and near the data, and compare all results.
 
-The trainer has one core and the server another. The link between trainer and storage is emulated by one token
-bucket that answers of the server and direct reads of the store share; both are counted there.
+The trainer has one core and the server another. One token bucket emulates the link between trainer and
+storage. Responses of the server and direct reads of the store share it, and it counts both.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from upriver.types import DEFAULT_POLICY
 
 
 def run_demo(settings: DemoSettings, watch: Watcher) -> DemoResult:
-    """Run both ways.
+    """Run both trainings.
 
     Raises:
-        UpriverError: If something the demo needs is missing or fails.
+        UpriverError: If a prerequisite of the demo is missing or fails.
     """
     cores = _cores()
     with images_of(settings, watch) as data, _tiers(data.root, cores) as server:
@@ -76,7 +76,7 @@ def run_demo(settings: DemoSettings, watch: Watcher) -> DemoResult:
 
 @contextlib.contextmanager
 def images_of(settings: DemoSettings, watch: Watcher) -> Iterator[DemoData]:
-    """The images, from the cache; where nothing can be kept, in a directory that goes with the run."""
+    """Provide the images from the cache; if it cannot be written, from a temporary folder."""
 
     def made(cache: Path | None) -> DemoData:
         return demo_data(
@@ -97,9 +97,9 @@ def images_of(settings: DemoSettings, watch: Watcher) -> Iterator[DemoData]:
 
 
 def datasets(root: Path) -> tuple[Dataset, Dataset]:
-    """Training and held-out samples, indexed where they lie."""
+    """Return training and held-out samples, indexed in place."""
     store = Store.open(root.as_uri())
-    # Half the area at least: a crop is already a part of a photograph, and three epochs are few.
+    # At least half the area: a crop is already part of a photograph, and three epochs are few.
     augment = (Decode(), RandomResizedCrop(224, scale=(0.5, 1.0)), RandomHorizontalFlip(), Normalize())
     train = index(store, "train", stages=augment)
     heldout = index(store, "heldout", stages=imagenet_eval())
@@ -108,9 +108,9 @@ def datasets(root: Path) -> tuple[Dataset, Dataset]:
 
 @contextlib.contextmanager
 def _tiers(root: Path, cores: Mapping[str, int]) -> Iterator[EmbeddedServer]:
-    """A server on its core, and this process on the other one; undone afterwards.
+    """Run a server on its core and this process on the other one, and undo this afterwards.
 
-    The server is started first, since a process that is confined to one core cannot give another one away.
+    The server starts first, since a process confined to one core cannot give another one away.
     """
     threads, allowed = torch.get_num_threads(), _allowed()
     server_cores = {cores["server"]} if cores else None
@@ -127,7 +127,7 @@ def _tiers(root: Path, cores: Mapping[str, int]) -> Iterator[EmbeddedServer]:
 
 
 def _cores() -> dict[str, int]:
-    """One core for each tier; none where there is one only, or no way to pin."""
+    """Return one core for each tier; empty with a single core, or without a way to pin."""
     allowed = sorted(_allowed())
     return {"trainer": allowed[0], "server": allowed[1]} if len(allowed) > 1 else {}
 
@@ -143,7 +143,7 @@ def _explain(
     origin: str,
     cores: Mapping[str, int],
 ) -> None:
-    """Say what is real and what is emulated."""
+    """Report the real and the emulated parts."""
     watch.say(
         f"data: {len(train)} real photographs' crops, {train.stored_bytes / 1e3:.0f} kB each, "
         f"{len(train.classes)} scenes"
@@ -170,7 +170,7 @@ def _listed(trials: Mapping[int, float]) -> str:
 
 
 def picture(result: DemoResult, *, image_format: str) -> bytes:
-    """What both ways took, drawn; the file's content."""
+    """Return the image file of the plot of both runs."""
 
     def curve(label: str, way: TrainingRun) -> Curve:
         return Curve(label=label, epoch_s=way.epoch_s, epoch_bytes=way.epoch_bytes, losses=way.losses)

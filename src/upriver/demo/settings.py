@@ -1,4 +1,4 @@
-"""What the demo is asked for, and who is told how it goes."""
+"""Define the demo's settings, and the protocol for its progress."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from upriver.types import require_finite
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoSettings:
-    """What the demo runs.
+    """Settings of the demo.
 
     Attributes:
-        link_mbit: Rate of the emulated link. A CPU core is about a hundred times slower than a T4, so
-            20 Mbit/s stand to it as 1 to 2 Gbit/s to a T4.
+        link_mbit: Rate of the emulated link. A CPU core is about a hundred times slower than a T4. So 20
+            Mbit/s are to it as 1 to 2 Gbit/s are to a T4.
         weights: Safetensors file for the network; see :func:`upriver.demo.model.build_model`.
-        cache: Where the images are kept between runs; the user's cache by default.
+        cache: Folder of the images between runs; the user's cache by default.
     """
 
     epochs: int = 3
@@ -40,15 +40,15 @@ class DemoSettings:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Rate of the emulated link in bytes."""
+        """Rate of the emulated link in bytes per second."""
         return self.link_mbit * 1e6 / 8
 
 
 class Watcher(Protocol):
-    """Is told what happens."""
+    """Receiver of progress messages."""
 
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """Show a line to the user."""
 
     def advance(self, what: str, done: int, total: int) -> None:
-        """How much of a piece of work is done."""
+        """Show the progress of a task."""
