@@ -1,4 +1,4 @@
-"""A drop-in for PyTorch's loader: the same batches in the same order, wherever their samples are made."""
+"""Provide a drop-in for PyTorch's loader: the same batches in the same order, with samples made anywhere."""
 
 from upriver.dataloader.datasets.named import NamedDataset, dataset
 from upriver.dataloader.loader import DataLoader

@@ -1,9 +1,10 @@
-"""Closing what nobody needs any more, out of the garbage collector's way.
+"""Close unused objects outside the garbage collector.
 
-The collector runs in whichever thread allocates, at any line: also in one that holds a lock, or in a new
-thread that another one waits for with a lock in its hands. Whatever takes a lock must not run there.
+The collector runs in any thread that allocates, at any line. That thread may hold a lock, or be a new one for
+which another thread waits with a lock held. Code that takes a lock must not run there.
 
-A process that ends waits for it: a thread that lets go of tensors while Python is taken down may abort it.
+A process waits for the closing thread when it ends: a thread that frees tensors during Python's shutdown may
+abort it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from queue import SimpleQueue
 log = logging.getLogger("upriver")
 
 LAST_S = 10.0
-"""What is being closed when the process ends may take so long."""
+"""Seconds that the end of the process waits for pending closes."""
 
 Close = Callable[[], object]
 Waiting = SimpleQueue[Close | None]
-"""Ends with None. Its ``put`` may run inside itself."""
+"""Queue that ends with None. Its ``put`` is reentrant."""
 
 _waiting: Waiting = SimpleQueue()
 _begin = threading.Lock()
@@ -32,12 +33,12 @@ _ends = False
 
 
 def closed_with(owner: object, close: Close, *, at_exit: bool = False) -> None:
-    """Have something closed by a thread of its own when ``owner`` is gone.
+    """Have a separate thread close something once ``owner`` is gone.
 
     Args:
-        owner: Whose end it is.
-        close: Knows nothing of the owner.
-        at_exit: Whether that is done, too, where the process ends before.
+        owner: Object whose end triggers the call.
+        close: Function that closes; it must not refer to the owner.
+        at_exit: Whether to call it also at the end of the process, if the owner is still alive.
     """
     _start()
     weakref.finalize(owner, _later, close).atexit = at_exit
@@ -51,7 +52,7 @@ def _later(close: Close) -> None:
 
 
 def _start() -> None:
-    """The thread, once in each process: a fork has none."""
+    """Start the thread once in each process, as a fork has none."""
     global _closer_of, _waiting
     with _begin:
         if _closer_of != os.getpid():
@@ -62,9 +63,9 @@ def _start() -> None:
 
 
 def _end(closer: threading.Thread, waiting: Waiting, process: int) -> None:
-    """The process ends; after whatever `weakref.finalize` does then, as that was registered later."""
+    """End with the process, after `weakref.finalize`'s callbacks, which are registered later."""
     global _ends
-    if process == os.getpid():  # and no fork of it
+    if process == os.getpid():  # not in a fork of it
         _ends = True
         waiting.put(None)
         closer.join(LAST_S)
@@ -76,4 +77,4 @@ def _run(waiting: Waiting) -> None:
             close()
         except Exception:
             log.exception("something could not be closed")
-        del close  # or whatever it knows would live until the next one comes
+        del close  # else everything that it refers to would live until the next one

@@ -1,11 +1,12 @@
-"""One epoch: batches planned in the sampler's order, made wherever shares say, handed out in that order.
+"""Run one epoch: plan batches in the sampler's order, have them made, and hand them out in that order.
 
-The training process plans, and nobody else: what a batch is made of never depends on who makes it, how fast,
-or who fails. All of it belongs to the thread that iterates; what others have made comes through one queue.
+Only the training process plans. The contents of a batch never depend on which machine makes it, how fast, or
+which one fails. The iterating thread owns all state; results of other threads and machines arrive through one
+queue.
 
-That thread may be interrupted between any two lines (Ctrl-C, an alarm), and its caller may go on. So one step
-makes a batch done, and one hands it out. Whoever comes back after something that was not raised here begins
-anew what is not done.
+The iterating thread may be interrupted between any two lines (Ctrl-C, an alarm), and its caller may continue.
+One step therefore marks a batch as done, and one step hands it out. After an interruption the next call
+restarts everything that is not done.
 """
 
 from __future__ import annotations
@@ -32,69 +33,72 @@ from upriver.pipeline.seeding import apart
 log = logging.getLogger("upriver")
 
 LOOK_S = 1.0
-"""So often that is looked at, where nothing comes."""
+"""Seconds without an arrival after which overdue tasks are looked for."""
 
 
 class Elsewhere(Protocol):
-    """Other machines."""
+    """Other machines that do tasks."""
 
     @property
     def slots(self) -> int:
-        """Tasks that they can have at once."""
+        """Number of tasks that the machines can hold at once."""
 
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
-        """Have a task done, for `Arrivals`, where it comes in any case; whether anybody takes it.
+        """Give a task to the machines, and return whether one accepts it.
+
+        An accepted task always arrives in `Arrivals`, as a result or an error.
 
         Args:
-            raw: Samples as they stand at its start; None where they are read there.
+            raw: Samples at the task's start position; None if the machine reads them.
         """
 
     @property
     def ready(self) -> bool:
-        """Whether there is anybody who has shown that tasks can be done there, and who may be asked."""
+        """Return whether a machine that has proved it can do tasks may be asked now."""
 
     @property
     def coming(self) -> bool:
-        """Whether anybody is about to show it."""
+        """Return whether a machine is about to prove that it can do tasks."""
 
     def look(self, task: Task) -> bool:
-        """Whether anybody is `ready`; those who are not are to show it.
+        """Return whether a machine is `ready`; have machines that are not prove themselves.
 
         Args:
-            task: By its first sample, if need be.
+            task: Task whose first sample is used for the proof, if one is needed.
         """
 
     def late(self) -> Sequence[int]:
-        """Tasks that whoever has them does not answer, by number: somebody else does them from now on."""
+        """Return the numbers of tasks that their machines do not answer; the epoch makes them here."""
 
 
 class BatchSplit(Protocol):
-    """Which samples of the next batch are made elsewhere."""
+    """Rule that decides which samples of the next batch are made elsewhere."""
 
     @property
     def stretch(self) -> Stretch:
-        """The stages of them that run elsewhere."""
+        """Stages of these samples that run elsewhere."""
 
     @property
     def ratio(self) -> float:
-        """For what share of all."""
+        """Share of all samples that are made elsewhere, 0 to 1."""
 
     def __call__(self, count: int) -> Sequence[bool]:
-        """For each of ``count`` samples, in order, whether it is."""
+        """Return for each of ``count`` samples, in order, whether it is made elsewhere."""
 
 
 @dataclass(eq=False, slots=True)
 class Waits:
-    """What handing out has waited for so far, and what became of what was to be made elsewhere.
+    """Seconds that handing out has waited so far, and counts of the samples meant to be made elsewhere.
 
     Attributes:
-        here_s: Seconds in which nothing was missing of the next batch but what this machine makes.
-        elsewhere_s: In which nothing was but what others make, and nothing else was left to do.
-        both_s: In which both were missing, or the thread that trains made samples of later batches while
-            others were at the next one.
-        samples: Handed out.
-        given: Of these, such as were to be made elsewhere.
-        returned: Of these, such as nobody took or made there.
+        here_s: Seconds in which the next batch lacked only samples that this machine makes.
+        elsewhere_s: Seconds in which it lacked only samples that others make, with nothing else left to do
+            here.
+        both_s: Seconds in which it lacked both, or the training thread made samples of later batches while
+            others worked on the next one.
+        samples: Number of samples handed out.
+        given: Number of these that were meant to be made elsewhere.
+        returned: Number of these that no machine accepted or made.
     """
 
     here_s: float = 0.0
@@ -106,43 +110,44 @@ class Waits:
 
     @property
     def failed(self) -> float:
-        """Part of what was to be made elsewhere that was not."""
+        """Return the share of samples meant to be made elsewhere that were not."""
         return self.returned / self.given if self.given else 0.0
 
     def __add__(self, more: Waits) -> Waits:
-        """Of both."""
+        """Return the sum of both."""
         return Waits(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
 
     def __sub__(self, before: Waits) -> Waits:
-        """What has come since."""
+        """Return the difference since ``before``."""
         return Waits(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
 class Epoch:
-    """Plans and hands out one epoch.
+    """Iterator that plans and hands out one epoch.
 
     Args:
-        number: Of the epoch.
-        batches: Indices of each batch, from the sampler, one batch after another as they are planned.
-        maker: Makes here what nobody else does.
-        number_of: A number for an index, for what is drawn.
-        split: Which samples go elsewhere.
-        arrivals: Where what others do comes; where it pins batches, so does the epoch those that it makes.
-        elsewhere: Who takes what goes elsewhere; None where nobody does.
-        ahead: Batches that are planned beyond the one that is handed out next, at least.
-        here: Of these, such as keep this machine busy; what others can have at once comes on top. What this
-            machine makes, whole or in part, is at most ``ahead + here`` beyond the next one all the same.
-        room: For what others make; None for any number.
-        on_made: Told of each batch that is handed out how many of its samples were made where.
+        number: Number of the epoch.
+        batches: Indices of each batch, from the sampler; drawn one batch at a time during planning.
+        maker: Makes the samples that no other machine makes.
+        number_of: Return the number of an index, for the random numbers of its sample.
+        split: Rule that decides which samples are made elsewhere.
+        arrivals: Queue of results from other threads. If it pins batches, so does the epoch with those that
+            it makes.
+        elsewhere: Machines that do the offloaded tasks; None if there are none.
+        ahead: Minimum number of batches planned beyond the one handed out next.
+        here: Number of batches that keep this machine busy; the tasks that others can hold at once are added.
+            This machine still makes, whole or in part, at most ``ahead + here`` batches beyond the next one.
+        room: Memory limit for batches that others make; None for no limit.
+        on_made: Called for each batch handed out with its number of samples by maker.
         hold: Whether nothing is planned before it is asked for.
         first: Number of the first batch.
-        timeout_s: So long nothing may come while something is awaited that this machine's processes make; 0
-            for any time.
-        clock: Seconds.
+        timeout_s: Seconds without an arrival, while this machine's processes owe a result, until a timeout; 0
+            for no limit.
+        clock: Return the time in seconds.
 
     Attributes:
-        waits: What handing out has waited for.
-        hold: Whether nothing further is planned for now.
+        waits: Waiting times and sample counts so far.
+        hold: Whether planning is paused.
     """
 
     def __init__(
@@ -185,7 +190,7 @@ class Epoch:
         self.hold, self.waits, self._clock = hold, Waits(), clock
 
     def use(self, processes: Processes | Fed) -> None:
-        """Have processes do what is done on this machine; without any the thread that iterates does it."""
+        """Have loader processes do this machine's tasks; without any the iterating thread does them."""
         self.plan()
         for task in self._inline:
             self._expect(task)
@@ -196,17 +201,17 @@ class Epoch:
 
     @property
     def planned(self) -> int:
-        """Batches that are being made, or are made and not handed out."""
+        """Return the number of batches that are planned and not handed out."""
         return len(self._planned)
 
     @property
     def handed_out(self) -> int:
-        """Batches, and errors in their place, with those before the first."""
+        """Return the number of batches and errors handed out, including the batches before the first."""
         return self._planned[0].number if self._planned else self._next_batch
 
     @property
     def backlog(self) -> Backlog:
-        """What is under way on either side."""
+        """Return the number of samples under way here and elsewhere."""
         samples = Counter[bool]()
         for work in self._work.values():
             samples[work.stretch is not None] += 0 if work.held else len(work.at)
@@ -214,16 +219,16 @@ class Epoch:
 
     @property
     def ready(self) -> bool:
-        """Whether others may be asked now."""
+        """Return whether other machines may be asked now."""
         return self._elsewhere is not None and self._elsewhere.ready
 
     @property
     def coming(self) -> bool:
-        """Whether others are about to be ready."""
+        """Return whether other machines are about to be ready."""
         return self._elsewhere is not None and self._elsewhere.coming
 
     def look(self) -> bool:
-        """Whether others may be asked now; who has not been able to is asked to show that, if it is time."""
+        """Return whether other machines may be asked now; have those that are due for it prove themselves."""
         if self._elsewhere is None or not self._planned or not self._planned[0].indices:
             return False
         batch = self._planned[0]
@@ -241,18 +246,18 @@ class Epoch:
         )
 
     def returned(self, first: int = 0) -> float:
-        """Share of what was to be made elsewhere that was not, of what is planned behind so many batches."""
+        """Return the share of samples meant to be made elsewhere that were not, from batch ``first`` on."""
         batches = list(self._planned)[first:]
         given = sum(batch.given for batch in batches)
         return sum(batch.returned for batch in batches) / given if given else 0.0
 
     def prepare(self, count: int, *, most_returned: float = 1.0) -> int:
-        """Have that many batches made before the next one is handed out; how many there are.
+        """Have ``count`` batches made before the next one is handed out; return how many there are.
 
         Args:
-            count: With those that are planned.
-            most_returned: Where more than this share of what was to be made elsewhere has come back, it is
-                not waited for.
+            count: Number of batches, including those already planned.
+            most_returned: Stop waiting once more than this share of the samples meant to be made elsewhere
+                has come back.
         """
         self._enter()
         self._plan_to(count)
@@ -262,16 +267,16 @@ class Epoch:
             self._wait()
             if self.returned() > most_returned:
                 break
-            self._begin_here(count)  # what was to be made elsewhere may have come back
+            self._begin_here(count)  # samples meant to be made elsewhere may have come back
         self._as_left = True
         return len(ready)
 
     def plan(self) -> None:
-        """Plan as far ahead as may be, and have everybody begin."""
+        """Plan as many batches ahead as allowed, and start their tasks."""
         self._plan_beyond(1)
 
     def _plan_beyond(self, count: int) -> None:
-        """The same beyond so many batches."""
+        """Plan as many batches ahead as allowed beyond the next ``count``."""
         if self.hold:
             return
         most = max(self._ahead, self._keeps_here)
@@ -282,7 +287,7 @@ class Epoch:
 
     def _plan_to(self, count: int) -> None:
         while len(self._planned) < count and not self._all_planned and self._raised is None:
-            while not self._arrivals.empty():  # whatever has come since is done
+            while not self._arrivals.empty():  # count all arrivals as done first
                 self._arrived(self._arrivals.get())
             number = self._planned[-1].number + 1 if self._planned else self._next_batch
             if self._draws == number:
@@ -293,7 +298,7 @@ class Epoch:
             self._draws = number
             try:
                 indices = next(self._batches, None)
-            except Exception as error:  # its own: raised where its batch would be
+            except Exception as error:  # the sampler's own error is raised in the place of its batch
                 self._draws, self._raised = number - 1, error
                 return
             if indices is None:
@@ -303,7 +308,7 @@ class Epoch:
                 self._plan(self._planned[-1])
 
     def _plan(self, batch: Batch) -> None:
-        """Have everybody begin."""
+        """Start the tasks of a batch, here and elsewhere."""
         count = len(batch.indices)
         goes = self.split(count) if self._elsewhere is not None else [False] * count
         away = [at for at, each in enumerate(goes) if each]
@@ -315,7 +320,7 @@ class Epoch:
         batch.begun = True
 
     def _enter(self) -> None:
-        """Where this was not left as it leaves by itself, whatever may be lost is done once more."""
+        """Restart every batch that is not done if the last call was interrupted, as its tasks may be lost."""
         if not self._as_left:
             self._work.clear()
             self._inline.clear()
@@ -328,7 +333,7 @@ class Epoch:
         self._as_left = False
 
     def _leave(self, error: Exception) -> Exception:
-        """With an error that is meant."""
+        """Return an error that is raised on purpose, after marking this call as left in order."""
         self._as_left = True
         return error
 
@@ -357,7 +362,7 @@ class Epoch:
             self._give(work, work.stretch, None)
 
     def _give(self, work: PendingTask, stretch: Stretch, values: Sequence[Any] | None) -> None:
-        """To others, from where ``values`` stand; to this machine where none of them takes it."""
+        """Send a task, with ``values`` at its start position, to others; do it here if none accepts it."""
         task = work.task._replace(start=stretch.start, stop=stretch.stop)
         self._expect(task)
         if self._elsewhere is not None and self._elsewhere.give(task, values):
@@ -369,20 +374,20 @@ class Epoch:
     def _returned(self, work: PendingTask) -> None:
         work.batch.returned += len(work.at)
         work.stretch = None
-        self._keep_here(work, work.task)  # wherever it was, here the dataset can be had
+        self._keep_here(work, work.task)  # the dataset is at hand here, wherever the task was
 
     def _keep_here(self, work: PendingTask, task: Task) -> None:
-        """The rest of it is done by this machine, when it is its turn."""
+        """Keep the rest of a task for this machine until its batch's turn."""
         work.batch.here, work.held = True, True
         work.batch.held.append(task)
         self._held += 1
         self._begin_here(self._most_here)
 
     def _begin_here(self, most: int) -> None:
-        """What this machine is to make of so many batches, those that are handed out next.
+        """Start this machine's tasks of the next ``most`` batches.
 
-        Batches are planned far ahead so that others are busy. Of what this machine makes itself few are ahead
-        of the next one, as if there were no others: they are in shared memory, which is small.
+        Batches are planned far ahead to keep other machines busy. Of its own work this machine starts only a
+        few batches ahead, as without workers: they lie in shared memory, which is small.
         """
         for batch in self._planned:
             if not self._held or not most:
@@ -411,16 +416,17 @@ class Epoch:
         return self
 
     def __next__(self) -> Any:
-        """The next batch, in the sampler's order.
+        """Return the next batch, in the sampler's order.
 
         Raises:
-            Exception: What the dataset raised for one of its samples, or the sampler for the batch; the next
-                call goes on behind it.
-            ProcessesEnded: If processes that were to make it have ended; the same.
-            RuntimeError: If processes take longer than they may; the next call waits for the same batch.
+            Exception: The dataset's error for one of the samples, or the sampler's for the batch. The next
+                call continues after that batch.
+            ProcessesEnded: If the processes that were to make the batch have ended. The next call continues
+                after that batch.
+            RuntimeError: If the processes exceed the timeout. The next call waits for the same batch.
         """
         self._enter()
-        if self._told:  # and whoever goes on does without that batch
+        if self._told:  # the caller continues without that batch
             self._told = False
             self._hand_out()
         self._begin_here(self._most_here)
@@ -458,8 +464,8 @@ class Epoch:
         return self._hand_out(value)
 
     def _hand_out(self, value: Any = None) -> Any:
-        """The value; from here on it has been."""
-        self._next_batch = self._planned[0].number + 1  # which counts where nothing is planned any more
+        """Remove the batch from the plan and return its value in one step."""
+        self._next_batch = self._planned[0].number + 1  # needed where nothing is planned any more
         return (value, self._planned.popleft())[0]
 
     def _count_made(self, batch: Batch) -> None:
@@ -471,10 +477,10 @@ class Epoch:
             self._here.let_go(batch)
 
     def _value(self, batch: Batch) -> Any:
-        """What is handed out.
+        """Return the value to hand out.
 
         Raises:
-            Exception: What stands in its place.
+            Exception: If an error stands in the batch's place.
         """
         if batch.error is not None:
             raise batch.error
@@ -488,7 +494,7 @@ class Epoch:
         return value if self._pins is None or batch.pinned else pinned(value)
 
     def _wait_for(self, batch: Batch) -> None:
-        """For whatever comes next, at the expense of whoever keeps the batch waiting."""
+        """Wait for the next arrival, and count the time against the side that delays the batch."""
         missing, away, began = batch.missing, batch.away, self._clock()
         idle = self._wait()
         wait_s = self._clock() - began
@@ -500,10 +506,10 @@ class Epoch:
             self.waits.both_s += wait_s
 
     def _wait(self) -> bool:
-        """For whatever comes next; where nothing has come, and nobody else does it, do some of it.
+        """Wait for the next arrival, or make one of this thread's own tasks if none has arrived.
 
         Returns:
-            Whether this thread had nothing to do meanwhile.
+            Whether this thread was idle meanwhile.
         """
         if self._inline and self._arrivals.empty():
             self._arrived(self._made_inline(self._inline.popleft()))
@@ -520,9 +526,9 @@ class Epoch:
         return True
 
     def _count(self, more_s: float) -> None:
-        """Seconds in which nothing has come while this machine's processes were at something.
+        """Add to the seconds without an arrival while this machine's processes have tasks.
 
-        As PyTorch's loader counts: only while somebody waits, and whatever comes begins anew.
+        PyTorch's loader counts alike: only while the caller waits, and each arrival resets the count.
         """
         if self._timeout_s and any(not (work.away or work.held) for work in self._work.values()):
             self._quiet_s += more_s
@@ -530,11 +536,11 @@ class Epoch:
                 self._quiet_s, self._overdue = 0.0, True
 
     def _call_back(self) -> None:
-        """What others have had for far too long: they hang, and it is done here."""
+        """Take back tasks that other machines have held for far too long, and do them here."""
         for number in self._elsewhere.late() if self._elsewhere is not None else ():
-            work = self._work.pop(number, None)  # whatever still comes of it
+            work = self._work.pop(number, None)  # ignore any later result
             if work is None:
-                continue  # it was begun anew by another number
+                continue  # the task was restarted under another number
             work.task = work.task._replace(number=self._next_task)
             self._next_task += 1
             self._work[work.task.number] = work
@@ -546,13 +552,13 @@ class Epoch:
         try:
             with apart():
                 return Arrival(task.number, self._maker.make(task))
-        except Exception as error:  # the dataset's own
+        except Exception as error:  # the dataset's own error
             return Arrival(task.number, error=error, final=True)
 
     def _arrived(self, arrival: Arrival) -> None:
         work = self._work.get(arrival.number)
         if work is None:
-            return  # it came late, and was done here
+            return  # the result is late, and the task was done here
         stretch = work.stretch
         work.batch.away -= work.away
         was_away, work.away = work.away, False
@@ -582,10 +588,10 @@ class Epoch:
                 self._blame(work.failed)
             batch.made[arrival.place if work.place == HERE else work.place] += len(work.at)
             batch.take(work, arrival)
-        batch.missing -= 1  # only now
+        batch.missing -= 1  # only now may the batch count as done
 
     def _blame(self, failed: Arrival) -> None:
-        """This machine has done what another one could not."""
+        """Blame the machine that could not do a task which this machine has done."""
         if failed.blame is not None:
             failed.blame()
         if failed.place not in self._failed:
@@ -594,6 +600,6 @@ class Epoch:
 
 
 def _told(failed: Arrival) -> str:
-    """What was raised elsewhere, and where in the dataset's code."""
+    """Return the error that was raised elsewhere, with its trace in the dataset's code."""
     trace = failed.error.trace if isinstance(failed.error, CodeFailed) else ""
     return f"at worker {failed.place}: {failed.error}\n{trace}".rstrip()

@@ -1,4 +1,4 @@
-"""The loader that users write: PyTorch's, with samples that may be made elsewhere."""
+"""Define the public `DataLoader`: PyTorch's loader, whose samples may be made by workers elsewhere."""
 
 from __future__ import annotations
 
@@ -87,19 +87,19 @@ _AT_ONCE = (
 )
 
 MOST_BEGUN = 1000
-"""Epochs that a sampler is begun for again, to stand where it stood."""
+"""Limit on how often a sampler is begun again to bring it to the position it had."""
 
 LEAST_AHEAD = 4
-"""Batches that are planned beyond the next one, at least."""
+"""Minimum number of batches planned beyond the next one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataLoaderReport:
-    """What has been handed out, and who made it.
+    """Counts of the samples handed out, by maker, and the workers' failures.
 
     Attributes:
-        made: Samples by the address of the worker, or ``here``.
-        why_not: Why workers are not asked any more, or failed last, by address.
+        made: Number of samples by worker address, or by ``here`` for this machine.
+        why_not: Reason why a worker is no longer asked, or its last failure, by address.
     """
 
     made: Mapping[str, int]
@@ -107,7 +107,7 @@ class DataLoaderReport:
 
 
 class WorkerAccess(NamedTuple):
-    """How workers know whom they talk to, and this side whom it talks to."""
+    """Credentials by which workers and the loader authenticate each other."""
 
     token: str | None
     ca: FilePath | None
@@ -116,37 +116,40 @@ class WorkerAccess(NamedTuple):
 
 
 class DataLoader(TorchLoader[Any]):
-    """``torch.utils.data.DataLoader`` whose samples depend on nothing but their number.
+    """Drop-in for ``torch.utils.data.DataLoader`` whose samples depend only on their number.
 
-    All arguments of PyTorch's loader mean what they mean there, and the order of the samples is the same.
-    What a dataset draws by chance is tied to (seed, epoch, sample): a batch is the same to the bit whatever
-    ``num_workers`` is.
+    All arguments of PyTorch's loader keep their meaning, and the order of the samples is the same. Random
+    numbers that a dataset draws are tied to (seed, epoch, sample). A batch is therefore bit-identical for
+    every ``num_workers``.
 
     Args:
-        dataset: Any map-style dataset; or an `upriver.Dataset`, whose samples are (tensor, target).
-        batch_size: As for PyTorch's loader, as are all others but the last.
-        seed: Of what is drawn for samples; PyTorch's own, as `torch.manual_seed` has set it, if None.
-        workers: Addresses of machines that run ``upriver worker``, or what starts them
-            (`upriver.ray_workers`), or how many to start on this machine, for a try; ``auto`` for as many
-            here as are needed, on CPUs that training leaves. For a dataset by name (`upriver.dataset`). For
-            an `upriver.Dataset`, of servers near its store (``upriver serve``).
-        offload: What of it runs there: what a policy decides by what the first batches take (``auto``),
-            nothing (``never``), everything (``always``), or an `Offloading`.
-        policy: Of ``auto``: ``upriver`` takes the ratio with the most throughput and keeps it right while the
-            job runs; ``fastflow`` is FastFlow's Algorithm 1, decided once.
-        model: What is trained, or a name for it: figures of ``auto`` are kept for later jobs that train the
-            same on the same machines. None keeps nothing.
-        token: Sent to workers with every request.
-        ca: For https: authorities that vouch for workers, those of the system if None.
-        certificate: For https: shown to workers that ask for one.
-        key: Of the certificate.
+        dataset: Any map-style dataset, or an `upriver.Dataset`, whose samples are (tensor, target).
+        batch_size: As for PyTorch's loader, like all further arguments that are not listed here.
+        seed: Seed of the random numbers drawn for samples; by default PyTorch's, as `torch.manual_seed` has
+            set it.
+        workers: Addresses of machines that run ``upriver worker``; or a provider that starts workers
+            (`upriver.ray_workers`); or a number of workers to start on this machine, for a trial; or ``auto``
+            for as many workers on this machine as needed, on CPUs that training leaves idle. A dataset of the
+            user's must be given by name (`upriver.dataset`). For an `upriver.Dataset`, give the addresses of
+            servers near its store (``upriver serve``).
+        offload: Work that runs on the workers: ``auto`` lets a policy decide from measurements of the first
+            batches, ``never`` offloads nothing, ``always`` everything, and an `Offloading` states the stages
+            and the ratio.
+        policy: Policy of ``auto``: ``upriver`` chooses the ratio with the highest throughput and adjusts it
+            while the job runs; ``fastflow`` is FastFlow's Algorithm 1, which decides once.
+        model: Model that is trained, or its name. Measurements of ``auto`` are kept for later jobs that train
+            the same model on the same machines. None keeps nothing.
+        token: Token sent to workers with every request.
+        ca: For https: certificate authorities that vouch for workers; those of the system if None.
+        certificate: For https: certificate shown to workers that ask for one.
+        key: Private key of the certificate.
 
     Attributes:
-        epoch: Number of the next epoch, counted from 0 by each ``iter()``; set it to resume.
+        epoch: Number of the next epoch, counted from 0 by each ``iter()``. Set it to resume.
 
     Raises:
-        ConfigError: If the dataset is not map-style, or the seed is no whole number in 0..2**63 - 1.
-        ValueError: What PyTorch's loader does not allow.
+        ConfigError: If the dataset is not map-style, or the seed is not a whole number in 0..2**63 - 1.
+        ValueError: If PyTorch's loader refuses an argument.
     """
 
     def __init__(
@@ -221,14 +224,14 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def seed(self) -> int:
-        """Of what is drawn for samples."""
+        """Return the seed of the random numbers drawn for samples."""
         return self._maker.source.seed
 
     def __iter__(self) -> Any:
-        """An epoch, from its first batch."""
+        """Return an iterator over an epoch, from its first batch or from the loaded state."""
         if type(self.epoch) is not int or not 0 <= self.epoch <= MOST_SEED:
             raise ConfigError(f"epoch must be a whole number in 0..{MOST_SEED}, got {self.epoch!r}")
-        _check_timeout(self.timeout, self.num_workers)  # both can be set
+        _check_timeout(self.timeout, self.num_workers)  # users can set both
         number, self.epoch = self.epoch, self.epoch + 1
         base, place = self._begun(number)
         self._place = place
@@ -258,7 +261,7 @@ class DataLoader(TorchLoader[Any]):
             closed_with(epoch, elsewhere.close, at_exit=True)
         cpu_s = CpuSeconds()
         if self.num_workers:
-            processes = self._processes(base or self.seed)  # those of a state that persisted had begun
+            processes = self._processes(base or self.seed)  # base is 0 where the run's processes persist
             epoch.use(processes)
             cpu_s = CpuSeconds(processes.pids)
             if not self.persistent_workers:
@@ -268,7 +271,7 @@ class DataLoader(TorchLoader[Any]):
             if self._recall is not None:
                 self._recall.begin()
             candidates = asked.candidates
-            if self._policy is OFFLOAD_POLICIES["fastflow"]:  # the paper's own
+            if self._policy is OFFLOAD_POLICIES["fastflow"]:  # the paper's own candidates
                 candidates = tuple(name for name in candidates if name in CANDIDATES)
 
             def begin(candidates: Sequence[str]) -> Iterator[Any]:
@@ -290,7 +293,7 @@ class DataLoader(TorchLoader[Any]):
         return Counted(batches, place, lambda: epoch.handed_out, lambda: len(sampler))
 
     def _begun(self, number: int) -> tuple[int, EpochPosition]:
-        """What PyTorch's loader draws for its processes, and where the epoch stands."""
+        """Return the number that PyTorch's loader draws for its processes, and the position in the epoch."""
         state, self._goes_on = self._goes_on, None
         drawn = state.drawn if state is not None and state.epoch == number else None
         sampler = own_state(self.batch_sampler, self._sampler)
@@ -300,12 +303,12 @@ class DataLoader(TorchLoader[Any]):
             except ConfigError:
                 if state.sampler is None:
                     raise
-                base, order = self._behind(state, drawn)  # without the sampler's own state: that is used once
+                base, order = self._behind(state, drawn)  # without the sampler's state, which is used once
             self._onward.begin()
             return base, EpochPosition(number, drawn, order, state.batches, sampler, self._sampler_epoch)
         processes, starts = self._processes_of_run, self._starts
         if state is not None and state.epoch == number and state.starts is not None:
-            starts = state.starts  # by those of the loader that the state is of
+            starts = state.starts  # as in the loader that saved the state
         with self._onward.drawing():
             drawn = Drawn.now(self._generators, starts=starts, twice=starts and processes != "none")
             base, begun = drawn.begin(self._batches, self._draw)
@@ -318,10 +321,10 @@ class DataLoader(TorchLoader[Any]):
         return BatchOrder(begun, self._onward, late=not _draws_at_once(self.batch_sampler, self._sampler))
 
     def _behind(self, state: State, drawn: Drawn) -> tuple[int, BatchOrder]:
-        """What is drawn for loader processes, and the order behind what was handed out of the state's epoch.
+        """Return the number drawn for loader processes, and the order after the batches already handed out.
 
         Raises:
-            ConfigError: If the order is another one.
+            ConfigError: If the sampler gives another order than the state's epoch had.
         """
         with drawn.again(self._generators):
             base, begun = drawn.begin(self._batches, self._draw)
@@ -332,24 +335,25 @@ class DataLoader(TorchLoader[Any]):
         return base, order
 
     def _draw(self) -> int:
-        """A number for loader processes."""
+        """Draw a number for loader processes."""
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.generator).item())
 
     # ------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, as plain data; order and contents of what is left hang on nothing else.
+        """Return the loader's position as plain data.
 
-        Batches that were handed out count as done. Which workers there are, or what is offloaded, is no part
-        of it. With `load_state_dict` this is the protocol of torchdata's stateful loader.
+        It determines the order and contents of the remaining batches.
+        Batches that were handed out count as done. The state does not depend on the workers or on what is
+        offloaded. With `load_state_dict` this is the protocol of torchdata's stateful loader.
         """
         return self._state().plain()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the next ``iter()`` gives the batch after it.
+        """Continue from a `state_dict`: the next ``iter()`` starts with the batch after it.
 
         Raises:
-            ConfigError: If it is the state of another loader; names what differs.
+            ConfigError: If another loader saved the state; the message names the difference.
         """
         found = State.read(state)
         found.check(self._state())
@@ -369,7 +373,7 @@ class DataLoader(TorchLoader[Any]):
         if found.own is not None:
             set_own(self._generators, found.own)
         if found.sampler_epoch is not None and not (told and found.drawn is None):
-            # Unless no epoch is under way and the user has told a new sampler already which one comes next.
+            # Except where no epoch is under way and the user has already told a new sampler the next epoch.
             self._sampler.set_epoch(found.sampler_epoch)
         if found.sampler is not None:
             stateful_of(self.batch_sampler, self._sampler).load_state_dict(found.sampler)
@@ -386,9 +390,9 @@ class DataLoader(TorchLoader[Any]):
             )
 
     def _look_back(self, past: Past, epochs: int) -> None:
-        """Have the sampler give the epoch before once more, and warn where that is another order.
+        """Begin the previous epoch of the sampler once more, and warn where its order differs.
 
-        Between two epochs nothing else tells whether the next one comes as it would have.
+        Between two epochs nothing else shows whether the next epoch's order will be the same.
         """
 
         def begin(most: int) -> list[Any]:
@@ -400,7 +404,7 @@ class DataLoader(TorchLoader[Any]):
             self._sampler.set_epoch(past.sampler_epoch)
         try:
             same = past.comes_again(begin, max(1, min(epochs, MOST_BEGUN)))
-        except Exception:  # its own
+        except Exception:  # the sampler's own error
             same = False
         if told is not None:
             self._sampler.set_epoch(told)
@@ -415,7 +419,7 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def _sampler_epoch(self) -> int | None:
-        """What the sampler was told by ``set_epoch``; None where it has none."""
+        """Return the epoch that the sampler was given by ``set_epoch``; None if it has no such method."""
         return getattr(self._sampler, "epoch", None) if hasattr(self._sampler, "set_epoch") else None
 
     def _state(self) -> State:
@@ -472,7 +476,7 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def _processes_of_run(self) -> ProcessesOfRun:
-        """Loader processes of the run that this one goes on with; this loader's own where there is none."""
+        """Return how the resumed run starts loader processes; how this loader does if it resumes none."""
         if self._processes_resumed is not None:
             return self._processes_resumed
         if not self.num_workers:
@@ -481,22 +485,22 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def _starts(self) -> bool:
-        """Whether the next epoch draws a number for loader processes: those that persist have theirs."""
+        """Return whether the next epoch draws a number for loader processes; persistent ones keep theirs."""
         return self._processes_of_run != "persistent" or not self._began
 
     @property
     def _sampler(self) -> Any:
-        """What has the order of samples."""
+        """Return the object that determines the order of samples."""
         batches = self.batch_sampler
         return self.sampler if batches is None else getattr(batches, "sampler", batches)
 
     @property
     def _generators(self) -> list[torch.Generator]:
-        """That this loader and its sampler were given."""
+        """Return the generators that the user gave to this loader and its sampler."""
         found = [self.generator, getattr(self._sampler, "generator", None)]
         if self._given is None:  # a sampler may make one of its own when it is begun
             self._given = [isinstance(each, torch.Generator) for each in found]
-        found = [None if each is torch.default_generator else each for each in found]  # which all share
+        found = [None if each is torch.default_generator else each for each in found]  # shared by all
         own = [each for each, given in zip(found, self._given, strict=True) if given]
         return list({id(each): each for each in own if isinstance(each, torch.Generator)}.values())
 
@@ -504,7 +508,7 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def offloading(self) -> Offloading | None:
-        """What is offloaded now, the ratio as it is steered; None where nothing is, or it is not decided."""
+        """Return the stages and the current ratio offloaded; None if nothing is offloaded or decided yet."""
         if self._hired is None or self._offload == "never":
             return None
         if isinstance(self._offload, Offloading):
@@ -516,12 +520,12 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def decided(self) -> bool:
-        """Whether it is settled what is offloaded; only ``offload="auto"`` has to find out first."""
+        """Return whether the offloading is decided; only ``offload="auto"`` has to measure first."""
         return self._hired is None or self._offload != "auto" or self._measured.settled
 
     @property
     def why(self) -> str:
-        """Why samples are made where they are: for ``offload="auto"`` what it found, once it has decided."""
+        """Return why samples are made where they are; for ``offload="auto"`` the findings, once decided."""
         if self._hired is None:
             return "no workers were named"
         if self._hired.changed:
@@ -536,7 +540,7 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def report(self) -> DataLoaderReport:
-        """Who has made what so far."""
+        """Return how many samples each maker has made so far."""
         return DataLoaderReport(
             made={place: count for place, count in self._made.items() if count},
             why_not={} if self._hired is None else self._hired.why_not,
@@ -551,10 +555,10 @@ class DataLoader(TorchLoader[Any]):
         return OffloadShare(ratio, stretch_of(candidate, source.positions, source.stages))
 
     def _checked(self, offload: Offload) -> Offload:
-        """What is offloaded, where the dataset has it.
+        """Return the offloading after checking it against the dataset.
 
         Raises:
-            ConfigError: If it has not.
+            ConfigError: If the value is unknown, or the dataset has no such stages.
         """
         if isinstance(offload, str) and offload in get_args(Word):
             return offload
@@ -564,7 +568,7 @@ class DataLoader(TorchLoader[Any]):
         return offload
 
     def _check_can(self) -> None:
-        """Whether samples can be divided where the user says so, and workers collate where they are to.
+        """Check that samples can be divided where the user says, and that workers can collate if needed.
 
         Raises:
             ConfigError: If they cannot.
@@ -586,7 +590,7 @@ class DataLoader(TorchLoader[Any]):
     def _hire(
         self, dataset: Any, workers: Sequence[str] | int | Provider, access: WorkerAccess
     ) -> Hired | None:
-        """Whoever may make samples; nobody where none was named."""
+        """Return the workers that may make samples; None if the user named none."""
         provider = provider_of(workers, num_workers=self.num_workers)
         urls = () if provider is not None else validation.addresses(cast(Sequence[str], workers))
         if not urls and provider is None:
@@ -601,7 +605,7 @@ class DataLoader(TorchLoader[Any]):
         )
 
     def _recalled(self, model: str | nn.Module | None) -> Recall | None:
-        """What earlier jobs have found; None where figures of this one would be those of no other."""
+        """Return measurements of earlier jobs; None where this job's measurements would fit no other job."""
         size = None if self.batch_sampler is None else getattr(self.batch_sampler, "batch_size", 0)
         fixed = size is None or (isinstance(size, int) and size > 0)
         if model is None or self._hired is None or not fixed:
@@ -609,10 +613,10 @@ class DataLoader(TorchLoader[Any]):
         return Recall(model, self._hired, self._measured, batch_size=size, num_workers=self.num_workers)
 
     def _asked(self, dataset: Any) -> SampleSpec:
-        """What workers are asked for.
+        """Return the specification of the samples that workers are asked for.
 
         Raises:
-            ConfigError: If they cannot make it.
+            ConfigError: If workers cannot make them.
         """
         collate = self.collate_fn if self.batch_sampler is not None else None
         source = self._maker.source
@@ -634,10 +638,10 @@ class DataLoader(TorchLoader[Any]):
     # ------------------------------------------------------------------------------------ as PyTorch
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, but for those that decide what a batch is.
+        """Set an attribute, except those that determine the contents of a batch.
 
         Raises:
-            ConfigError: If it is ``collate_fn``; for others PyTorch raises a `ValueError`.
+            ConfigError: If the attribute is ``collate_fn``. For others PyTorch raises a `ValueError`.
         """
         if name == "collate_fn" and "_maker" in vars(self):
             raise ConfigError(
@@ -648,10 +652,10 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Asked by ``accelerator.prepare``, which would make a plain loader in place of this one.
+        """Refuse ``accelerator.prepare``, which reads this and would make a plain loader in its place.
 
         Raises:
-            ConfigError: In every case.
+            ConfigError: Always.
         """
         raise ConfigError(
             "accelerator.prepare makes a plain PyTorch loader of an upriver.DataLoader: without its workers, "
@@ -661,7 +665,7 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def _batches(self) -> Iterable[tuple[Any, ...]]:
-        """Indices of each batch, from the sampler, which begins where somebody iterates, and not before."""
+        """Return the indices of each batch; the sampler begins only when they are iterated."""
         batches = _Batches(self._index_sampler, single=self.batch_sampler is None)
         return Rows(self.dataset, batches) if isinstance(self._maker.source, Declared) else batches
 
@@ -669,9 +673,10 @@ class DataLoader(TorchLoader[Any]):
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
 
     def _processes(self, base_seed: int) -> Processes | Fed:
-        """PyTorch's own; those that persist do one epoch after another.
+        """Return PyTorch's loader processes; persistent ones serve one epoch after another.
 
-        They have a copy of the dataset. Where that was changed since, others begin in their place.
+        The processes hold a copy of the dataset. If the dataset has changed since, new processes replace
+        them.
         """
         dataset = self._maker.source.dataset
         if self._kept is not None:
@@ -698,7 +703,7 @@ class DataLoader(TorchLoader[Any]):
 
 
 class _Batches:
-    """Indices of each batch, as tuples."""
+    """Index tuples of each batch."""
 
     def __init__(self, sampler: Iterable[Any], *, single: bool = False) -> None:
         self._sampler, self._single = sampler, single
@@ -709,7 +714,7 @@ class _Batches:
 
 
 class _OnlyOne:
-    """Collating where samples are handed out one by one."""
+    """Collate function for samples that are handed out one by one."""
 
     def __init__(self, convert: Callable[[Any], Any]) -> None:
         self._convert = convert
@@ -728,7 +733,7 @@ def _source(dataset: Any, seed: int, by_batch: bool) -> SampleSource:
 
 
 def _draws_at_once(batches: Any, sampler: Any) -> bool:
-    """Whether what gives the order is PyTorch's own, which draws before the first batch what it draws."""
+    """Return whether the sampler is PyTorch's own, which draws all numbers before the first batch."""
     at_once = type(batches) in (type(None), BatchSampler) and type(sampler) in _AT_ONCE
     return at_once and getattr(sampler, "generator", None) is not torch.default_generator
 
@@ -738,10 +743,10 @@ def _whole(value: Any) -> int | None:
 
 
 def _check_timeout(timeout: float, num_workers: int) -> None:
-    """Check that somebody is there whom a timeout concerns.
+    """Check that a timeout is set only with loader processes.
 
     Raises:
-        ConfigError: If there are no loader processes.
+        ConfigError: If there are none.
     """
     if timeout and not num_workers:
         raise ConfigError(
@@ -764,7 +769,7 @@ def _seed(seed: int | None) -> int:
 
 
 def sample_number(index: Any) -> int:
-    """A number for what a sampler gave: a whole number itself, anything else by what it says of itself."""
+    """Return a number for a sampler's index: a whole number itself, or a hash of its JSON or `repr`."""
     number = whole_number(index)
     if number is not None and -MOST_SEED <= number <= MOST_SEED:
         return number

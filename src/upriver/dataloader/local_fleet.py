@@ -1,4 +1,4 @@
-"""Workers on the training node itself: for a try, and for CPUs that training leaves alone."""
+"""Start workers on the training node: for a trial, or on CPUs that training leaves idle."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from upriver.text import printable
 log = logging.getLogger("upriver")
 
 MOST = 64
-"""For a try one or two do."""
+"""Maximum number of workers on this machine; one or two suffice for a trial."""
 
 RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
-"""Where ``torchrun`` says how many processes it has started on this machine."""
+"""Variable in which ``torchrun`` gives the number of processes that it has started on this machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalWorkers(Provider):
-    """Workers of one process each, on this machine.
+    """Provider of workers on this machine, of one process each.
 
     Attributes:
-        number: How many; None for as many as are needed.
-        most: How many at most.
+        number: Number of workers; None for as many as needed.
+        most: Maximum number of workers.
     """
 
     number: int | None
     most: int
 
     def open(self, what: Serves) -> Fleet:
-        """A fleet of none yet."""
+        """Return a fleet that has no workers yet."""
         return LocalFleet(what, most=self.most)
 
 
 def beside_training(num_workers: int, cpus: int | None = None, ranks: int | None = None) -> LocalWorkers:
-    """As many workers as are needed, on CPUs that training does not use.
+    """Provide as many workers as needed, on CPUs that training does not use.
 
     Args:
-        num_workers: Loader processes of the training process; it and each of them have a CPU of their own.
-        cpus: That processes like this may use; what the machine and its control groups say if None.
-        ranks: Processes that train and share these CPUs, each with workers of its own; what ``torchrun`` says
-            if None.
+        num_workers: Number of loader processes. They and the training process have one CPU each.
+        cpus: Number of CPUs that this process may use; by default as the machine and its control groups say.
+        ranks: Number of training processes that share these CPUs, each with workers of its own; by default as
+            ``torchrun`` says.
 
     Raises:
-        ConfigError: If training uses all of them.
+        ConfigError: If training uses all CPUs.
     """
     cpus = available_cpus() if cpus is None else cpus
     ranks = sharing_ranks() if ranks is None else ranks
@@ -68,34 +68,34 @@ def beside_training(num_workers: int, cpus: int | None = None, ranks: int | None
 
 
 def ranks_here() -> int:
-    """Processes of this job that train on this machine."""
+    """Return the number of training processes of this job on this machine."""
     told = os.environ.get(RANKS_VARIABLE, "")
     return max(1, int(told)) if told.isascii() and told.isdigit() else 1
 
 
 def sharing_ranks() -> int:
-    """Processes that train on this machine with the CPUs that this one has; 1 where each has its own.
+    """Return the number of training processes that share this process's CPUs; 1 if each has its own.
 
-    Whoever has started them may use more CPUs than each of them then.
+    Each has its own CPUs if its parent process may use more than it may.
     """
     ranks = ranks_here()
     if ranks == 1:
         return 1
     try:
         pinned = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())
-    except OSError:  # it has ended
+    except OSError:  # the parent process has ended
         pinned = False
     return 1 if pinned else ranks
 
 
 def provider_of(workers: Sequence[str] | int | Provider, *, num_workers: int) -> Provider | None:
-    """What starts a loader's workers; None where they have addresses.
+    """Return the provider that starts a loader's workers; None if the user gave addresses.
 
     Args:
-        num_workers: Loader processes.
+        num_workers: Number of loader processes.
 
     Raises:
-        ConfigError: If so many cannot be, or there is no CPU for one.
+        ConfigError: If the number of workers is not allowed, or no CPU is left for one.
     """
     if isinstance(workers, Provider):
         return workers
@@ -113,11 +113,13 @@ def provider_of(workers: Sequence[str] | int | Provider, *, num_workers: int) ->
 
 
 class LocalFleet(Fleet):
-    """Workers of one loader on this machine, which answer nobody else: its other users can reach them, too.
+    """Workers of one loader on this machine.
+
+    A token keeps the machine's other users out, who can reach the workers' ports.
 
     Args:
-        what: They are to serve.
-        most: How many there may be.
+        what: Stores or code that the workers serve.
+        most: Maximum number of workers.
     """
 
     processes = 1
@@ -130,15 +132,15 @@ class LocalFleet(Fleet):
 
     @property
     def token(self) -> str:
-        """Drawn for this loader."""
+        """Return the token drawn for this loader."""
         return self._token
 
     def room(self) -> int:
-        """What is missing to the most there may be."""
+        """Return how many more workers may be started."""
         return self._most - len(self._servers)
 
     def start(self, count: int) -> Sequence[str]:
-        """Start servers, one after another, until one cannot be."""
+        """Start servers one after another, until one fails to start."""
         urls = list[str]()
         for _ in range(count):
             try:
@@ -151,7 +153,7 @@ class LocalFleet(Fleet):
         return urls
 
     def lost(self) -> Sequence[str]:
-        """Those whose server has ended."""
+        """Remove the workers whose server has ended, and return their addresses."""
         with self._lock:
             gone = [url for url, server in self._servers.items() if not server.running]
             ended = [self._servers.pop(url) for url in gone]
@@ -160,9 +162,9 @@ class LocalFleet(Fleet):
         return gone
 
     def stop(self) -> None:
-        """End all servers; one that is being started ends as soon as it has."""
+        """End all servers; one that is being started ends as soon as it runs."""
         if self._owner != os.getpid():
-            return  # a fork of the process that started them
+            return  # this is a fork of the process that started them
         with self._lock:
             self._stopped = True
             servers = list(self._servers.values())

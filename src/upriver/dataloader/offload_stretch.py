@@ -1,4 +1,4 @@
-"""What of an input pipeline runs elsewhere, and for how many samples."""
+"""Name the stages of an input pipeline that run elsewhere, and the share of samples they run for."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from upriver.text import printable
 from upriver.types import require_finite
 
 CANDIDATES = ("p1", "p2", "p3")
-"""FastFlow's ways to offload (Figure 5): what is read here is computed there; samples are read and computed
-there one by one; batches are made there whole."""
+"""FastFlow's candidates (Figure 5).
+
+``p1`` computes on workers what is read here. ``p2`` reads and computes samples on workers, one by one. ``p3``
+makes whole batches on workers.
+"""
 
 COLLATE = "collate"
-"""The last stage of every input pipeline: from samples to a batch."""
+"""Last stage of every input pipeline, which makes a batch of samples."""
 
 TO = ".."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offloading:
-    """A decision.
+    """Choice of the stages that run elsewhere, and for which share of samples.
 
     Attributes:
-        candidate: Which stages: ``p1``, ``p2`` or ``p3``, or the first and the last by their names, such as
+        candidate: Stages: ``p1``, ``p2`` or ``p3``, or the names of the first and the last, such as
             ``read..decode`` or ``decode..collate``.
-        ratio: For what share of the samples, 0 to 1.
+        ratio: Share of the samples, 0 to 1.
 
     Raises:
-        ConfigError: If that is no candidate, or the ratio is none.
+        ConfigError: If the candidate is unknown, or the ratio is not in 0..1.
     """
 
     candidate: str
@@ -46,11 +49,11 @@ class Offloading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Stages that run elsewhere.
+    """Range of stages that run elsewhere.
 
     Attributes:
-        start: Position from which on; what comes before is done here.
-        stop: Position up to which; what comes after is done here.
+        start: Position at which it starts; earlier stages run here.
+        stop: Position at which it ends; later stages run here.
         whole: Whether batches are collated there, too.
     """
 
@@ -60,12 +63,12 @@ class Stretch:
 
 
 def stretch_of(candidate: str, positions: Sequence[int], stages: Sequence[str]) -> Stretch:
-    """The stages that a candidate names.
+    """Return the stages that a candidate names.
 
     Args:
         candidate: As in `Offloading`.
-        positions: Where a sample can stand, in order.
-        stages: What leads from each to the next.
+        positions: Positions that a sample can have, in order.
+        stages: Stage from each position to the next.
 
     Raises:
         ConfigError: If the dataset has no such stages.
@@ -92,5 +95,5 @@ def stretch_of(candidate: str, positions: Sequence[int], stages: Sequence[str]) 
 
 
 def name_of_stretch(start: int, stop: int, positions: Sequence[int], stages: Sequence[str]) -> str:
-    """How `Offloading` names the stages between two positions, none of which collates."""
+    """Return the name in `Offloading` of the stages between two positions, none of which collates."""
     return f"{stages[positions.index(start)]}{TO}{stages[positions.index(stop) - 1]}"

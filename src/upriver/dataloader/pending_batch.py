@@ -1,4 +1,4 @@
-"""A batch that is being made, and the tasks that make it."""
+"""Track a batch that is being made, and the tasks that make it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from upriver.dataloader.tasks import HERE, Arrival, Task
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """A batch that is being made.
+    """Batch that is being made.
 
     Attributes:
-        rows: Samples by their place in the batch.
-        begun: Whether its tasks have been given to somebody, all of them.
-        here: Whether this machine makes it, or some of it.
-        held: Tasks of that which nobody has begun.
-        missing: Tasks that are not done.
-        away: Of these, those that others are at.
-        value: The batch, where one task has made all of it.
-        whole: Whether one has.
-        pinned: Whether that is in pinned memory.
-        error: What stands in its place.
-        made: How many samples were made where.
-        given: Samples that were to be made elsewhere.
-        returned: Of these, such as nobody took or made there.
+        rows: Samples by their position in the batch.
+        begun: Whether all its tasks have been started.
+        here: Whether this machine makes at least a part of the batch.
+        held: This machine's tasks that have not been started.
+        missing: Number of tasks that are not done.
+        away: Number of these that others are doing.
+        value: The batch, if one task has made it whole.
+        whole: Whether one task has made the whole batch.
+        pinned: Whether the value is in pinned memory.
+        error: Error that takes the batch's place.
+        made: Number of samples by maker.
+        given: Number of samples meant to be made elsewhere.
+        returned: Number of these that no machine accepted or made.
     """
 
     number: int
@@ -52,11 +52,11 @@ class Batch:
 
     @property
     def done(self) -> bool:
-        """Whether it, or an error in its place, can be handed out."""
+        """Return whether the batch, or an error in its place, can be handed out."""
         return self.begun and not self.missing
 
     def take(self, work: PendingTask, arrival: Arrival) -> None:
-        """What came of a task."""
+        """Store the result of a task."""
         if work.task.whole:
             self.value, self.whole, self.pinned = arrival.value, True, arrival.pinned
             return
@@ -66,17 +66,17 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class PendingTask:
-    """A task under way.
+    """Task under way.
 
     Attributes:
-        task: All of it, as it is done here.
-        batch: What it is for.
-        at: Places in the batch of the task's samples.
-        stretch: What of it is to be done elsewhere; None where nothing is, or all that is is done.
-        away: Whether others are at it.
-        held: Whether nobody is, as it is for this machine, and not its turn.
-        place: Who was.
-        failed: Why it could not be done elsewhere, and where that was, where trying again would not help.
+        task: The whole task, as it is done here.
+        batch: Batch that the task is for.
+        at: Positions of the task's samples in the batch.
+        stretch: Stages still to be done elsewhere; None if there are none.
+        away: Whether others are doing the task.
+        held: Whether the task waits for its turn on this machine.
+        place: Machine that did the offloaded stages.
+        failed: Error of the machine that failed to do the task, if a retry would not help.
     """
 
     task: Task

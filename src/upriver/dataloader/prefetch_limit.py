@@ -1,4 +1,4 @@
-"""How many batches may be under way, by the memory that this machine has for those that are made."""
+"""Limit the number of batches under way by this machine's free memory."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from upriver.dataloader.local_fleet import ranks_here
 from upriver.profile.resources import host_bytes
 
 PART = 4
-"""One in so many bytes that are free holds batches: one that comes, or is pinned, takes its bytes twice."""
+"""Divisor of the free bytes that may hold batches; one that arrives or is pinned needs its bytes twice."""
 
 LOOK_BATCHES = 16
-"""One in so many batches is looked at: to count the bytes of many small parts takes a moment."""
+"""Interval in batches between size measurements, as counting the bytes of many small parts takes time."""
 
 UNKNOWN_BYTES = 10**6
-"""Of a sample that does not show its bytes, as for `offload="auto"`."""
+"""Assumed bytes of a sample that does not show its size, as for `offload="auto"`."""
 
 
 class PrefetchLimit:
-    """Memory for batches that workers make: two for each of their processes may be hundreds.
+    """Memory limit for batches that workers make; two for each of their processes may be hundreds.
 
-    Until a batch has been seen there are as many as this machine alone would have.
+    Until a batch has been measured, the limit is the number that this machine alone would have.
 
     Args:
-        nbytes: For all of them; a part of what is free when the first batch is there if None.
+        nbytes: Bytes for all batches; by default a part of the memory that is free at the first batch.
     """
 
     def __init__(self, nbytes: int | None = None) -> None:
         self._nbytes, self._batch_bytes = nbytes, 0
 
     def most(self, least: int, wanted: int) -> int:
-        """How many batches may be under way or made.
+        """Return how many batches may be under way or made.
 
         Args:
-            least: As this machine alone would have.
-            wanted: As keep all workers busy.
+            least: Number that this machine alone would have.
+            wanted: Number that keeps all workers busy.
         """
         if wanted <= least or not self._batch_bytes or self._nbytes is None:
             return least
         return max(least, min(wanted, self._nbytes // self._batch_bytes))
 
     def look(self, number: int, batch: Any, samples: Sequence[Any]) -> None:
-        """At a batch that was made.
+        """Measure a batch.
 
         Args:
-            number: Of the batch.
-            batch: As it is handed out.
-            samples: Of it, where they came one by one.
+            number: Number of the batch.
+            batch: Batch, as it is handed out.
+            samples: Samples of the batch, where they arrived one by one.
         """
         if self._batch_bytes and number % LOOK_BATCHES:
             return
@@ -60,7 +60,7 @@ class PrefetchLimit:
 
 
 def num_bytes(value: Any) -> int:
-    """Bytes of all tensors and arrays in a batch; sparse tensors do not tell."""
+    """Return the bytes of all tensors and arrays in a batch; sparse tensors count as 0."""
     match value:
         case torch.Tensor() if value.layout is not torch.strided:
             return 0

@@ -1,14 +1,15 @@
-"""Where a loader draws the order of further epochs from once it has gone on from a state.
+"""Draw the order of further epochs after a loader has resumed from a state.
 
-PyTorch's samplers draw from the generators that everybody shares. In a process that goes on from a state
-these stand where its script has set them, which is where the first epoch began: its order would come again.
-So from then on a loader draws from a copy, which begins where the run stood that the state is of. That run's
-model drew from the same generators (dropout), so the copy follows: as many numbers are left out as were drawn
-here since. The shared ones are left as if the loader had drawn from them.
+PyTorch's samplers draw from the generators that the whole process shares. In a resumed process these stand
+where its script has set them, which is where the first epoch began, so its order would repeat. A resumed
+loader therefore draws from a copy, which begins where the saved run's generators stood. That run's model drew
+from the same generators (dropout), so the copy follows: it skips as many numbers as were drawn in this
+process since. The shared generators advance as if the loader had drawn from them.
 
-All three are Mersenne Twisters (Matsumoto, Nishimura: ACM TOMACS 8(1), 1998). How many numbers lie between
-two states is found by running one until it is at the other. Where that is nowhere near, the script has set
-the generator (`torch.manual_seed` for each epoch, `torch.set_rng_state` of a checkpoint), and is obeyed.
+All three are Mersenne Twisters (Matsumoto, Nishimura: ACM TOMACS 8(1), 1998). The count of numbers between
+two states is found by running one until it reaches the other. If the other state is out of reach, the script
+has set the generator (`torch.manual_seed` for each epoch, `torch.set_rng_state` of a checkpoint), and the
+loader follows the script.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from upriver.errors import ConfigError
 from upriver.pipeline.seeding import Generators
 
 WORDS = 624
-"""In a state: as many numbers come of it before the next one."""
+"""Words in a generator's state, and the numbers drawn from it before the next state."""
 
 MOST_WORDS = 2**25
-"""Looked through for a state, which takes a tenth of a second."""
+"""Number of words searched for a state, which takes a tenth of a second."""
 
 _TORCH = struct.Struct("<QiiQ")
-"""Seed, numbers left, whether it was seeded, and the next number; then the words, eight bytes each."""
+"""Header: seed, numbers left, whether seeded, next number. The words follow, eight bytes each."""
 
 
 class Stood(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The generators that everybody shares, as plain data.
+    """Shared generators as plain data.
 
     Attributes:
-        python: `random.getstate`.
-        numpy: `numpy.random.get_state`.
-        shared: PyTorch's default generator, in hexadecimal digits.
+        python: State of Python's `random`, from `random.getstate`.
+        numpy: State of NumPy, from `numpy.random.get_state`.
+        shared: State of PyTorch's default generator, in hexadecimal digits.
     """
 
     python: tuple[int, tuple[int, ...], float | None]
@@ -52,7 +53,7 @@ class Stood(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def of(cls, generators: Generators) -> Self:
-        """As they stand."""
+        """Convert the states of generators."""
         name, keys, position, has_gauss, gauss = generators.numpy
         return cls(
             python=generators.python,
@@ -61,7 +62,7 @@ class Stood(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     def generators(self) -> Generators:
-        """The same to be set.
+        """Return the states in the form that sets the generators.
 
         Raises:
             ConfigError: If they are damaged.
@@ -82,10 +83,11 @@ class Stood(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Onward:
-    """What a loader draws from.
+    """Generators that a loader draws its order from.
 
     Args:
-        stood: The shared generators in the run that goes on; None where none does: then it is these.
+        stood: The shared generators of the resumed run; None where no run is resumed, to draw from this
+            process's.
     """
 
     def __init__(self, stood: Stood | None = None) -> None:
@@ -95,12 +97,12 @@ class Onward:
         self._fresh = True
 
     def stands(self) -> Stood:
-        """Tell where the order would be drawn from now."""
+        """Return the generators that the order would be drawn from now."""
         now = Generators.now()
         return Stood.of(now if self._there is None else self._followed(now))
 
     def begin(self) -> None:
-        """The first epoch begins: generators that have been set to where the run stood are drawn from."""
+        """Begin the first epoch; use generators directly that the script has set to the run's states."""
         if self._fresh and self._here is not None and self._there is not None:
             now = Generators.now()
             self._here = Generators(
@@ -113,12 +115,12 @@ class Onward:
 
     @property
     def apart(self) -> bool:
-        """Whether that is another than the shared generators."""
+        """Return whether the order is drawn from a copy of the shared generators."""
         return self._there is not None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """What is drawn inside belongs to the order."""
+        """Draw from the order's generators inside the context."""
         if self._there is None:
             yield
             return
@@ -135,25 +137,25 @@ class Onward:
             self._here, self._there = here, after
 
     def _followed(self, now: Generators) -> Generators:
-        """Where the run would stand, after what was drawn here since."""
+        """Return the run's generators, advanced by the numbers drawn in this process since."""
         assert self._here is not None and self._there is not None
         return Generators(*(_follows(*each) for each in _each(now, self._here, self._there)))
 
 
 def set_generators(generators: Generators) -> None:
-    """Have those of this process stand so."""
+    """Set the shared generators of this process."""
     random.setstate(generators.python)
     numpy_random.set_state(generators.numpy)
     torch.default_generator.set_state(generators.torch)
 
 
 class Words(NamedTuple):
-    """A Mersenne Twister.
+    """State of a Mersenne Twister.
 
     Attributes:
-        key: Of uint32.
-        position: Of the next word; behind the last one where these are used up.
-        seed: As PyTorch says it; None for the others.
+        key: Words, as uint32.
+        position: Index of the next word; past the last one when all are used.
+        seed: Seed in PyTorch's state; None for the other generators.
     """
 
     key: np.ndarray[Any, Any]
@@ -162,7 +164,7 @@ class Words(NamedTuple):
 
     @classmethod
     def of(cls, state: Any) -> Words | None:
-        """Read any of the three; None where it is something else, as NumPy's may be."""
+        """Read the state of any of the three generators; None if it is of another kind, as NumPy's may be."""
         if isinstance(state, torch.Tensor):
             data = state.numpy().tobytes()
             seed, left, _seeded, _next = _TORCH.unpack_from(data)
@@ -173,7 +175,7 @@ class Words(NamedTuple):
         return cls(np.array(state[1][:-1], dtype=np.uint32), state[1][-1])
 
     def into(self, state: Any) -> Any:
-        """The same as the state of the kind that is given."""
+        """Return this state in the form of the given one."""
         if isinstance(state, torch.Tensor):
             found = bytearray(state.numpy().tobytes())
             seed, _left, seeded, _next = _TORCH.unpack_from(found)
@@ -185,11 +187,11 @@ class Words(NamedTuple):
         return state[0], (*self.key.tolist(), self.position), None
 
     def same(self, other: Words) -> bool:
-        """Whether the same numbers come of both."""
+        """Return whether both states give the same numbers."""
         return self.position == other.position and np.array_equal(self.key, other.key)
 
     def to(self, other: Words) -> int | None:
-        """How many words lie between; None where the other one is not within `MOST_WORDS`."""
+        """Return the number of words up to the other state; None if it is not within `MOST_WORDS`."""
         if self.seed != other.seed:
             return None
         if np.array_equal(self.key, other.key) and other.position >= self.position:
@@ -205,7 +207,7 @@ class Words(NamedTuple):
         return None
 
     def ahead(self, count: int) -> Words:
-        """So many words on."""
+        """Return the state after ``count`` words."""
         bits = _bits(self)
         bits.random_raw(count, output=False)
         state: Any = bits.state["state"]
@@ -232,9 +234,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _follows(now: Any, here: Any, there: Any) -> Any:
-    """One of the run's, after what was drawn of this process's.
+    """Return one of the run's generators, advanced by the numbers drawn from this process's.
 
-    PyTorch's, set to the seed of the run, would give the order of its first epoch again: that is not obeyed.
+    A PyTorch generator set to the run's seed would repeat the order of the first epoch, so it is not
+    followed.
     """
     if _same(here, there):
         return now
@@ -248,7 +251,7 @@ def _follows(now: Any, here: Any, there: Any) -> Any:
 
 
 def _moved(now: Any, there: Any, after: Any) -> Any:
-    """One of this process's, after the loader has drawn from the run's."""
+    """Return one of this process's generators, advanced by the numbers the loader drew from the run's."""
     if now is there:
         return after
     at, before, then = Words.of(now), Words.of(there), Words.of(after)

@@ -1,6 +1,6 @@
-"""Counters that hold a share at every prefix, not only in the end: FastFlow's (PVLDB 16(5), section 5.3).
+"""Keep a share at every prefix of the samples: FastFlow's counters (PVLDB 16(5), section 5.3).
 
-They go on when the share changes, so that no change rounds one away that is small.
+The counters continue when the share changes, so that a small share is not rounded away.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from upriver.pipeline.mapstyle import DONE, START
 from upriver.types import require_finite
 
 ROUNDING = 1e-9
-"""Of shares that add up to one thing."""
+"""Tolerance for shares that add up to one sample."""
 
 
 class Backlog(NamedTuple):
-    """Samples that are planned and not made yet.
+    """Number of samples that are planned and not made yet.
 
     Attributes:
-        here: Of these, such as are made on the training node.
-        elsewhere: Such as are made by workers.
+        here: Samples that the training node makes.
+        elsewhere: Samples that workers make.
     """
 
     here: int
@@ -29,36 +29,36 @@ class Backlog(NamedTuple):
 
 
 class Planning(Protocol):
-    """An epoch."""
+    """Epoch whose backlog can be read."""
 
     @property
     def backlog(self) -> Backlog:
-        """As of now."""
+        """Number of samples under way now."""
 
 
 class AllHere:
-    """No sample is made elsewhere."""
+    """Split that makes no sample elsewhere."""
 
     stretch, ratio = Stretch(start=START, stop=DONE, whole=True), 0.0
 
     def __call__(self, count: int) -> list[bool]:
-        """For each of ``count`` samples that it is not."""
+        """Return False for each of ``count`` samples."""
         return [False] * count
 
 
 class OffloadShare:
-    """A share of the samples is made elsewhere.
+    """Split that makes a share of the samples elsewhere.
 
-    After any number of samples, or of batches where these are made whole, less than one above or below the
-    share of them is; where the share has changed, the sum of what each was due.
+    After any number of samples, or of batches where batches are made whole, the count is less than one from
+    the share. If the share has changed, it is less than one from the sum of each part's share.
 
     Args:
-        ratio: The share, 0 to 1.
-        stretch: Their stages that are. Where it is whole, whole batches are made here or elsewhere, and
-            samples one by one otherwise.
+        ratio: Share, 0 to 1.
+        stretch: Stages that run elsewhere. If it is whole, each batch goes to one side as a whole; otherwise
+            each sample does.
 
     Raises:
-        ConfigError: If the share is none.
+        ConfigError: If the ratio is not in 0..1.
     """
 
     def __init__(self, ratio: float, stretch: Stretch) -> None:
@@ -67,12 +67,12 @@ class OffloadShare:
         self.turn(ratio)
 
     def turn(self, ratio: float) -> None:
-        """Another share from now on."""
+        """Set the share from now on."""
         require_finite("ratio", ratio, at_most=1)
         self.ratio = ratio
 
     def __call__(self, count: int) -> list[bool]:
-        """For each of ``count`` samples whether it is."""
+        """Return for each of ``count`` samples whether it is made elsewhere."""
         return [self._next()] * count if self.stretch.whole else [self._next() for _ in range(count)]
 
     def _next(self) -> bool:
@@ -83,16 +83,16 @@ class OffloadShare:
 
 
 class Evened:
-    """A share that makes up for a side which is slower than usual for a while.
+    """Split that compensates for a side that is slower than usual for a while.
 
-    Of what is under way workers should have the share, too. Where they have more, by over half a batch, less
-    is given to them than the share says, and the other way round. Nothing of that is paid back later. Workers
-    that are far away have more under way without being slower; up to half a batch of that is left alone, for
-    the rest the ratio has to make up.
+    Workers should also hold their share of the samples under way. If they hold more, by over half a batch,
+    they are given less than the share says; if they hold less, they are given more. Nothing of that is paid
+    back later. Distant workers have more under way without being slower: half a batch of that is ignored, and
+    the ratio has to absorb the rest.
 
     Args:
-        part: The share.
-        epoch: Whose batches they are.
+        part: Share that is adjusted.
+        epoch: Epoch of the batches.
     """
 
     def __init__(self, part: OffloadShare, epoch: Planning) -> None:
@@ -100,11 +100,11 @@ class Evened:
 
     @property
     def ratio(self) -> float:
-        """The share."""
+        """Return the share."""
         return self._part.ratio
 
     def __call__(self, count: int) -> Sequence[bool]:
-        """For each of ``count`` samples whether it is made elsewhere."""
+        """Return for each of ``count`` samples whether it is made elsewhere."""
         goes = self._part(count)
         here, elsewhere = self._epoch.backlog
         ahead = elsewhere - self._part.ratio * (here + elsewhere)

@@ -1,12 +1,14 @@
-"""Where a loader stands, as plain data, so that another process goes on from there.
+"""Define a loader's position as plain data, from which another process continues.
 
-The protocol of torchdata's stateful loader: ``state_dict`` at any step, ``load_state_dict`` before the next
-``iter()``. The order of an epoch is the sampler's, which may draw from any generator when it begins. So how
-these stood then is part of the state: whoever goes on lets the sampler begin in the same way, and leaves out
-what was handed out. No sample is made for that. A sampler that draws from what nobody sees must have a state
-of its own; whether it gives the same order again shows by a digest of what was handed out. A state may say
-how far a sampler was instead, as those of torchdata do; before an epoch begins, that is how far it was in the
-one before. It gives other indices then, or none, and is begun once more: such a state is used once.
+The protocol is that of torchdata's stateful loader: ``state_dict`` at any step, ``load_state_dict`` before
+the next ``iter()``. The sampler gives the order of an epoch, and may draw from any generator when it begins.
+The state therefore holds the generators as the epoch found them. A resumed loader begins the sampler in the
+same way and skips the batches that were handed out. It makes no sample for that.
+
+A sampler that draws from a hidden generator needs a ``state_dict`` of its own. A digest of the indices handed
+out shows whether the sampler gives the same order again. A sampler's state may instead hold its position, as
+torchdata's samplers do; before an epoch begins, that is the position in the previous one. Such a sampler
+gives other indices, or none, and is begun once more, so its state is used once.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from upriver.pipeline import Dataset
 from upriver.pipeline.seeding import NUMBER_OF_WORDS, apart
 
 ProcessesOfRun: TypeAlias = Literal["none", "each epoch", "persistent"]
-"""When loader processes start: PyTorch draws numbers by that, and begins samplers, so orders depend on it."""
+"""Time at which loader processes start; PyTorch's draws depend on it, and so does the order."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -44,14 +46,14 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Generators as an epoch found them.
 
     Attributes:
-        python: `random.getstate`.
-        numpy: `numpy.random.get_state`.
-        shared: PyTorch's default generator, in hexadecimal digits.
-        own: Those that the loader and its sampler were given, likewise.
-        starts: Whether a number is drawn for loader processes: PyTorch does not where they persist.
-        twice: Whether the sampler was begun once before that number was drawn and once after, and not only
-            before, as by PyTorch where processes start; None in states that do not say, of loaders that began
-            it after.
+        python: State of Python's `random`, from `random.getstate`.
+        numpy: State of NumPy, from `numpy.random.get_state`.
+        shared: State of PyTorch's default generator, in hexadecimal digits.
+        own: States of the generators that the loader and its sampler were given, in hexadecimal digits.
+        starts: Whether a number is drawn for loader processes; PyTorch draws none where they persist.
+        twice: Whether the sampler is begun twice, before and after that number is drawn, as PyTorch does
+            where processes start; otherwise only before. None in older states, whose loaders began it only
+            after.
     """
 
     python: tuple[int, tuple[int, ...], float | None]
@@ -63,7 +65,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def now(cls, own: Sequence[torch.Generator], *, starts: bool, twice: bool) -> Drawn:
-        """As they stand."""
+        """Return the generators' current states."""
         name, keys, position, has_gauss, gauss = np.random.get_state()
         version, words, following = random.getstate()
         return cls(
@@ -76,14 +78,14 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     def begin(self, batches: Iterable[Any], draw: Callable[[], int]) -> tuple[int, Iterator[Any]]:
-        """Draw and begin in PyTorch's order, as a sampler may draw as soon as it is begun.
+        """Draw the number and begin the sampler in PyTorch's order, as a sampler may draw when it begins.
 
         Args:
-            batches: Of the sampler.
-            draw: A number for loader processes.
+            batches: Batches of the sampler.
+            draw: Draw a number for loader processes.
 
         Returns:
-            The number, 0 where none is drawn, and what the sampler gives.
+            The number, 0 where none is drawn, and the sampler's iterator.
         """
         if self.twice is None:
             return draw() if self.starts else 0, iter(batches)
@@ -95,20 +97,20 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @contextmanager
     def again(self, own: Sequence[torch.Generator]) -> Iterator[None]:
-        """The same inside; afterwards those that all share go on as if nothing had been.
+        """Set the generators inside the context; restore the shared ones afterwards.
 
         Raises:
-            ConfigError: If there are others than there were, or one cannot be set so.
+            ConfigError: If the number of generators differs, or one cannot be set.
         """
         with apart():
             self.set(own)
             yield
 
     def set(self, own: Sequence[torch.Generator]) -> None:
-        """The same from here on.
+        """Set the generators to these states.
 
         Raises:
-            ConfigError: As :meth:`again`.
+            ConfigError: As for :meth:`again`.
         """
         set_own(own, self.own)
         try:
@@ -121,15 +123,15 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def said_by(generators: Sequence[torch.Generator]) -> list[str]:
-    """How they stand, in hexadecimal digits."""
+    """Return the generators' states, in hexadecimal digits."""
     return [_hex(each) for each in generators]
 
 
 def set_own(generators: Sequence[torch.Generator], said: Sequence[str]) -> None:
-    """The same for generators that a loader and its sampler were given.
+    """Set the generators that a loader and its sampler were given.
 
     Raises:
-        ConfigError: If there are others than there were, or one cannot be set so.
+        ConfigError: If the number of generators differs, or one cannot be set.
     """
     if len(generators) != len(said):
         raise ConfigError(
@@ -152,13 +154,13 @@ def _damaged(error: Exception) -> ConfigError:
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The epoch that was over when a state was taken between two.
+    """The completed epoch before a state that was saved between two epochs.
 
     Attributes:
-        drawn: Generators as it found them.
-        batches: How many it had.
-        digest: Of their indices.
-        sampler_epoch: What the sampler had been told by ``set_epoch``; None where it has none.
+        drawn: Generators as the epoch found them.
+        batches: Number of its batches.
+        digest: Digest of its indices.
+        sampler_epoch: Epoch that the sampler was given by ``set_epoch``; None if it has no such method.
     """
 
     drawn: Drawn
@@ -167,13 +169,13 @@ class Past(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sampler_epoch: int | None = None
 
     def comes_again(self, begin: Callable[[int], list[tuple[Any, ...]]], most: int) -> bool:
-        """Begin the epoch until its order comes, as the run has, or the sampler stands still.
+        """Begin the epoch until its order matches the run's, or no longer changes; return whether it matches.
 
-        A sampler that draws from something of its own, or counts, stands behind it then as in the run.
+        A sampler that counts, or draws from a generator of its own, is then where it was in the run.
 
         Args:
-            begin: Has the sampler begin it, and give so many batches at most.
-            most: How often, at most.
+            begin: Have the sampler begin the epoch, and return at most the given number of batches.
+            most: Maximum number of attempts.
         """
         found = before = ""
         for _ in range(most):
@@ -187,32 +189,34 @@ class Past(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `DataLoader.state_dict` gives.
+    """State returned by `DataLoader.state_dict`.
+
+    Fields with the default None are None in states of loaders that did not save them.
 
     Attributes:
-        epoch: Its number, counted from 0.
-        batches: How many of it were handed out.
-        seed: Of what is drawn for samples.
-        samples: Of the dataset.
-        batch_size: As the loader was told.
-        drop_last: As the loader was told; None in states that do not say.
-        sampler_epoch: What the sampler was told by ``set_epoch``; None where it has none.
-        num_replicas: Ranks that train together; None where the sampler does not know, or the state not say.
-        rank: Of them, likewise.
-        drawn: None where no epoch has begun.
-        digest: Of the indices that were handed out; None in states that do not say.
-        sampler: What its own ``state_dict`` gave when the epoch began; None where it has none.
-        own: Where no epoch has begun, the generators that the loader and its sampler were given, in
-            hexadecimal digits; None where one has, and in states that do not say.
-        starts: Likewise, whether the next epoch draws a number for loader processes.
-        processes: Of the run, whose order goes on whatever the next loader has; None in states that do not
-            say.
-        dataset: Says which one it is, as far as that is sure (`identity`); None in states that do not say.
-        order_by: Type of the sampler, likewise.
-        stood: The generators that everybody shares, when the state was taken, likewise.
-        past: The epoch before, where none is under way, likewise.
-        planned: How many batches had been drawn from the sampler, likewise.
-        ahead: Digest of their indices.
+        epoch: Number of the epoch, counted from 0.
+        batches: Number of its batches that were handed out.
+        seed: Seed of the random numbers drawn for samples.
+        samples: Number of samples in the dataset.
+        batch_size: The loader's argument.
+        drop_last: The loader's argument.
+        sampler_epoch: Epoch that the sampler was given by ``set_epoch``; None if it has no such method.
+        num_replicas: Number of ranks that train together; None also where the sampler does not say.
+        rank: Rank of this process; None also where the sampler does not say.
+        drawn: Generators as the epoch found them; None where no epoch has begun.
+        digest: Digest of the indices that were handed out.
+        sampler: The sampler's own ``state_dict`` when the epoch began; None if it has no such method.
+        own: States of the generators that the loader and its sampler were given, in hexadecimal digits, where
+            no epoch has begun; else None.
+        starts: Whether the next epoch draws a number for loader processes, where no epoch has begun; else
+            None.
+        processes: How the run starts loader processes; its order continues with any other loader.
+        dataset: Identity of the dataset, where it is certain (`identity`).
+        order_by: Type of the sampler.
+        stood: Generators shared by the process when the state was saved.
+        past: The previous epoch, where none is under way.
+        planned: Number of batches that had been drawn from the sampler.
+        ahead: Digest of the indices of these batches.
     """
 
     schema: Literal["upriver.loader-state/1"] = "upriver.loader-state/1"
@@ -240,10 +244,10 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> State:
-        """From plain data.
+        """Read a state from plain data.
 
         Raises:
-            ConfigError: If it is no state.
+            ConfigError: If the data are no valid state.
         """
         try:
             return msgspec.convert(state, cls)
@@ -251,25 +255,25 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ConfigError(f"not a state of a loader: {error}") from None
 
     def plain(self) -> dict[str, Any]:
-        """What JSON can say, and `read` reads.
+        """Return the state as plain JSON data, which `read` reads.
 
         Raises:
-            ConfigError: If JSON cannot say the sampler's own state.
+            ConfigError: If the sampler's own state does not fit into JSON.
         """
         found: dict[str, Any] = msgspec.json.decode(
             msgspec.json.encode(msgspec.structs.replace(self, sampler=None))
         )
         try:
-            found["sampler"] = json.loads(json.dumps(self.sampler))  # of numbers of any size
+            found["sampler"] = json.loads(json.dumps(self.sampler))  # integers of any size
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the sampler's state_dict gives what JSON cannot say: {error}") from None
         return found
 
     def check(self, mine: State) -> None:
-        """Whether it is of a loader like the one that gives ``mine``.
+        """Check that the state fits the loader whose state is ``mine``.
 
         Raises:
-            ConfigError: If not; names what differs.
+            ConfigError: If it does not; the message names the difference.
         """
         for name in ("seed", "samples", "batch_size"):
             theirs, here = getattr(self, name), getattr(mine, name)
@@ -292,12 +296,12 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class BatchOrder(Iterator[tuple[Any, ...]]):
-    """Indices of an epoch's batches, and a digest of those that were handed out.
+    """Indices of an epoch's batches, with a digest of those that were handed out.
 
     Args:
-        batches: Of indices, as the sampler gives them.
-        onward: What these are drawn from.
-        late: Whether a sampler may draw with every batch, and not with the first one alone.
+        batches: Batches of indices, from the sampler.
+        onward: Generators that the sampler draws from.
+        late: Whether the sampler may draw with every batch, not only with the first.
     """
 
     def __init__(self, batches: Iterator[tuple[Any, ...]], onward: Onward, *, late: bool) -> None:
@@ -309,12 +313,12 @@ class BatchOrder(Iterator[tuple[Any, ...]]):
 
     @property
     def digest(self) -> str:
-        """In hexadecimal digits."""
+        """Return the digest of the indices handed out, in hexadecimal digits."""
         return self._digest.hexdigest()
 
     @property
     def ahead(self) -> tuple[int, str]:
-        """How many were drawn and not handed out, and a digest of these and all before."""
+        """Return the number of batches drawn and not handed out, and a digest of these and all before."""
         digest = self._digest.copy()
         for indices in self._drawn:
             digest.update(_said(indices))
@@ -336,15 +340,15 @@ class BatchOrder(Iterator[tuple[Any, ...]]):
         return found
 
     def leave(self) -> None:
-        """The first that was not is handed out."""
+        """Count the oldest drawn batch as handed out."""
         self._digest.update(_said(self._drawn.popleft()))
         self._given -= 1
 
     def go_behind(self, state: State) -> None:
-        """Draw what had been drawn when the state was taken, and leave out what was handed out.
+        """Draw the batches that the state's run had drawn, and skip those that it had handed out.
 
         Raises:
-            ConfigError: If these are others.
+            ConfigError: If the batches differ.
         """
         planned = state.batches + 1 if state.planned is None else state.planned
         head = list(itertools.islice(self._batches, planned))
@@ -364,7 +368,7 @@ class BatchOrder(Iterator[tuple[Any, ...]]):
 
 
 def identity(dataset: Any) -> str:
-    """Say which dataset it is, as far as that is sure: what it holds, its name, or its type."""
+    """Return the dataset's identity where it is certain: a digest of its contents, its name, or its type."""
     match dataset:
         case Dataset():
             return f"upriver.Dataset {dataset.digest}"
@@ -380,7 +384,7 @@ def identity(dataset: Any) -> str:
 
 
 def _said(indices: tuple[Any, ...]) -> bytes:
-    """Say the same of the same indices in every process: how many, and numbers or what JSON says of them."""
+    """Return bytes that are equal for equal indices in every process: their count, then numbers or JSON."""
     return len(indices).to_bytes(8, "little") + _numbers(indices)
 
 
@@ -393,16 +397,16 @@ def _numbers(indices: tuple[Any, ...]) -> bytes:
 
 @dataclass(slots=True)
 class EpochPosition:
-    """Where an epoch stands.
+    """Position in an epoch.
 
     Attributes:
-        epoch: Its number.
-        drawn: Generators as it found them.
-        order: What it hands out.
-        batches: How many were handed out.
-        sampler: What its own ``state_dict`` gave when the epoch began; None where it has none.
-        sampler_epoch: What it had been told by ``set_epoch``; None where it has none.
-        over: Whether that was all.
+        epoch: Number of the epoch.
+        drawn: Generators as the epoch found them.
+        order: Indices of its batches.
+        batches: Number of batches handed out.
+        sampler: The sampler's own ``state_dict`` when the epoch began; None if it has no such method.
+        sampler_epoch: Epoch that the sampler was given by ``set_epoch``; None if it has no such method.
+        over: Whether the epoch is complete.
     """
 
     epoch: int
@@ -415,7 +419,7 @@ class EpochPosition:
 
     @property
     def past(self) -> Past | None:
-        """The epoch, once it is over."""
+        """Return the epoch as a completed one; None while it is under way."""
         if not self.over:
             return None
         return Past(
@@ -426,20 +430,20 @@ class EpochPosition:
         )
 
     def go_on(self, batches: int) -> None:
-        """So many have been handed out by now."""
+        """Advance to the given number of batches handed out."""
         while self.batches < batches:
             self.order.leave()
             self.batches += 1
 
 
 class Counted(Iterator[Any]):
-    """Batches, and how many there were: what a sample raises stands in place of its batch.
+    """Iterator over an epoch's batches that counts them; an error of a sample takes the place of its batch.
 
     Args:
-        batches: An epoch's.
-        place: Told of it.
-        handed_out: How many there were, with those before the first.
-        length: How many the whole epoch has.
+        batches: Batches of the epoch.
+        place: Position that is advanced.
+        handed_out: Return the number of batches handed out, including those before the first.
+        length: Return the number of batches in the whole epoch.
     """
 
     def __init__(
@@ -466,20 +470,20 @@ class Counted(Iterator[Any]):
 
 
 def begun_anew(begun: Iterator[Any], batches: Iterable[Any]) -> Iterator[Any]:
-    """What a sampler gives; where that is nothing, since its state said that it was at its end, once more."""
+    """Yield a sampler's batches; begin it once more if it gives none because its state was at its end."""
     nothing = object()
     first = next(begun, nothing)
     yield from iter(batches) if first is nothing else itertools.chain([first], begun)
 
 
 def own_state(*samplers: Any) -> Any:
-    """What the first of them gives that has a state of its own; None where none has."""
+    """Return the state of the first sampler with a ``state_dict`` of its own; None if none has one."""
     stateful = stateful_of(*samplers)
     return None if stateful is None else copy.deepcopy(stateful.state_dict())
 
 
 def stateful_of(*samplers: Any) -> Any:
-    """The first of them that has a state of its own, as torchdata's protocol says; None where none has."""
+    """Return the first sampler with a state of its own, by torchdata's protocol; None if none has one."""
     for each in samplers:
         if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
             return each

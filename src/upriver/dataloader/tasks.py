@@ -1,4 +1,4 @@
-"""What the loader has done, by whomever: some samples of a batch, and what came of them."""
+"""Define the loader's tasks, each for some samples of a batch, and their results."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any, NamedTuple, TypeAlias
 from upriver.pipeline.mapstyle import DONE, START
 
 HERE = "here"
-"""The training node, as a place."""
+"""Place name of the training node."""
 
 Kind: TypeAlias = tuple[int, int, bool]
-"""What is done of a task: from where, up to where, and whether a batch is made of it."""
+"""Stages of a task: start position, stop position, and whether it collates a batch."""
 
 
 class Task(NamedTuple):
-    """Some samples of a batch.
+    """Some samples of a batch to be made.
 
     Attributes:
-        number: Of the task.
+        number: Number of the task.
         batch: Number of the batch in its epoch.
-        indices: What the sampler gave.
-        samples: A number for each of them, for what is drawn.
-        whole: Whether these are all of the batch, so that it is collated, too.
-        start: Where its samples stand.
-        stop: Where they are to stand.
-        given: They themselves; None where they are still to be read.
+        indices: Indices, from the sampler.
+        samples: Number of each sample, for its random numbers.
+        whole: Whether these are all samples of the batch, so that the task collates them.
+        start: Position at which the samples are.
+        stop: Position to which the samples are brought.
+        given: The samples; None if they are still to be read.
     """
 
     number: int
@@ -41,27 +41,27 @@ class Task(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Which stages of it."""
+        """Return the stages of the task."""
         return self.start, self.stop, self.whole
 
     @property
     def joins(self) -> bool:
-        """Whether what comes of it is a batch."""
+        """Return whether the result is a batch."""
         return self.whole and self.stop == DONE
 
 
 class Arrival(NamedTuple):
-    """What came of a task, or why nobody elsewhere does it.
+    """Result of a task, or the reason why no other machine does it.
 
     Attributes:
-        number: Of the task.
-        value: What its maker made of it.
-        error: Why there is nothing.
-        final: Whether the error takes the place of the batch; otherwise the task is done here.
-        place: Where it was done.
-        pinned: Whether it is in pinned memory.
-        blame: Called where it could be done here: then the error says something of the place. None where
-            nobody needs to know.
+        number: Number of the task.
+        value: Samples or batch that the task made.
+        error: Reason why there is no value.
+        final: Whether the error takes the place of the batch; otherwise this machine does the task.
+        place: Machine that did the task.
+        pinned: Whether the value is in pinned memory.
+        blame: Called if this machine could do the task, so that the error is the other machine's fault. None
+            if no one needs to know.
     """
 
     number: int

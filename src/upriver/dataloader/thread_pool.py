@@ -1,7 +1,7 @@
-"""Threads that do what they are given, and for which a process that ends does not wait long.
+"""Run work in threads that do not delay the end of the process for long.
 
-It waits for those of `concurrent.futures` as long as it takes, and before anything else is done at its end.
-Who interrupts a training job would so wait for whatever a machine that hangs was asked.
+At its end a process waits for threads of `concurrent.futures` without a limit, before anything else. An
+interrupted training job would thus wait for a machine that hangs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from queue import Empty, SimpleQueue
 log = logging.getLogger("upriver")
 
 LAST_S = 2.0
-"""So long it does: a thread that lets go of tensors while Python is taken down may abort the process."""
+"""Seconds to wait at the end: a thread that frees tensors during Python's shutdown may abort the process."""
 
 Work = Callable[[], object]
 
 
 class _Thread(threading.Thread):
-    """Does one piece of work after the other, until there is None.
+    """Thread that does one piece of work after another, until it gets None.
 
     Attributes:
-        work: What is to be done.
+        work: Queue of work.
     """
 
     def __init__(self, work: SimpleQueue[Work | None], free: threading.Semaphore, name: str) -> None:
@@ -34,22 +34,22 @@ class _Thread(threading.Thread):
         self.work, self._free = work, free
 
     def run(self) -> None:
-        """Until it is over."""
+        """Do work until the queue gives None."""
         while (do := self.work.get()) is not None:
             try:
                 do()
             except Exception:
                 log.exception("a thread of the loader failed")
-            del do  # or whatever it knows would live until there is more to do
+            del do  # else everything that the work refers to would live until the next one
             self._free.release()
 
 
 class Threads:
-    """Some threads, each started when there is something to do for which none is free.
+    """Thread pool that starts a thread when there is work and none is free.
 
     Args:
-        most: Of them.
-        name: What theirs begin with.
+        most: Maximum number of threads.
+        name: Prefix of the threads' names.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -61,7 +61,7 @@ class Threads:
         self._over = False
 
     def submit(self, work: Work) -> None:
-        """Have it done; nothing more is where they have been shut down."""
+        """Queue work; ignore it after a shutdown."""
         with self._lock:
             if self._over:
                 return
@@ -73,7 +73,7 @@ class Threads:
             self._started.append(thread)
 
     def shutdown(self) -> None:
-        """Leave what nobody has begun; each ends when it has done what it is at."""
+        """Drop queued work; each thread ends after its current work."""
         with self._lock:
             self._over = True
             _end(self._started)
@@ -89,7 +89,7 @@ def _end(threads: Sequence[_Thread]) -> None:
 
 
 def _end_all() -> None:
-    """The process ends; threads that were shut down before may still be at something."""
+    """End all threads with the process, including those of earlier shutdowns that are still busy."""
     running = [thread for thread in threading.enumerate() if isinstance(thread, _Thread)]
     _end(running)
     until = time.monotonic() + LAST_S
@@ -98,4 +98,4 @@ def _end_all() -> None:
 
 
 weakref.finalize(Threads, _end_all)
-# The newest go first, so what breaks something off that a thread waits for does so before this one waits.
+# The newest finalizers run first: one that aborts what a thread waits for runs before this one waits.

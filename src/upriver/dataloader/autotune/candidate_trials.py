@@ -1,11 +1,11 @@
-"""Candidates that promise about as much, tried in turns while training goes on; to offload nothing is one.
+"""Try candidates with similar promises in turns while training runs; offloading nothing is one of them.
 
-What is measured of one candidate after another is not of one moment. Where machines are shared, a third of
-their speed comes and goes meanwhile, and whichever candidate had luck would be taken. In turns all see the
-same; every batch is handed out, at about the throughput that was promised. Each has a ratio of its own,
-steered by its own turns: that the workers of one wait for a slow disk is nothing to another. What a batch
-made elsewhere still costs the training node (Ocycle) is known better than throughputs are: it decides between
-those that turns do not tell apart.
+Candidates measured one after another are not measured at the same moment. Shared machines gain and lose a
+third of their speed meanwhile, so the luckiest candidate would win. In turns all candidates see the same
+conditions. Every batch is handed out, at about the promised throughput. Each candidate has a ratio of its
+own, steered by its own turns: a slow disk of one candidate's workers does not affect the others. The cost of
+a batch made elsewhere for the training node (Ocycle) is known more precisely than throughputs. It decides
+between candidates that turns do not separate.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from upriver.policies import OffloadDecision, OffloadPolicy
 from upriver.profile.throughput import Metrics
 
 HERE = ""
-"""Among the candidates: nothing is offloaded."""
+"""Name of the candidate that offloads nothing."""
 
 NEAR = 0.7
-"""Of the most that any promises: whoever promises less is not tried."""
+"""Share of the largest promise below which a candidate is not tried."""
 
 TURNS, MORE_TURNS = 3, 6
-"""Of each, of one window; and of those that are near the best one after so many."""
+"""Turns of each candidate, of one window each; and turns of those still near the best one after that."""
 
 UNSURE = 0.1
-"""Of the most that any gives: whoever gives less by more after `TURNS` has no further ones."""
+"""Relative shortfall from the best throughput after `TURNS` beyond which a candidate has no further turns."""
 
 SAME = 0.05
-"""Of the most: whoever gives less by no more is as good, as far as turns tell."""
+"""Relative shortfall from the best throughput up to which a candidate counts as equally good."""
 
 
 @dataclass(eq=False, slots=True)
 class Rivals:
-    """What they have given so far.
+    """Throughputs of the candidates so far.
 
     Args:
-        alone: MB/s with nothing offloaded, as it was measured before.
-        promises: MB/s that each one promises; of equals in all the first is taken.
-        ocycles: CPU seconds that a batch which is made elsewhere costs the training node.
-        steered: The ratio of each one but nothing.
+        alone: MB/s with nothing offloaded, as measured before.
+        promises: MB/s that each candidate promises; the first of several equal ones wins.
+        ocycles: CPU seconds that a batch made elsewhere costs the training node, by candidate.
+        steered: Controller of each candidate's ratio, except for the one that offloads nothing.
 
     Attributes:
-        seen: MB/s of each one's turns.
-        useless: Who was steered to nothing, and has no further turn.
-        window: The turn that is not over.
+        seen: MB/s in each candidate's turns.
+        useless: Candidates that were steered to ratio 0 and have no further turn.
+        window: Unfinished turn.
     """
 
     alone: float
@@ -63,7 +63,7 @@ class Rivals:
 
     @classmethod
     def of(cls, policy: OffloadPolicy, metrics: Metrics, decision: OffloadDecision) -> Rivals | None:
-        """Those that promise about as much as the one decided for; None where there are no others."""
+        """Return the candidates with promises near the decision's; None if there are no others."""
         if policy.promise is None or decision.candidate is None:
             return None
         alone = min(metrics.gthp, metrics.lthp)
@@ -73,7 +73,7 @@ class Rivals:
             by_itself = replace(metrics, candidates=(each,))
             found = policy.decide(by_itself)
             promises[each.name] = policy.promise(by_itself, found)
-            # Who promises nothing is tried at the ratio of the one that promises the most.
+            # A candidate that promises nothing is tried at the decision's ratio.
             ratio = found.ratio or decision.ratio
             steered[each.name] = Steering(ratio, here=metrics.lthp, elsewhere=each.rthp)
         least = NEAR * max(promises.values())
@@ -83,7 +83,7 @@ class Rivals:
 
     @property
     def next(self) -> str | None:
-        """Whose turn it is; None once all have had theirs, or one is far ahead."""
+        """Return the candidate of the next turn; None once all had theirs, or one is far ahead."""
         if not self.seen.keys() - {HERE}:
             return None
         name = min(self.seen, key=self._turns)
@@ -94,7 +94,7 @@ class Rivals:
         return name if len(near) > 1 and self._turns(name) < MORE_TURNS else None
 
     def add(self, name: str, window: StepWindow) -> None:
-        """One's turn is over."""
+        """Record the end of a candidate's turn."""
         self.seen[name].append(window.throughput)
         self.window = None
         if name != HERE and not self.steered[name].turn(window):
@@ -102,28 +102,28 @@ class Rivals:
             self.useless.append(name)
 
     def ratio(self, name: str) -> float:
-        """Of one, as it is steered."""
+        """Return a candidate's ratio, as steered."""
         return 0.0 if name == HERE else self.steered[name].ratio
 
     def throughput(self, name: str) -> float:
-        """MB/s of one, the median of its turns; of nothing as it was measured before, where it had none."""
+        """Return the median MB/s of a candidate's turns; without turns, the MB/s with nothing offloaded."""
         return median(self.seen.get(name) or [self.alone])
 
     @property
     def best(self) -> str:
-        """Of those that give about the most the one that costs the least here.
+        """Return the candidate with the least cost here among those near the highest throughput.
 
-        Nobody, where nothing offloaded is among them: what others make is not free, on their machines and
-        on the link, and the first batches of an epoch, when nothing is made ahead yet, are later for it.
+        Offloading nothing wins if it is among them. Work elsewhere costs machines and bandwidth, and delays
+        an epoch's first batches, when none are made ahead.
         """
         near = self._with(1 - SAME) if self.seen else [HERE]
         return HERE if HERE in near else min(near, key=self.ocycles.__getitem__)
 
     def factor(self, name: str) -> float:
-        """What a candidate's Rthp is to be multiplied by, for its promise to be what turns have shown of it.
+        """Return the factor on a candidate's Rthp that makes its promise match its turns.
 
-        Relative to what the best one promises: turns are of another moment than Gthp and Lthp. What a promise
-        is above Lthp grows with Rthp.
+        It is relative to the best candidate's promise, as turns are of another moment than Gthp and Lthp. A
+        promise's excess over Lthp grows with Rthp.
         """
         gain, best = self.promises[name] - self.alone, self.throughput(self.best)
         if gain <= 0 or best <= 0:
@@ -131,7 +131,7 @@ class Rivals:
         return max(0.0, self.promises[self.best] * self.throughput(name) / best - self.alone) / gain
 
     def told(self) -> str:
-        """What came of it, in words."""
+        """Return the outcome in words."""
         each = ", ".join(f"{name or 'nothing'} {self.throughput(name):.4g}" for name in self.seen)
         best = f"{self.best} is taken" if self.best else "nothing is offloaded"
         if self.best and len(self._with(1 - SAME)) > 1:
@@ -143,7 +143,7 @@ class Rivals:
         return len(self.seen[name])
 
     def _with(self, share: float) -> list[str]:
-        """Those that give at least such a share of the most."""
+        """Return the candidates with at least ``share`` of the highest throughput."""
         most = max(map(self.throughput, self.seen))
         return [name for name in self.seen if self.throughput(name) >= share * most]
 

@@ -1,24 +1,24 @@
-"""Whether to offload, decided while training goes on: every batch that is made for measuring is handed out.
+"""Decide while training runs whether to offload; every batch that is made for measuring is handed out.
 
-FastFlow's metrics (PVLDB 16(5), Table 1 and section 5.1), with what the loader sees of the training loop: how
-long it waits for a batch, and how long its consumer takes until it asks for the next.
+The metrics are FastFlow's (PVLDB 16(5), Table 1 and section 5.1), with what the loader sees of the training
+loop: how long it waits for a batch, and how long its consumer takes to ask for the next.
 
     Pcycle, Ocycle   CPU seconds of this process and its loader processes while some batches are prepared and
-                     nobody trains
-    Gthp             while these are consumed, and nobody prepares any
-    Lthp, Rthp       while both go on, all of it here, all of it offloaded
+                     nothing is trained
+    Gthp             throughput while these are consumed, and none are prepared
+    Lthp, Rthp       throughput while both go on, with everything made here, and everything offloaded
 
 Departures
-    - The model is not run on a copy: the steps that are timed are the user's own, on batches that are ready.
-    - A candidate is measured only where something stalls, as in the paper, and can be left out by name.
-    - Pcycle and each Ocycle are of different batches, some of the job's own each, as none is made twice.
-    - What the training node has made in place of a worker is no throughput of workers. Where that is more
-      than a tenth of a measurement, this is made once more; after `TRIES` the candidate is left out.
+    - The model is not run on a copy: the timed steps are the user's own, on batches that are ready.
+    - As in the paper, a candidate is measured only if training stalls. Candidates can be left out by name.
+    - Pcycle and each Ocycle come from different batches of the job, as no batch is made twice.
+    - Samples that the training node made in place of a worker do not count as the workers' throughput. If
+      they are more than a tenth of a measurement, it is repeated; after `TRIES` the candidate is left out.
     - Where a batch shows no bytes (a class of the user's, PIL images), each of its samples counts as 1 MB.
-      What is decided goes by ratios of throughputs.
+      Decisions depend only on ratios of throughputs.
 
-What an epoch leaves unfinished the next goes on with. A policy that promises a throughput is held to it: the
-ratio is steered, and where a job lacks too much of it all is measured anew
+An epoch's unfinished measurements continue in the next epoch. A policy that promises a throughput is held to
+it: the ratio is steered, and if a job falls too far short everything is measured again
 (`upriver.dataloader.autotune.ratio_controller`).
 """
 
@@ -54,50 +54,57 @@ from upriver.policies import OFFLOAD_POLICIES, OffloadDecision, OffloadPolicy, s
 from upriver.profile.throughput import SPEEDUP_THRESHOLD, Candidate, Metrics
 
 MOST_STEPS = 50
-"""Of one throughput: FastFlow found 50 to 100 steps to be enough (section 5.1)."""
+"""Maximum number of steps per throughput: FastFlow found 50 to 100 steps to be enough (section 5.1)."""
 
 LEAST_STEPS = 8
 SETTLED = 0.02
-"""Fewer do where the standard error of a step's seconds is below this part of their mean."""
+"""Relative standard error of a step's seconds below which fewer than `MOST_STEPS` steps suffice."""
 
 FAR_SLOWER = 3.0
-"""Where workers prepare batches so many times slower than the model takes them, training waits for nothing
-else: how fast they were prepared is how fast they come then, too."""
+"""Ratio of the model's speed to the workers' beyond which training waits for the workers alone.
+
+The speed at which the batches were prepared is then also the speed at which they arrive.
+"""
 
 SKIPPED = 2
-"""Steps after a change that do not count: what was under way is not yet what is measured."""
+"""Steps after a change that do not count, as their batches were under way before it."""
 
 PREPARED = 8
-"""Batches that are prepared while nobody trains."""
+"""Batches prepared while nothing is trained."""
 
 TRIES = 3
-"""Measurements of a candidate in which the training node has made too much itself."""
+"""Measurements of a candidate, in which the training node made too much itself, before it is left out."""
 
 REST = 50
-"""Batches between measuring and measuring anew, for each that was handed out for measuring: 2 % of them are
-at most. Twice as many each time that nothing came of it."""
+"""Batches between measurements, for each batch handed out for measuring: at most 2 % are measured.
+
+The number doubles each time that a new measurement changes nothing.
+"""
 
 MOST_REST = 1600
 
 SAME = 0.1
-"""Nothing came of it where the ratio differs by less."""
+"""Difference in ratio below which a new measurement has changed nothing."""
 
 MEGA = 1e6
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 Course = Generator[None, BatchStep | None, None]
-"""Stops where a batch is to be handed out, and is told how that went; None where the dataset failed."""
+"""Generator that stops where a batch is to be handed out.
+
+It is sent the step of that batch, or None if the dataset failed.
+"""
 
 
 @dataclass(eq=False, slots=True)
 class Steps:
-    """Steps that were timed.
+    """Timed steps.
 
     Attributes:
-        seconds: Of each, by what they are timed for.
-        nbytes: Of each step's batch; of what workers were to make, such as they have made.
-        returned: Share of what they were to make that they have not, of each.
+        seconds: Seconds of each step, counting only the part that is timed.
+        nbytes: Bytes of each step's batch, without those that workers were given and did not make.
+        returned: Share of each step's samples meant for workers that they did not make.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -105,22 +112,22 @@ class Steps:
     returned: list[float] = field(default_factory=list)
 
     def add(self, seconds: float, nbytes: int, returned: float = 0.0) -> None:
-        """One more."""
+        """Add a step."""
         self.seconds.append(seconds)
         self.nbytes.append(round(nbytes * (1 - returned)))
         self.returned.append(returned)
 
     @property
     def spoilt(self) -> bool:
-        """Whether they tell too little of workers."""
+        """Return whether the workers made too little for the steps to measure them."""
         return len(self.returned) >= LEAST_STEPS and statistics.fmean(self.returned) > FAILED
 
     def enough(self, alone: float = 0.0) -> bool:
-        """Whether further ones would change little.
+        """Return whether further steps would change little.
 
         Args:
-            alone: MB/s that the training node makes meanwhile, where these are of what others make: those add
-                to it, so the slower they are the less exactly it need be known.
+            alone: MB/s that the training node makes meanwhile, if the steps measure what others make. The
+                others add to it, so the slower they are, the less precisely they need to be known.
         """
         if len(self.seconds) >= MOST_STEPS:
             return True
@@ -132,26 +139,26 @@ class Steps:
 
     @property
     def throughput(self) -> float:
-        """MB/s; of no step at all it is 0."""
+        """Return the throughput in MB/s; 0 without steps."""
         total_s = sum(self.seconds)
         return sum(self.nbytes) / total_s / MEGA if total_s > 0 else 0.0
 
 
 @dataclass(eq=False, slots=True)
 class TimedPath:
-    """What has been timed of one way to make batches.
+    """Timings of one way to make batches.
 
     Attributes:
-        cpu_s: CPU seconds of batches prepared while nobody trained.
-        prepared: How many these are.
-        prepared_s: Seconds in which they were.
+        cpu_s: CPU seconds for the batches prepared while nothing was trained.
+        prepared: Number of these batches.
+        prepared_s: Seconds in which they were prepared.
         alone: Steps of the consumer alone.
-        both: Steps of both.
-        short: Whether an epoch has had too few batches to warm up with.
-        returned: Of the batches that were prepared, what workers were to make and have not.
-        tries: Times that it was too much.
-        away: Whether nobody could be asked the last time.
-        came: Whether somebody could be asked after that, who was not there before.
+        both: Steps of making and consuming at once.
+        short: Whether an epoch had too few batches to warm up with.
+        returned: Number of prepared batches, in fractions, that workers were given and did not make.
+        tries: Number of measurements in which workers made too little.
+        away: Whether no worker could be asked in the last one.
+        came: Whether a worker could be asked after that.
     """
 
     cpu_s: float = 0.0
@@ -167,56 +174,56 @@ class TimedPath:
 
     @property
     def useless(self) -> bool:
-        """Whether nothing can be measured of it."""
+        """Return whether the candidate cannot be measured."""
         return self.tries >= TRIES
 
     @property
     def exact(self) -> bool:
-        """Whether nothing of it was made by anybody else."""
+        """Return whether workers made everything that they were given."""
         return not self.returned and not any(self.both.returned)
 
     @property
     def lacking(self) -> int:
-        """Batches to prepare."""
+        """Return the number of batches still to prepare."""
         return PREPARED - min(self.prepared, len(self.alone.seconds))
 
     @property
     def prepared_throughput(self) -> float:
-        """MB/s at which they were prepared, if all batches are about as large."""
+        """Return the throughput of preparing in MB/s, assuming batches of about equal size."""
         nbytes = (self.prepared - self.returned) * statistics.fmean(self.alone.nbytes)
         return nbytes / _positive(self.prepared_s) / MEGA
 
     def ocycle(self, pcycle: float) -> float:
-        """CPU seconds of a batch that workers make, without what others have cost."""
+        """Return the CPU seconds of a batch that workers make, without those of samples they did not make."""
         return max(0.0, self.cpu_s - self.returned * pcycle) / (self.prepared - self.returned)
 
     @property
     def throughput(self) -> float:
-        """MB/s of both; where that was not timed, of what it can be but little more or less than."""
+        """Return the MB/s of making and consuming at once, or of preparing where that was not timed."""
         return self.both.throughput if self.both.seconds else self.prepared_throughput
 
 
 @dataclass(eq=False, slots=True)
 class TunerMeasurements:
-    """What has been measured so far; an epoch that ends early leaves the rest to the next.
+    """Measurements so far; an epoch that ends early leaves the rest to the next.
 
     Attributes:
         gthp: MB/s of the consumer alone.
-        lthp: MB/s of both, all of it here.
-        pcycle: CPU seconds of a batch, all of it here.
+        lthp: MB/s of making and consuming at once, with everything made here.
+        pcycle: CPU seconds of a batch made here.
         pseconds: Seconds of a batch at ``lthp``.
-        ocycles: CPU seconds of a batch, where a candidate makes it.
-        rthp: MB/s of both, all of it offloaded, by candidate.
-        decision: Once there is one; its ratio is the one in force.
-        rivals: Candidates that are being tried in turns, before the decision stands.
-        kept: How the decision is held to its promise.
-        anew: Whether it is being measured anew.
-        waiting: Whether candidates were not measured because nobody could be asked.
-        timed: What is not finished yet, by candidate.
-        spent: Batches handed out for measuring.
-        since: Batches handed out after it.
-        rest: Batches before it is measured anew, for each that was handed out for measuring.
-        by_samples: Whether sizes are numbers of samples; None before there was a batch.
+        ocycles: CPU seconds here of a batch that a candidate makes, by candidate.
+        rthp: MB/s of making and consuming at once, with everything offloaded, by candidate.
+        decision: Decision, once there is one, with the ratio in force.
+        rivals: Candidates that are tried in turns before the decision is final.
+        kept: State that holds the decision to its promise.
+        anew: Whether everything is being measured again.
+        waiting: Whether candidates were not measured because no worker could be asked.
+        timed: Unfinished timings, by candidate.
+        spent: Number of batches handed out for measuring.
+        since: Number of batches handed out since then.
+        rest: Batches before the next measurement, for each batch handed out for measuring.
+        by_samples: Whether sizes are numbers of samples; None before the first batch.
     """
 
     gthp: float | None = None
@@ -237,7 +244,7 @@ class TunerMeasurements:
     by_samples: bool | None = None
 
     def size_of(self, batch: Any, samples: int) -> int:
-        """Bytes of a batch. Where the first one shows none, samples count from then on."""
+        """Return the bytes of a batch; if the first batch shows none, samples count from then on."""
         nbytes = num_bytes(batch)
         if self.by_samples is None:
             self.by_samples = nbytes == 0
@@ -245,36 +252,36 @@ class TunerMeasurements:
 
     @property
     def measuring(self) -> bool:
-        """Whether the next batch is handed out for measuring."""
+        """Return whether the next batch is handed out for measuring."""
         return self.decision is None or self.anew
 
     @property
     def settled(self) -> bool:
-        """Whether what is decided stands."""
+        """Return whether the decision is final."""
         return self.decision is not None and self.rivals is None
 
     @property
     def in_force(self) -> str | None:
-        """The candidate by which batches are planned now; None where nothing is offloaded."""
+        """Return the candidate by which batches are planned now; None where nothing is offloaded."""
         if self.rivals is not None and self.rivals.next is not None:
             return self.rivals.next or None
         return None if self.decision is None else self.decision.candidate
 
     @property
     def ratio(self) -> float:
-        """For what share of the samples."""
+        """Return the share of samples offloaded now."""
         if self.rivals is not None and (name := self.rivals.next) is not None:
             return self.rivals.ratio(name)
         return 0.0 if self.decision is None else self.decision.ratio
 
     def forget(self) -> None:
-        """All figures, to be measured anew; what was decided holds until there is another decision."""
+        """Discard all measurements; the decision holds until the next one."""
         self.gthp = self.lthp = self.pcycle = self.pseconds = None
         self.ocycles, self.rthp, self.timed, self.rivals = {}, {}, {}, None
         self.anew, self.spent = True, 0
 
     def forget_candidates(self) -> None:
-        """What workers deliver, as there are others now; what was decided holds until it is decided anew."""
+        """Discard measurements of workers after these have changed; the decision holds until the next."""
         self.rthp.clear()
         self.ocycles.clear()
         self.timed = {name: timed for name, timed in self.timed.items() if name == HERE}
@@ -283,12 +290,12 @@ class TunerMeasurements:
 
     @property
     def useless(self) -> list[str]:
-        """Candidates of which nothing could be measured, as workers have made too little."""
+        """Return the candidates that could not be measured, as workers made too little."""
         return [name for name, timed in self.timed.items() if timed.useless]
 
     @property
     def nobody(self) -> bool:
-        """Whether nothing could be measured of any."""
+        """Return whether no candidate could be measured."""
         return bool(self.useless) and not self.rthp
 
     def decide(
@@ -298,13 +305,13 @@ class TunerMeasurements:
         names: Sequence[str],
         why_not: Mapping[str, str] = NOTHING,
     ) -> None:
-        """By the policy.
+        """Decide by the policy.
 
         Args:
-            policy: Which.
+            policy: Policy to apply.
             threshold: FastFlow's SpeedUpThreshold.
-            names: Of the candidates.
-            why_not: What workers have failed with, by address.
+            names: Names of the candidates.
+            why_not: Failures of workers, by address.
         """
         metrics, before = self.metrics(threshold, names), self.decision
         found = self.decision = self._told(policy.decide(metrics), names, why_not)
@@ -324,7 +331,7 @@ class TunerMeasurements:
     def _told(
         self, found: OffloadDecision, names: Sequence[str], why_not: Mapping[str, str]
     ) -> OffloadDecision:
-        """With what could not be measured, and why."""
+        """Add to a decision's reason the candidates that could not be measured, and why."""
         if not self.useless:
             return found
         faults = "; ".join(f"{url}: {fault.removeprefix(f'{url}: ')}" for url, fault in why_not.items())
@@ -335,7 +342,7 @@ class TunerMeasurements:
         return replace(found, why=f"{found.why}; not {names}, which workers could not be used for ({faults})")
 
     def settle(self, rivals: Rivals) -> None:
-        """By what came of the turns, which tell more of candidates than figures of other moments."""
+        """Make the decision final by the turns, which compare candidates under the same conditions."""
         decision, kept, best = self.decision, self.kept, rivals.best
         assert decision is not None and kept is not None
         kept.why = f"{kept.why}; {rivals.told()}"
@@ -358,7 +365,7 @@ class TunerMeasurements:
         return Steering(found.ratio, here=here, elsewhere=elsewhere)
 
     def steer(self, seen: StepWindow) -> float:
-        """The ratio in force from now on."""
+        """Set the ratio from the last window, and return it."""
         decision, kept = self.decision, self.kept
         if decision is None or kept is None or kept.steering is None:
             return 0.0
@@ -377,7 +384,7 @@ class TunerMeasurements:
         return ratio
 
     def metrics(self, threshold: float, names: Sequence[str]) -> Metrics:
-        """All of it as the policy takes it; candidates that were not measured are left out."""
+        """Return the measurements as the policy needs them, without candidates that were not measured."""
         candidates = tuple(
             Candidate(name=name, rthp=self.rthp[name], ocycle=self.ocycles[name])
             for name in names
@@ -398,20 +405,21 @@ def _positive(value: float | None) -> float:
 
 
 class Auto(Iterator[Any]):
-    """An epoch, in order, whose first batches tell how the others are made.
+    """Iterator over an epoch that measures with the first batches how to make the others.
 
     Args:
-        epoch: Makes them.
-        measured: What is known; changed as more is.
-        candidates: What could be, all of it, by name.
-        part: Some of it: by name and ratio.
-        policy: Decides by what was measured.
+        epoch: Makes the batches.
+        measured: Measurements so far, which are updated.
+        candidates: Names of what could be offloaded.
+        part: Return the split for a candidate and a ratio.
+        policy: Policy that decides by the measurements.
         threshold: FastFlow's SpeedUpThreshold.
         warm: Batches to prepare before CPU seconds count, where processes have just begun.
-        on_decided: Told when it has been, and when that stands.
-        why_not: What workers have failed with so far, by address.
-        cpu_s: CPU seconds of this process and its loader processes so far; of this process alone if None.
-        clock: Seconds.
+        on_decided: Called after a decision, and when it becomes final.
+        why_not: Return the workers' failures so far, by address.
+        cpu_s: Return the CPU seconds of this process and its loader processes so far; by default of this
+            process alone.
+        clock: Return the time in seconds.
     """
 
     def __init__(
@@ -432,7 +440,7 @@ class Auto(Iterator[Any]):
         self._epoch, self._found, self._clock = epoch, measured, clock
         self._last: BatchStep | None = None
         self._handed_s = 0.0
-        # It knows nothing of this object, so that an epoch that is dropped ends at once.
+        # The course must not refer to this object, so that a dropped epoch ends at once.
         self._course = _Course(
             epoch=epoch,
             found=measured,
@@ -448,15 +456,15 @@ class Auto(Iterator[Any]):
         ).run()
 
     def __next__(self) -> Any:
-        """The next batch.
+        """Return the next batch.
 
         Raises:
-            Exception: What the dataset raised for one of its samples; the next call goes on behind it.
+            Exception: The dataset's error for one of the samples. The next call continues after that batch.
         """
         last, self._last = self._last, None
         if last is not None:
             last = replace(last, consumed_s=self._clock() - self._handed_s)
-        with suppress(StopIteration):  # it has no end but what was raised in it, such as that a process died
+        with suppress(StopIteration):  # it ends only by an error raised in it, such as the death of a process
             self._course.send(last)
         waits, asked_s = copy(self._epoch.waits), self._clock()
         batch = next(self._epoch)
@@ -472,7 +480,7 @@ class Auto(Iterator[Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Course:
-    """What is done between batches: measuring, deciding, and keeping to it."""
+    """Steps between batches: measure, decide, and hold the decision to its promise."""
 
     epoch: Epoch
     found: TunerMeasurements
@@ -488,18 +496,18 @@ class _Course:
 
     @property
     def _least_spent(self) -> int:
-        """Batches that measuring takes, as it may have been done by another job."""
+        """Return the least number of batches for measuring, as another job may have measured."""
         return (1 + len(self.candidates)) * (PREPARED + LEAST_STEPS)
 
     @property
     def _patience(self) -> int:
-        """Batches before whoever could not be asked is measured; more where nothing came of it."""
+        """Return the batches before absent workers are measured; more if that changed nothing before."""
         found = self.found
         times = found.rest // REST
         return found.spent if times == 1 else times * max(self._least_spent, found.spent)
 
     def run(self) -> Course:
-        """All of the epoch, and no end."""
+        """Run for the whole epoch, without an end."""
         planned_before = 0
         while True:
             if self.found.measuring:
@@ -524,7 +532,7 @@ class _Course:
                         found.ocycles[name] = timed.ocycle(found.pcycle)
                         found.rthp[name] = timed.throughput
                     elif not self.epoch.ready:
-                        break  # it would be the same with any other
+                        break  # any other candidate would give the same result
         found.decide(self.policy, self.threshold, self.candidates, self.why_not())
         away = any(found.timed[name].away for name in found.useless)
         found.waiting = bool(found.useless) and (away or not self.epoch.ready)
@@ -533,7 +541,7 @@ class _Course:
     def _time(
         self, name: str, split: BatchSplit, *, alone: float = 0.0
     ) -> Generator[None, BatchStep | None, TimedPath]:
-        """One way to make batches; goes on where the last epoch ended."""
+        """Time one way to make batches, continuing where the last epoch ended."""
         timed = self.found.timed.setdefault(name, TimedPath())
         while timed.lacking > 0 and not timed.useless:
             self.epoch.split = split
@@ -560,7 +568,7 @@ class _Course:
         return timed
 
     def _again(self, timed: TimedPath) -> Course:
-        """What was timed last tells too little of workers; go on after a while, or when they can be asked."""
+        """Discard a measurement in which workers made too little; continue later, or once they are ready."""
         timed.both = Steps()
         timed.tries += 1
         timed.away = not self.epoch.ready
@@ -573,10 +581,10 @@ class _Course:
         while self.epoch.coming and not self.epoch.ready:
             yield
         if timed.away and self.epoch.ready and not timed.came:
-            timed.came, timed.tries = True, 0  # who began late has had no try yet
+            timed.came, timed.tries = True, 0  # workers that began late have had no try yet
 
     def _prepare(self, timed: TimedPath) -> Course:
-        """Hand out what was planned before; prepare some batches; hand them out while nothing is prepared."""
+        """Hand out earlier batches; prepare some; hand these out while none are prepared."""
         for _ in range(self.epoch.planned):
             yield
             self.found.spent += 1
@@ -595,7 +603,7 @@ class _Course:
         timed.prepared += count
         timed.short = timed.short or (warm > 0 and not planned and not count)
         self.epoch.hold = True
-        for _ in range(max(1, warm + count)):  # there may be none any more, which shows when one is asked for
+        for _ in range(max(1, warm + count)):  # if none are left, the next request shows it
             step = yield
             self.found.spent += 1
             if step is not None:
@@ -603,14 +611,17 @@ class _Course:
         self.epoch.hold = False
 
     def _made(self, count: int) -> int:
-        """So many batches, and how many there are; what workers give back is not made while nobody trains."""
+        """Have ``count`` batches made, and return how many there are.
+
+        Samples that workers give back are not made while nothing is trained.
+        """
         return 0 if self.epoch.returned() > FAILED else self.epoch.prepare(count, most_returned=FAILED)
 
     def _take_turns(self, rivals: Rivals, planned_before: int) -> Course:
-        """Candidates, a window each, again and again; goes on where the last epoch ended.
+        """Try candidates in turns of one window each, continuing where the last epoch ended.
 
         Args:
-            planned_before: Batches on their way that were planned otherwise.
+            planned_before: Number of batches under way that were planned otherwise.
         """
         self.epoch.hold = False
         while (name := rivals.next) is not None:
@@ -620,7 +631,7 @@ class _Course:
             else:
                 part = self.part(name, rivals.ratio(name))
                 self.epoch.split, size = self._evened(part), window_of(part.ratio, whole=part.stretch.whole)
-                skip += settling(part.ratio, whole=part.stretch.whole)  # else the others' turns tell of it
+                skip += settling(part.ratio, whole=part.stretch.whole)  # else others' turns would count
             rivals.window = rivals.window or StepWindow()
             while not rivals.window.enough(size):
                 step = yield
@@ -635,14 +646,14 @@ class _Course:
         self.on_decided()
 
     def _evened(self, part: OffloadShare) -> BatchSplit:
-        """An epoch must end as soon as nobody iterates, so what it has must not have it."""
+        """Return an evened split that refers weakly to the epoch, which must end once nothing iterates it."""
         return Evened(part, weakref.proxy(self.epoch))
 
     def _keep(self, planned_before: int) -> Course:
-        """Hand out batches as was decided, until all is to be measured anew.
+        """Hand out batches as decided, until everything is to be measured again.
 
         Args:
-            planned_before: Batches on their way that were planned otherwise.
+            planned_before: Number of batches under way that were planned otherwise.
         """
         found, decision, kept = self.found, self.found.decision, self.found.kept
         part: OffloadShare | None = None

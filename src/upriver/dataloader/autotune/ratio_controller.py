@@ -1,39 +1,39 @@
-"""The share that is made elsewhere, kept right while a job runs, by what handing out batches waits for.
+"""Adjust the share made elsewhere while a job runs, by the waits of handing out batches.
 
-Seen over a window of batches, at no cost: the waits are those that there are.
+The waits are those that occur anyway, summed over a window of batches.
 
     T       MB/s of the batches handed out
-    h, e    parts of the time spent waiting for what is made here, and for what is made elsewhere (`Waits`)
-    f       share of what was to be made elsewhere that came back to be made here
+    h, e    share of the time spent waiting for samples made here, and for samples made elsewhere (`Waits`)
+    f       share of the samples meant to be made elsewhere that came back to be made here
 
-Known of each side, A here and B elsewhere: the MB/s that it makes, from the last window in which it was late;
-at first as measured for the decision.
+Each side, A here and B elsewhere, has a known capacity in MB/s. It comes from the last window in which the
+side was late; at first it is as measured for the decision.
 
 The law, for a ratio r
-    1. Here is late where h / (1 - r) is more than e / r: one sample fewer there spares more time than one
-       fewer elsewhere. It is late by b = h - e (1 - r) / r. The other way round for elsewhere. Where b is
-       within BAND r stays.
-    2. The side that is late makes all it can: A = (1 - s) T, or B = s T, where s is the share that was made
-       elsewhere, which is r but for what `Evened` has moved. The other one makes no less than it
-       has just made, and maybe more: with each window in which it is not late again it is taken to make some
-       more than it was seen to (DOUBT), and after many of them much more.
-    3. r goes GAIN of the way to B / (A + B), where both are done at once; but gives away no more than b of
-       what the side that is late has to do, n times that in the nth window in a row.
+    1. Here is late if h / (1 - r) is more than e / r: one sample fewer here saves more time than one fewer
+       elsewhere. It is late by b = h - e (1 - r) / r. For elsewhere the rule is mirrored. If b is within
+       BAND, r stays.
+    2. The late side makes all it can: A = (1 - s) T, or B = s T, where s is the share that was made
+       elsewhere. s is r, except for samples that `Evened` has moved. The other side can make at least as much
+       as it just made, and perhaps more: with each window in which it is again not late it is assumed to make
+       slightly more than seen (DOUBT), and after many of them much more.
+    3. r goes GAIN of the way to B / (A + B), where both finish at once. It takes at most b of the late side's
+       work away, and n times that in the nth window in a row.
 
-Why capacities, and not the waits alone: batches that were made ahead hide for long which side is too slow,
-and where both are slower than the model the waits jump from one side to the other however near r is to its
-best. Following them alone swings. With step 2 r rests near its best, and leaves it only by the doubt, until
-the other side shows what it can do.
+Capacities are needed besides the waits: batches that were made ahead hide for long which side is too slow.
+Where both sides are slower than the model, the waits jump between the sides however near r is to its best. A
+ratio that follows waits alone swings. With step 2 r rests near its best, and leaves it only by the doubt,
+until the other side shows its capacity.
 
-Besides
-    f > FAILED    r falls by f r / 2, to PROBE at least, so that a machine that comes back is noticed; what
-                  was known of workers counts again as soon as nothing comes back.
-    T fell        by WORSE since another ratio was in force, and r goes away from that: it is tried again. If
-                  it gives more, what was waited for has misled (waiting for one sample on its way is no lack
-                  of workers); it stays there the next time that this happens, for PATIENCE windows, and twice
-                  as many each time after that. If not, the job has changed.
+Further rules
+    f > FAILED    r falls by f r / 2, to PROBE at least, so that a machine that recovers is noticed. The
+                  workers' known capacity counts again as soon as nothing comes back.
+    T fell        by WORSE since another ratio was in force, and r moves away from that ratio: it is tried
+                  again. If it gives more, the waits have misled (waiting for one sample in transit is no lack
+                  of workers). The next time, r stays there for PATIENCE windows, and twice as many each time
+                  after that. If it does not, the job has changed.
     no waits      for PATIENCE windows: r falls by EASE, to find out whether workers are needed. Each time
-                  that they were PATIENCE is doubled.
+                  they are, PATIENCE doubles.
 """
 
 from __future__ import annotations
@@ -45,54 +45,56 @@ from typing import NamedTuple
 from upriver.dataloader.epoch import Waits
 
 GAIN = 0.5
-"""Of the way to the ratio that seems right, at a time."""
+"""Share of the way to the ratio that seems right, per step."""
 
 BAND = 0.02
-"""Of the time; waits below it are left alone."""
+"""Share of the time; smaller waits are ignored."""
 
 FINEST = 0.02
-"""Of what the side with less to do has; smaller steps are not taken."""
+"""Relative to the share of the side with less to do; smaller steps are not taken."""
 
 DOUBT, DOUBLES, SURE = 0.005, 4, 8
-"""What a side that is not late is taken to do beyond what is known, with one more window: DOUBT of it, twice
-as much after DOUBLES windows, and twice as much with each one after SURE of them: batches that were made
-ahead do not hide a side for so long."""
+"""Growth of the assumed capacity of a side that is not late, per window.
+
+It is DOUBT at first, and twice as much after DOUBLES windows. After SURE windows it doubles with each one:
+batches made ahead do not hide a side for so long.
+"""
 
 FAILED, PROBE = 0.1, 0.01
 
 WORSE, APART = 0.1, 0.05
-"""Throughputs and ratios, of the side with less to do, that differ by more are not the same."""
+"""Relative differences in throughput and in ratio, of the side with less to do, above which values differ."""
 
 NONE = 0.002
-"""A share below it is none, of either side."""
+"""Share of either side below which it counts as none."""
 
 EASE, PATIENCE, MOST_PATIENCE = 0.02, 4, 64
 
 WINDOW, MOST_WINDOW = 16, 40
-"""Batches."""
+"""Number of batches in a window."""
 
 WINDOW_S = 0.8
-"""Seconds, at least: a machine that pauses for a moment is no trend."""
+"""Minimum seconds of a window: a machine that pauses for a moment is no trend."""
 
 PER_WINDOW = 2
-"""Batches of either side that a window should hold, where they are made whole."""
+"""Batches of either side that a window should hold, where batches are made whole."""
 
 LACKING = 0.1
-"""Of what was promised: more is looked into."""
+"""Relative shortfall from the promise above which it is examined."""
 
 WINDOWS = 2
-"""In which it lacks, one after another."""
+"""Number of consecutive windows with a shortfall before measuring again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchStep:
-    """What was seen from one ask for a batch to the next.
+    """Observations from one request for a batch to the next.
 
     Attributes:
-        waited_s: Until it was there.
-        consumed_s: From then on.
-        nbytes: Of the batch.
-        waits: What was waited for.
+        waited_s: Seconds until the batch was ready.
+        consumed_s: Seconds from then on.
+        nbytes: Bytes of the batch.
+        waits: Causes of the waiting.
     """
 
     waited_s: float
@@ -102,17 +104,17 @@ class BatchStep:
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Return the seconds of the whole step."""
         return self.waited_s + self.consumed_s
 
 
 @dataclass(eq=False, slots=True)
 class StepWindow:
-    """Steps, one after another.
+    """Sum of consecutive steps.
 
     Attributes:
-        waited_s: Until batches were there, all of it.
-        waits: What for.
+        waited_s: Seconds until batches were ready.
+        waits: Causes of the waiting.
     """
 
     steps: int = 0
@@ -122,7 +124,7 @@ class StepWindow:
     waits: Waits = field(default_factory=Waits)
 
     def add(self, step: BatchStep) -> None:
-        """One more."""
+        """Add a step."""
         self.steps += 1
         self.seconds += step.seconds
         self.waited_s += step.waited_s
@@ -130,31 +132,31 @@ class StepWindow:
         self.waits = self.waits + step.waits
 
     def enough(self, size: int) -> bool:
-        """Whether so many batches are in it, and so much time."""
+        """Return whether the window has ``size`` batches and enough time."""
         return self.steps >= size and self.seconds >= WINDOW_S
 
     @property
     def here(self) -> float:
-        """Part of the time that was waited for what is made here: h."""
+        """Return h: the share of the time spent waiting for samples made here."""
         return self._part(self.waits.here_s)
 
     @property
     def elsewhere(self) -> float:
-        """Part of the time that was waited for what is made elsewhere: e."""
+        """Return e: the share of the time spent waiting for samples made elsewhere."""
         return self._part(self.waits.elsewhere_s)
 
     @property
     def waited(self) -> float:
-        """Part of the time in which the model had no batch."""
+        """Return the share of the time in which the model had no batch."""
         return self._part(self.waited_s)
 
     @property
     def failed(self) -> float:
-        """Part of what was to be made elsewhere that came back: f."""
+        """Return f: the share of samples meant to be made elsewhere that came back."""
         return self.waits.failed
 
     def share(self, ratio: float) -> float:
-        """What was made elsewhere; the ratio in force, where that rounds to no other number of batches."""
+        """Return the share made elsewhere; the ratio in force, if they differ by at most one batch."""
         samples, given = self.waits.samples, self.waits.given
         if not samples or abs(given - ratio * samples) <= samples / self.steps:
             return ratio
@@ -162,7 +164,7 @@ class StepWindow:
 
     @property
     def throughput(self) -> float:
-        """MB/s."""
+        """Return the throughput in MB/s."""
         return self.nbytes / self.seconds / 1e6 if self.seconds > 0 else 0.0
 
     def _part(self, seconds: float) -> float:
@@ -170,18 +172,18 @@ class StepWindow:
 
 
 def settling(ratio: float, *, whole: bool) -> int:
-    """Batches until both sides have made some by a ratio that is new, where they are made whole."""
+    """Return the batches until both sides have made some at a new ratio, where batches are made whole."""
     less = min(ratio, 1 - ratio)
     return min(MOST_WINDOW, math.ceil(PER_WINDOW / less)) if whole and less > 0 else 0
 
 
 def window_of(ratio: float, *, whole: bool) -> int:
-    """Batches of a window, so that both sides are in it."""
+    """Return the batches of a window that includes both sides."""
     return max(WINDOW, settling(ratio, whole=whole))
 
 
 class Point(NamedTuple):
-    """A ratio, and the MB/s that it gave, with the share of them that was made elsewhere."""
+    """A ratio, the MB/s that it gave, and the share that was made elsewhere."""
 
     ratio: float
     throughput: float
@@ -189,15 +191,15 @@ class Point(NamedTuple):
 
 
 class Steering:
-    """The law.
+    """The controller of the ratio.
 
     Args:
-        ratio: To begin with.
-        here: MB/s that the training node makes, as far as it is known.
-        elsewhere: MB/s that workers make.
+        ratio: Initial ratio.
+        here: MB/s that the training node makes, as measured.
+        elsewhere: MB/s that workers make, as measured.
 
     Attributes:
-        ratio: As it is now.
+        ratio: Current ratio.
     """
 
     def __init__(self, ratio: float, *, here: float, elsewhere: float) -> None:
@@ -211,9 +213,9 @@ class Steering:
         self._rest = self._next_rest = 0
 
     def turn(self, seen: StepWindow) -> float:
-        """The ratio after a window in which it was as it is."""
+        """Return the ratio after a window with the current one."""
         if not seen.waits.given or not self.ratio:
-            return self.ratio  # it tells nothing of workers
+            return self.ratio  # the window says nothing about workers
         now = Point(self.ratio, seen.throughput, seen.share(self.ratio))
         if seen.failed > FAILED:
             self._fail(seen)
@@ -227,7 +229,7 @@ class Steering:
         return self.ratio
 
     def _look_back(self, now: Point) -> None:
-        """To the ratio that gave the most, where there is less now, and what was waited for leads away."""
+        """Return to the ratio that gave the most, if throughput is lower and the waits do not lead there."""
         best = self._best
         if best is None or now.throughput >= best.throughput:
             self._best = now
@@ -238,7 +240,7 @@ class Steering:
                 self._left, self.ratio = now, best.ratio
 
     def _judge(self, now: Point, left: Point) -> None:
-        """Whether a ratio that gave more still does; it is rested at the next time, and longer each time."""
+        """Check whether an earlier ratio still gives more; the next time it is held, and longer each time."""
         self._left, self._late = None, ""
         if now.throughput > (1 + WORSE / 2) * left.throughput:
             self._best, self._rest = now, self._next_rest
@@ -250,15 +252,15 @@ class Steering:
             self._rest = self._next_rest = 0
 
     def _follow(self, seen: StepWindow) -> None:
-        """By what was waited for."""
+        """Adjust the ratio by the waits."""
         ratio = self.ratio
-        # Of the time, for each sample that is made there: what one fewer would spare.
+        # Share of the time that one sample fewer on a side would save.
         here = seen.here / (1 - ratio) if ratio < 1 else 0.0
         elsewhere = seen.elsewhere / ratio
         if seen.waited > BAND:
             self._quiet = 0
         elif seen.waits.given < seen.waits.samples or ratio == 1:
-            self._quiet += 1  # where nothing was made here it tells nothing of this side
+            self._quiet += 1  # without samples made here it says nothing about this side
         if (late := (here - elsewhere) * (1 - ratio)) > BAND:
             self._rise(seen, late)
         elif (late := (elsewhere - here) * ratio) > BAND:
@@ -291,12 +293,12 @@ class Steering:
         self._to(max(self.ratio * (1 - seen.failed / 2), min(self.ratio, PROBE)))
 
     def _way(self) -> float:
-        """From the ratio towards the one with which both sides are done at once."""
+        """Return the step from the ratio towards the one at which both sides finish at once."""
         both = self._here + self._elsewhere
         return GAIN * (self._elsewhere / both - self.ratio) if both > 0 else 0.0
 
     def _more(self, late: str) -> float:
-        """How much more the side that is not late is taken to make than it did when it was."""
+        """Return the factor on the capacity of the side that is not late, against the one it last showed."""
         self._windows = self._windows + 1 if late == self._late else 0
         self._late = late
         if not self._windows:
@@ -313,25 +315,25 @@ class Steering:
 
 
 class PromiseWatch:
-    """Whether a job gets what was promised.
+    """Check whether a job gets the promised throughput.
 
     Args:
-        promised: MB/s.
-        waited: Part of the time in which the model was to have no batch.
+        promised: Promised MB/s.
+        waited: Expected share of the time in which the model has no batch.
     """
 
     def __init__(self, promised: float, waited: float) -> None:
         self._promised, self._waited, self._windows = promised, waited, 0
 
     def expect(self, *, promised: float, waited: float) -> None:
-        """Otherwise, from now on."""
+        """Replace the expectations."""
         self._promised, self._waited = promised, waited
 
     def lacks(self, seen: StepWindow, *, offloads: bool) -> bool:
-        """Whether this has been a window too many in which it does not.
+        """Return whether the promise has been missed for too many windows.
 
-        Offloading, that is where it is slower than promised, and not because of the model; else where the
-        model has waited more than was known.
+        With offloading it is missed if throughput is below it and the model waits. Without offloading it is
+        missed if the model waits more than expected.
         """
         if offloads:
             short = seen.throughput < (1 - LACKING) * self._promised and seen.waited > BAND
@@ -343,13 +345,13 @@ class PromiseWatch:
 
 @dataclass(eq=False, slots=True)
 class HeldDecision:
-    """A decision that is held to what it promises.
+    """A decision that is held to its promise.
 
     Attributes:
-        why: Of the decision, as it was made.
-        steering: None where nothing is offloaded.
-        window: What has been seen since the ratio was last looked at.
-        skip: Steps that do not count: their batches were planned before.
+        why: Reason for the decision, as it was made.
+        steering: Controller of the ratio; None where nothing is offloaded.
+        window: Steps since the ratio was last examined.
+        skip: Steps that do not count, as their batches were planned before.
     """
 
     why: str
@@ -359,7 +361,7 @@ class HeldDecision:
     skip: int = 0
 
     def filled(self, step: BatchStep, size: int) -> StepWindow | None:
-        """The window, where this step is the last of it."""
+        """Add a step, and return the window if it is complete."""
         if self.skip:
             self.skip -= 1
             return None

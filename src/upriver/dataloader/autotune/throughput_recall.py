@@ -1,4 +1,4 @@
-"""Figures of ``auto`` that an earlier job has measured: the same model and pipeline, on the same machines."""
+"""Reuse measurements of ``auto`` from an earlier job with the same model, pipeline and machines."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from upriver.profile.throughput_cache import (
 )
 
 MAX_AGE_S = 30 * 86_400.0
-"""What was measured a month ago is measured anew, as are profiles."""
+"""Maximum age: like profiles, measurements are repeated after a month."""
 
 
 class Recall:
-    """Takes what is known before the first batch, and keeps what a job finds.
+    """Load known measurements before the first batch, and save those that a job makes.
 
-    Where it was left open how many workers there are to be, what they deliver is measured in each job: it
-    says how many.
+    If the number of workers was left open, each job measures their throughput, as it determines the number.
 
     Args:
-        model: What is trained, or a name for it.
-        hired: Whoever may make samples.
-        measured: Where figures go, and come from.
-        batch_size: Samples of a batch; None where they come one by one.
-        num_workers: Loader processes.
+        model: Model that is trained, or its name.
+        hired: Workers that may make samples.
+        measured: Measurements to fill and to save.
+        batch_size: Number of samples in a batch; None for single samples.
+        num_workers: Number of loader processes.
 
     Raises:
-        ConfigError: If the model is neither, or the name is empty or too long.
+        ConfigError: If the model is neither a name nor a module, or the name is empty or too long.
     """
 
     def __init__(
@@ -53,7 +52,7 @@ class Recall:
         self._key: StoreKey | None = None
 
     def begin(self) -> None:
-        """Take what is known, once; workers have their first task by now."""
+        """Load known measurements, once; the workers have their first task by now."""
         if self._key is not None:
             return
         self._key = StoreKey(
@@ -72,10 +71,10 @@ class Recall:
         self._known = known
 
     def keep(self) -> None:
-        """What has been measured, for jobs to come.
+        """Save the measurements for later jobs.
 
-        A candidate that delivered nothing, that not all could be asked for, or of which the training node has
-        made some itself, is no news of these workers.
+        A candidate is left out if it delivered nothing, if some workers could not be asked for it, or if the
+        training node made a part itself.
         """
         if self._key is None:
             return

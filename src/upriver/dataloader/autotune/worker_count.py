@@ -1,12 +1,12 @@
-"""How many workers a loader needs: decided once, by what one of them delivers.
+"""Decide once how many workers a loader needs, by the throughput of one of them.
 
 FastFlow (PVLDB 16(5), section 9): with Rthp measured with one worker, n = ceil(Lower / Rthp of one worker)
-equal ones make up for what the training node lacks.
+equal workers supply what the training node lacks.
 
 Departures
-    - Rthp of n workers is not taken to be n times that of one: once they are there the candidate is measured
-      with all of them, and decided again.
-    - Training goes on with the one while the others start.
+    - Rthp of n workers is not assumed to be n times that of one: with all of them running, the candidate is
+      measured again, and decided again.
+    - Training continues with the one worker while the others start.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from upriver.profile.throughput import SPEEDUP_THRESHOLD, Metrics
 
 
 def growth(hired: Hired | None, measured: TunerMeasurements, *, offload: object) -> Growth | None:
-    """What finds how many workers there are to be, where that was left open.
+    """Return the object that decides the number of workers; None if the number is given.
 
     Args:
-        hired: None where nobody was named.
-        offload: As the loader was told.
+        hired: Workers; None if the user named none.
+        offload: The loader's argument.
 
     Raises:
-        ConfigError: If nothing is measured, and so nobody will know.
+        ConfigError: If nothing is measured, so that the number stays unknown.
     """
     if hired is None or not hired.grows or offload == "never":
         return None
@@ -42,16 +42,16 @@ def growth(hired: Hired | None, measured: TunerMeasurements, *, offload: object)
 
 
 class Growth:
-    """Starts as many workers as one of them shows to be needed.
+    """Start as many workers as the throughput of one shows to be needed.
 
     Args:
         hired: Has one worker at first, and can start others.
-        measured: What is known; when there are more workers, what was measured with fewer is forgotten.
+        measured: Measurements; those with fewer workers are discarded when more have joined.
         threshold: FastFlow's SpeedUpThreshold.
 
     Attributes:
-        candidates: What is measured: all that could be offloaded, then the one that was best with one worker.
-        why: How many workers there are to be, in a sentence; empty where that is not decided.
+        candidates: Candidates to measure: at first all, then the one that was best with one worker.
+        why: The number of workers and its reason; empty if undecided.
     """
 
     def __init__(
@@ -63,21 +63,22 @@ class Growth:
         self._known, self._released = hired.joined, False
 
     def batches(self, begin: Callable[[Sequence[str]], Iterator[Any]]) -> Iterator[Any]:
-        """All of an epoch.
+        """Return an epoch's batches.
 
         Args:
-            begin: What is left of it, with candidates that were not measured yet measured first.
+            begin: Return an iterator over the rest of the epoch that first measures candidates without
+                measurements.
         """
         return _Batches(self, begin)
 
     def look(self) -> bool:
-        """Called between batches: decides, once there are figures; whether they have to be had anew."""
+        """Decide between batches, once there are measurements; return whether to measure again."""
         self._hired.come()
         if self.why and self._hired.joined != self._known:
             self._begin_anew()
             return True
         if self._measured.measuring:
-            if self._hired.released:  # somebody has found that it is to be decided again
+            if self._hired.released:  # the tuner has found that it must decide again
                 self._hired.hire_again()
         elif not self.why:
             self._known = self._hired.joined
@@ -85,7 +86,7 @@ class Growth:
         return False
 
     def _begin_anew(self) -> None:
-        """With others, or with the one where it had been released: then how many is open again."""
+        """Measure again with other workers; if all had been released, their number is open again."""
         if self._released:
             self.candidates, self.why, self._released = self._hired.candidates, "", False
         self._known = self._hired.joined
@@ -95,7 +96,7 @@ class Growth:
         metrics = self._measured.metrics(self._threshold, self.candidates)
         if self._measured.nobody:
             self._release("none of the workers can be used", "not used")
-        elif not metrics.candidates:  # nothing stalls, and so nothing was measured
+        elif not metrics.candidates:  # nothing stalls, so nothing was measured
             self._release("no worker is needed", "not needed: nothing keeps the model waiting")
         elif not self._hired.count:
             self._release("none of the workers can be used", "not used")
@@ -120,7 +121,7 @@ class Growth:
 
 
 class _Batches(Iterator[Any]):
-    """An epoch that is measured anew where workers have come."""
+    """Iterator over an epoch that measures again after workers have joined."""
 
     def __init__(self, growth: Growth, begin: Callable[[Sequence[str]], Iterator[Any]]) -> None:
         self._growth, self._begin = growth, begin

@@ -1,4 +1,4 @@
-"""A dataset of ours, whose stages are declared, as the loader takes it."""
+"""Adapt an `upriver.Dataset`, whose stages are declared, to the loader."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from upriver.pipeline import Dataset, SampleError, stored_tensor
 from upriver.pipeline.mapstyle import DONE, collated, whole_number
 
 READ = "read"
-"""The first stage of every such dataset: from the store."""
+"""First stage of every such dataset, which reads from the store."""
 
 
 class Declared:
     """Samples of an `upriver.Dataset`: a tensor and its target, as torchvision's folders give them.
 
     Attributes:
-        dataset: Indexed.
-        seed: Of what its stages draw.
+        dataset: Indexed dataset.
+        seed: Seed of the random numbers that its stages draw.
     """
 
     def __init__(self, dataset: Dataset, seed: int) -> None:
@@ -31,12 +31,12 @@ class Declared:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where a sample can stand, from nothing but its number to the end."""
+        """Return the positions that a sample can have, from its number alone to the end."""
         return tuple(range(self.dataset.chain.start - 1, DONE + 1))
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """What leads from each position to the next; a name that was there before has a number."""
+        """Return the stages' names from each position to the next; a repeated name gets a number."""
         seen: Counter[str] = Counter()
         names = [READ]
         for stage in self.dataset.chain.stages:
@@ -54,20 +54,20 @@ class Declared:
         stop: int = DONE,
         given: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Some samples, or a stretch of their way.
+        """Return samples, or run a part of their stages.
 
         Args:
             indices: Rows of the index.
-            epoch: Counted by the loader.
-            samples: The same, as what is drawn for a sample hangs on its row.
-            start: Where they stand.
-            stop: Where they are to stand.
-            given: They themselves, tensors or arrays; None where nothing is read.
+            epoch: Epoch, counted by the loader.
+            samples: The same rows, as a sample's random numbers depend on its row.
+            start: Position at which the samples are.
+            stop: Position to which they are brought.
+            given: The samples, as tensors or arrays; None if they are to be read.
 
         Raises:
-            BadSample: If one cannot pass a stage.
-            StoreError: If one cannot be read.
-            IndexError: If there is no such row.
+            BadSample: If a sample cannot pass a stage.
+            StoreError: If a sample cannot be read.
+            IndexError: If a row does not exist.
         """
         values = (
             self._read(indices)
@@ -88,11 +88,11 @@ class Declared:
         return list(zip(values, self.targets(indices), strict=True))
 
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
-        """A batch of its samples; sets the generators of this process and leaves them so."""
+        """Collate samples into a batch; leave the process's generators changed."""
         return collated(samples, collate, seed=self.seed, epoch=epoch, batch=batch)
 
     def targets(self, indices: Sequence[Any]) -> list[int]:
-        """Of some samples."""
+        """Return the targets of samples."""
         targets: list[int] = self.dataset.targets[list(map(operator.index, indices))].tolist()
         return targets
 

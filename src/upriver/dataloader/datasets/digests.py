@@ -1,12 +1,12 @@
-"""What a dataset holds, attribute by attribute, as digests: whether it has changed since others copied it.
+"""Digest a dataset's attributes, to see whether it has changed since others copied it.
 
-Workers elsewhere make a dataset by its name, as its constructor leaves it. Loader processes that persist have
-it as it was when they began. Training loops move datasets on between epochs (``set_epoch``, a curriculum).
-Then samples made here and there would be of two states.
+Workers make a dataset by its name, as its constructor leaves it. Persistent loader processes hold it as it
+was when they began. Training loops change datasets between epochs (``set_epoch``, a curriculum). Samples made
+here and there would then be of two states.
 
-Digests are of what pickle would say, in this process alone: nothing of it is sent, or read again. Of what
-pickle cannot say (an open file, a lock) only the type counts. Attributes that making a sample has changed (a
-cache, a file that is opened then) are left out: those are no choice of the loop's.
+Digests are of the attributes' pickles, in this process alone: none is sent or read again. For values that
+pickle refuses (an open file, a lock) only the type counts. Attributes that making a sample changes (a cache,
+a file opened on demand) are left out, as they are not the training loop's choice.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ import xxhash
 Digests: TypeAlias = Mapping[str, str]
 
 WHOLE = "its items"
-"""Stands for what a list or mapping holds, which has no name."""
+"""Name for the items of a list or mapping, which have none."""
 
 MOST_LOOKED_AT, MOST_DEEP = 100, 20
-"""Items of a list of transforms, and not of one of samples; attributes of attributes."""
+"""Limits of the search for generators: items of a container, and depth of attributes.
+
+The first admits a list of transforms, and not one of samples.
+"""
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 _SHARED = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 _VALUES = (*_SHARED, np.ndarray, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
-"""What is one value, though it has attributes."""
+"""Types that count as one value although they have attributes."""
 
 
 class Contents:
-    """A dataset's attributes as they were when this was made.
+    """Snapshot of a dataset's attributes.
 
     Args:
-        dataset: The user's.
+        dataset: The user's dataset.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -53,12 +56,12 @@ class Contents:
         self._learned = False
 
     def changed(self) -> list[str]:
-        """Name what is otherwise now, and was not changed by making samples."""
+        """Return the names of attributes that differ now, except those that making samples has changed."""
         return sorted(_different(self._then, digests(self._dataset)) - self._moving)
 
     @contextmanager
     def making(self) -> Iterator[None]:
-        """Make the first sample in this process inside: what that changes is no choice of the loop's."""
+        """Watch the first sample being made in the context: its changes are not the training loop's."""
         if self._learned:
             yield
             return
@@ -69,14 +72,14 @@ class Contents:
             self._moving |= _different(before, digests(self._dataset))
 
     def learn(self, make: Callable[[], object]) -> None:
-        """Make a sample for that, where none has been; it may fail."""
+        """Make a sample to see what it changes, if none has been made; it may fail."""
         if not self._learned:
             with suppress(Exception), self.making():
                 make()
 
 
 def digests(dataset: Any) -> dict[str, str]:
-    """Digest each attribute, by its path from the dataset; those of the dataset's classes too."""
+    """Return a digest of each attribute, by its path from the dataset; class attributes are included."""
     found: dict[str, Any] = {}
     for kind in reversed(type(dataset).__mro__):
         found |= {name: value for name, value in vars(kind).items() if _is_state(name, value)}
@@ -86,9 +89,9 @@ def digests(dataset: Any) -> dict[str, str]:
 
 
 def _walk(value: Any, path: str, found: dict[str, str], seen: set[int]) -> None:
-    """Digest what an object holds, or the object itself where it is one value.
+    """Digest an object's attributes, or the object itself if it is one value.
 
-    Objects are walked by attribute, as one that making samples changes says nothing of its neighbours.
+    Objects are walked by attribute, as making samples may change one attribute and not its neighbours.
     """
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(value, _VALUES):
@@ -108,9 +111,9 @@ def _walk(value: Any, path: str, found: dict[str, str], seen: set[int]) -> None:
 
 
 def generators_in(value: Any, path: str = "", seen: set[int] | None = None) -> Iterator[str]:
-    """Name the generators of its own that a dataset holds, by their paths from it.
+    """Yield the paths of the dataset's own generators.
 
-    Attributes are looked at, `MOST_DEEP` steps from it, and containers of at most `MOST_LOOKED_AT` items.
+    The search goes `MOST_DEEP` attributes deep, and into containers of at most `MOST_LOOKED_AT` items.
     """
     seen = set() if seen is None else seen
     if id(value) in seen or path.count(".") >= MOST_DEEP:
@@ -136,24 +139,24 @@ def _different(one: Digests, other: Digests) -> set[str]:
 
 
 def _is_state(name: str, value: Any) -> bool:
-    """Whether an attribute of a class is a value rather than code."""
+    """Return whether an attribute of a class is a value rather than code."""
     return not name.startswith(("__", "_abc_")) and isinstance(
         value, bool | int | float | str | bytes | list | tuple | dict | set | np.ndarray | torch.Tensor | None
     )
 
 
 def _digest(value: Any) -> str:
-    """In hexadecimal digits."""
+    """Return the digest in hexadecimal digits."""
     hashed = _Hashed()
     try:
         _Pickler(hashed, protocol=4).dump(value)
-    except Exception:  # such as one that is nested too deep
+    except Exception:  # such as a value that is nested too deep
         return type(value).__qualname__
     return hashed.digest.hexdigest()
 
 
 class _Hashed:
-    """A file of which only the digest is kept."""
+    """File that keeps only a digest."""
 
     def __init__(self) -> None:
         self.digest = xxhash.xxh3_128()
@@ -163,7 +166,7 @@ class _Hashed:
 
 
 class _Pickler(Pickler):
-    """Says arrays by their digests, and what stays in this process by its identity."""
+    """Pickler that writes arrays as digests, and objects of this process as their identity."""
 
     def reducer_override(self, value: Any) -> Any:
         match value:
@@ -185,7 +188,7 @@ class _Pickler(Pickler):
         known = copyreg.dispatch_table.get(type(value))
         try:
             reduced = value.__reduce_ex__(4) if known is None else known(value)
-        except Exception:  # a file, a lock: the user's own code runs in it, too
+        except Exception:  # a file or a lock; it also runs the user's code
             return str, (type(value).__qualname__,)
         return (str, (reduced,)) if isinstance(reduced, str) else reduced
 

@@ -1,9 +1,9 @@
-"""Whether a dataset's samples can be read at one place and computed at another, seen by one sample.
+"""Check with one sample whether a dataset can be read at one place and computed at another.
 
-``read`` and ``transform`` are names that many a dataset has for something else: a helper that takes a path,
-what is done to the image and not to the label. To call them on a guess could do anything, and batches without
-labels would look whole. So one sample is made as ever, by a copy of the dataset that tells what its
-``__getitem__`` calls.
+Many datasets use the names ``read`` and ``transform`` for something else: a helper with a path argument, or a
+transform of the image and not of the label. Calling them on a guess could do anything, and batches without
+labels would look complete. So one sample is made in the normal way, by a copy of the dataset that records the
+calls in its ``__getitem__``.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ log = logging.getLogger("upriver")
 
 
 def is_divided(source: SampleSource) -> bool:
-    """Whether it is seen."""
+    """Return whether one sample shows that the dataset is divided."""
     try:
         _check(source)
-    except Exception as why:  # the dataset's own, too: nobody knows whether it has a sample 0
+    except Exception as why:  # the dataset's own error, too: it may have no sample 0
         log.info("p1 is not tried: %s", error_text(why))
         return False
     return True
 
 
 def check_divided(source: SampleSource) -> None:
-    """Whether it can be, where the user says so: then what cannot be seen is taken on trust.
+    """Check a division that the user has asked for; one that cannot be seen is taken on trust.
 
     Raises:
-        ConfigError: If a sample is seen to be made otherwise; says how.
+        ConfigError: If a sample is seen to be made in another way; the message says how.
     """
     try:
         _check(source)
@@ -49,11 +49,11 @@ def check_divided(source: SampleSource) -> None:
 
 
 class _Otherwise(ConfigError):
-    """Samples are not made by reading and computing alone."""
+    """Raised when samples are not made by reading and computing alone."""
 
 
 class _Index(int):
-    """No other number is this one: what was looked up by it is seen to be something else."""
+    """Index that differs from every other number: an item looked up by it is seen to be another object."""
 
 
 class _Call(NamedTuple):
@@ -76,7 +76,7 @@ def _check(source: SampleSource) -> None:
 
 
 def _otherwise(dataset: Any, index: _Index) -> str:
-    """How a sample is made where that is not by reading and computing alone, in words; empty where it is."""
+    """Return in words how a sample departs from reading and computing alone; empty if it does not."""
     calls = list[_Call]()
 
     def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +100,7 @@ def _otherwise(dataset: Any, index: _Index) -> str:
         made = copied[index]
         ended = Generators.now()
     finally:
-        vars(copied).clear()  # or it would hold itself, and what the dataset has, for an unknown time
+        vars(copied).clear()  # else it would hold itself, and the dataset's objects, for an unknown time
     if [call.name for call in calls] != ["read", "transform"]:
         return f"it calls {' and then '.join(call.name for call in calls) or 'neither of them'}"
     read, transform = calls
@@ -113,7 +113,7 @@ def _otherwise(dataset: Any, index: _Index) -> str:
     if not (began.same(read.before) and read.after.same(transform.before) and transform.after.same(ended)):
         return "it draws by chance besides"
     try:
-        flatten(dataset.read(int(index)))  # by a plain index, as that may be in what it gives
+        flatten(dataset.read(int(index)))  # use a plain index, as the value may contain it
     except ConfigError as error:
         return f"it reads what no worker can be sent: {error}"
     return ""

@@ -1,4 +1,4 @@
-"""Datasets and functions by name, so that a worker elsewhere can have the same: what is installed there."""
+"""Refer to datasets and functions by name, so that a worker elsewhere can use the same installed code."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from upriver.text import printable
 
 
 class NamedDataset(TorchDataset[Any]):
-    """A map-style dataset, and how any machine that has its code can make the same one.
+    """A map-style dataset that any machine with its code can make again.
 
     Every other attribute is the dataset's own, to be read, set and deleted.
 
     Attributes:
-        name: ``package.module:callable``.
-        arguments: Its keyword arguments.
-        dataset: What it made here.
-        as_made: What that held then, as workers have it.
+        name: Name, ``package.module:callable``.
+        arguments: Keyword arguments of the callable.
+        dataset: Dataset that it made here.
+        as_made: Contents of the dataset at that time, as workers have them.
     """
 
     name: str
@@ -49,7 +49,7 @@ class NamedDataset(TorchDataset[Any]):
             return self.dataset[index]
 
     def __getattr__(self, attribute: str) -> Any:
-        if attribute.startswith("__") or "dataset" not in vars(self):  # as where it is copied
+        if attribute.startswith("__") or "dataset" not in vars(self):  # such as during a copy
             raise AttributeError(f"{type(self).__name__} has no {attribute}")
         return getattr(self.dataset, attribute)
 
@@ -60,10 +60,10 @@ class NamedDataset(TorchDataset[Any]):
         delattr(self._has(attribute), attribute)
 
     def _has(self, attribute: str) -> Any:
-        """The dataset, to be changed.
+        """Return the dataset, to be changed.
 
         Raises:
-            ConfigError: If the attribute is one by which workers make it.
+            ConfigError: If workers need the attribute to make the dataset.
         """
         if attribute in NamedDataset.__annotations__:
             raise ConfigError(
@@ -80,16 +80,17 @@ class NamedDataset(TorchDataset[Any]):
 
 
 def dataset(name: str, /, **arguments: Any) -> NamedDataset:
-    """A map-style dataset that workers can make, too.
+    """Make a map-style dataset that workers can make, too.
 
     Args:
-        name: What makes it, ``package.module:callable``: a class or a function. Workers must have it
-            installed, and be told to allow it.
-        arguments: Its keyword arguments, which travel as JSON: numbers, strings, true, false, None, and
+        name: Class or function that makes it, as ``package.module:callable``. Workers must have it installed
+            and must allow it.
+        arguments: Its keyword arguments, which are sent as JSON: numbers, strings, true, false, None, and
             lists and mappings of them.
 
     Raises:
-        ConfigError: If there is no such callable here, an argument cannot travel, or it makes something else.
+        ConfigError: If the callable does not exist here, an argument cannot be sent, or the result is no
+            map-style dataset.
     """
     if not isinstance(name, str) or not re.fullmatch(CODE_PATTERN, name):
         raise ConfigError(f"a dataset is named package.module:callable, got {printable(repr(name), 80)}")
@@ -101,7 +102,7 @@ def dataset(name: str, /, **arguments: Any) -> NamedDataset:
 
 
 def _check_argument(name: str, value: Any) -> None:
-    """Whether it comes out of JSON as it went in; a tuple would be a list, a path a string."""
+    """Check that an argument survives JSON unchanged; a tuple would become a list, a path a string."""
     try:
         same = _equal(msgspec.json.decode(msgspec.json.encode(value)), value)
     except (TypeError, ValueError, RecursionError, msgspec.MsgspecError):
@@ -138,7 +139,7 @@ def _found(name: str) -> Callable[..., Any]:
 
 
 def name_of(function: Callable[..., Any]) -> str | None:
-    """By what name another process finds a function; None where it has none, as a lambda."""
+    """Return the name by which another process finds a function; None if it has none, as a lambda."""
     if function is default_collate:
         return BY_DEFAULT
     name = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', '')}"

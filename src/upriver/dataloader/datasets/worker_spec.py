@@ -1,4 +1,4 @@
-"""What workers are asked for: samples of a user's own dataset by its name, or of one of ours in a store."""
+"""Specify the samples that workers make: of a dataset by its name, or of an `upriver.Dataset` in a store."""
 
 from __future__ import annotations
 
@@ -17,50 +17,49 @@ from upriver.protocol.tree import build, flatten
 from upriver.types import MicroBatch
 
 PIECE = 16
-"""Samples of a task that are made together, where they are not collated: an answer has a bounded number of
-tensors."""
+"""Number of samples made together if they are not collated, as the tensors of a response are limited."""
 
 
 class SampleSpec(Protocol):
-    """What workers are asked for."""
+    """Specification of the samples that workers make."""
 
     @property
     def name(self) -> str:
-        """Of the dataset."""
+        """Name of the dataset."""
 
     @property
     def joins(self) -> bool:
-        """Whether they collate batches, too."""
+        """Return whether workers collate batches, too."""
 
     @property
     def collates(self) -> str | None:
-        """Name of what collates; None where that has none."""
+        """Name of the collate function; None if it has none."""
 
     @property
     def key(self) -> str:
-        """Names all of it, for figures that are kept."""
+        """Key of the whole specification, for stored measurements."""
 
     def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
-        """The request for a task, and what is sent along.
+        """Return the request for a task, and the samples to send with it.
 
         Raises:
-            ConfigError: If it cannot be sent.
+            ConfigError: If the samples cannot be sent.
         """
 
     def value(self, task: Task, answers: Sequence[MicroBatch]) -> Any:
-        """What came of a task."""
+        """Return the result of a task."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByName:
-    """A user's own dataset, whose code workers have.
+    """A user's own dataset, whose code the workers have.
 
     Attributes:
-        name: Of the dataset's code.
-        arguments: Its keyword arguments.
-        seed: Of what is drawn.
-        collate: Name of what collates; None where batches are collated here.
-        code: What makes it.
+        name: Name of the dataset's code.
+        arguments: Keyword arguments of the code.
+        seed: Seed of the random numbers.
+        collate: Name of the collate function; None where batches are collated here.
+        code: Callable that makes the dataset.
     """
 
     name: str
@@ -71,21 +70,21 @@ class ByName:
 
     @property
     def joins(self) -> bool:
-        """Whether they can collate."""
+        """Return whether workers can collate."""
         return self.collate is not None
 
     @property
     def collates(self) -> str | None:
-        """See `SampleSpec`."""
+        """Return the collate function's name; see `SampleSpec`."""
         return self.collate
 
     @property
     def key(self) -> str:
-        """See `SampleSpec`."""
+        """Return the key; see `SampleSpec`."""
         return pipeline_key(self.name, self.arguments, self.collate, code=self.code)
 
     def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
-        """See `SampleSpec`."""
+        """Return the request for a task; see `SampleSpec`."""
         collate, size = None, min(PIECE, len(task.samples))
         if task.whole and self.collate is not None:
             collate, size = Collate(name=self.collate, batches=(task.batch,)), len(task.samples)
@@ -104,18 +103,18 @@ class ByName:
         return request, [_sent(task.samples[piece], raw[piece]) for piece in pieces]
 
     def value(self, task: Task, answers: Sequence[MicroBatch]) -> Any:
-        """See `SampleSpec`."""
+        """Return the result of a task; see `SampleSpec`."""
         made = [build(batch.tree, batch.tensors) for batch in answers]
         return made[0] if task.whole and self.joins else [sample for piece in made for sample in piece]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InStore:
-    """A dataset of ours, whose stages every server has that is near its store.
+    """An `upriver.Dataset`, whose stages every server near its store has.
 
     Attributes:
-        source: The dataset.
-        joins: Whether batches are what `torch.utils.data.default_collate` makes.
+        source: Dataset.
+        joins: Whether the collate function is `torch.utils.data.default_collate`.
     """
 
     source: Declared
@@ -123,21 +122,21 @@ class InStore:
 
     @property
     def name(self) -> str:
-        """Of the dataset."""
+        """Return the name of the dataset."""
         return f"dataset {self.source.dataset.digest[:12]}"
 
     @property
     def collates(self) -> str | None:
-        """See `SampleSpec`."""
+        """Return the collate function's name; see `SampleSpec`."""
         return BY_DEFAULT if self.joins else None
 
     @property
     def key(self) -> str:
-        """See `SampleSpec`."""
+        """Return the key; see `SampleSpec`."""
         return pipeline_key(self.source.dataset.digest, {}, self.collates)
 
     def request(self, task: Task, raw: Sequence[Any] | None) -> tuple[RunRequest, list[MicroBatch]]:
-        """See `SampleSpec`."""
+        """Return the request for a task; see `SampleSpec`."""
         dataset = self.source.dataset
         whole = task.whole and self.joins and len(task.samples) <= DEFAULT_CAPS.tensors
         size = len(task.samples) if whole else min(PIECE, len(task.samples))
@@ -160,7 +159,7 @@ class InStore:
         ]
 
     def value(self, task: Task, answers: Sequence[MicroBatch]) -> Any:
-        """See `SampleSpec`; of samples that are done, a row each."""
+        """Return the result of a task; see `SampleSpec`. Finished samples are rows of tensors."""
         if task.stop < DONE:
             return [tensor for batch in answers for tensor in batch.tensors]
         rows = [batch.tensors[0][: len(batch.ids)] for batch in answers]
@@ -175,6 +174,6 @@ def _pieces(task: Task, size: int) -> list[slice]:
 
 
 def _sent(ids: tuple[int, ...], raw: Sequence[Any]) -> MicroBatch:
-    """What was read of some samples."""
+    """Return the micro-batch of samples that were read here."""
     tree, tensors = flatten(list(raw))
     return MicroBatch(ids=ids, position=RAW, tensors=tuple(tensors), tree=tree)

@@ -1,4 +1,4 @@
-"""CPU seconds of those who make samples on the training node."""
+"""Count the CPU seconds of making samples on the training node."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from contextlib import suppress
 import psutil
 
 _ALL_THREADS = 2
-"""In the number of a process's clock: CPU time of all its threads (clock_getcpuclockid in the C library)."""
+"""Bit in the number of a process's clock for CPU time of all threads (clock_getcpuclockid in libc)."""
 
 
 class CpuSeconds:
-    """CPU seconds of this process and its loader processes so far; of no worker, wherever it runs.
+    """Counter of the CPU seconds of this process and its loader processes; workers never count.
 
-    What a process has used still counts when it has ended, so the seconds never fall.
+    The seconds of an ended process still count, so they never fall.
 
     Args:
-        pids: Of the loader processes; what else this process has started is none of the input pipeline.
+        pids: Return the process ids of the loader processes; other child processes are not part of the
+            pipeline.
     """
 
     def __init__(self, pids: Callable[[], Iterable[int]] = tuple) -> None:
         self._pids, self._seen, self._theirs = pids, dict[int, float](), 0.0
 
     def __call__(self) -> float:
-        """Those of this moment."""
+        """Return the CPU seconds until now."""
         for pid in self._pids():
             seconds = _cpu_seconds_of(pid)
             if seconds is not None:
@@ -35,9 +36,9 @@ class CpuSeconds:
 
 
 def _cpu_seconds_of(pid: int) -> float | None:
-    """Of another process, by its clock where there is one: /proc counts hundredths, which are too coarse.
+    """Return another process's CPU seconds by its clock if it has one, as /proc has only hundredths.
 
-    None where it has ended.
+    None if the process has ended.
     """
     with suppress(OSError):
         return time.clock_gettime((~pid << 3) | _ALL_THREADS)

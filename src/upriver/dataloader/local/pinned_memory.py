@@ -1,7 +1,6 @@
-"""Batches in pinned memory, as PyTorch's loader gives them.
+"""Provide batches in pinned memory, as PyTorch's loader does.
 
-Those that somebody has made whole are copied by the thread that gets them, those that are joined of parts by
-the thread that joins them, which is the one that trains.
+The thread that receives a whole batch pins it. The training thread, which joins batches of parts, pins those.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from upriver.dataloader.tasks import Arrival
 
 
 def pins(loader: Any) -> bool:
-    """Whether batches are pinned; warns as PyTorch's loader does where they were to be and are not.
+    """Return whether batches are pinned; warn as PyTorch's loader does if they should be and cannot.
 
     Args:
-        loader: With PyTorch's arguments.
+        loader: Loader with PyTorch's arguments.
     """
     if not loader.pin_memory:
         return False
@@ -43,9 +42,9 @@ def _warn(what: str) -> None:
 
 
 class Pinned(SimpleQueue[Arrival]):
-    """Arrivals, of which those that are batches are pinned by the thread that puts them.
+    """Queue of arrivals whose ``put`` pins those that are batches, in the calling thread.
 
-    For the accelerator that is current where this is constructed.
+    They are pinned for the accelerator that is current at construction.
     """
 
     def __init__(self) -> None:
@@ -55,11 +54,11 @@ class Pinned(SimpleQueue[Arrival]):
         self._thread = threading.local()
 
     def expect(self, task: int) -> None:
-        """What comes of this task is a batch."""
+        """Mark a task whose result is a batch."""
         self._batches.add(task)
 
     def put(self, arrival: Arrival, block: bool = True, timeout: float | None = None) -> None:
-        """See `queue.SimpleQueue`; an error of pinning takes the batch's place."""
+        """Pin and queue a result, as `queue.SimpleQueue`; an error of pinning takes the batch's place."""
         if arrival.number in self._batches:
             self._batches.discard(arrival.number)
             if arrival.error is None:
@@ -69,7 +68,7 @@ class Pinned(SimpleQueue[Arrival]):
     def _pinned(self, arrival: Arrival) -> Arrival:
         try:
             if not hasattr(self._thread, "ready"):
-                one_thread()  # a copy must not take the CPUs that training has
+                one_thread()  # a copy must not use the CPUs of training
                 torch.accelerator.set_device_index(self._device)
                 self._thread.ready = True
             return arrival._replace(value=pinned(arrival.value), pinned=True)
@@ -78,14 +77,14 @@ class Pinned(SimpleQueue[Arrival]):
 
 
 def pinned(batch: Any) -> Any:
-    """A batch whose tensors are in pinned memory."""
+    """Return a batch whose tensors are in pinned memory."""
     return pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
 def one_thread() -> None:
-    """Let PyTorch compute by one thread in this thread, and by as many as before in those to come.
+    """Limit PyTorch to one thread in this thread, and keep the number for later threads.
 
-    What a thread sets is also what later threads begin with, and some results depend on it in their low bits.
+    Later threads inherit the number that a thread sets, and some results depend on it in their low bits.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,9 +1,9 @@
-"""Samples in one piece of shared memory, as loader processes send those of a divided batch.
+"""Pack the samples of a divided batch into one block of shared memory, for loader processes to send.
 
-PyTorch sends each tensor in shared memory of its own, and whoever receives it keeps a file descriptor for it.
-A process may have about a thousand, which a few batches take whose samples wait for the others of theirs.
-It also moves a tensor's memory there and gives up what it was in, on which an array may still look; and NumPy
-pickles an array in an order of its own.
+PyTorch sends each tensor in shared memory of its own, and the receiver holds a file descriptor for each. A
+process may have about a thousand, which a few batches of waiting samples use up. PyTorch also moves a tensor
+into shared memory and frees its old memory, which an array may still view. NumPy pickles an array in a memory
+order of its own.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from upriver.errors import ConfigError
 from upriver.protocol.tree import MOST_GAPS, writeable
 
 ALIGNED_BYTES = 64
-"""Tensors begin at multiples of this, as PyTorch's own do."""
+"""Alignment of tensors in bytes, as in PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A tensor, or an array, in the shared memory.
+    """Location of a tensor or an array in the shared memory.
 
     Attributes:
-        start: Its first byte.
-        extent: Elements from its first to its last, with those between that it leaves out.
+        start: First byte.
+        extent: Number of elements from the first to the last, including gaps.
     """
 
     start: int
@@ -40,28 +40,28 @@ class SharedTensor:
 
     @property
     def stop(self) -> int:
-        """The byte behind its last."""
+        """Return the position after the last byte."""
         return self.start + self.extent * self.dtype.itemsize
 
     def span(self, memory: torch.Tensor) -> torch.Tensor:
-        """All of its elements, in the order in which they are in memory."""
+        """Return all elements, in memory order."""
         return memory[self.start : self.stop].view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Samples whose tensors are in one piece of shared memory.
+    """Samples whose tensors are in one block of shared memory.
 
     Attributes:
-        samples: With a `SharedTensor` for each.
-        memory: All of it, in bytes.
+        samples: Samples with a `SharedTensor` in place of each tensor.
+        memory: The block, in bytes.
     """
 
     samples: list[Any]
     memory: torch.Tensor
 
     def unpacked(self) -> list[Any]:
-        """The samples, with the strides that they were packed with; they share the memory."""
+        """Return the samples with their original strides; they share the memory."""
 
         def value(place: SharedTensor) -> Any:
             tensor = place.span(self.memory).as_strided(place.shape, place.strides)
@@ -72,13 +72,13 @@ class Packed:
 
 
 def as_sent(made: Any) -> Any:
-    """What a loader process has made, as PyTorch can send it.
+    """Convert the result of a loader process so that PyTorch can send it.
 
-    It sends a conjugate or negative view as what lies under that: other numbers. A tensor within a graph
-    fails in a thread of its own, and whoever waits for it waits for good.
+    PyTorch would send the memory below a conjugate or negative view, which holds other numbers. A tensor in
+    an autograd graph fails in a sending thread, and the receiver would wait forever.
 
     Raises:
-        ConfigError: If there is a tensor within a graph.
+        ConfigError: If a tensor is part of an autograd graph.
     """
     if not any(_is_lazy(each) for each in pytree.tree_leaves(made)):
         return made
@@ -101,10 +101,10 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def packed(samples: list[Any]) -> list[Any] | Packed:
-    """Samples as they are sent to the training process.
+    """Return samples as they are sent to the training process.
 
-    Only plain tensors and arrays in lists, tuples and dicts are packed, as samples are that can be made
-    elsewhere. They keep their strides, or the order of these where most of what they span is not theirs.
+    Only plain tensors and arrays in lists, tuples and dicts are packed, which are the types that samples made
+    elsewhere have. They keep their strides, or only the order of these if most of their span is gaps.
     """
     tensors = list[torch.Tensor]()
     places = list[SharedTensor]()
@@ -133,12 +133,12 @@ def packed(samples: list[Any]) -> list[Any] | Packed:
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """Over its memory, or that of a copy; None where no tensor has its like."""
+    """Return a tensor over the array's memory or a copy; None if no tensor can represent it."""
     if type(array) is not np.ndarray or array.dtype.kind not in "biufc":
         return None
     try:
         return torch.from_numpy(writeable(array))
-    except (TypeError, ValueError):  # its type, or the order of its bytes
+    except (TypeError, ValueError):  # its type, or its byte order
         return None
 
 

@@ -1,4 +1,4 @@
-"""What of PyTorch's loader processes has no public name: how they begin, fail and die."""
+"""Adapt private parts of PyTorch's loader processes: how they begin, fail and die."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ from upriver.errors import UpriverError
 from upriver.pipeline.mapstyle import note
 
 MAKES_WAY = 10
-"""By so much loader processes are nicer than the training process, which has work of its own for a moment in
-each step; behind their turns an accelerator would wait for it."""
+"""Added niceness of loader processes.
+
+In each step the training process briefly needs a CPU. If it queued behind loader processes, an accelerator
+would wait for it.
+"""
 
 ENDED = "exited unexpectedly"
-"""What PyTorch says of a process that has."""
+"""PyTorch's words for a process that has ended unexpectedly."""
 
 DYING_S = 1.0
-"""A process whose connections have broken off may be there for a moment more."""
+"""Seconds that a process may still exist after its connections have broken."""
 
 
 def told_by_waiting(processes: Any) -> None:
-    """PyTorch's handler raises in the thread that trains, in whatever line that is, when a process dies.
+    """Unregister processes from PyTorch's signal handler, which raises at any line of the training thread.
 
-    Whoever waits for the process is told, too, and an epoch that is interrupted anywhere may lose a batch.
+    The thread that waits for the process is told as well, and an epoch interrupted at any line may lose a
+    batch.
     """
     if processes._worker_pids_set:
         signal_handling._remove_worker_pids(id(processes))  # type: ignore[attr-defined]
@@ -42,11 +46,11 @@ def told_by_waiting(processes: Any) -> None:
 
 
 def why_ended(processes: Any, error: Exception) -> str:
-    """Which of them have ended, and how, in words; what waiting for them has raised where none has.
+    """Return which processes ended and how, in words; if none did, the error's text.
 
     Args:
-        processes: PyTorch's iterator, which has raised.
-        error: What; where one of them was about to send something this may be anything.
+        processes: PyTorch's iterator, which raised the error.
+        error: Error of waiting for the processes; it may be of any type if a process ended while sending.
     """
     workers = getattr(processes, "_workers", ())
     ended = wait([each.sentinel for each in workers], DYING_S)
@@ -61,16 +65,16 @@ def why_ended(processes: Any, error: Exception) -> str:
 
 
 def gone(pid: int) -> str:
-    """Say that a loader process has ended, as PyTorch says it."""
+    """Return PyTorch's words for a loader process that has ended."""
     return f"DataLoader worker (pid(s) {pid}) {ENDED}"
 
 
 def ended_by(pid: int, code: int) -> str:
-    """That a loader process has ended, as PyTorch says it, and how.
+    """Return PyTorch's words for a loader process that has ended, and how it ended.
 
     Args:
-        pid: Its number.
-        code: Its exit code; of a signal its number, negative.
+        pid: Process id.
+        code: Exit code; for a signal its negative number.
     """
     how = f"with exit code {code}"
     if code < 0:
@@ -80,26 +84,26 @@ def ended_by(pid: int, code: int) -> str:
 
 
 class ProcessError(ExceptionWrapper):
-    """An exception of a loader process, as PyTorch sends it, and what it is made again from.
+    """Exception of a loader process as PyTorch sends it, with the parts that rebuild it.
 
-    PyTorch sends the type and a text, and makes another exception of the type from the text. Where the
-    constructor takes something else that fails, and ``except`` would depend on ``num_workers``.
+    PyTorch sends the type and a text, and constructs an exception of that type from the text. If the
+    constructor needs other arguments that fails, and ``except`` would depend on ``num_workers``.
     """
 
     def __init__(self, error: Exception, where: str) -> None:
         super().__init__(where=where)  # type: ignore[no-untyped-call]
         self.parts = _parts(error)
-        if not _is_found(self.exc_type):  # such as a class within a function: no other process has it
+        if not _is_found(self.exc_type):  # another process has no class of a function, for example
             name = self.exc_type.__name__
             self.exc_type = RuntimeError
             self.where = f"in place of {name} {where}"
 
     def reraise(self) -> None:
-        """Raise one of its type in this process, whatever its constructor takes.
+        """Raise an exception of the original type in this process, for any constructor.
 
         Raises:
-            Exception: One of our own as it was, any other one as PyTorch makes it; as it was where PyTorch
-                makes another type.
+            Exception: The original for one of our own types; for others PyTorch's reconstruction, or the
+                original if PyTorch raises another type.
         """
         if not issubclass(self.exc_type, UpriverError):
             try:
@@ -116,7 +120,7 @@ class ProcessError(ExceptionWrapper):
 
 
 def _parts(error: Exception) -> tuple[Any, ...] | None:
-    """What makes an exception, of what, and its attributes; None where another process has not all of it."""
+    """Return an exception's constructor, arguments and attributes; None if another process lacks some."""
     try:
         reduced: Any = error.__reduce__()
         make, args, *more = reduced
@@ -124,12 +128,12 @@ def _parts(error: Exception) -> tuple[Any, ...] | None:
         parts = make, args, attributes
         whole = _is_found(make) and _is_plain(args) and _is_plain(attributes)
         return parts if whole and type(_whole(parts)) is type(error) else None
-    except Exception:  # the user's own code runs in it
+    except Exception:  # it runs the user's code
         return None
 
 
 def _whole(parts: tuple[Any, ...] | None) -> Any:
-    """Make an exception of its parts; None where that fails."""
+    """Rebuild an exception from its parts; None if that fails."""
     if parts is None:
         return None
     make, args, attributes = parts
@@ -142,7 +146,7 @@ def _whole(parts: tuple[Any, ...] | None) -> Any:
 
 
 def _is_found(value: Any) -> bool:
-    """Whether another process finds a class or function by its name."""
+    """Return whether another process finds a class or function by its name."""
     found = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -150,7 +154,7 @@ def _is_found(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is sent as it is: numbers and text, in tuples, lists and dicts, and types."""
+    """Return whether a value is sent unchanged: numbers and text, in tuples, lists and dicts, and types."""
     match value:
         case tuple() | list():
             return all(map(_is_plain, value))
@@ -162,7 +166,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def raised(failed: ExceptionWrapper) -> Exception:
-    """What PyTorch's loader raises for it."""
+    """Return the exception that PyTorch's loader raises."""
     try:
         failed.reraise()  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -171,7 +175,7 @@ def raised(failed: ExceptionWrapper) -> Exception:
 
 
 def begin(worker_init_fn: Callable[[int], object] | None, base_seed: int, number: int) -> None:
-    """What a loader process does first: to the user's code it is one of PyTorch's."""
+    """Initialize a loader process; the user's code sees one of PyTorch's."""
     queues.Queue._on_queue_feeder_error = _not_sent  # type: ignore[attr-defined]
     if hasattr(os, "nice"):
         os.nice(MAKES_WAY)
@@ -192,14 +196,14 @@ def begin(worker_init_fn: Callable[[int], object] | None, base_seed: int, number
 
 
 def _not_sent(queue: Any, error: Exception, sent: Any) -> None:
-    """Send the error in place of what cannot be sent.
+    """Send the error in place of a result that cannot be sent.
 
-    It is raised in the thread that sends. PyTorch's process prints it and goes on, and whoever waits for the
-    batch waits for good.
+    The sending thread raises it. PyTorch's process prints it and continues, and the loader waits for the
+    batch forever.
     """
     if isinstance(sent, tuple) and len(sent) == 2 and hasattr(sent[1], "failed"):
         queue.put((sent[0], sent[1]._replace(value=None, failed=wrapped(error))))
-    else:  # of a queue of the user's own
+    else:  # from a queue of the user's own
         _told_by_queue(error, sent)
 
 
@@ -207,12 +211,12 @@ _told_by_queue = queues.Queue._on_queue_feeder_error  # type: ignore[attr-define
 
 
 def wrapped(error: Exception) -> ExceptionWrapper:
-    """What is being raised in a loader process, as it is sent."""
+    """Return the current exception of a loader process in the form in which it is sent."""
     return ProcessError(error, f"in DataLoader worker process {_info().id}")
 
 
 def _info() -> Any:
-    """Of this loader process."""
+    """Return PyTorch's information about this loader process."""
     info = get_worker_info()
     if info is None:
         raise RuntimeError("this is no loader process")

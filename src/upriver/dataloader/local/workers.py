@@ -1,4 +1,4 @@
-"""Samples made on the training node, by PyTorch's own loader processes or in the training process itself."""
+"""Make samples on the training node, in PyTorch's loader processes or in the training process itself."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ from upriver.dataloader.thread_pool import Threads
 from upriver.pipeline.mapstyle import DONE
 
 READERS = 4
-"""Threads that read at once, each the samples of one task."""
+"""Number of threads that read at once, each the samples of one task."""
 
 MOST_HANDED = 2
-"""Batches that are kept for another thread to let go of."""
+"""Number of batches kept for another thread to free."""
 
 SHARED_MEMORY, ROOM_BYTES = "/dev/shm", 2**28
-"""Where loader processes put what they make. A batch more is kept there only where there is so much room."""
+"""Directory of the loader processes' shared memory, and free bytes needed there to keep one batch more."""
 
 IDLE = Task(number=-1, epoch=0, batch=0, indices=(), samples=(), whole=False)
-"""Nothing to do: a loader process that got no task at all would be ended."""
+"""Empty task: a loader process that never got a task would be ended."""
 
 
 class SampleSource(Protocol):
-    """A dataset, as a chain of stages from a sample's index to what a batch is made of."""
+    """A dataset as a chain of stages, from a sample's index to an element of a batch."""
 
     @property
     def dataset(self) -> Any:
-        """The user's."""
+        """The user's dataset."""
 
     @property
     def seed(self) -> int:
-        """Of what is drawn."""
+        """Seed of the random numbers."""
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where a sample can stand, from nothing but its index to the end."""
+        """Positions that a sample can have, from its index alone to the end."""
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """What leads from each position to the next."""
+        """Names of the stages from each position to the next."""
 
     def make_all(
         self,
@@ -73,26 +73,26 @@ class SampleSource(Protocol):
         stop: int,
         given: Sequence[Any] | None,
     ) -> list[Any]:
-        """Some samples, or a stretch of their way; sets this process's generators and leaves them so."""
+        """Make samples, or run a part of their stages; leave the process's generators changed."""
 
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
-        """A batch of its samples; sets this process's generators and leaves them so."""
+        """Collate samples into a batch; leave the process's generators changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes samples and batches; the same code here, in loader processes and in workers elsewhere.
+    """Make samples and batches, with the same code here, in loader processes and on workers.
 
     Attributes:
-        source: The dataset.
-        collate: From a list of samples to a batch.
+        source: Dataset.
+        collate: Return the batch of a list of samples.
     """
 
     source: SampleSource
     collate: Callable[[list[Any]], Any]
 
     def make(self, task: Task) -> Any:
-        """A batch, its samples or what they are on the way; sets this process's generators."""
+        """Make a task's batch, samples or intermediate values; leave the process's generators changed."""
         rows = self.source.make_all(
             task.indices,
             epoch=task.epoch,
@@ -104,15 +104,15 @@ class Maker:
         return self.join(rows, epoch=task.epoch, batch=task.batch) if task.joins else rows
 
     def join(self, samples: list[Any], *, epoch: int, batch: int) -> Any:
-        """A batch of its samples; sets this process's generators and leaves them so."""
+        """Collate samples into a batch; leave the process's generators changed."""
         return self.source.join(samples, self.collate, epoch=epoch, batch=batch)
 
 
 class Made(NamedTuple):
-    """What a loader process made of a task, by its number; or what the dataset raised there.
+    """Result of a task in a loader process, or the dataset's error there.
 
     Attributes:
-        left: That the process was to end, and how; else empty.
+        left: How the process was to end; empty if it was not.
     """
 
     number: int
@@ -122,23 +122,22 @@ class Made(NamedTuple):
 
 
 class Tasks(TorchDataset[Made]):
-    """Tasks as a dataset, so that PyTorch's loader processes do them: its indices are the tasks."""
+    """Dataset whose indices are tasks, so that PyTorch's loader processes do them."""
 
     def __init__(self, maker: Maker) -> None:
         self._maker = maker
         self.begun_with: ExceptionWrapper | None = None
-        """What this process failed with when it began, and so with each task."""
+        """Error with which this process began, which is the result of each of its tasks."""
 
     @property
     def dataset(self) -> Any:
-        """The user's."""
+        """Return the user's dataset."""
         return self._maker.source.dataset
 
     def __getitem__(self, task: Task) -> Made:
-        """Do one. What is raised goes with the task's number: any other error is the process's.
+        """Do a task; an error is returned with the task's number, as any raised error is the process's own.
 
-        Where the process is to end it says so instead: what it has sent before is lost if it is gone too
-        soon.
+        A process that is to end returns that, too: results that it has sent are lost if it ends too soon.
         """
         if self.begun_with is not None:
             return Made(task.number, failed=self.begun_with)
@@ -152,10 +151,10 @@ class Tasks(TorchDataset[Made]):
 
 
 class ProcessesEnded(RuntimeError):
-    """Loader processes do no more for an epoch: what is said is no sample's fault.
+    """Raised when loader processes have ended for an epoch; no sample caused it.
 
     Args:
-        why: They do not.
+        why: Reason of the end.
     """
 
     def __init__(self, why: str) -> None:
@@ -163,16 +162,16 @@ class ProcessesEnded(RuntimeError):
 
 
 class Waiting:
-    """A sampler of the tasks that wait; where none does, of one with nothing to do.
+    """Sampler of waiting tasks, and of empty ones where none wait.
 
-    PyTorch's loader takes the next one when it has handed a result out, and ends where there is none.
+    PyTorch's loader draws the next task after handing out a result, and ends if there is none.
     """
 
     def __init__(self) -> None:
         self.tasks: deque[Task] = deque()
 
     def add(self, task: Task) -> None:
-        """One more. One that only reads comes first: others wait for it, and have work of their own to do."""
+        """Add a task; one that only reads goes first, as workers wait for it."""
         if task.stop < DONE:
             self.tasks.appendleft(task)
         else:
@@ -190,33 +189,33 @@ class Running(Protocol):
     """Loader processes at work for one epoch."""
 
     def give(self, task: Task) -> None:
-        """Have a task done, for the epoch's arrivals; an error comes for it where they work no more."""
+        """Have a task done; its result, or an error if the processes have ended, goes to the arrivals."""
 
     def let_go(self, made: object) -> None:
-        """Of what was handed out, once there is something newer, and in another thread.
+        """Free a batch that was handed out, in another thread, once there is a newer one.
 
-        What processes have made is shared memory, which takes milliseconds to give back: a third of what a
-        small model's step takes, in the thread for which an accelerator waits.
+        Loader processes return shared memory, which takes milliseconds to free. That is a third of a small
+        model's step, in the thread for which an accelerator waits.
         """
 
     def halt(self) -> None:
-        """Let go of what nobody has begun; processes that do not persist end. May be called again."""
+        """Drop tasks that have not begun; processes that do not persist end. It may be called again."""
 
 
 class Processes:
-    """PyTorch's loader processes, which do tasks in the order in which they are given.
+    """PyTorch's loader processes, which do tasks in the order given.
 
     Args:
-        maker: What they do them with.
-        base_seed: Each is seeded by it and its own number when it begins, as by PyTorch's loader.
-        arguments: Of PyTorch's loader: ``num_workers``, and whatever else concerns processes.
+        maker: Makes the tasks' samples and batches.
+        base_seed: Each process is seeded by it and its own number, as in PyTorch's loader.
+        arguments: Arguments of PyTorch's loader that concern processes, such as ``num_workers``.
     """
 
     def __init__(self, maker: Maker, *, base_seed: int = 0, **arguments: Any) -> None:
         self._waiting = Waiting()
         arguments["worker_init_fn"] = partial(begin, arguments.get("worker_init_fn"), base_seed)
-        arguments["generator"] = torch.Generator()  # of which nothing is used, or the shared one would go on
-        with warnings.catch_warnings():  # of arguments the user's own loader has warned already
+        arguments["generator"] = torch.Generator()  # unused; else the shared one would advance
+        with warnings.catch_warnings():  # the user's loader has already warned about its arguments
             warnings.simplefilter("ignore")
             self._loader = TorchLoader(
                 Tasks(maker), batch_size=None, sampler=self._waiting, collate_fn=_as_it_is, **arguments
@@ -224,9 +223,9 @@ class Processes:
         self._forward: _Forward | None = None
 
     def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Running:
-        """Start them with their first tasks; those that persist begin anew, and leave what they were at.
+        """Start the processes with their first tasks; persistent ones drop their current tasks and restart.
 
-        In the thread that trains, from which processes are forked.
+        Call it in the training thread, from which processes are forked.
         """
         self.stop()
         tasks = list(tasks)
@@ -242,16 +241,16 @@ class Processes:
         return self._forward
 
     def pids(self) -> list[int]:
-        """Of those that were started last."""
+        """Return the process ids of those started last."""
         return [] if self._forward is None else self._forward.pids()
 
     def halt(self) -> None:
-        """See `Running`."""
+        """Drop tasks that have not begun; see `Running`."""
         if self._forward is not None:
             self._forward.halt()
 
     def stop(self) -> None:
-        """The same, and wait for what somebody has begun."""
+        """Drop tasks that have not begun, and wait for those that have."""
         self.halt()
         if self._forward is not None:
             self._forward.join()
@@ -260,25 +259,25 @@ class Processes:
             self._forward = None
 
     def begin_anew(self) -> None:
-        """End those that persist: others begin in their place with the next epoch, with the same seeds."""
+        """End persistent processes; the next epoch starts others with the same seeds."""
         self.stop()
         self._forget()
 
     def _forget(self) -> None:
-        """Processes that persist, one of which has ended: there will be others."""
+        """Forget persistent processes after one has ended, so that others are started."""
         self._waiting.tasks.clear()
         self._loader._iterator = None
 
 
 class Fed:
-    """Loader processes that are given what they work on, which threads of the training process read.
+    """Loader processes whose input is read by threads of the training process.
 
-    A client of object stores has threads of its own, and in a forked process they are gone: it would wait for
-    them for ever.
+    A client of an object store has its own threads. They do not exist in a forked process, which would wait
+    for them forever.
 
     Args:
         source: Reads in its first stage.
-        processes: For what comes after.
+        processes: Do the later stages.
     """
 
     def __init__(self, source: SampleSource, processes: Processes) -> None:
@@ -286,7 +285,7 @@ class Fed:
         self._readers: _Readers | None = None
 
     def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Running:
-        """See `Processes`."""
+        """Start the processes and the reading threads; see `Processes`."""
         self.halt()
         self._readers = _Readers(self._source, self._processes.start(arrivals, ()), arrivals)
         for task in tasks:
@@ -294,16 +293,16 @@ class Fed:
         return self._readers
 
     def pids(self) -> list[int]:
-        """See `Processes`."""
+        """Return the process ids; see `Processes`."""
         return self._processes.pids()
 
     def halt(self) -> None:
-        """See `Running`."""
+        """Stop the reading threads and the processes; see `Running`."""
         if self._readers is not None:
             self._readers.halt()
 
     def stop(self) -> None:
-        """See `Processes`."""
+        """Stop, and wait for tasks that have begun; see `Processes`."""
         self.halt()
         self._processes.stop()
 
@@ -318,22 +317,22 @@ class _Readers:
         self._over = False
 
     def give(self, task: Task) -> None:
-        """See `Running`."""
+        """Have a task read, then done; see `Running`."""
         if task.given is not None:
             self._work(task)
         elif self._over:
-            self._processes.give(task)  # which have an answer to that
+            self._processes.give(task)  # the processes have an answer to that
         else:
             with self._lock:
                 self._unread[task.number] = task
             self._threads.submit(partial(self._read, task))
 
     def let_go(self, made: object) -> None:
-        """See `Running`."""
+        """Free a batch; see `Running`."""
         self._processes.let_go(made)
 
     def halt(self) -> None:
-        """See `Running`. Whatever a thread still reads comes to nobody's processes but this epoch's."""
+        """Stop reading; see `Running`. Tasks that are still being read go to no later epoch's processes."""
         self._over = True
         self._processes.halt()
         self._threads.shutdown()
@@ -370,17 +369,17 @@ class _Readers:
 
 
 class _Left(Exception):
-    """The dataset has had a loader process end."""
+    """Raised when the dataset's code has ended a loader process."""
 
 
 class _Forward(threading.Thread):
-    """Hands on a result, or what the dataset raised, for each task that was given, as soon as it is there.
+    """Thread that forwards the result, or the dataset's error, of each task as soon as it arrives.
 
-    One epoch's: whatever it still gets when it is over, and whatever it is given then, is an error. So it is
-    where a process has ended: PyTorch's loader leaves out what that was to do.
+    It serves one epoch. Tasks that are unfinished or given after its end get an error. The same applies once
+    a process has ended, as PyTorch's loader drops that process's tasks.
 
     Attributes:
-        failed: Whether processes have ended that were to go on.
+        failed: Whether processes ended that should have continued.
     """
 
     def __init__(
@@ -398,11 +397,11 @@ class _Forward(threading.Thread):
         self.start()
 
     def pids(self) -> list[int]:
-        """Of the processes whose results these are."""
+        """Return the process ids of the processes."""
         return [process.pid for process in getattr(self._source, "_workers", ()) if process.pid is not None]
 
     def give(self, task: Task) -> None:
-        """See `Running`."""
+        """Have a task done; see `Running`."""
         with self._lock:
             if not self._ended:
                 self._outstanding.add(task.number)
@@ -412,16 +411,16 @@ class _Forward(threading.Thread):
         self._arrivals.put(self._none_of(task.number))
 
     def let_go(self, made: object) -> None:
-        """See `Running`; unless it is the newest, when the next result is there."""
+        """Keep a batch, which the next result frees unless it is the newest; see `Running`."""
         if _has_room():
             self._handed.append(made)
 
     def halt(self) -> None:
-        """See `Running`. It ends by itself."""
+        """End the epoch; see `Running`. The thread ends by itself."""
         self._end("they were halted, or have begun another epoch")
 
     def run(self) -> None:
-        """Until it is over."""
+        """Forward results until the end."""
         while not self._ended:
             self._expected.get()
             try:
@@ -433,14 +432,14 @@ class _Forward(threading.Thread):
                 self._hand_on(arrival)
                 del arrival
         self._handed.clear()
-        self._source = iter(())  # or processes would live as long as whoever gives them tasks
+        self._source = iter(())  # else the processes would live as long as their user
 
     def _next(self) -> Arrival | None:
-        """What came of the next task that there is; None where it is over.
+        """Return the result of the next finished task; None at the end.
 
         Raises:
             RuntimeError: If a process has ended.
-            _Left: If one was to, by the dataset.
+            _Left: If the dataset's code has ended one.
         """
         made = Made(IDLE.number)
         while made.number == IDLE.number:
@@ -479,7 +478,7 @@ class _Forward(threading.Thread):
 
 
 def _told_of(left: BaseException) -> str:
-    """Say that this process was to end, and how."""
+    """Return how this process was to end, in words."""
     if isinstance(left, SystemExit):
         why = "" if left.code is None or isinstance(left.code, int) else f": {left.code}"
         return ended_by(os.getpid(), _exit_code(left)) + why
@@ -487,17 +486,17 @@ def _told_of(left: BaseException) -> str:
 
 
 def _exit_code(left: SystemExit) -> int:
-    """With which a process ends."""
+    """Return the exit code of the process."""
     if left.code is None:
         return 0
     return left.code & 0xFF if isinstance(left.code, int) else 1
 
 
 def _has_room() -> bool:
-    """Whether shared memory is far from full."""
+    """Return whether shared memory is far from full."""
     try:
         room = os.statvfs(SHARED_MEMORY)
-    except (AttributeError, OSError):  # another system
+    except (AttributeError, OSError):  # on another system
         return False
     return room.f_bavail * room.f_frsize >= ROOM_BYTES
 

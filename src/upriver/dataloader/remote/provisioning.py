@@ -1,4 +1,4 @@
-"""The workers of a loader: their addresses, those that are started for it, and what they are asked for."""
+"""Manage a loader's workers: those with addresses, and those started for it."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from upriver.text import error_text
 log = logging.getLogger("upriver")
 
 MOST_NAMED = 5
-"""Attributes that a reason names."""
+"""Maximum number of attributes that a reason names."""
 
 
 class Hired:
-    """Everyone who may make samples for a loader.
+    """All workers that may make samples for a loader.
 
     Args:
-        asked: What they are asked for.
-        maker: Makes the same here.
+        asked: Specification of the samples.
+        maker: Makes the same samples here.
         clients: Workers by their addresses.
-        provider: Starts others, where there are to be.
-        as_made: What a dataset that workers make by its name held when it was made here; None for others.
+        provider: Starts workers; None if the user gave addresses.
+        as_made: Contents of a dataset by name when it was made here; None for other datasets.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Hired:
     ) -> None:
         self._as_made = as_made
         self.changed = ""
-        """Why nobody is asked in this epoch, as the dataset is not the one that they make; else empty."""
+        """Reason why no worker is asked in this epoch, as the dataset differs from theirs; else empty."""
         self._maker, self._asked = maker, asked
         self._workers = [LoaderWorker(client.url, client) for client in clients]
         self._provider = provider
@@ -70,36 +70,36 @@ class Hired:
         self._coming: Future[Sequence[str]] | None = None
         self._number, self._urls, self._epoch = 0, set[str](), 0
         self.joined = 0
-        """Workers that have been started so far, and taken in."""
+        """Number of workers started and added so far."""
         self._at_work = weakref.WeakSet[Workers]()
         self._lock = threading.Lock()
         self._here_s = 0.0
-        self._steady = isinstance(maker.source, Declared)  # whose stages draw by the sample alone
+        self._steady = isinstance(maker.source, Declared)  # its stages draw by the sample alone
         closed_with(self, partial(_close, self._workers))
 
     @cached_property
     def form(self) -> str:
-        """Of the first sample, and what collates it; empty where that sample cannot be made."""
+        """Return a key of the first sample's form and collate function; empty if it cannot be made."""
         try:
             canary = self._canary(self._first(self._epoch))
-        except Exception as error:  # the dataset's own; samples that are asked for may be others
+        except Exception as error:  # the dataset's own error; requested samples may be others
             log.info("sample 0 cannot be made: %s", error_text(error))
             return ""
         return f"{sample_key(canary.value)} {self._asked.collates}"
 
     @property
     def pipeline(self) -> str:
-        """Names what is asked of workers, for figures that are kept."""
+        """Return a key of what workers make, for stored measurements."""
         return self._asked.key
 
     @property
     def joins(self) -> bool:
-        """Whether workers can collate."""
+        """Return whether workers can collate."""
         return self._asked.joins
 
     @property
     def resources(self) -> RemoteResources:
-        """Who makes samples; those that are started here have another address each time."""
+        """Return the workers as a key, without the addresses of started ones, which differ each time."""
         workers = [
             RemoteWorker(address="started" if worker.url in self._urls else worker.url)
             for worker in self._workers
@@ -108,11 +108,11 @@ class Hired:
 
     @cached_property
     def candidates(self) -> tuple[str, ...]:
-        """What can be offloaded and may be worth it, all of it last.
+        """Return the candidates that may be worth offloading, the largest last.
 
-        p1 where samples are seen to be read in a step of its own, p3 where workers find what collates; and of
-        a dataset of ours, what ends where fewer bytes cross than anywhere later, as its first sample tells,
-        if that can be made.
+        p1 is one if reading is seen to be a step of its own, and p3 if workers find the collate function. An
+        `upriver.Dataset` adds candidates that end where fewer bytes cross than anywhere later, as seen with
+        its first sample, if that can be made.
         """
         source = self._maker.source
         found = ["p1"] if len(source.stages) > 1 and is_divided(source) else []
@@ -126,7 +126,7 @@ class Hired:
         return (*found, "p2", "p3") if self._asked.joins else (*found, "p2")
 
     def _crossing(self) -> list[int]:
-        """Bytes of a sample at each position but the first, each stage run once; as many where one fails."""
+        """Return a sample's bytes at each position but the first; zeros if a stage fails."""
         positions = self._maker.source.positions
         task, rows, found = self._first(0), None, list[int]()
         try:
@@ -141,7 +141,7 @@ class Hired:
 
     @property
     def why_not(self) -> Mapping[str, str]:
-        """Why some are not asked any more, or failed last, by address."""
+        """Return why workers are not asked any more, or their last failure, by address."""
         reasons = {worker.url: self.changed or worker.reason for worker in self._workers}
         if self.changed and not reasons:
             return {"workers": self.changed}
@@ -149,26 +149,26 @@ class Hired:
 
     @property
     def grows(self) -> bool:
-        """Whether it was left open how many there are to be."""
+        """Return whether the number of workers was left open."""
         return self._provider is not None and self._provider.number is None
 
     @property
     def released(self) -> bool:
-        """Whether those that were started have been ended, and can be started again."""
+        """Return whether the started workers have been ended, and can be started again."""
         return self._provider is not None and self._fleet is None
 
     @property
     def count(self) -> int:
-        """How many are asked."""
+        """Return the number of workers that are asked."""
         return sum(not worker.why_not for worker in self._workers)
 
     @property
     def most(self) -> int:
-        """How many there may be, with those that can be had now in addition."""
+        """Return the maximum number of workers, including those that can be started now."""
         return min(self._most, self.count + max(0, self._fleet.room())) if self._fleet else self.count
 
     def work(self, epoch: int, arrivals: Arrivals) -> Workers:
-        """Those who make samples of an epoch; some are started first, where that is to be."""
+        """Return the workers of an epoch, after starting some if needed."""
         self._epoch = epoch
         self._start()
         workers = Workers(
@@ -184,7 +184,7 @@ class Hired:
         return workers
 
     def is_as_made(self) -> bool:
-        """Whether the dataset is as workers have it; where it is not nobody is to be asked in this epoch."""
+        """Return whether the dataset still equals the workers'; if not, none is asked in this epoch."""
         if self._as_made is None:
             return True
         self._as_made.learn(lambda: self._made_apart(self._first(0)))
@@ -207,23 +207,23 @@ class Hired:
     # ------------------------------------------------------------------------------ those that are started
 
     def grow_to(self, number: int) -> None:
-        """Start what is missing to so many while training goes on; `come` takes them in."""
+        """Start the workers missing to ``number`` while training runs; `come` adds them."""
         self._number = number
         missing = number - len(self._urls)
         if self._fleet is not None and self._coming is None and missing > 0:
             self._coming = _started(self._fleet, missing)
 
     def come(self) -> None:
-        """Take in those that have been started in the meantime."""
+        """Add the workers that have been started meanwhile."""
         if self._coming is not None and self._coming.done():
             urls, self._coming = self._coming.result(), None
             self._take_in(urls)
 
     def release(self, why: str) -> None:
-        """End those that were started.
+        """End the workers that were started.
 
         Args:
-            why: They are not asked any more.
+            why: Reason why they are not asked any more.
         """
         fleet, self._fleet, self._coming = self._fleet, None, None
         if fleet is not None:
@@ -232,7 +232,7 @@ class Hired:
             fleet.stop()
 
     def hire_again(self) -> None:
-        """Start one while training goes on, after all were released; where that cannot be, nobody is."""
+        """Start one worker while training runs, after all were released; if that fails, none is asked."""
         try:
             self._fleet = self._open()
         except UpriverError as error:
@@ -249,7 +249,7 @@ class Hired:
         return fleet
 
     def _start(self) -> None:
-        """Start as many as there are to be, or one where that is to be measured; replace those that ended."""
+        """Start the given number of workers, or one for measuring; replace those that ended."""
         if self._fleet is None or self._provider is None:
             return
         if not self._number:
@@ -280,15 +280,15 @@ class Hired:
         return self._provider.most if self._provider is not None else 0
 
     def _first(self, epoch: int) -> Task:
-        """A task for one sample."""
+        """Return a task for one sample."""
         start = self._maker.source.positions[0]
         return Task(number=-1, epoch=epoch, batch=0, indices=(0,), samples=(0,), whole=False, start=start)
 
     def _canary(self, task: Task) -> Canary:
-        """The first sample of a task, made here.
+        """Make the first sample of a task here.
 
         Raises:
-            NotExact: If it is another one each time.
+            NotExact: If it differs each time.
         """
         start = self._maker.source.positions[0]
         one = task._replace(
@@ -311,13 +311,13 @@ class Hired:
         return Canary(task=one, value=value, seconds=self._here_s)
 
     def _check_again(self, task: Task, value: Any) -> None:
-        """Whether a sample is the same once more: here and there may agree on it at first, from one seed.
+        """Check that a sample is the same when made again, as one seed may make both sides agree at first.
 
         Raises:
-            NotExact: If it is another one.
+            NotExact: If it differs.
         """
         again = self._maker.make(task)
-        with contextlib.suppress(ConfigError):  # what cannot be sent is no worker's anyway
+        with contextlib.suppress(ConfigError):  # no worker makes values that cannot be sent
             if not identical(again, value):
                 raise NotExact(
                     f"sample {task.samples[0]} is another one each time that it is made: the dataset draws "
@@ -326,7 +326,7 @@ class Hired:
 
 
 def _what(asked: SampleSpec) -> Serves:
-    """What workers that are started are to have: the store of a dataset of ours; otherwise code."""
+    """Return what started workers serve: the store of an `upriver.Dataset`, or else code."""
     if isinstance(asked, InStore):
         store = asked.source.dataset.store
         return Serves(stores={store.name: store.uri})
@@ -336,14 +336,14 @@ def _what(asked: SampleSpec) -> Serves:
 
 
 def _started(fleet: Fleet, count: int) -> Future[Sequence[str]]:
-    """Addresses of workers that a thread starts; of none where that fails, as training goes on without."""
+    """Start workers in a thread, and return a future of their addresses; empty if the start fails."""
     future = Future[Sequence[str]]()
 
     def work() -> None:
         urls: Sequence[str] = ()
         try:
             urls = fleet.start(count)
-        except Exception as error:  # whatever it is, it costs their help and nothing else
+        except Exception as error:  # any error costs only the workers' help
             log.warning("no further workers: %s", error)
         finally:
             future.set_result(urls)

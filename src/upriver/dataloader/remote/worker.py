@@ -1,24 +1,24 @@
-"""One worker as a loader knows it, and which of several gets the next task.
+"""Track one worker from a loader's view, and choose the worker for the next task.
 
-Each task goes to whoever is expected to be done with it first, what that one has before it included: the
+Each task goes to the worker that is expected to finish it first, including the tasks it already has: the
 earliest completion time (Ibarra, Kim: Heuristic Algorithms for Scheduling Independent Tasks on Nonidentical
-Processors, Journal of the ACM 24(2), 1977). So a slow worker gets a task only where the others would not have
-done it by then, and a batch never waits for one that another would have made sooner.
+Processors, Journal of the ACM 24(2), 1977). A slow worker therefore gets a task only if the others would not
+have done it by then. A batch never waits for a task that another worker would have finished sooner.
 
-    s    seconds that one process of a worker takes for a sample (`LoaderWorker.sample_s`), a running mean
+    s    seconds that one process of a worker needs for a sample (`LoaderWorker.sample_s`), a running mean
     p    its processes
-    n    tasks that it would have, with this one: done after s max(1, n / p) a sample
+    n    tasks that it would have, including this one: done after s max(1, n / p) a sample
 
 Departures
-    - s is not given. It is what came of the tasks so far, and what is not known yet is taken to be as with
-      the others; then a worker gets no more than one task for each of its processes, until one is back.
-    - Who was not given anything for PROBE_TIMES of its own tasks is not known any more: it may have been slow
-      for a while only. That one task may make others wait takes a fiftieth of the time at most.
-    - A task is kept while whoever would be done with it first has no place.
+    - s is not given. It is estimated from the tasks so far; an unknown s is assumed to be the others' mean.
+      A worker with unknown s gets at most one task for each of its processes, until one is back.
+    - A worker that got no task for PROBE_TIMES of its own tasks becomes unknown: it may have been slow only
+      for a while. Its one task makes others wait for at most a fiftieth of the time.
+    - A task is kept while the worker that would finish it first has no place.
 
-Several training nodes may ask one worker, which then refuses what is too much. Each of them asks for half as
-much after that and for one task more with each round, as TCP does on a link that many share (Jacobson:
-Congestion Avoidance and Control, SIGCOMM 1988).
+Several training nodes may ask one worker, which then refuses excess tasks. Each node then asks for half as
+much, and for one task more with each round, as TCP does on a shared link (Jacobson: Congestion Avoidance and
+Control, SIGCOMM 1988).
 """
 
 from __future__ import annotations
@@ -35,55 +35,58 @@ from upriver.protocol import Info
 from upriver.rpc.client import ServerClient
 
 SLOTS, SLOTS_EACH = 4, 2
-"""Tasks under way at a worker: for each process one that it makes and one on its way, and four at least."""
+"""Tasks under way at a worker: at least four, and two for each process, one in work and one in transit."""
 
 MOST_SLOTS = 256
-"""Whatever a worker says of itself."""
+"""Upper limit on a worker's tasks, whatever the worker reports."""
 
 SMOOTHING = 0.25
-"""Of a running mean: the last four tasks or so count."""
+"""Weight of the newest value in a running mean: about the last four tasks count."""
 
 PROBE_TIMES = 50
 
 LATE_S, LATE_TIMES = 10.0, 10
-"""Who has had a task for longer, and so many times longer than it should take, is not waited for."""
+"""Seconds, and multiple of the expected time, after both of which a task is no longer waited for."""
 
 REST_S, MOST_REST_S = 1.0, 30.0
-"""A worker that failed is not asked again for so long, doubled each time that it fails again."""
+"""Seconds before a failed worker is asked again, doubled with each further failure, and their limit."""
 
 HUNG_REST_S, MOST_HUNG_REST_S = 30.0, 3600.0
-"""The same where it had to be waited for; what it has worked well since then is taken off."""
+"""Seconds of rest for a worker that hung; time that it has worked well since the last rest is subtracted."""
 
 MOST_CODE_FAILS = 3
-"""Times in a row that a worker's copy of the dataset may fail: then something is missing there."""
+"""Consecutive failures of a worker's copy of the dataset, after which something is missing there."""
 
 MOST_FAULTS = 3
-"""The same of tasks of the same stages that the training node could do: then they are beyond that worker."""
+"""Consecutive failures of tasks of the same stages before a worker gets no more of them.
+
+Only tasks that the training node could do count.
+"""
 
 
 @dataclass(eq=False, slots=True)
 class LoaderWorker:
-    """One worker, as far as it is known.
+    """State of one worker.
 
     Attributes:
-        processes: That make samples.
-        admits: Tasks that it takes at once.
-        proved: Whether it has made the canary since it was last lost sight of.
-        proving_s: Since when it is at the canary, by the monotonic clock; None where it is not.
-        proof_s: How long it took for it.
-        answers: Tasks that it has done since.
-        warm_s: When all of its processes are taken to have begun, by the monotonic clock.
-        room: Tasks that it has not refused to have at once.
-        refused: How often it has refused one that it was given after it had last refused one.
-        faults: Tasks in a row, of each kind, that it could not do and the training node could.
-        cannot_do: Kinds of tasks that it is not given, and why.
-        sample_s: Seconds that one of its processes takes for a sample; 0 where that is not known.
-        given_s: When it was given its last task.
-        fails: How often in a row.
-        rests_until: It is asked again then.
-        rest_s: How long it rested when it was last waited for in vain.
-        failed: What it failed with last; empty where it has not since it made something.
-        why_not: Why it is not asked any more; empty where it is.
+        processes: Number of processes that make samples.
+        admits: Number of tasks that it accepts at once.
+        proved: Whether it has made the canary since contact was last lost.
+        proving_s: Time since when it makes the canary, by the monotonic clock; None while it does not.
+        proof_s: Seconds that it took for the canary.
+        answers: Number of tasks that it has done since.
+        warm_s: Time by which all its processes are assumed to have begun, by the monotonic clock.
+        room: Number of tasks at once that it has not refused.
+        refused: Number of refusals of tasks that it was given after its previous refusal.
+        faults: Number of consecutive tasks, by kind, that it could not do and the training node could.
+        cannot_do: Kinds of tasks that it is not given, with the reason.
+        sample_s: Seconds that one of its processes needs for a sample; 0 if unknown.
+        given_s: Time at which it was given its last task.
+        fails: Number of consecutive failures.
+        rests_until: Time at which it is asked again.
+        rest_s: Seconds of its last rest after it hung.
+        failed: Its last failure; empty if it has made something since.
+        why_not: Reason why it is not asked any more; empty if it is.
     """
 
     url: str
@@ -109,36 +112,36 @@ class LoaderWorker:
 
     @property
     def slots(self) -> int:
-        """Tasks that it is given at once, at most, for one epoch."""
+        """Return the maximum number of tasks at once for one epoch."""
         return max(1, min(self.admits, int(self.room), max(SLOTS, SLOTS_EACH * self.processes)))
 
     @property
     def places(self) -> int:
-        """The same as of now: what nobody has seen it do yet does not wait behind other tasks."""
+        """Return the current number of tasks at once: a worker of unknown speed gets no queue."""
         return self.slots if self.sample_s else max(1, min(self.slots, self.processes))
 
     @property
     def reason(self) -> str:
-        """Why it is not asked any more, what it failed with last, or why it is not asked for some stages."""
+        """Return why the worker is not asked any more or not for some stages, or its last failure."""
         return self.why_not or self.failed or "; ".join(sorted({*self.cannot_do.values()}))
 
     def may(self, now: float) -> bool:
-        """Whether it may be asked."""
+        """Return whether the worker may be asked."""
         return not self.why_not and self.rests_until <= now
 
     def takes(self, task: Task) -> bool:
-        """Whether it is given such tasks."""
+        """Return whether the worker is given such tasks."""
         return task.kind not in self.cannot_do
 
     def told(self, info: Info) -> None:
-        """What it says of itself."""
+        """Store what the worker reports about itself."""
         self.processes, self.admits = max(1, info.workers), max(1, info.admits)
 
     def proves(self, seconds: float) -> None:
-        """It has made the canary; whoever answers there may be another one than before.
+        """Record that the worker has made the canary; a different one may answer at its address than before.
 
         Args:
-            seconds: That it took for it.
+            seconds: Seconds that it took.
         """
         self.proved, self.failed, self.proof_s = True, "", seconds
         self.answers, self.warm_s = 0, math.inf
@@ -146,29 +149,29 @@ class LoaderWorker:
         self.cannot_do.clear()
 
     def given(self, now: float, *, samples: int, tasks: int) -> None:
-        """It is given a task.
+        """Record that the worker is given a task.
 
         Args:
-            now: By the monotonic clock.
-            samples: Of the task.
-            tasks: That it has now, with this one.
+            now: Time by the monotonic clock.
+            samples: Number of samples in the task.
+            tasks: Tasks that the worker now has, including this one.
         """
         if tasks == 1 and self.forgotten(now, samples):
             self.sample_s = 0.0
         self.given_s = now
 
     def forgotten(self, now: float, samples: int) -> bool:
-        """Whether what is known of it is too old, for a task of so many samples, where it has no other."""
+        """Return whether an idle worker's known speed is too old for a task of ``samples`` samples."""
         return bool(self.sample_s) and now - self.given_s > PROBE_TIMES * self.sample_s * samples
 
     def took(self, task: Task, *, now: float, begun_s: float, tasks: int) -> None:
-        """It has done a task.
+        """Record that the worker has done a task.
 
         Args:
-            task: Which.
-            now: By the monotonic clock.
-            begun_s: When it was given it, by the same.
-            tasks: That it had then, with this one.
+            task: The task.
+            now: Time by the monotonic clock.
+            begun_s: Time at which the task was assigned, by the same clock.
+            tasks: Tasks that the worker then had, including this one.
         """
         sample_s = (now - begun_s) / max(1, len(task.samples)) / max(1.0, tasks / self.processes)
         self.sample_s += (SMOOTHING if self.sample_s else 1.0) * (sample_s - self.sample_s)
@@ -177,44 +180,44 @@ class LoaderWorker:
         self.room = min(MOST_SLOTS, self.room + 1 / self.room)
         self.answers += 1
         if self.answers == self.processes:
-            self.warm_s = now + self.proof_s  # others may be at their first one still
+            self.warm_s = now + self.proof_s  # other processes may still be at their first task
 
     def full(self, *, refused: int, tasks: int) -> None:
-        """It has no place for a task.
+        """Record that the worker has no place for a task.
 
         Args:
-            refused: How often it had refused one when it was given this one.
-            tasks: That it still has.
+            refused: Number of its refusals when the task was assigned.
+            tasks: Tasks that it still has.
         """
-        if refused == self.refused:  # else it was given while too much was still asked
+        if refused == self.refused:  # else the task was assigned before the last refusal
             self.room, self.refused = max(1.0, tasks / 2), refused + 1
 
     def cannot(self, task: Task, error: Exception) -> None:
-        """It could not do a task that the training node could."""
+        """Record that the worker could not do a task that the training node could."""
         self.faults[task.kind] += 1
         self.failed = str(error) or type(error).__name__
         if self.faults[task.kind] >= MOST_FAULTS:
             self.cannot_do[task.kind] = self.failed
 
     def hung(self, now: float, *, since: float) -> None:
-        """It was waited for in vain; it must make the canary again before a batch depends on it.
+        """Record that the worker hung; it must make the canary again before a batch depends on it.
 
         Args:
-            now: By the monotonic clock.
-            since: When it was given what it was waited for.
+            now: Time by the monotonic clock.
+            since: Time at which the task it did not answer was assigned.
         """
         self.fails, self.failed, self.proved = self.fails + 1, "it does not answer", False
         if self.rests_until > now:
-            return  # as another task of it has shown
+            return  # another task of this worker has shown it
         left = 2 * self.rest_s - max(0.0, since - self.rests_until)
         self.rest_s = min(MOST_HUNG_REST_S, max(HUNG_REST_S, left))
         self.rests_until = now + self.rest_s
 
     def failed_with(self, error: Exception, now: float, *, for_good: bool) -> None:
-        """What a failure says of it.
+        """Record a failure.
 
         Args:
-            error: Which it was.
+            error: The failure.
             for_good: Whether asking again would not change it.
         """
         self.fails, self.failed = self.fails + 1, str(error) or type(error).__name__
@@ -224,20 +227,20 @@ class LoaderWorker:
             self.why_not = self.failed if self.fails >= MOST_CODE_FAILS else ""
         else:
             busy = isinstance(error, Overloaded)
-            self.proved = self.proved and busy  # who answers next may be another one
+            self.proved = self.proved and busy  # a different worker may answer next
             rest_s = min(MOST_REST_S, REST_S * 2 ** min(self.fails - 1, 10))
             self.rests_until = now + max(
                 rest_s, error.retry_after_s if isinstance(error, Overloaded) else 0.0
             )
 
     def limit_s(self, usual_s: float, *, samples: int, tasks: int, begun_s: float) -> float:
-        """How long a task is waited for.
+        """Return how many seconds a task is waited for.
 
         Args:
-            usual_s: Seconds for a sample, of a process as there are others.
-            samples: Of the task.
-            tasks: That it had when it was given this one, with it.
-            begun_s: When that was, by the monotonic clock.
+            usual_s: Seconds that a process of a worker usually needs for a sample.
+            samples: Number of samples in the task.
+            tasks: Tasks that the worker had at the assignment, including this one.
+            begun_s: Time of the assignment, by the monotonic clock.
         """
         expected_s = usual_s * samples * max(1.0, tasks / self.processes)
         begins_s = self.proof_s if begun_s < self.warm_s else 0.0  # each process may begin like the first
@@ -245,7 +248,7 @@ class LoaderWorker:
 
 
 def usual_s(workers: Sequence[LoaderWorker]) -> float:
-    """Seconds that a process of a worker takes for a sample; 0 where nobody has made any."""
+    """Return the mean seconds that a worker's process needs for a sample; 0 if unknown."""
     known = [worker.sample_s for worker in workers if worker.sample_s]
     return fmean(known) if known else 0.0
 
@@ -253,13 +256,13 @@ def usual_s(workers: Sequence[LoaderWorker]) -> float:
 def deal(
     waiting: Sequence[Task], workers: Sequence[LoaderWorker], under_way: Mapping[str, int], now: float
 ) -> list[LoaderWorker | None]:
-    """Who gets each of the tasks that wait; None where it goes on waiting.
+    """Return the worker for each waiting task; None for a task that keeps waiting.
 
     Args:
         waiting: Tasks, in the order in which they are needed.
-        workers: Who may be given some.
-        under_way: Tasks that each has, by address.
-        now: By the monotonic clock.
+        workers: Workers that may be given some.
+        under_way: Number of tasks that each has, by address.
+        now: Time by the monotonic clock.
     """
     tasks = [under_way.get(worker.url, 0) for worker in workers]
     free = {at for at, worker in enumerate(workers) if tasks[at] < worker.places}

@@ -1,4 +1,4 @@
-"""Samples made by workers elsewhere: who is asked for which, and what comes of it."""
+"""Have workers make samples: choose the worker for each task, and handle its result."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ from upriver.text import error_text
 log = logging.getLogger("upriver")
 
 MOST_THREADS = 1024
-"""Tasks under way, whoever is at them; a thread begins when there is one for it."""
+"""Limit on tasks under way at all workers; a thread starts when there is a task for it."""
 
 NEVER = (ConfigError, Forbidden, NotAuthorized, NotExact, ObjectNotFound, ProtocolError)
-"""What asking again would not change."""
+"""Errors for which asking again is useless."""
 
 OF_TASK = (*NEVER, CodeFailed, BadSample, ObjectChanged, Damaged, DoesNotFit)
-"""What says nothing of who has made the canary, but of a task, or of the stages that it is to run."""
+"""Errors caused by a task or its stages, not by a worker that has made the canary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
-    """A sample that was made here, which a worker must make to the bit before it is given others.
+    """Sample made here that a worker must reproduce to the bit before it is given others.
 
     Attributes:
-        task: For this one sample.
-        value: A list of it.
-        seconds: That it took here.
+        task: Task for this one sample.
+        value: List of the one sample.
+        seconds: Seconds that it took here.
     """
 
     task: Task
@@ -68,14 +68,14 @@ class Canary:
 
 @dataclass(eq=False, slots=True)
 class AssignedTask:
-    """A task that a worker has.
+    """Task that a worker has.
 
     Attributes:
-        begun_s: When it was given it, by the monotonic clock.
-        tasks: That it had then, with this one.
-        refused: How often it had refused one then.
-        answer: What comes of it; None where nothing was asked yet.
-        late: Whether nobody waits for it any more.
+        begun_s: Time at which it was assigned, by the monotonic clock.
+        tasks: Tasks that the worker then had, including this one.
+        refused: Number of times the worker had then refused a task.
+        answer: Stream of the response; None before the request.
+        late: Whether the loader has stopped waiting for it.
     """
 
     worker: LoaderWorker
@@ -88,25 +88,26 @@ class AssignedTask:
 
 
 class Workers:
-    """Deals tasks to workers, each as fast as it makes them.
+    """Deal tasks to workers, to each as fast as it makes them.
 
-    A task is kept here until a worker has a place for it that would be done with it first. What a worker that
-    fails was given others make, and the training node where there is no other.
+    A task is kept here until the worker that would finish it first has a place. If a worker fails, others
+    make its task, or the training node if there are no others.
 
-    None gets a task before it has made a sample as this machine does. It is at that beside whatever else is
-    done; tasks wait for it the first time, and not for long.
+    A worker gets no task before it has reproduced a canary sample. It does so while other work goes on. Tasks
+    wait for it the first time, and only briefly.
 
-    Whoever has made one is not judged by a task with which asking again would not help: that is done here.
-    Only where it can be, a few times in a row, is that worker given no more tasks of the same stages.
+    A task that asking again would not help is done here, without blaming a worker that has made the canary.
+    Only if this machine can do several such tasks in a row does the worker get no more tasks of the same
+    stages.
 
     Args:
-        workers: At least one.
-        source: What they are asked for.
-        arrivals: Where what they make comes.
-        canary: The first sample of a task, made here.
-        lock: Of the workers, who may be asked for several epochs at once.
-        here_s: Seconds that this machine takes for a sample, as far as is known.
-        owner: Lives as long as this does.
+        workers: Workers, at least one.
+        source: Specification of the samples.
+        arrivals: Queue of results.
+        canary: Make the first sample of a task here.
+        lock: Lock of the workers, which may serve several epochs at once.
+        here_s: Seconds that this machine needs for a sample, if known.
+        owner: Object that is kept alive as long as this one.
     """
 
     def __init__(
@@ -134,25 +135,25 @@ class Workers:
 
     @property
     def slots(self) -> int:
-        """Tasks that can be under way at once."""
+        """Return the number of tasks that can be under way at once."""
         return sum(worker.slots for worker in self._workers if not worker.why_not)
 
     @property
     def ready(self) -> bool:
-        """Whether somebody has made the first sample, and may be asked."""
+        """Return whether a worker has made the canary and may be asked."""
         with self._lock:
             return self._is_ready()
 
     @property
     def coming(self) -> bool:
-        """Whether somebody is at the first sample."""
+        """Return whether a worker is making the canary."""
         with self._lock:
             return bool(self._proving)
 
     def look(self, task: Task) -> bool:
-        """Whether somebody is ready; whoever may be asked and has not made the first sample is to make it.
+        """Return whether a worker is ready; start the canary on unproved workers that may be asked.
 
-        In the thread that iterates, which makes it, too.
+        Call it in the iterating thread, which also makes the canary.
         """
         if not _can_be_sent(task):
             return False
@@ -165,14 +166,15 @@ class Workers:
             return self._is_ready()
 
     def _is_ready(self) -> bool:
-        """The lock is held."""
+        """Return whether a worker is ready. The lock is held."""
         now = self._now()
         return any(worker.proved and worker.may(now) for worker in self._workers)
 
     def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
-        """Have a task done; False where no worker is there, or indices are no numbers that can be sent.
+        """Have a task done; return False if no worker can, or an index is no number that can be sent.
 
-        In the thread that iterates, which makes the first sample of a task where there is a worker to prove.
+        Call it in the iterating thread, which makes the task's first sample as a canary if a worker needs
+        one.
         """
         if not _can_be_sent(task):
             return False
@@ -190,12 +192,12 @@ class Workers:
         return True
 
     def add(self, workers: Sequence[LoaderWorker]) -> None:
-        """Have more of them from now on."""
+        """Add workers."""
         with self._lock:
             self._workers.extend(workers)
 
     def late(self) -> list[int]:
-        """Tasks that nobody answers, by number: somebody else is to do them; who has them is cut off."""
+        """Return the numbers of tasks without an answer, to be done elsewhere; cut their workers off."""
         with self._lock:
             now, usual = self._now(), usual_s(self._workers) or self._here_s
             late = {number: held for number, held in self._held.items() if self._is_late(held, now, usual)}
@@ -210,7 +212,7 @@ class Workers:
         return list(late)
 
     def close(self) -> None:
-        """Break off whatever is under way."""
+        """Abort everything under way."""
         with self._lock:
             self._closed = True
             self._waiting.clear()
@@ -224,7 +226,7 @@ class Workers:
     # --------------------------------------------------------------------------------------- proving
 
     def _have_canary(self, task: Task) -> None:
-        """Make one, where somebody is to be proved; where that fails the next task's sample may do."""
+        """Make a canary if a worker needs one; if that fails, the next task's sample is tried."""
         now = self._now()
         unproved = [worker for worker in self._workers if worker.may(now) and not worker.proved]
         if not unproved:
@@ -234,14 +236,14 @@ class Workers:
         except NotExact as error:
             for worker in unproved:
                 self._note(worker, error)
-        except Exception as error:  # the dataset's own, which the batch will have as well
+        except Exception as error:  # the dataset's own error, which the batch will raise, too
             for worker in unproved:
                 worker.failed = f"no sample could be made here to compare with: {error_text(error)}"
         else:
             self._here_s = self._canary.seconds
 
     def _begin_proofs(self) -> None:
-        """The lock is held."""
+        """Start the proofs of workers that need one. The lock is held."""
         now = self._now()
         for worker in self._workers:
             if (
@@ -255,7 +257,7 @@ class Workers:
                 self._threads.submit(partial(self._prove, worker, self._canary))
 
     def _prove(self, worker: LoaderWorker, canary: Canary) -> None:
-        """Whether it makes the same bits."""
+        """Check that a worker makes the same bits."""
         error: Exception | None = None
         try:
             info = worker.client.info()
@@ -283,7 +285,7 @@ class Workers:
     # --------------------------------------------------------------------------------------- dealing
 
     def _there(self, worker: LoaderWorker) -> bool:
-        """Whether tasks may wait for it."""
+        """Return whether tasks may wait for a worker."""
         now = self._now()
         if not worker.may(now) or worker.proved:
             return worker.may(now)
@@ -291,7 +293,7 @@ class Workers:
         return fresh and not worker.fails
 
     def _deal(self) -> list[Task]:
-        """Give what waits to whoever has a place; what nobody will make, where none is asked any more.
+        """Give waiting tasks to workers with a place; return those that no worker can be asked for any more.
 
         The lock is held.
         """
@@ -341,7 +343,7 @@ class Workers:
 
     @contextmanager
     def _open(self, answer: RunAnswer, held: AssignedTask | None) -> Iterator[None]:
-        """Whoever closes this closes the answer."""
+        """Register a response, so that closing this object closes it."""
         with self._lock:
             self._answers.add(answer)
             if held is not None:
@@ -367,9 +369,10 @@ class Workers:
         self._send_back(back)
 
     def _failed(self, held: AssignedTask, raw: Sequence[Any] | None, error: Exception) -> None:
-        """Somebody else makes it; where that would not help the training node, which shows whose fault it is.
+        """Pass a failed task to another worker, or to the training node if that would not help.
 
-        A worker that refuses is not left alone as long as it is at something for this loader.
+        The training node's result shows which side is at fault. A worker that refuses a task still gets
+        others while it works on one for this loader.
         """
         task, worker = held.task, held.worker
         of_task = isinstance(error, OF_TASK) or not isinstance(error, UpriverError)
@@ -391,7 +394,7 @@ class Workers:
         self._send_back(back)
 
     def _blame(self, worker: LoaderWorker, task: Task, error: Exception) -> None:
-        """This machine has done what that worker could not."""
+        """Record that this machine has done a task that the worker could not."""
         with self._lock:
             worker.cannot(task, error)
 
@@ -400,24 +403,24 @@ class Workers:
         self._held.pop(held.task.number, None)
 
     def _send_back(self, tasks: Sequence[Task]) -> None:
-        """They are made on the training node."""
+        """Send tasks back to be made on the training node."""
         for task in tasks:
             self._arrivals.put(Arrival(task.number, error=ServerUnavailable("no worker makes it")))
 
     def _note(self, worker: LoaderWorker, error: Exception) -> None:
-        """What a failure says of a worker."""
+        """Record a failure of a worker."""
         log.info("worker %s: %s", worker.url, error)
         worker.failed_with(error, self._now(), for_good=isinstance(error, NEVER))
 
 
 def _can_be_sent(task: Task) -> bool:
-    """Whether its indices are numbers that a request can say."""
+    """Return whether the task's indices are numbers that a request can hold."""
     numbers = tuple(map(whole_number, task.indices))
     return numbers == task.samples and all(0 <= sample <= MAX_INTEGER for sample in task.samples)
 
 
 def _differences(theirs: Mapping[str, str]) -> str:
-    """In what a worker's fingerprint differs from this process's, in words; empty if in nothing."""
+    """Return the differences of a worker's fingerprint from this process's, in words; empty if none."""
     ours = fingerprint()
     names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
     return ", ".join(
