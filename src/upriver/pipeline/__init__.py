@@ -1,4 +1,4 @@
-"""Input stages, per-sample randomness, dataset index."""
+"""Provide input stages, per-sample randomness and the dataset index."""
 
 from upriver.pipeline.chain import InputChain, stored_tensor
 from upriver.pipeline.dataset import Dataset, SampleRef

@@ -1,4 +1,4 @@
-"""The input part of a chain: stages in order, any stretch of which can run anywhere."""
+"""Define the input part of a chain: stages in order, any range of which can run anywhere."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from upriver.pipeline.stages.base import ANY_SIZE, InputStage, Kind, Sizes, Spec
 from upriver.pipeline.stages.registry import stage_from_json
 
 MAX_STAGES = 64
-"""More than any chain has a use for; a cap on what is read from a store."""
+"""Cap on the stages read from a store, beyond any useful chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputChain:
-    """What happens to a stored sample before the model takes it.
+    """Stages that turn a stored sample into the model's input.
 
-    With ``m`` stages the stored bytes stand at position ``-m`` and the finished sample at 0; the stage at
-    index ``i`` ends at ``i + 1 - m``.
+    With ``m`` stages the stored bytes are at position ``-m`` and the finished sample at 0. The stage at index
+    ``i`` ends at ``i + 1 - m``.
 
     Attributes:
-        stages: In order; the first takes the stored bytes.
+        stages: Stages in order; the first reads the stored bytes.
 
     Raises:
-        ConfigError: If a stage cannot take what the one before it gives.
+        ConfigError: If a stage cannot read the previous stage's output.
     """
 
     stages: tuple[InputStage, ...]
@@ -52,11 +52,11 @@ class InputChain:
 
     @property
     def start(self) -> int:
-        """The position of the stored bytes."""
+        """Return the position of the stored bytes."""
         return -len(self.stages)
 
     def stage_at(self, position: int) -> InputStage:
-        """The stage that ends at ``position``."""
+        """Return the stage that ends at ``position``."""
         if not self.start < position <= 0:
             raise ConfigError(f"input stages end at positions {self.start + 1}..0, got {position}")
         return self.stages[position - 1]
@@ -74,16 +74,16 @@ class InputChain:
     ) -> torch.Tensor:
         """Run the stages from one position to another on one sample.
 
-        However a stretch is divided, and wherever its parts run, the result is the same.
+        The result does not depend on how the range is divided or where its parts run.
 
         Args:
-            value: The sample as it stands at ``start``; never changed.
+            value: The sample at position ``start``; never changed.
             sample: Its row in the dataset's index.
-            epoch: Which epoch, for random stages.
+            epoch: Number of the epoch, for random stages.
             seed: The job's seed.
             start: Position of ``value``.
             stop: Position to reach.
-            seconds: Where given, what each stage took is added at the position it ends at.
+            seconds: If given, each stage's seconds are added at the position at which it ends.
 
         Raises:
             SampleError: If the sample cannot pass a stage.
@@ -101,24 +101,24 @@ class InputChain:
         return value
 
     def output_spec(self) -> Spec | None:
-        """Type and shape of a finished sample, or None where only the samples tell."""
+        """Return type and shape of a finished sample, or None if they depend on the sample."""
         spec: Spec | None = None
         for stage in self.stages:
             spec = stage.spec(spec)
         return spec if _is_whole(spec) else None
 
     def most_bytes(self, stored: Sizes, stop: int, *, start: int | None = None) -> tuple[Sizes, Sizes]:
-        """What samples take at most, known before any of them is read.
+        """Return bounds on the memory of samples, before any is read.
 
         Args:
-            stored: Their bytes as they stand at ``start``.
-            stop: Where they are taken to.
-            start: Where they are taken from; as they are stored if None.
+            stored: Bytes of each sample at ``start``.
+            stop: Position to which the samples are brought.
+            start: Position from which they are brought; that of the stored bytes if None.
 
         Returns:
-            What each takes at ``stop``, infinite where only the sample tells; and what a stage has at once on
-            the way there at most, its input and its result among it. Images of unknown size are left out of
-            that: room for one is each worker's own.
+            Bytes of each sample at ``stop``, infinite if only the sample determines them; and the peak bytes
+            of a stage on the way, including its input and output. The peak leaves out images of unknown size,
+            for which each worker reserves memory itself.
         """
         spec: Spec | None = None
         taken, most = stored, np.zeros_like(stored)
@@ -133,7 +133,7 @@ class InputChain:
         return taken, most
 
     def to_json(self) -> list[dict[str, Any]]:
-        """The chain as plain data."""
+        """Return the chain as plain data."""
         return [stage.to_json() for stage in self.stages]
 
     @classmethod
@@ -150,7 +150,7 @@ class InputChain:
 
 
 def _is_whole(spec: Spec | None) -> TypeGuard[Spec]:
-    """Whether nothing in it is left to the sample."""
+    """Return whether the spec leaves nothing to the sample."""
     return spec is not None and ANY_SIZE not in spec[1]
 
 
@@ -159,7 +159,7 @@ def _nbytes(spec: Spec) -> int:
 
 
 def stored_tensor(blob: bytes | memoryview) -> torch.Tensor:
-    """A stored sample as the value that a chain starts from: a fresh uint8 tensor of shape (n,)."""
+    """Return a stored sample as a chain's initial value: a fresh uint8 tensor of shape (n,)."""
     out = torch.empty(len(blob), dtype=torch.uint8, device="cpu")
     out.numpy()[...] = np.frombuffer(blob, dtype=np.uint8)
     return out

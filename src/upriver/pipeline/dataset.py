@@ -1,4 +1,4 @@
-"""A dataset: an index over stored samples and the input stages declared for them, named by its digest."""
+"""Define a dataset: an index over stored samples and their input stages, named by its digest."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from upriver.store import DEFAULT_PREFIX, Store, check_name
 _CHECKED_AT_ONCE = 2**14
 
 _FEW = 8
-"""Texts that are read one by one: a call of Arrow's ``take`` costs as much as ten of them."""
+"""Number of texts up to which they are read one by one: a call of Arrow's ``take`` costs as much as ten."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleRef:
-    """Where one sample is stored: bytes [start, stop) of an object, and its ETag when it was indexed."""
+    """Location of one stored sample: bytes [start, stop) of an object, and its ETag at indexing."""
 
     object: str
     etag: str
@@ -45,18 +45,18 @@ class SampleRef:
 
 
 class Dataset:
-    """Stored samples, in a fixed order, and what is to be done with each before a model takes it.
+    """Stored samples in a fixed order, with the input stages that prepare each for a model.
 
-    Immutable. Rows of the index are the sample ids.
+    It is immutable. Rows of the index are the sample ids.
 
     Attributes:
-        store: Holds the samples, and the dataset's own files once it is published.
-        prefix: Where in the store upriver keeps its own objects.
+        store: Store of the samples, and of the dataset's own files once it is published.
+        prefix: Folder of the store in which upriver keeps its own objects.
         digest: SHA-256 of ``chain.json``, which covers everything else.
-        chain: The input stages.
+        chain: Input stages.
         classes: Names of the targets.
         targets: int64 of shape (len,).
-        left_out: What may be a sample and was not indexed: reason to count and examples.
+        left_out: Count and examples of possible samples that were not indexed, by reason.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Dataset:
         prefix: str,
         admit: Callable[[int], None] | None = None,
     ) -> None:
-        """Take the dataset's two files; see :meth:`open` and :func:`upriver.pipeline.index`."""
+        """Construct from the dataset's two files; see :meth:`open` and :func:`upriver.pipeline.index`."""
         self.digest: str = hashlib.sha256(chain_bytes).hexdigest()
         manifest = files.decode_manifest(chain_bytes, self.digest)
         table = files.decode_index(index_bytes, manifest, admit)
@@ -89,10 +89,10 @@ class Dataset:
         return self._manifest.count
 
     def __getitem__(self, index: object) -> Never:
-        """Say who makes samples: what is drawn for one belongs to an epoch and a seed, which a loader has.
+        """Refuse to make a sample: its random numbers need an epoch and a seed, which a loader has.
 
         Raises:
-            DatasetError: In every case.
+            DatasetError: Always.
         """
         raise DatasetError(
             "an upriver.Dataset has no samples by index: upriver.DataLoader(dataset, …) and near.finetune "
@@ -107,33 +107,33 @@ class Dataset:
 
     @property
     def stored_bytes(self) -> float:
-        """Mean size of a stored sample."""
+        """Return the mean bytes of a stored sample."""
         return float((self._stops - self._starts).mean())
 
     @cached_property
     def nbytes(self) -> int:
-        """Memory that the index takes, as it was read and as it is used."""
+        """Return the memory of the index, in bytes, as read and as used."""
         parts = (self._starts, self._stops, self.targets, *self._texts.values())
         files_nbytes = len(self._index_bytes) + files.chain_nbytes(self._chain_bytes)
         return files_nbytes + sum(int(part.nbytes) for part in parts)
 
     @property
     def objects(self) -> pa.DictionaryArray:
-        """The object of each sample, as it lies in memory: each name once, and a number a sample."""
+        """Return the object of each sample as in memory: each name once, and a number for each sample."""
         return self._texts["object"]
 
     @property
     def layout(self) -> str:
-        """``webdataset`` or ``folders``."""
+        """Return the layout, ``webdataset`` or ``folders``."""
         return self._manifest.layout
 
     @property
     def format(self) -> str:
-        """``image``, ``wav``, ``npy`` or ``safetensors``."""
+        """Return the format, ``image``, ``wav``, ``npy`` or ``safetensors``."""
         return self._manifest.format
 
     def names(self, ids: Sequence[int]) -> list[str]:
-        """The samples' names: the key in a shard, the path in folders.
+        """Return the samples' names: the key in a shard, the path in folders.
 
         Raises:
             ConfigError: If an id is not a row of the index.
@@ -141,7 +141,7 @@ class Dataset:
         return self._text("name", self._rows(ids))
 
     def locate(self, ids: Sequence[int]) -> list[SampleRef]:
-        """Where the samples are stored, in the order asked for.
+        """Return the locations of the samples, in the given order.
 
         Raises:
             ConfigError: If an id is not a row of the index.
@@ -159,7 +159,7 @@ class Dataset:
         ]
 
     def sizes(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Stored bytes of samples, in the order asked for.
+        """Return the stored bytes of the samples, in the given order.
 
         Raises:
             ConfigError: If an id is not a row of the index.
@@ -168,20 +168,20 @@ class Dataset:
         return np.asarray(self._stops[rows] - self._starts[rows], dtype=np.int64)
 
     def targets_among(self, other: Dataset, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """The targets as numbers of another dataset's classes, matched by name.
+        """Return the targets as numbers of another dataset's classes, matched by name.
 
-        Classes without samples need no match. Shards without ``classes.txt`` name no classes: against other
-        shards their numbers count.
+        Classes without samples need no match. Shards without ``classes.txt`` name no classes: their numbers
+        are compared with other shards' numbers.
 
         Args:
-            other: Has the classes that count.
-            rows: Of the index: only classes that these have need a match; None for all.
+            other: Dataset whose classes count.
+            rows: Rows of the index; only their classes need a match. None for all rows.
 
         Returns:
             int64 of shape (len,).
 
         Raises:
-            ConfigError: If a class that has samples is none of the other's, or its name stands for several.
+            ConfigError: If the other dataset lacks a class that has samples, or the name stands for several.
         """
         if self.classes == other.classes:
             return self.targets
@@ -209,22 +209,22 @@ class Dataset:
         return mapped[self.targets]
 
     def with_stages(self, stages: Sequence[InputStage]) -> Dataset:
-        """The same samples with other input stages: another dataset, not published yet."""
+        """Return a dataset of the same samples with other input stages, not published yet."""
         chain = InputChain(tuple(stages))
         check_reads(chain, self.format)
         manifest = msgspec.structs.replace(self._manifest, stages=chain.to_json())
         return Dataset(self.store, files.encode_manifest(manifest), self._index_bytes, prefix=self.prefix)
 
     def with_store(self, store: Store) -> Dataset:
-        """The same dataset, read through another way to the same store."""
+        """Return the same dataset, read through another client of the same store."""
         other = copy.copy(self)
         other.store = store
         return other
 
     def publish(self) -> None:
-        """Write the dataset's files; ``chain.json`` last, so that a dataset that can be opened is whole.
+        """Write the dataset's files, ``chain.json`` last, so that a dataset that can be opened is complete.
 
-        A dataset that is there already is left alone: its digest says that it is the same.
+        An existing dataset is left alone: its digest proves that it is the same.
 
         Raises:
             StoreError: If the store cannot be written.
@@ -247,16 +247,15 @@ class Dataset:
         """Read a published dataset and check it against its digest.
 
         Args:
-            store: Holds the dataset.
-            digest: Names the dataset.
-            prefix: Where in the store upriver keeps its own objects.
-            admit: Called with the bytes of memory that opening takes, as a whole, each time before it takes
-                more.
+            store: Store of the dataset.
+            digest: Digest that names the dataset.
+            prefix: Folder of the store in which upriver keeps its own objects.
+            admit: Called with the total bytes of memory needed so far, each time before opening takes more.
 
         Raises:
             ObjectNotFound: If no such dataset was published here.
-            DatasetError: If its files are damaged, too large, or hold what they may not.
-            Exception: What ``admit`` raises.
+            DatasetError: If its files are damaged, too large, or have invalid contents.
+            Exception: If ``admit`` raises it.
         """
         index_path, chain_path = dataset_paths(prefix, digest)
         size = store.head(chain_path).size
@@ -279,7 +278,7 @@ class Dataset:
 
     @classmethod
     async def open_async(cls, store: Store, digest: str, *, prefix: str = DEFAULT_PREFIX) -> Dataset:
-        """:meth:`open` for an event loop."""
+        """Open a dataset from an event loop; see :meth:`open`."""
         return await asyncio.to_thread(cls.open, store, digest, prefix=prefix)
 
     def _rows(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -299,28 +298,28 @@ class Dataset:
 
 
 def _as_dictionary(column: pa.ChunkedArray) -> pa.DictionaryArray:
-    """Return a text column as each string once, and a number a row."""
+    """Return a text column as each string once, and a number for each row."""
     return (column if pa.types.is_dictionary(column.type) else column.dictionary_encode()).combine_chunks()
 
 
 def _are_numbers(dataset: Dataset) -> bool:
-    """Whether a dataset's classes have no names but their numbers."""
+    """Return whether a dataset's classes have no names but their numbers."""
     return dataset.classes == tuple(map(str, range(len(dataset.classes))))
 
 
 def dataset_paths(prefix: str, digest: str) -> tuple[str, str]:
-    """Names of a dataset's ``index.parquet`` and ``chain.json``.
+    """Return the names of a dataset's ``index.parquet`` and ``chain.json``.
 
     Raises:
-        DatasetError: If ``digest`` is not one.
-        ConfigError: If ``prefix`` is no name.
+        DatasetError: If ``digest`` is not a digest.
+        ConfigError: If ``prefix`` is not a name.
     """
     place = f"{check_name(prefix)}/datasets/{files.check_digest(digest)}"
     return f"{place}/index.parquet", f"{place}/chain.json"
 
 
 def check_reads(chain: InputChain, format: str) -> None:
-    """Check that a chain's first stage reads what is stored.
+    """Check that a chain's first stage reads the stored format.
 
     Raises:
         ConfigError: If it reads another format.
@@ -353,7 +352,7 @@ def _check_index_size(digest: str, size: int, manifest: IndexManifest) -> None:
 
 
 def _check_texts(objects: pa.Array, etags: pa.Array) -> None:
-    """Check the names and ETags in an index, some at a time: each is a Python string for the check alone."""
+    """Check the names and ETags of an index in parts, as each becomes a Python string for the check."""
     for start in range(0, len(objects), _CHECKED_AT_ONCE):
         for name in objects.slice(start, _CHECKED_AT_ONCE).to_pylist():
             try:

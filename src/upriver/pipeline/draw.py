@@ -1,4 +1,4 @@
-"""Per-sample randomness that does not depend on where, when or in which order it is drawn."""
+"""Draw random numbers per sample that do not depend on place, time or order."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from upriver.errors import ConfigError
 
 Numbers = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-_PERSON = b"upriver.draw/1"  # another way to draw would take another name: old runs stay replayable
+_PERSON = b"upriver.draw/1"  # a changed way to draw would need a new name: old runs stay replayable
 
-_BLOCK = 2**14  # numbers at once, an even count: what is computed on the way stays in a cache
+_BLOCK = 2**14  # even count of numbers at once, whose intermediate values fit in a cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draw:
-    """The random numbers of one stage for one sample in one epoch.
+    """Random numbers of one stage for one sample in one epoch.
 
-    A counter-based generator (Philox-4x64-10; Salmon et al., SC 2011) keyed by a hash of the four numbers.
-    Only its raw words are used: NumPy promises those never change, and makes no such promise for its
-    distributions. What is made of them takes arithmetic alone, which rounds the same way on every machine;
-    logarithms and cosines of libraries do not.
+    The generator is counter-based (Philox-4x64-10; Salmon et al., SC 2011), keyed by a hash of the four
+    numbers. Only its raw words are used: NumPy promises that they never change, and makes no such promise for
+    its distributions. The numbers are computed from the words by arithmetic alone, which rounds the same way
+    on every machine; logarithms and cosines of libraries do not.
 
     Attributes:
         seed: The job's seed.
-        epoch: Counted by the job.
-        sample: The row in the dataset's index.
-        stage: The stage's place in the chain, counted from 0 at the stored bytes, so that cuts do not matter.
+        epoch: Epoch, counted by the job.
+        sample: Row in the dataset's index.
+        stage: The stage's index in the chain, counted from 0 at the stored bytes, so that cuts do not matter.
     """
 
     seed: int
@@ -41,7 +41,7 @@ class Draw:
     stage: int
 
     def uniforms(self, count: int) -> tuple[float, ...]:
-        """The first ``count`` numbers, uniform in [0, 1) with 53 bits; the same ones at every call.
+        """Return the first ``count`` numbers, uniform in [0, 1) with 53 bits; every call returns the same.
 
         Raises:
             ConfigError: If seed, epoch, sample or stage does not fit 64 signed bits.
@@ -49,19 +49,20 @@ class Draw:
         return tuple(_uniforms(self._generator(), count).tolist())
 
     def normals(self, count: int, *, after: int = 0) -> Numbers:
-        """Numbers of mean 0 and deviation 1, normally distributed; the same ones at every call.
+        """Return normally distributed numbers of mean 0 and deviation 1; every call returns the same.
 
-        By Box and Muller (1958): each two words give two numbers, of which the first ``count`` are taken.
+        The method is that of Box and Muller (1958): each two words give two numbers. The first ``count``
+        numbers are returned.
 
         Args:
-            count: How many.
-            after: Words that are left out: as many as are drawn as uniform numbers.
+            count: Number of numbers.
+            after: Number of words to skip, as many as uniform numbers were drawn.
 
         Returns:
             float64 of shape (count,).
 
         Raises:
-            ConfigError: As :meth:`uniforms`.
+            ConfigError: As for :meth:`uniforms`.
         """
         generator = self._generator()
         generator.random_raw(after, output=False)
@@ -79,10 +80,10 @@ class Draw:
         return np.random.Philox(key=np.frombuffer(self._key(), dtype="<u8").astype(np.uint64))
 
     def key(self) -> int:
-        """A number of 128 bits that stands for all four.
+        """Return a number of 128 bits that stands for all four.
 
         Raises:
-            ConfigError: As `uniforms`.
+            ConfigError: As for `uniforms`.
         """
         return int.from_bytes(self._key(), "little")
 
@@ -102,10 +103,10 @@ def _uniforms(generator: np.random.Philox, count: int) -> Numbers:
 
 
 def _log(values: Numbers) -> Numbers:
-    """Natural logarithms of numbers in (0, 1], to some 1e-16.
+    """Return natural logarithms of numbers in (0, 1], to about 1e-16.
 
-    Of ``m 2^e`` it is ``e log 2 + 2 artanh((m - 1) / (m + 1))``, with m within a factor of sqrt(2) around 1:
-    then each term of the series is at most 0.03 times the one before.
+    The logarithm of ``m 2^e`` is ``e log 2 + 2 artanh((m - 1) / (m + 1))``, with m within a factor of sqrt(2)
+    around 1. Each term of the series is then at most 0.03 times the previous one.
     """
     mantissa, exponent = np.frexp(values)
     small = mantissa < math.sqrt(0.5)
@@ -115,9 +116,9 @@ def _log(values: Numbers) -> Numbers:
 
 
 def _circle(turns: Numbers) -> tuple[Numbers, Numbers]:
-    """Cosines and sines of shares of a full turn in [0, 1), to some 1e-16.
+    """Return cosines and sines of shares of a full turn in [0, 1), to about 1e-16.
 
-    The nearest quarter turn is taken off, which is exact, and put back by swapping the two and their signs.
+    The nearest quarter turn is subtracted, which is exact, and restored by swapping the two and their signs.
     """
     quarters = np.floor(4.0 * turns + 0.5)
     angle = 2.0 * math.pi * (turns - 0.25 * quarters)
@@ -133,7 +134,7 @@ def _circle(turns: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _polynomial(values: Numbers, coefficients: Sequence[float]) -> Numbers:
-    """By Horner's rule, from the highest power down."""
+    """Evaluate a polynomial by Horner's rule, from the highest power down."""
     out = np.full_like(values, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         out *= values

@@ -1,4 +1,4 @@
-"""What a stage says of a sample that it cannot use."""
+"""Define the error of a sample that a stage cannot use."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from upriver.errors import UpriverError
 
 
 class SampleError(UpriverError):
-    """One sample cannot pass a stage. The engine, which knows row and object, turns it into ``BadSample``.
+    """Raised when one sample cannot pass a stage.
+
+    The engine, which knows row and object, turns it into ``BadSample``.
 
     Attributes:
-        reason: What is wrong, in one line.
+        reason: The problem, in one line.
     """
 
     code = "sample"

@@ -1,9 +1,9 @@
-"""Sizes inside a Parquet file, read from its page headers: what decoding it rests on.
+"""Read the sizes inside a Parquet file from its page headers, on which decoding depends.
 
-The footer only claims how much a file holds. Each page's own header says how many values the page has and how
-many bytes its decompression may give; the decoder stops there. The headers are Thrift structs in the compact
-protocol, as in ``parquet.thrift`` of apache/parquet-format. Pages of other kinds and encodings than upriver
-writes are refused: some of them unpack a few bytes to many values.
+The footer only claims how much a file holds. Each page's own header gives the number of its values and of its
+decompressed bytes, at which the decoder stops. The headers are Thrift structs in the compact protocol, as in
+``parquet.thrift`` of apache/parquet-format. Pages of kinds and encodings that upriver does not write are
+refused: some of them unpack a few bytes to many values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from upriver.errors import DatasetError
 
 MAX_FOOTER_BYTES = 2**20
-"""Cap on the footer: 32 row groups of six columns, with statistics of 4 KiB each, take less."""
+"""Cap on the footer: 32 row groups of six columns, with statistics of 4 KiB each, need less."""
 
 MAX_FOOTER_ITEMS = 64
 """Cap on each list in the footer; 2**25 rows make 32 row groups, and other lists are shorter."""
@@ -48,12 +48,12 @@ _HEADER: _Kinds = {**dict.fromkeys((1, 2, 3, 4), _INT32), 5: _DATA_HEADER, 7: _D
 
 @dataclass(slots=True)
 class ColumnPages:
-    """Sizes of a column's pages together.
+    """Total sizes of a column's pages.
 
     Attributes:
-        value_bytes: Uncompressed pages that hold values, not numbers of a dictionary's values.
-        values: Values in those pages, at most.
-        largest_bytes: The largest page, uncompressed.
+        value_bytes: Uncompressed bytes of pages that hold values, not indices into a dictionary.
+        values: Maximum number of values in those pages.
+        largest_bytes: Uncompressed bytes of the largest page.
         pages: Number of pages.
     """
 
@@ -83,10 +83,10 @@ def read_footer(data: bytes, **options: object) -> pq.ParquetFile:
 
 
 def count_pages(data: bytes, file: pq.FileMetaData) -> list[ColumnPages]:
-    """Walk every page header of each column, and insist that the footer tells the truth.
+    """Walk every page header of each column, and check that the footer agrees.
 
     Raises:
-        DatasetError: If footer and pages differ, or a page is not one that upriver writes.
+        DatasetError: If footer and pages differ, or upriver does not write such pages.
     """
     found = [ColumnPages() for _ in range(file.num_columns)]
     for group_number in range(file.num_row_groups):
@@ -130,7 +130,7 @@ def _count_column(data: bytes, column: pq.ColumnChunkMetaData, found: ColumnPage
 
 
 def _values(header: Mapping[int, object]) -> tuple[int, int]:
-    """Return the number of values of a page, and how they are encoded."""
+    """Return the number of values of a page, and their encoding."""
     kind = _number(header, 1)
     inner = header.get({_DATA: 5, _DICTIONARY: 7}.get(kind, 0))
     if not isinstance(inner, dict) or len(header.keys() & {5, 7}) != 1:
@@ -155,19 +155,19 @@ def _wrong(problem: str) -> DatasetError:
 
 
 class _Compact:
-    """Read Thrift structs of known fields.
+    """Reader of Thrift structs of known fields.
 
     Args:
         data: The file.
-        at: Where the struct begins.
-        stop: Where it must have ended.
+        at: Position at which the struct begins.
+        stop: Position by which it must have ended.
     """
 
     def __init__(self, data: bytes, at: int, stop: int) -> None:
         self._data, self.at, self._stop = data, at, stop
 
     def struct(self, kinds: _Kinds) -> dict[int, object]:
-        """Return the fields of a struct by their numbers, which must grow: no field stands twice."""
+        """Return the fields of a struct by their numbers, which must increase: no field appears twice."""
         fields: dict[int, object] = {}
         last = 0
         while (head := self._byte()) != 0:

@@ -1,4 +1,4 @@
-"""What an index leaves out: which stored files are no samples by convention, and a count of all others."""
+"""Decide which stored files are no samples by convention, and count all others that an index leaves out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from upriver.errors import DatasetError
 
 OnLeftOut = Literal["error", "report"]
-"""What happens when something that may be a sample is left out of an index."""
+"""Action when something that may be a sample is left out of an index."""
 
 FORMAT_OF = {
     **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif"), "image"),
@@ -19,10 +19,10 @@ FORMAT_OF = {
     "npy": "npy",
     "safetensors": "safetensors",
 }
-"""Extension to the format a sample is stored in."""
+"""Stored format by extension."""
 
 MAX_EXAMPLES = 5
-"""Names kept for each reason."""
+"""Number of names kept for each reason."""
 
 REASONS: dict[str, str] = {
     "format": "of a format that is not read",
@@ -40,7 +40,7 @@ REASONS: dict[str, str] = {
     "no_media": "keys without a member that is read",
     "no_class": "keys without a class",
 }
-"""Reason to the words for it."""
+"""Words for each reason."""
 
 _CLUTTER = frozenset(
     (
@@ -60,10 +60,10 @@ _COMPANION_EXTENSIONS = frozenset(
         *("py", "sh", "ipynb", "dvc", "lock", "xmp", "aae"),
     )
 )
-"""Texts, tables, checksums, scripts and edits of photographs, which describe samples and are none."""
+"""Extensions of texts, tables, checksums, scripts and photograph edits, which describe samples."""
 
 _DOCUMENT_EXTENSIONS = frozenset(("pdf", "doc", "docx", "odt", "rtf", "tex"))
-"""What a README or license is written in, beside the texts among companions."""
+"""Extensions of a README or license, besides those of companions."""
 
 _COMPANION_NAMES = frozenset(
     (
@@ -72,7 +72,7 @@ _COMPANION_NAMES = frozenset(
         *("classes.txt", "_success"),
     )
 )
-"""Names, without their extension, of what describes a dataset."""
+"""Names, without extension, of files that describe a dataset."""
 
 COMPRESSED_SHARDS = tuple(
     f".{name}"
@@ -86,7 +86,7 @@ ARCHIVES = frozenset(("zip", "7z", "rar", "gz", "bz2", "xz", "zst", "lz4", "tfre
 
 
 class LeftOut(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What an index leaves out for one reason.
+    """Objects that an index leaves out for one reason.
 
     Attributes:
         count: Number of objects, or of members or keys of shards.
@@ -98,7 +98,7 @@ class LeftOut(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class Tally:
-    """Count of what is left out, by reason."""
+    """Count of left-out objects, by reason."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -109,12 +109,12 @@ class Tally:
         return bool(self._counts)
 
     def add(self, reason: str, name: str, detail: str) -> None:
-        """Count one more.
+        """Count an object.
 
         Args:
             reason: One of `REASONS`.
             name: Name of the object, or of the shard and its member.
-            detail: A sentence that says what is wrong with it.
+            detail: Sentence that describes the problem.
         """
         self._first = self._first or detail
         self._counts[reason] = self._counts.get(reason, 0) + 1
@@ -131,7 +131,7 @@ class Tally:
             examples += other._examples[reason][: MAX_EXAMPLES - len(examples)]
 
     def report(self) -> dict[str, LeftOut]:
-        """The counts, in the order of `REASONS`."""
+        """Return the counts, in the order of `REASONS`."""
         return {
             reason: LeftOut(count=self._counts[reason], examples=tuple(self._examples[reason]))
             for reason in REASONS
@@ -142,7 +142,7 @@ class Tally:
         """Refuse to leave anything out.
 
         Raises:
-            DatasetError: If something was counted; names the first and counts all by reason.
+            DatasetError: If something was counted; the message names the first and counts all by reason.
         """
         if not self:
             return
@@ -155,7 +155,7 @@ class Tally:
 
 
 def describe(left_out: Mapping[str, LeftOut]) -> str:
-    """Reasons, counts and examples in one line."""
+    """Return reasons, counts and examples in one line."""
     return "; ".join(
         f"{each.count} {REASONS.get(reason, reason)} ({', '.join(map(repr, each.examples))}"
         + (", ...)" if each.count > len(each.examples) else ")")
@@ -164,7 +164,7 @@ def describe(left_out: Mapping[str, LeftOut]) -> str:
 
 
 def is_clutter(name: str) -> bool:
-    """Whether a file, by its path below the dataset, is one that a system or tool left there."""
+    """Return whether a file, by its path below the dataset, was left there by a system or tool."""
     parts = name.lower().split("/")
     if not _CLUTTER.isdisjoint(parts) or parts[-1].endswith(":zone.identifier"):
         return True
@@ -172,21 +172,21 @@ def is_clutter(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether the path below the dataset, or below a shard's root, has a segment that begins with a dot."""
+    """Return whether the path, below the dataset or a shard's root, has a segment that begins with a dot."""
     if not name.startswith(".") and "/." not in name:
         return False
     return any(part.startswith(".") and part != ".." for part in name.split("/"))
 
 
 def is_companion(name: str) -> bool:
-    """Whether a file describes samples, by its name, and is none itself."""
+    """Return whether a file, by its name, describes samples and is none itself."""
     base = name.rpartition("/")[2].lower()
     stem, _, extension = base.rpartition(".")
     return bool(stem and extension in _COMPANION_EXTENSIONS) or is_description(name)
 
 
 def is_description(name: str) -> bool:
-    """Whether a file describes the whole dataset, by its name, as a README does."""
+    """Return whether a file, by its name, describes the whole dataset, as a README does."""
     base = name.rpartition("/")[2].lower()
     stem, _, rest = base.partition(".")
     extension = rest.rpartition(".")[2]
@@ -195,5 +195,5 @@ def is_description(name: str) -> bool:
 
 
 def is_compressed_shard(name: str) -> bool:
-    """Whether a file is a shard that was compressed, by its name."""
+    """Return whether a file, by its name, is a compressed shard."""
     return name.lower().endswith(COMPRESSED_SHARDS)

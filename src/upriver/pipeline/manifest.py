@@ -1,7 +1,7 @@
-"""The two files of a dataset: ``index.parquet``, one row a sample, and ``chain.json``.
+"""Read and write the two files of a dataset: ``index.parquet``, one row a sample, and ``chain.json``.
 
 A dataset's own digest is the SHA-256 of ``chain.json``, so it covers the index, the classes and the input
-stages. Everything read from a store is checked against it, and against caps, before it is used.
+stages. All data read from a store are checked against the digest, and against caps, before use.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ MAX_ROWS = 2**25
 """Cap on the rows of an index: 33 million samples."""
 
 MAX_OPENING_BYTES = 2**33
-"""Cap on the memory that opening an index takes."""
+"""Cap on the memory for opening an index."""
 
 MAX_CHAIN_VALUES = 2**21
 """Cap on the values in ``chain.json``: a million class names, each with a comma in it."""
 
 _CHAIN_VALUE_BYTES = 128
-"""Most memory of a value of ``chain.json``, measured on lists, objects and strings of one character."""
+"""Maximum memory of a value of ``chain.json``, measured on lists, objects and strings of one character."""
 
 _ROW_BYTES = 44
-"""Memory of a row in an open index, but for its text: four numbers of 8 bytes, three of 4."""
+"""Memory of a row in an open index, without its text: four numbers of 8 bytes, three of 4."""
 
 _TEXT_BYTES, _TEXT_COPIES = 160, 3
-"""Memory of a string while its column is decoded, and copies of its bytes; measured on names that differ."""
+"""Memory of a string while its column is decoded, and copies of its bytes; measured on distinct names."""
 
 MAX_SAMPLE_BYTES = 2**28
 """Cap on one stored sample: an image at the default pixel cap, uncompressed, fits."""
@@ -68,24 +68,24 @@ _COLUMNS = pa.schema(
 
 
 class IndexFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What ``chain.json`` says of ``index.parquet``."""
+    """Digest and size of ``index.parquet``, in ``chain.json``."""
 
     sha256: str
     bytes: int
 
 
 class IndexManifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omit_defaults=True):
-    """The content of ``chain.json``.
+    """Content of ``chain.json``.
 
     Attributes:
-        schema: Version of this form.
+        schema: Version of the schema.
         layout: ``webdataset`` or ``folders``.
         format: ``image``, ``wav``, ``npy`` or ``safetensors``.
         count: Number of samples.
         classes: Names of the targets 0, 1, …
         index: Size and digest of the index.
         stages: The input chain.
-        left_out: What may be a sample and was not indexed, by reason; absent where there is nothing.
+        left_out: Possible samples that were not indexed, by reason; absent if there are none.
     """
 
     schema: str
@@ -98,12 +98,12 @@ class IndexManifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omi
     left_out: dict[str, LeftOut] = {}
 
     def chain(self) -> InputChain:
-        """The input chain, checked."""
+        """Return the input chain, checked."""
         return InputChain.from_json(self.stages)
 
 
 def encode_manifest(manifest: IndexManifest) -> bytes:
-    """The bytes of ``chain.json``: sorted keys, so that equal content has an equal digest."""
+    """Return the bytes of ``chain.json``, with sorted keys, so that equal content has an equal digest."""
     return msgspec.json.encode(manifest, order="sorted")
 
 
@@ -111,7 +111,7 @@ def decode_manifest(data: bytes, digest: str) -> IndexManifest:
     """Read ``chain.json`` strictly.
 
     Raises:
-        DatasetError: If it does not have that digest, or a field is unknown, missing or not what it may be.
+        DatasetError: If the digest differs, or a field is unknown, missing or invalid.
     """
     if hashlib.sha256(data).hexdigest() != digest:
         raise DatasetError(f"chain.json of dataset {digest} is damaged: its SHA-256 is another one")
@@ -131,12 +131,12 @@ def decode_manifest(data: bytes, digest: str) -> IndexManifest:
 
 
 def chain_nbytes(data: bytes) -> int:
-    """Return the most memory that ``chain.json`` takes when it is decoded, its own bytes among it."""
+    """Return the maximum memory of decoding ``chain.json``, including its own bytes."""
     return len(data) + _CHAIN_VALUE_BYTES * min(_most_values(data), MAX_CHAIN_VALUES)
 
 
 def _most_values(data: bytes) -> int:
-    """Return a bound on the values in a JSON text, from the characters that stand before one."""
+    """Return a bound on the values in a JSON text, from the characters that precede a value."""
     return 1 + sum(map(data.count, (b",", b"[", b"{")))
 
 
@@ -154,7 +154,7 @@ def _why_not(manifest: IndexManifest) -> str:
 
 
 def check_digest(digest: str) -> str:
-    """A digest names a directory in a store, so nothing else may pass for one.
+    """Check and return a digest, as it names a directory in a store.
 
     Raises:
         DatasetError: If it is not 64 hexadecimal digits in lower case.
@@ -165,7 +165,7 @@ def check_digest(digest: str) -> str:
 
 
 def encode_index(table: pa.Table) -> bytes:
-    """The bytes of ``index.parquet``."""
+    """Return the bytes of ``index.parquet``."""
     sink = io.BytesIO()
     pq.write_table(table.cast(_COLUMNS), sink, compression="zstd", use_dictionary=["object", "etag"])
     return sink.getvalue()
@@ -176,17 +176,17 @@ def decode_index(
 ) -> pa.Table:
     """Read ``index.parquet`` strictly.
 
-    Text columns come back dictionary-encoded: a few bytes that stand for many rows stay a few bytes.
+    Text columns are returned dictionary-encoded: a few bytes that stand for many rows stay a few bytes.
 
     Args:
         data: The file.
         manifest: The content of ``chain.json``.
-        admit: Called with the most bytes that opening the index takes, before any of it is decoded.
+        admit: Called with the maximum bytes for opening the index, before any of it is decoded.
 
     Raises:
-        DatasetError: If it is not the file ``chain.json`` names, or a column or value is not what it may be,
-            or it takes more memory than `MAX_OPENING_BYTES`.
-        Exception: What ``admit`` raises; nothing is decoded then.
+        DatasetError: If the file is not the one that ``chain.json`` names, a column or value is invalid, or
+            opening needs more memory than `MAX_OPENING_BYTES`.
+        Exception: If ``admit`` raises it; nothing is decoded then.
     """
     if len(data) != manifest.index.bytes or hashlib.sha256(data).hexdigest() != manifest.index.sha256:
         raise DatasetError("index.parquet is damaged: its size or SHA-256 is not the one in chain.json")
@@ -209,7 +209,7 @@ def decode_index(
 
 
 def _decoded_bytes(columns: Sequence[ColumnPages], rows: int) -> int:
-    """Return the most memory that decoding takes, one column after the other."""
+    """Return the maximum memory of decoding, one column after another."""
     working = max(
         each.largest_bytes + _TEXT_COPIES * each.value_bytes + _TEXT_BYTES * each.values + 2 * 8 * rows
         for each in columns
@@ -218,11 +218,11 @@ def _decoded_bytes(columns: Sequence[ColumnPages], rows: int) -> int:
 
 
 def _decode(data: bytes) -> pa.Table:
-    """Read one column at a time: Arrow lets go of a table of strings when the last column is read."""
+    """Read one column at a time: Arrow frees a table of strings when the last column is read."""
     columns: dict[str, pa.Array] = {}
     for name in _COLUMNS.names:
         reader = read_footer(data, read_dictionary=_TEXT_COLUMNS)
-        # By this thread alone. Arrow's threads let go of ``data`` a moment after they have answered, which
+        # By this thread alone. Arrow's threads release ``data`` a moment after they have answered, which
         # aborts a process that ends meanwhile: see docs/decisions/0002-store-and-dataset.md.
         columns[name] = reader.read(columns=[name], use_threads=False)[name].combine_chunks()
     return pa.table(columns)

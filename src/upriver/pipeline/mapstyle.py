@@ -1,9 +1,9 @@
-"""A user's own map-style dataset as a chain of two stages: what reads a sample, and what makes it.
+"""Adapt a user's own map-style dataset as a chain of two stages: read a sample, and make it.
 
-Wherever a sample is made in one place it is what PyTorch's loader asks for: ``dataset[index]``, or for
-batches ``dataset.__getitems__([index])`` of a dataset that has that, one sample at a time. One that offers
-``read(index)`` and ``transform(raw)`` instead can be read at one place and computed at another: the
-generators are set before the first of the two, and stand for the second as the first has left them, as in
+A sample made in one place is the one that PyTorch's loader asks for. That is ``dataset[index]``, or for
+batches ``dataset.__getitems__([index])`` if the dataset has that method, one sample at a time. A dataset with
+``read(index)`` and ``transform(raw)`` can be read at one place and computed at another. The generators are
+set before ``read``, and ``transform`` continues with them as ``read`` has left them, as in
 ``dataset[index]``.
 """
 
@@ -25,42 +25,42 @@ from upriver.pipeline.seeding import Generators, seed_generators
 from upriver.text import printable
 
 START, RAW, DONE = -2, -1, 0
-"""Positions of a sample: nothing but its index, what was read, what a batch is made of."""
+"""Positions of a sample: its index alone, the value that was read, the element of a batch."""
 
 MAKE, COLLATE = 0, 2
-"""Stages, as `Draw` counts them. Where batches are collated, what is drawn is the batch's, by its number."""
+"""Stage numbers, as in `Draw`. The random numbers of collating belong to the batch, by its number."""
 
 _RAW, _DRAWN = "upriver.raw", "upriver.drawn"
-"""What was read, where reading has drawn: what is computed elsewhere goes on with the numbers after these."""
+"""Keys of the value and the generators after a ``read`` that drew; ``transform`` continues from these."""
 
 
 @runtime_checkable
 class Divided(Protocol):
-    """A dataset whose reading and computing can be apart.
+    """Dataset whose reading and computing can be separated.
 
-    For every index ``dataset[index]`` is ``self.transform(self.read(index))`` and no more. Many a dataset has
-    something else by these names, so that is looked at (`upriver.dataloader.datasets.divided`).
+    For every index ``dataset[index]`` must be ``self.transform(self.read(index))`` and no more. Many datasets
+    use these names otherwise, so that is checked (`upriver.dataloader.datasets.divided`).
     """
 
     def read(self, index: int) -> Any:
-        """What is stored, such as bytes."""
+        """Return the stored data, such as bytes."""
 
     def transform(self, raw: Any) -> Any:
-        """A sample, from what is stored."""
+        """Return a sample, from the stored data."""
 
 
 @dataclass(frozen=True, slots=True)
 class MapStyle:
-    """A map-style dataset with randomness of its own for every sample.
+    """A map-style dataset with separate random numbers for every sample.
 
     Attributes:
-        dataset: The user's.
-        seed: The job's, 0 to 2**63 - 1.
+        dataset: The user's dataset.
+        seed: The job's seed, 0 to 2**63 - 1.
         by_batch: Whether PyTorch's loader would ask for batches, as it does unless ``batch_size`` is None.
-        divided: Whether it has what could be read at one place and computed at another.
+        divided: Whether the dataset has methods to be read at one place and computed at another.
 
     Raises:
-        ConfigError: If it is not map-style: it has no ``__getitem__``.
+        ConfigError: If the dataset is not map-style: it has no ``__getitem__``.
     """
 
     dataset: Any
@@ -73,7 +73,7 @@ class MapStyle:
         if not hasattr(self.dataset, "__getitem__"):
             kind = type(self.dataset).__name__
             raise ConfigError(f"dataset must be map-style: {kind} has no samples by index (__getitem__)")
-        # Once: to ask a protocol takes as long as to seed a generator does. A transform may be None.
+        # Done once: a protocol check takes as long as seeding a generator. A transform may be None.
         many = self.by_batch and callable(getattr(self.dataset, "__getitems__", None))
         divided = isinstance(self.dataset, Divided) and callable(self.dataset.read) and not many
         object.__setattr__(self, "divided", divided and callable(self.dataset.transform))
@@ -81,28 +81,28 @@ class MapStyle:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Where a sample can stand, from nothing but its index to the end."""
+        """Return the positions that a sample can have, from its index alone to the end."""
         return (START, RAW, DONE) if self.divided else (START, DONE)
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """What leads from each position to the next."""
+        """Return the stages' names from each position to the next."""
         return ("read", "transform") if self.divided else ("make",)
 
     def make(self, index: Any, *, epoch: int, sample: int, start: int = START, stop: int = DONE) -> Any:
-        """One sample, or a stretch of its way; sets the generators of this process and leaves them so.
+        """Make one sample, or run a part of its stages; leave the process's generators changed.
 
-        However the way is divided, and wherever its parts run, the result is the same.
+        The result does not depend on how the stages are divided or where they run.
 
         Args:
-            index: What the sampler gave; where ``start`` is `RAW`, what was read.
-            epoch: Counted by the loader.
-            sample: A number that stands for ``index``, for what is drawn.
+            index: The sampler's index; the value that was read if ``start`` is `RAW`.
+            epoch: Epoch, counted by the loader.
+            sample: Number of ``index``, for the random numbers.
             start: `START` or `RAW`.
             stop: `RAW` or `DONE`.
 
         Raises:
-            ConfigError: If the stretch is none that the dataset has.
+            ConfigError: If the dataset has no such stages.
         """
         if not START <= start < stop <= DONE or (RAW in (start, stop) and not self.divided):
             raise ConfigError(
@@ -134,7 +134,7 @@ class MapStyle:
         stop: int = DONE,
         given: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """:meth:`make` for some samples, which are ``given`` where they stand beyond their start."""
+        """Run :meth:`make` for some samples, which are ``given`` if they are beyond their start."""
         values = indices if given is None else given
         return [
             self.make(value, epoch=epoch, sample=sample, start=start, stop=stop)
@@ -142,11 +142,12 @@ class MapStyle:
         ]
 
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
-        """A batch of its samples; sets the generators of this process and leaves them so.
+        """Collate samples into a batch; leave the process's generators changed.
 
         Args:
-            collate: From a list of samples to a batch.
-            epoch: Counted by the loader.
+            samples: Samples of the batch.
+            collate: Return the batch of a list of samples.
+            epoch: Epoch, counted by the loader.
             batch: Number of the batch in its epoch.
         """
         return collated(samples, collate, seed=self.seed, epoch=epoch, batch=batch)
@@ -159,7 +160,7 @@ def _one_of(dataset: Any, index: Any) -> Any:
     """Ask a dataset that makes lists of samples for one.
 
     Raises:
-        DatasetError: If it gives anything but a list of one sample.
+        DatasetError: If the result is not a list of one sample.
     """
     found = dataset.__getitems__([index])
     if isinstance(found, list) and len(found) == 1:
@@ -173,9 +174,9 @@ def _one_of(dataset: Any, index: Any) -> Any:
 def collated(
     samples: list[Any], collate: Callable[[list[Any]], Any], *, seed: int, epoch: int, batch: int
 ) -> Any:
-    """A batch of its samples; sets the generators of this process and leaves them so.
+    """Collate samples into a batch; leave the process's generators changed.
 
-    What PyTorch's own collating makes is contiguous, wherever it runs.
+    The batches of PyTorch's own collate function are contiguous, wherever it runs.
     """
     seed_generators(Draw(seed=seed, epoch=epoch, sample=batch, stage=COLLATE))
     try:
@@ -189,10 +190,10 @@ def collated(
 
 
 def _contiguous(samples: list[Any]) -> Any:
-    """`default_collate`, as it is in PyTorch's loader processes.
+    """Run `default_collate` as in PyTorch's loader processes.
 
-    Elsewhere it leaves the order of dimensions in memory to that of the samples, where these have four and
-    more: who has collated a batch would show in it, and in the low bits of what kernels make of it.
+    Elsewhere, samples of four and more dimensions pass their memory order on to the batch. The batch, and low
+    bits of kernels' results, would then show where it was collated.
     """
     tensors = default_collate_fn_map[torch.Tensor]
 
@@ -204,10 +205,10 @@ def _contiguous(samples: list[Any]) -> Any:
 
 
 def whole_number(index: Any) -> int | None:
-    """The number that an index is, be it Python's, NumPy's or in a tensor; None where it is something else.
+    """Return an index as a number if it is one in Python, NumPy or a tensor; None otherwise.
 
-    An array of one number is something else: it may stand for a list of samples. So is a truth value: where
-    it is sent as a number a dataset gets another index.
+    An array of one number is not a number, as it may stand for a list of samples. A truth value is not one
+    either: sent as a number, it would be another index to the dataset.
     """
     if isinstance(index, bool) or getattr(index, "dtype", None) is torch.bool:
         return None
@@ -218,7 +219,7 @@ def whole_number(index: Any) -> int | None:
 
 
 def not_the_end(error: Exception) -> Exception:
-    """The error, but no `StopIteration`: raised for a sample it would end the epoch as if that were whole.
+    """Return the error, or a `DatasetError` for `StopIteration`, which would silently end the epoch.
 
     Python does the same for generators (PEP 479).
     """
@@ -228,7 +229,7 @@ def not_the_end(error: Exception) -> Exception:
 
 
 def note(error: Exception, text: str) -> None:
-    """Say more of an error than it says itself; once, as the same one may be raised again and again."""
+    """Add a note to an error, once, as the same error may be raised repeatedly."""
     if text not in getattr(error, "__notes__", ()):
         error.add_note(text)
 
@@ -237,7 +238,7 @@ def note(error: Exception, text: str) -> None:
 
 
 def _read(dataset: Divided, index: Any) -> Any:
-    """What was read; with how the generators stand where that has moved them."""
+    """Return the value that was read, with the generators' states if reading has moved them."""
     before = Generators.now()
     raw = dataset.read(index)
     drawn = Generators.now().moved_since(before)
@@ -245,7 +246,7 @@ def _read(dataset: Divided, index: Any) -> Any:
 
 
 def _transformed(dataset: Divided, raw: Any) -> Any:
-    """A sample of what was read; the generators stand as before it was."""
+    """Return the sample of a value that was read, with the generators as reading left them."""
     if isinstance(raw, dict) and raw.keys() == {_RAW, _DRAWN}:
         Generators.move(raw[_DRAWN])
         raw = raw[_RAW]

@@ -1,10 +1,10 @@
-"""Randomness of a user's own code, tied to the sample and not to where or when it is made.
+"""Seed the randomness of a user's own code by the sample, not by the place or time of its making.
 
-Code that nobody declared draws from the generators that everybody shares: Python's, NumPy's and PyTorch's.
-They are set by (seed, epoch, sample, stage) before each call, so that the numbers a sample sees move with it.
+Such code draws from the generators that the whole process shares: Python's, NumPy's and PyTorch's. They are
+set by (seed, epoch, sample, stage) before each call, so a sample's random numbers move with it.
 
-NumPy's is imported here and now: NumPy puts that off, and a forked process may fail that does it while its
-parent had other threads (a KeyError in Python's import locks, seen with 3.11).
+`numpy.random` is imported here on purpose, as NumPy delays that import. A forked process that imports it may
+fail if its parent had other threads (a KeyError in Python's import locks, seen with 3.11).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from upriver.program.graph.devices import generators_kept
 
 _WORD = 2**32
 _WORDS = "<u4"
-"""As words travel."""
+"""Words in the form in which they are sent."""
 NUMBER_OF_WORDS = 624
-"""Of a Mersenne Twister. NumPy (2.4) takes one that stands beyond them, and draws from other memory then."""
+"""Words of a Mersenne Twister. NumPy (2.4) accepts a position beyond them, and draws from other memory."""
 
 
 def seed_generators(draw: Draw) -> None:
-    """Set the three generators of this process to what belongs to one call.
+    """Set the three generators of this process for one call.
 
-    A generator that the code keeps for itself (``np.random.default_rng()``, a ``torch.Generator``) is not
-    reached, nor are those of accelerators.
+    Generators of the code's own (``np.random.default_rng()``, a ``torch.Generator``) are not set, nor are
+    those of accelerators.
     """
     key = draw.key()
     random.seed(key)
@@ -43,12 +43,12 @@ def seed_generators(draw: Draw) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generators:
-    """How the three generators of this process stand.
+    """States of the three generators of this process.
 
     Attributes:
-        python: As `random.getstate` says it.
-        numpy: As `numpy.random.get_state` does.
-        torch: As a tensor of bytes.
+        python: State from `random.getstate`.
+        numpy: State from `numpy.random.get_state`.
+        torch: State as a tensor of bytes.
     """
 
     python: Any
@@ -57,15 +57,15 @@ class Generators:
 
     @classmethod
     def now(cls) -> Generators:
-        """Those of this moment."""
+        """Return the current states."""
         return cls(random.getstate(), numpy_random.get_state(), torch.default_generator.get_state())
 
     def same(self, other: Generators) -> bool:
-        """Whether all of them stand alike."""
+        """Return whether all states are equal."""
         return not self.moved_since(other)
 
     def moved_since(self, before: Generators) -> dict[str, Any]:
-        """Those that stand otherwise, by name, as lists of numbers, words and bytes, and tensors."""
+        """Return the states that differ, by name, as lists of numbers, words and bytes, and tensors."""
         found: dict[str, Any] = {}
         if self.python != before.python:
             version, words, gauss = self.python
@@ -79,36 +79,36 @@ class Generators:
 
     @staticmethod
     def move(moved: dict[str, Any]) -> None:
-        """Have this process's stand as others do that have moved.
+        """Set this process's generators to the states of others that have moved.
 
         Args:
-            moved: By `moved_since`.
+            moved: Result of `moved_since`.
 
         Raises:
-            Exception: If it is nothing of the kind.
+            Exception: If it is not such a result.
         """
         if "python" in moved:
             version, words, gauss = moved["python"]
             random.setstate((version, tuple(np.frombuffer(words, dtype=_WORDS).tolist()), gauss))
         if "numpy" in moved:
             name, key, position, *rest = moved["numpy"]
-            # NumPy does not look (2.3): beyond its words it would draw from other memory of this process.
+            # NumPy does not check (2.3): beyond its words it would draw from other memory of this process.
             if type(position) is not int or not 0 <= position <= NUMBER_OF_WORDS:
                 raise ValueError(
                     f"NumPy's generator stands at a word in 0..{NUMBER_OF_WORDS}, got {position!r:.80}"
                 )
             numpy_random.set_state((name, np.frombuffer(key, dtype=_WORDS), position, *rest))
         if "torch" in moved:
-            # A copy, as PyTorch reads from where a tensor's storage begins (2.13), whatever is there.
+            # A copy, as PyTorch reads from the start of a tensor's storage (2.13), whatever it holds.
             torch.default_generator.set_state(moved["torch"].clone())
 
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Samples are made inside as in a process of their own.
+    """Make samples inside the context as in a process of their own.
 
-    Whatever is drawn, the three generators go on afterwards as if nothing had been; and PyTorch computes with
-    one thread, as in its own loader's processes: with more, some kernels give other low bits.
+    The three generators continue afterwards as if nothing had been drawn. PyTorch computes with one thread,
+    as in its own loader's processes: with more, some kernels give other low bits.
     """
     threads = torch.get_num_threads()
     with generators_kept():

@@ -1,7 +1,7 @@
-"""Parts of an indexed dataset, as PyTorch makes them: `random_split`, `Subset`, and `ConcatDataset` of these.
+"""Map parts of an indexed dataset to its rows: `random_split`, `Subset`, and `ConcatDataset` of these.
 
-A part is a choice of rows of the index. Loaders and jobs map positions in the part to rows, so samples of a
-part equal those of the whole dataset to the bit, and servers are asked for rows as ever.
+A part is a choice of rows of the index. Loaders and jobs map positions in the part to rows. Samples of a part
+therefore equal those of the whole dataset to the bit, and requests to servers always name rows.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from upriver.text import printable
 
 
 def whole_of(dataset: Any) -> Any:
-    """Return the indexed dataset that this is a part of; the argument itself where it is none.
+    """Return the indexed dataset of a part; the argument itself if it is no part of one.
 
     Raises:
-        ConfigError: If it has parts of several, or of an indexed dataset and others, or a part makes samples
-            by code of its own.
+        ConfigError: If it has parts of several indexed datasets, or of one and other datasets, or a part
+            makes samples by code of its own.
     """
     wholes = list(_wholes(dataset))
     ours = [each for each in wholes if isinstance(each, Dataset)]
@@ -39,7 +39,7 @@ def whole_of(dataset: Any) -> Any:
 
 
 def rows_of(part: Any) -> Sequence[int]:
-    """Return the rows of the index that a part has, in its order; a range where these are all of them.
+    """Return the rows of the index that a part has, in its order; a range if these are all rows.
 
     Args:
         part: An indexed dataset, or a part of one.
@@ -61,7 +61,7 @@ class Rows:
     """Batches of rows of the whole dataset, from batches of positions in a part.
 
     A position that the part does not have is named in its batch, where reading it raises. The next batch
-    follows, as with PyTorch's loader.
+    follows, as in PyTorch's loader.
 
     Args:
         part: An indexed dataset, or a part of one.
@@ -96,7 +96,7 @@ def _wholes(dataset: Any) -> Iterator[Any]:
 
 
 def _check_plain(part: Any) -> None:
-    """Check that a part, and the parts that it is made of, choose rows and do nothing else.
+    """Check that a part, and its own parts, choose rows and do nothing else.
 
     Raises:
         ConfigError: If a class derived from PyTorch's makes samples in its own way.

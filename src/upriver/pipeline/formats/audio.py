@@ -1,8 +1,8 @@
-"""Signals: what audio stages compute, with torch and NumPy alone.
+"""Compute on signals for the audio stages, with torch and NumPy alone.
 
-Sums and transforms are NumPy's, which works in one thread: torch divides a long sum among its threads, and
-the result then hangs on how many there are. Long signals are worked on in blocks, so that little is taken
-beside what comes in and what goes out.
+Sums and transforms use NumPy, which works in one thread. Torch divides a long sum among its threads, so its
+result depends on their number. Long signals are processed in blocks, which need little memory besides input
+and output.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ from upriver.pipeline.errors import SampleError
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 
 MAX_CHANNELS = 8
-"""Of one sample: loudspeakers around a listener (7.1), and most arrays of microphones."""
+"""Maximum channels of one sample: loudspeakers around a listener (7.1), and most arrays of microphones."""
 
 MAX_BYTES = 2**28
-"""Cap on what an audio stage gives: as much as a stored sample may have, 25 minutes at 44.1 kHz."""
+"""Cap on an audio stage's output, equal to that on a stored sample: 25 minutes at 44.1 kHz."""
 
 ZERO_CROSSINGS = 24
-"""Of the low-pass filter, to each side: up to 0.9 of the band tones stay within 0.6 %, and what lies a tenth
-beyond it is below -60 dB."""
+"""Zero crossings of the low-pass filter, to each side.
+
+Tones up to 0.9 of the band stay within 0.6 %, and tones a tenth beyond it are below -60 dB.
+"""
 
 ROLLOFF = 0.99
 """Share of the band at whose end the low-pass filter has fallen to a half."""
 
 LOG_FLOOR = 1e-6
-"""Added before a logarithm is taken: what is silent becomes -13.8."""
+"""Added before a logarithm: silence becomes -13.8."""
 
-_BLOCK = 2**17  # numbers that are worked on at once
+_BLOCK = 2**17  # count of numbers processed at once
 
-_LEAST_OUTPUTS = 32  # of a step of a convolution: with one it takes twenty times as long
+_LEAST_OUTPUTS = 32  # per convolution step: one output a step takes twenty times as long
 
 
 def check_audio(value: torch.Tensor) -> tuple[int, int]:
-    """Channels and samples of what must be audio.
+    """Check a value that must be audio, and return its channels and samples.
 
     Raises:
-        SampleError: If it is something else.
+        SampleError: If the value is not audio.
     """
     fits = value.dtype is torch.float32 and value.dim() == 2 and value.numel() > 0
     if not fits or value.shape[0] > MAX_CHANNELS:
@@ -56,10 +58,10 @@ def check_audio(value: torch.Tensor) -> tuple[int, int]:
 
 
 def check_spectrum(value: torch.Tensor) -> None:
-    """Check what must be a spectrum.
+    """Check a value that must be a spectrum.
 
     Raises:
-        SampleError: If it is something else.
+        SampleError: If the value is not a spectrum.
     """
     if value.dtype is not torch.complex64 or value.dim() not in (2, 3) or value.numel() == 0:
         raise SampleError(
@@ -69,7 +71,7 @@ def check_spectrum(value: torch.Tensor) -> None:
 
 
 def check_bytes(what: str, nbytes: int) -> None:
-    """Check what is to be made, before it is.
+    """Check the size of an output before it is made.
 
     Raises:
         SampleError: If it is too large.
@@ -82,15 +84,15 @@ def check_bytes(what: str, nbytes: int) -> None:
 
 
 def fix_length(value: torch.Tensor, samples: int, uniform: float) -> torch.Tensor:
-    """A part of longer audio, at the place that ``uniform`` says; zeros behind shorter audio.
+    """Return a part of longer audio, at the place given by ``uniform``; append zeros to shorter audio.
 
     Args:
         value: Audio.
-        samples: Of each channel, afterwards.
-        uniform: In [0, 1).
+        samples: Samples of each channel in the result.
+        uniform: Number in [0, 1).
 
     Raises:
-        SampleError: If it is no audio, or too large afterwards.
+        SampleError: If the value is not audio, or the result is too large.
     """
     channels, has = check_audio(value)
     check_bytes("audio", 4 * channels * samples)
@@ -103,22 +105,22 @@ def fix_length(value: torch.Tensor, samples: int, uniform: float) -> torch.Tenso
 
 
 def resample(value: torch.Tensor, orig: int, new: int) -> torch.Tensor:
-    """Audio at another rate, through a low-pass filter at the lower one's half.
+    """Return audio at another rate, after a low-pass filter at half the lower rate.
 
-    Each output is a sum of inputs around its own time, weighted by a sinc under a Hann window; which weights
-    depends on its place among ``new`` outputs, and comes round after ``orig`` inputs (Smith, Digital Audio
-    Resampling, 2002). Before its beginning and after its end the signal is silent.
+    Each output is a sum of inputs around its own time, weighted by a sinc under a Hann window. The weights
+    depend on the output's place among ``new`` outputs, and repeat after ``orig`` inputs (Smith, Digital Audio
+    Resampling, 2002). The signal is silent before its beginning and after its end.
 
     Args:
         value: Audio.
-        orig: Its rate.
-        new: The rate to have.
+        orig: Rate of the audio.
+        new: Rate of the result.
 
     Returns:
         Audio of ceil(samples * new / orig) samples.
 
     Raises:
-        SampleError: If it is no audio, or too large afterwards.
+        SampleError: If the value is not audio, or the result is too large.
     """
     channels, samples = check_audio(value)
     orig, new = in_lowest_terms(orig, new)
@@ -135,26 +137,26 @@ def resample(value: torch.Tensor, orig: int, new: int) -> torch.Tensor:
         count = min(length - start, steps * new)
         first = start // new * orig - reach
         signal = _stretch(value, first, first + (-(-count // new) - 1) * orig + kernel.shape[2])
-        with torch.autocast("cpu", enabled=False):  # of whoever trains in this process
+        with torch.autocast("cpu", enabled=False):  # training in this process may use autocast
             found = torch.nn.functional.conv1d(signal.unsqueeze(1), kernel, stride=orig)
         out[:, start : start + count] = found.transpose(1, 2).reshape(channels, -1)[:, :count]
     return out
 
 
 def in_lowest_terms(orig: int, new: int) -> tuple[int, int]:
-    """The same ratio of rates in the smallest whole numbers."""
+    """Reduce the ratio of two rates to the smallest whole numbers."""
     divisor = math.gcd(orig, new)
     return orig // divisor, new // divisor
 
 
 def num_taps(orig: int, new: int) -> int:
-    """Weights of the filter between two rates."""
+    """Return the number of weights of the filter between two rates."""
     orig, new = in_lowest_terms(orig, new)
     return new * (2 * _reach(orig, new) + orig)
 
 
 def _in_steps(orig: int, new: int) -> tuple[int, int]:
-    """What goes into and comes out of a step of the convolution: some rounds where one has few outputs."""
+    """Return inputs and outputs of a convolution step, of several rounds if a round has few outputs."""
     rounds = -(-_LEAST_OUTPUTS // new)
     while rounds > 1 and new * rounds * (2 * _reach(orig, new) + orig * rounds) > _BLOCK:
         rounds -= 1
@@ -162,13 +164,13 @@ def _in_steps(orig: int, new: int) -> tuple[int, int]:
 
 
 def _reach(orig: int, new: int) -> int:
-    """Inputs that an output depends on, to each side."""
+    """Return the number of inputs to each side on which an output depends."""
     return math.ceil(ZERO_CROSSINGS * max(1.0, orig / new) / ROLLOFF)
 
 
 @functools.lru_cache(maxsize=4)
 def _kernel(orig: int, new: int) -> torch.Tensor:
-    """Weights of shape (new, 1, taps), a row for each output; each sums to 1, so that a constant stays."""
+    """Return weights of shape (new, 1, taps), a row for each output; each sums to 1 to keep a constant."""
     reach = _reach(orig, new)
     times = np.arange(-reach, orig + reach)[None, :] - (np.arange(new) * orig / new)[:, None]
     times *= ROLLOFF * min(1.0, new / orig)
@@ -179,7 +181,7 @@ def _kernel(orig: int, new: int) -> torch.Tensor:
 
 
 def _stretch(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Samples [start, stop) of each channel, zeros outside."""
+    """Return samples [start, stop) of each channel, with zeros outside."""
     inside = value[:, max(start, 0) : max(stop, 0)]
     before = max(-start, 0)
     return torch.nn.functional.pad(inside, (before, stop - start - before - inside.shape[1]))
@@ -189,16 +191,16 @@ def _stretch(value: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def add_noise(value: torch.Tensor, snr_db: float, draw: Draw, *, after: int) -> torch.Tensor:
-    """Audio and white Gaussian noise, of a power that many dB below the audio's; silence stays silent.
+    """Add white Gaussian noise whose power is ``snr_db`` below the audio's; silence stays silent.
 
     Args:
         value: Audio.
         snr_db: Ratio of the two powers over the whole sample, in dB.
-        draw: Where the noise comes from.
-        after: Words of it that are used already.
+        draw: Random numbers for the noise.
+        after: Number of words of ``draw`` that are used already.
 
     Raises:
-        SampleError: If it is no audio.
+        SampleError: If the value is not audio.
     """
     check_audio(value)
     signal = _flat(value)
@@ -214,11 +216,11 @@ def add_noise(value: torch.Tensor, snr_db: float, draw: Draw, *, after: int) -> 
 
 
 def standardize(value: torch.Tensor, eps: float) -> torch.Tensor:
-    """``(x - mean) / (std + eps)`` over all of a float32 tensor; a constant one becomes zeros."""
+    """Return ``(x - mean) / (std + eps)`` over all of a float32 tensor; a constant one becomes zeros."""
     numbers, out = _flat(value), torch.empty(value.shape, dtype=torch.float32, device="cpu")
     centred = _flat(out)
     with np.errstate(over="ignore", invalid="ignore"):
-        # Rounded first: the mean of equal numbers is then that number, and what is left is 0.
+        # The mean is rounded first: for equal numbers it is then that number, and the difference is 0.
         np.subtract(numbers, np.float32(np.mean(numbers, dtype=np.float64)), out=centred)
         centred /= np.float32(math.sqrt(_mean_square(centred)) + eps)
     return out
@@ -232,7 +234,7 @@ def _mean_square(numbers: Samples) -> float:
 
 
 def _flat(value: torch.Tensor) -> Samples:
-    """The numbers of a tensor in a row; of a contiguous one its own memory."""
+    """Return a tensor's numbers in one dimension; a contiguous tensor's memory is shared."""
     return value.contiguous().numpy().reshape(-1)
 
 
@@ -240,13 +242,13 @@ def _flat(value: torch.Tensor) -> Samples:
 
 
 def fft(value: torch.Tensor) -> torch.Tensor:
-    """The first half of each channel's Fourier transform.
+    """Return the first half of each channel's Fourier transform.
 
     Returns:
         complex64 of shape (channels, samples // 2).
 
     Raises:
-        SampleError: If it is no audio, or of one sample.
+        SampleError: If the value is not audio, or has one sample.
     """
     channels, samples = check_audio(value)
     if samples < 2:
@@ -258,7 +260,7 @@ def fft(value: torch.Tensor) -> torch.Tensor:
 
 
 def stft(value: torch.Tensor, n_fft: int, hop: int, win: int) -> torch.Tensor:
-    """Fourier transforms of parts of each channel, under a Hann window, as ``torch.stft`` gives them.
+    """Return Fourier transforms of parts of each channel, under a Hann window, as ``torch.stft`` gives them.
 
     Frame ``t`` is centred on sample ``t * hop``; beyond its ends the signal is mirrored.
 
@@ -266,13 +268,13 @@ def stft(value: torch.Tensor, n_fft: int, hop: int, win: int) -> torch.Tensor:
         value: Audio.
         n_fft: Samples of a frame.
         hop: Samples from one frame to the next.
-        win: Samples of the window, which lies in the middle of a frame.
+        win: Samples of the window, which is centred in a frame.
 
     Returns:
         complex64 of shape (channels, n_fft // 2 + 1, frames).
 
     Raises:
-        SampleError: If it is no audio, too short to be mirrored, or too large afterwards.
+        SampleError: If the value is not audio, is too short to be mirrored, or the result is too large.
     """
     channels, samples = check_audio(value)
     side = n_fft // 2
@@ -292,10 +294,10 @@ def stft(value: torch.Tensor, n_fft: int, hop: int, win: int) -> torch.Tensor:
 
 
 def spectrogram(value: torch.Tensor, power: float, *, log: bool) -> torch.Tensor:
-    """``|x| ** power`` of a spectrum, or the logarithm of that and `LOG_FLOOR`.
+    """Return ``|x| ** power`` of a spectrum, or the logarithm of that plus `LOG_FLOOR`.
 
     Raises:
-        SampleError: If it is no spectrum.
+        SampleError: If the value is not a spectrum.
     """
     check_spectrum(value)
     out = torch.empty(value.shape, dtype=torch.float32, device="cpu")
@@ -315,7 +317,7 @@ def spectrogram(value: torch.Tensor, power: float, *, log: bool) -> torch.Tensor
 
 @functools.lru_cache(maxsize=8)
 def _hann(n_fft: int, win: int) -> Samples:
-    """A Hann window in the middle of a frame of zeros; periodic, as torch has it."""
+    """Return a Hann window centred in a frame of zeros; periodic, as in torch."""
     window = np.zeros(n_fft, dtype=np.float32)
     start = (n_fft - win) // 2
     window[start : start + win] = 0.5 - 0.5 * np.cos(np.arange(win) * (2.0 * math.pi / win)) if win > 1 else 1

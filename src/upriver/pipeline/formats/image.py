@@ -1,8 +1,8 @@
-"""Stored image to pixels, pixels to another size, and pixels changed: all that Pillow does here.
+"""Decode, resize and change images: every use of Pillow.
 
-The formats are opened by their own classes rather than through ``Image.open``: nothing else can be
-opened, and neither a warning nor a leniency set elsewhere in the process decides what a sample is. The same
-bytes give the same pixels wherever Pillow and its libraries are the same; the fingerprint covers them.
+Each format is opened by its own class rather than through ``Image.open``. No other format can be opened, and
+no warning or leniency set elsewhere in the process changes a sample. The same bytes give the same pixels
+wherever Pillow and its libraries are the same; the fingerprint covers them.
 """
 
 from __future__ import annotations
@@ -28,21 +28,23 @@ from upriver.pipeline.errors import SampleError
 from upriver.pipeline.formats.orientation import orientation_of
 
 MAX_PIXELS = 64 * 2**20
-"""Default cap: above what full-frame cameras give (61 megapixels), below Pillow's own warning (89
-megapixels)."""
+"""Default cap: above full-frame cameras (61 megapixels), below Pillow's own warning (89 megapixels)."""
 
 PIXEL_CEILING = 178_956_970
-"""The most any cap may be set to: where Pillow itself refuses an image, 0.5 GB of RGB."""
+"""Upper limit on any cap: Pillow refuses larger images, of 0.5 GB as RGB."""
 
 MAX_IMAGE_SIDE = 2**16
-"""Longest side of a stored image: what JPEG has room for, rounded up. Pillow keeps a pointer for each row, so
-a PNG with one pixel in each would take several times the memory of its pixels."""
+"""Longest side of a stored image: the limit of JPEG, rounded up.
+
+Pillow keeps a pointer for each row. A PNG with one pixel in each row would need several times the memory of
+its pixels.
+"""
 
 Change = tuple[str, float]
-"""One of `CHANGES`, and its amount."""
+"""Name of a change in `CHANGES`, and its amount."""
 
 _limit = sys.maxsize
-"""Set by `limit_pixels`, for this process alone; without that, stages' own caps are all there is."""
+"""Set by `limit_pixels` for this process; until then only the stages' own caps apply."""
 
 _STRIP_PIXELS = 1 << 16
 
@@ -51,9 +53,11 @@ _DECODING_WEBP = 20
 _DECODING_PPM = 20
 _CHANGING = 28
 _RESIZING = 8
-"""Bytes a pixel at once, the pixels that are given and, where there are any, those that are taken among them:
-measured on images of 24 megapixels, progressive and turned ones too, and rounded up. Changing takes
-2 more of them in one run of five than in the others."""
+"""Peak bytes a pixel, including the input pixels and any output pixels.
+
+Measured on images of 24 megapixels, progressive and rotated ones included, and rounded up. Changing needs 2
+more in one run of five.
+"""
 
 _ask: Callable[[int], None] | None = None
 """Set by `asking`, for this process alone."""
@@ -72,12 +76,11 @@ _PPM_KINDS = (b"1", b"2", b"3", b"4", b"5", b"6")
 """Second byte of a file: bits, grey or RGB, as text or as bytes."""
 
 _NO_MEMORY = ("can't allocate memory", "out of memory error")
-"""Parts of what PyTorch's allocator and Pillow's decoders say when there is no memory, in errors that are not
-`MemoryError`."""
+"""Parts of out-of-memory messages of PyTorch and Pillow, in errors other than `MemoryError`."""
 
 
 class _Jpeg(JpegImageFile):
-    """A JPEG that is whole or an error, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process.
+    """A JPEG that must be whole, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process.
 
     Its EXIF data are not read for its resolution: damaged ones would make Pillow warn.
     """
@@ -90,7 +93,7 @@ class _Jpeg(JpegImageFile):
 
 
 class _Png(PngImageFile):
-    """A PNG that is whole or an error, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process."""
+    """A PNG that must be whole, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process."""
 
     def load_read(self, read_bytes: int) -> bytes:
         try:
@@ -100,34 +103,34 @@ class _Png(PngImageFile):
 
 
 class _Ppm(PpmImageFile):
-    """A PPM, PGM or PBM that is whole or an error, as `_Jpeg` is."""
+    """A PPM, PGM or PBM that must be whole, as with `_Jpeg`."""
 
     def load_read(self, read_bytes: int) -> bytes:
         return _whole(self.fp.read(read_bytes) if self.fp else b"")
 
 
 class _Bmp(BmpImageFile):
-    """A BMP that is whole or an error, as `_Jpeg` is."""
+    """A BMP that must be whole, as with `_Jpeg`."""
 
     def load_read(self, read_bytes: int) -> bytes:
         return _whole(self.fp.read(read_bytes) if self.fp else b"")
 
 
 def _whole(data: bytes) -> bytes:
-    if not data:  # Pillow asks only while the picture is not complete
+    if not data:  # Pillow reads only while the picture is not complete
         raise OSError("image file is truncated")
     return data
 
 
 def limit_pixels(pixels: int) -> None:
-    """Take no larger image in this process from here on, and make none by resizing, whatever a stage allows.
+    """Refuse larger images in this process from now on, stored or resized, whatever a stage allows.
 
-    What a stage allows was said by whoever published the dataset; this is for the operator of a server, whose
-    workers say it before their first sample. An image beyond it is no bad sample, since elsewhere it may be
-    a good one: `TooLarge` is raised, which skips nothing.
+    The publisher of a dataset sets a stage's cap. The operator of a server sets this limit in its workers
+    before their first sample. A larger image is no bad sample, as another server may accept it: `TooLarge` is
+    raised, which skips nothing.
 
     Raises:
-        ConfigError: If it is not a whole number in 1..`PIXEL_CEILING`.
+        ConfigError: If ``pixels`` is not a whole number in 1..`PIXEL_CEILING`.
     """
     global _limit
     if type(pixels) is not int or not 1 <= pixels <= PIXEL_CEILING:
@@ -137,11 +140,11 @@ def limit_pixels(pixels: int) -> None:
 
 @contextmanager
 def asking(room: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, ask before an image is decoded, changed or enlarged.
+    """Ask for memory inside the context before an image is decoded, changed or enlarged.
 
     Args:
-        room: Told how many bytes that takes at once, what it takes and what it gives among them; raises where
-            they are not there. What was asked for before is not needed any more.
+        room: Called with the peak bytes of the operation, including its input and output; raises if they are
+            not available. Each call replaces the previous one's request.
     """
     global _ask
     before, _ask = _ask, room
@@ -168,10 +171,10 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
         uint8 of shape (height, width, 3).
 
     Raises:
-        SampleError: If it is no such image, has too many pixels, or is truncated or corrupt.
-        TooLarge: If it has more pixels than this process takes (`limit_pixels`).
-        Overloaded: If there is no room for it (`asking`).
-        MemoryError: If there is none left: no fault of the sample's, which must not be skipped for it.
+        SampleError: If the data are no such image, have too many pixels, or are truncated or corrupt.
+        TooLarge: If the image has more pixels than this process accepts (`limit_pixels`).
+        Overloaded: If there is no memory for the image (`asking`).
+        MemoryError: If memory is exhausted. The sample is not at fault, and must not be skipped for it.
     """
     try:
         image = _open(data, max_pixels)
@@ -179,9 +182,9 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
         _make_room(image.width * image.height * (_DECODING_PPM if isinstance(image, _Ppm) else _DECODING))
         if image.mode not in _EIGHT_BIT:
             raise SampleError(f"pixels of mode {image.mode!r}; 8 bits a channel are supported")
-        image.load()  # only now is all of a PNG's head there, which may come last
+        image.load()  # a PNG's metadata may come last, and are complete only now
         turn = _TURNS.get(orientation_of(image.info)) if orient else None
-        image.info.pop("transparency", None)  # is dropped anyway, and Pillow warns when it drops some
+        image.info.pop("transparency", None)  # dropped anyway, and Pillow warns when it drops some
         rgb = image if image.mode == "RGB" else image.convert("RGB")
         del image
         return to_tensor(rgb if turn is None else rgb.transpose(turn))
@@ -194,10 +197,10 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
 
 
 def resize(value: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Resize uint8 (height, width, 3) pixels by Pillow's bilinear filter, which averages when it shrinks.
+    """Resize uint8 (height, width, 3) pixels with Pillow's bilinear filter, which averages when it shrinks.
 
     Raises:
-        TooLarge: If that gives more pixels than this process makes (`limit_pixels`).
+        TooLarge: If the result has more pixels than this process allows (`limit_pixels`).
     """
     check_limit(width, height)
     if value.shape[:2] == (height, width):
@@ -208,10 +211,10 @@ def resize(value: torch.Tensor, height: int, width: int) -> torch.Tensor:
 
 
 def change(value: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
-    """Change uint8 (height, width, 3) pixels in one way after another, each by its amount.
+    """Apply changes to uint8 (height, width, 3) pixels one after another, each by its amount.
 
-    Nearest neighbour, and black where nothing was. The same changes give the pixels that torchvision's
-    functions give for PIL images.
+    Geometric changes use nearest neighbour, and black outside the image. The pixels equal those of
+    torchvision's functions for PIL images.
     """
     if not changes:
         return value
@@ -223,10 +226,10 @@ def change(value: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
 
 
 def to_tensor(image: Image.Image) -> torch.Tensor:
-    """RGB image to a fresh uint8 tensor of shape (height, width, 3)."""
+    """Convert an RGB image to a fresh uint8 tensor of shape (height, width, 3)."""
     out = torch.empty((image.height, image.width, 3), dtype=torch.uint8, device="cpu")
     rows, pixels = max(1, _STRIP_PIXELS // image.width), out.numpy()
-    for top in range(0, image.height, rows):  # Pillow makes two copies of what is asked for
+    for top in range(0, image.height, rows):  # Pillow makes two copies of the requested part
         bottom = min(top + rows, image.height)
         pixels[top:bottom] = np.asarray(image.crop((0, top, image.width, bottom)))
     return out
@@ -237,12 +240,12 @@ def _open(data: bytes | memoryview, max_pixels: int) -> ImageFile.ImageFile:
     if head.startswith(b"\xff\xd8\xff"):
         return _Jpeg(io.BytesIO(data))
     if head.startswith(b"\x89PNG\r\n\x1a\n"):
-        _check_size(*_png_size(head), max_pixels)  # opening one already unpacks its texts, up to 64 MB
+        _check_size(*_png_size(head), max_pixels)  # opening a PNG already unpacks its texts, up to 64 MB
         return _Png(io.BytesIO(data))
     if head.startswith(b"RIFF") and head[8:12] == b"WEBP":
         width, height = _webp_size(head)
         _check_size(width, height, max_pixels)
-        _make_room(width * height * _DECODING_WEBP)  # opening one already allocates its canvas
+        _make_room(width * height * _DECODING_WEBP)  # opening a WebP already allocates its canvas
         return WebPImageFile(io.BytesIO(data))
     if head.startswith(b"BM"):
         return _Bmp(io.BytesIO(data))
@@ -253,7 +256,7 @@ def _open(data: bytes | memoryview, max_pixels: int) -> ImageFile.ImageFile:
 
 
 def _png_size(head: bytes) -> tuple[int, int]:
-    """Width and height from the first chunk of a PNG file (PNG specification, section 11.2.1)."""
+    """Return width and height from the first chunk of a PNG file (PNG specification, section 11.2.1)."""
     if len(head) < 24 or head[12:16] != b"IHDR":
         raise SampleError("not a whole image: the PNG header is cut off, or is not the first chunk")
     width, height = struct.unpack(">II", head[16:24])
@@ -261,7 +264,7 @@ def _png_size(head: bytes) -> tuple[int, int]:
 
 
 def _webp_size(head: bytes) -> tuple[int, int]:
-    """Width and height from the first chunk of a WebP file (RFC 9649, sections 2.5 to 2.7)."""
+    """Return width and height from the first chunk of a WebP file (RFC 9649, sections 2.5 to 2.7)."""
     if len(head) < 30:
         raise SampleError("not a whole image: the WebP header is cut off")
     chunk = head[12:16]
@@ -283,7 +286,7 @@ def _check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def check_limit(width: int, height: int) -> None:
-    """Whether this process makes images of that size.
+    """Check that this process accepts images of this size.
 
     Raises:
         TooLarge: If it does not (`limit_pixels`).
@@ -302,7 +305,7 @@ FACTORS: dict[str, Callable[[Image.Image], ImageEnhance._Enhance]] = {
     "saturation": ImageEnhance.Color,
     "sharpness": ImageEnhance.Sharpness,
 }
-"""Changes by a factor: 1 gives the image itself, 0 one that lacks what the name says."""
+"""Changes by a factor: 1 gives the image itself, 0 an image without the named property."""
 
 
 def _by_factor(name: str) -> Callable[[Image.Image, float], Image.Image]:
@@ -310,7 +313,7 @@ def _by_factor(name: str) -> Callable[[Image.Image, float], Image.Image]:
 
 
 def _turn_hue(image: Image.Image, share: float) -> Image.Image:
-    """Hues moved by a share of their circle, of which Pillow keeps 256 steps."""
+    """Move hues by a share of their circle, in Pillow's 256 steps."""
     hue, saturation, lightness = image.convert("HSV").split()
     steps = int(share * 255)
     turned = hue.point([(step + steps) % 256 for step in range(256)])
@@ -318,7 +321,7 @@ def _turn_hue(image: Image.Image, share: float) -> Image.Image:
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
-    """Each pixel (x, y) is the one that was at (ax + by + c, dx + ey + f), for a matrix a to f."""
+    """Set each pixel (x, y) to the one at (ax + by + c, dx + ey + f), for a matrix a to f."""
     return image.transform(
         image.size, Image.Transform.AFFINE, matrix, Image.Resampling.NEAREST, fillcolor=(0, 0, 0)
     )
@@ -329,12 +332,12 @@ def _shear_x(image: Image.Image, slope: float) -> Image.Image:
 
 
 def _shear_y(image: Image.Image, slope: float) -> Image.Image:
-    # Not the tangent: this may be another number in its last bit, and torchvision divides.
+    # Not the tangent: its last bit may differ, and torchvision divides.
     return _affine(image, 1.0, 0.0, 0.0, math.sin(_angle(slope)) / math.cos(_angle(slope)), 1.0, 0.0)
 
 
 def _angle(slope: float) -> float:
-    """By way of degrees, as torchvision is told angles: that rounds."""
+    """Convert a slope to radians by way of degrees, whose rounding torchvision shares."""
     return math.radians(math.degrees(math.atan(slope)))
 
 
@@ -351,5 +354,7 @@ CHANGES: dict[str, Callable[[Image.Image, float], Image.Image]] = {
     "auto_contrast": lambda image, _: ImageOps.autocontrast(image),
     "equalize": lambda image, _: ImageOps.equalize(image),
 }
-"""Every change of an image: by a factor, a share of the circle, a slope, pixels, degrees, bits that are kept,
-a threshold, or nothing."""
+"""Every change of an image, by name.
+
+The amount is a factor, a share of the circle, a slope, pixels, degrees, bits to keep, a threshold, or unused.
+"""

@@ -1,14 +1,14 @@
-"""The orientation that an image file asks for: what ``PIL.ImageOps.exif_transpose`` goes by.
+"""Read the orientation of an image file, by the rules of ``PIL.ImageOps.exif_transpose``.
 
-The tag is read here, since Pillow warns of damaged EXIF data, and no filter of warnings in this process may
-decide what a sample is. What counts, in this order:
+The tag is read here, since Pillow warns of damaged EXIF data, and no warning filter of this process may
+change a sample. The sources, in this order:
 
-1. the first tag 0x0112 of the first directory (IFD0) in EXIF data, of any numeric type, of which the first
-   number counts: in JPEG and MPO the APP1 segments, in PNG the chunk ``eXIf``, else the text ``Raw profile
-   type exif``, in WebP the chunk ``EXIF``;
-2. where there is no such tag, ``tiff:Orientation`` in XMP.
+1. The first tag 0x0112 of the first directory (IFD0) in EXIF data, of any numeric type. Its first number
+   counts. EXIF data are in the APP1 segments of JPEG and MPO, in the chunk ``eXIf`` of PNG or else its text
+   ``Raw profile type exif``, and in the chunk ``EXIF`` of WebP.
+2. Without such a tag, ``tiff:Orientation`` in XMP.
 
-Other directories, such as that of a thumbnail, do not count. Damaged data are none.
+Other directories, such as that of a thumbnail, do not count. Damaged data are ignored.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 UPRIGHT = 1
 
 _TAG = 0x0112
-_BYTE_ORDERS = {b"II*\0": "<", b"II\0*": "<", b"MM\0*": ">", b"MM*\0": ">"}  # two of them as Pillow lets pass
+_BYTE_ORDERS = {b"II*\0": "<", b"II\0*": "<", b"MM\0*": ">", b"MM*\0": ">"}  # two of them as Pillow accepts
 _FORMS = {3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 11: "f", 12: "d", 13: "I", 16: "Q"}
 _RATIONALS = {5: "II", 10: "ii"}
-_NO_NUMBERS = (1, 2, 7)  # BYTE, which Pillow takes for bytes, ASCII and UNDEFINED
+_NO_NUMBERS = (1, 2, 7)  # BYTE, which Pillow reads as bytes, ASCII and UNDEFINED
 _SIZES = {
     **{kind: struct.calcsize(f"={form}") for kind, form in {**_FORMS, **_RATIONALS}.items()},
     **dict.fromkeys(_NO_NUMBERS, 1),
@@ -39,7 +39,7 @@ def orientation_of(info: Mapping[Any, Any]) -> float:
         info: Metadata that Pillow found in the file, unparsed.
 
     Returns:
-        1 to 8 as EXIF counts them, `UPRIGHT` where nothing says so, or whatever else the file says.
+        1 to 8 as in EXIF, `UPRIGHT` if the file has no orientation, or any other number in the file.
     """
     found = _in_exif(_exif(info))
     return _in_xmp(info) if found is None else found
@@ -72,7 +72,7 @@ def _in_exif(tiff: bytes) -> float | None:
 
 
 def _entries(tiff: bytes, order: str) -> Iterator[tuple[int, int, bytes]]:
-    """Tag, type and content of the entries of the first directory, up to the first that is cut off."""
+    """Yield tag, type and content of the first directory's entries, up to the first that is cut off."""
     outside = 0
     try:
         (directory,) = struct.unpack_from(order + "I", tiff, 4)
@@ -95,7 +95,7 @@ def _entries(tiff: bytes, order: str) -> Iterator[tuple[int, int, bytes]]:
 
 
 def _number(data: bytes, kind: int, order: str) -> float:
-    """The first number of an entry; 0, which is no orientation, where it holds none."""
+    """Return the first number of an entry; 0, which is no orientation, if it holds none."""
     if kind in _RATIONALS:
         above, below = struct.unpack_from(order + _RATIONALS[kind], data)
         return above / below if below else 0

@@ -1,8 +1,9 @@
-"""The samples of a WebDataset shard, from its headers alone.
+"""Find the samples of a WebDataset shard from its headers alone.
 
-A shard is a tar file in which the members of one sample stand together and share a key: everything before the
-first dot of the base name (``train/000123.jpg``, ``train/000123.cls``). Headers are read with ranged GETs;
-what lies between them is skipped, unless members are so small that reading on is cheaper than asking again.
+A shard is a tar file in which the members of one sample are adjacent and share a key: everything before the
+first dot of the base name (``train/000123.jpg``, ``train/000123.cls``). Headers are read with ranged GETs.
+The content between them is skipped, unless members are so small that reading on costs less than another
+request.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from upriver.pipeline.left_out import FORMAT_OF, Tally
 from upriver.store import ObjectInfo, Store
 
 FIRST_WINDOW_BYTES = 16 * 2**10
-"""Smallest read: two headers with PAX extensions and a small member (about 6 KiB) fit, and a disk reads as
-much."""
+"""Smallest read, which a disk reads anyway.
+
+Two headers with PAX extensions and a small member fit (about 6 KiB).
+"""
 
 LAST_WINDOW_BYTES = 4 * 2**20
-"""Largest read, reached where members are so small that every read leads to the next."""
+"""Largest read, reached when members are so small that every read continues the last."""
 
 MAX_HEADER_BYTES = 2**20
 """Cap on one extended header, whose size the archive itself claims."""
 
 MAX_CLS_BYTES = 64
-"""A class is one integer; more is a mistake."""
+"""Cap on a ``.cls`` member, which holds one integer."""
 
 _BLOCK = 512
-_MAX_HOPS = 40  # as Linux allows, where links lead to links
+_MAX_HOPS = 40  # as in Linux, where links lead to links
 
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _NO_FILES = (b"V", b"D")  # GNU's volume label, and the names in a directory
@@ -43,11 +46,11 @@ class Member:
     """A member of a shard that may belong to a sample: bytes [start, stop) of the object.
 
     Attributes:
-        key: What the members of one sample share.
-        extension: All behind the first dot of the base name, in lower case.
-        start: First byte of its content; of the linked content where it is a link.
+        key: Key that the members of one sample share.
+        extension: Everything after the first dot of the base name, in lower case.
+        start: First byte of its content, or of the linked content for a link.
         stop: One past the last byte.
-        reason: Why its content cannot be read, one of `left_out.REASONS`; empty where it can.
+        reason: Reason why its content cannot be read, one of `left_out.REASONS`; empty if it can.
         why_not: The same in words.
         text: Content of a ``.cls`` member of allowed size.
     """
@@ -63,7 +66,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A header: content [start, stop) of the object, or a link to ``target``, or why there is neither."""
+    """A header: content [start, stop) of the object, or a link to ``target``, or the reason for neither."""
 
     name: str
     start: int = 0
@@ -76,7 +79,7 @@ class _Entry:
 class RangedReader(io.RawIOBase):
     """An object as a file that only moves forward, read in windows under If-Match.
 
-    The window doubles while every read leads to the next, and starts small again after a jump.
+    The window doubles while every read continues the last, and starts small again after a jump.
     """
 
     def __init__(self, store: Store, info: ObjectInfo, on_bytes: Callable[[int], None]) -> None:
@@ -90,19 +93,19 @@ class RangedReader(io.RawIOBase):
         self._window_start = 0
 
     def seekable(self) -> bool:
-        """Always, though only forward."""
+        """Return True; seeking is possible, though only forward."""
         return True
 
     def readable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def tell(self) -> int:
-        """The position of the next read."""
+        """Return the position of the next read."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move forward; a header that leads backwards would lead round in a circle."""
+        """Move forward; a header that leads backwards would form a cycle."""
         if whence != io.SEEK_SET or offset < self._position:
             raise tarfile.ReadError(f"a header leads from byte {self._position} to {offset}")
         self._position = offset
@@ -110,7 +113,7 @@ class RangedReader(io.RawIOBase):
         return offset
 
     def read(self, size: int | None = -1) -> bytes:
-        """Up to ``size`` bytes, fewer only at the end of the object."""
+        """Read up to ``size`` bytes; fewer only at the end of the object."""
         if size is None or not 0 <= size <= MAX_HEADER_BYTES:
             raise tarfile.ReadError(f"a header of {size} bytes at byte {self._position}")
         data = self.at(self._position, self._position + size)
@@ -118,7 +121,7 @@ class RangedReader(io.RawIOBase):
         return data
 
     def at(self, start: int, stop: int) -> bytes:
-        """Bytes [start, stop), as far as the object has them; does not move."""
+        """Return bytes [start, stop), up to the end of the object, without moving."""
         stop = min(stop, self._info.size)
         if start >= stop:
             return b""
@@ -135,14 +138,14 @@ class RangedReader(io.RawIOBase):
 
 
 def members(reader: RangedReader, info: ObjectInfo, tally: Tally) -> list[Member]:
-    """The members of a shard that may belong to samples, in order.
+    """Return the members of a shard that may belong to samples, in order.
 
-    Archives that follow the end mark of the first are read, too. A hard or symbolic link stands for the
-    content that it leads to. Directories, clutter and descriptions such as a README are left out.
+    Archives after the end mark of the first are read, too. A hard or symbolic link stands for its target's
+    content. Directories, clutter and descriptions such as a README are left out.
 
     Args:
         reader: The shard, from its beginning.
-        info: The shard.
+        info: The shard's object.
         tally: Counts hidden files that may be samples.
 
     Raises:
@@ -160,14 +163,14 @@ def members(reader: RangedReader, info: ObjectInfo, tally: Tally) -> list[Member
         if entry is None:
             continue
         if entry.target is None and not entry.reason and _is_class(entry.name):
-            texts[entry.start] = _class_text(reader, entry.start, entry.stop)  # while its window is here
+            texts[entry.start] = _class_text(reader, entry.start, entry.stop)  # while its window is in memory
         if _may_be_of_a_sample(entry, info, tally):
             entries.append(entry)
     return [_member(entry, tree, reader, texts) for entry in entries]
 
 
 def _headers(reader: RangedReader, info: ObjectInfo) -> Iterator[tarfile.TarInfo]:
-    """All headers of an object that holds one archive, or several one behind the other."""
+    """Yield all headers of an object that holds one archive, or several in a row."""
     begin: int | None = 0
     try:
         while begin is not None:
@@ -182,7 +185,7 @@ def _headers(reader: RangedReader, info: ObjectInfo) -> Iterator[tarfile.TarInfo
 
 
 def _check_end(reader: RangedReader, info: ObjectInfo, end: int, begin: int) -> None:
-    """The tarfile module takes any unreadable header for the end; only a block of zeros is one."""
+    """Check that an archive ends with a block of zeros; the tarfile module stops at any unreadable header."""
     if reader.at(end, end + _BLOCK) == bytes(_BLOCK):
         return
     if end == begin:
@@ -191,7 +194,7 @@ def _check_end(reader: RangedReader, info: ObjectInfo, end: int, begin: int) -> 
 
 
 def _next_archive(reader: RangedReader, info: ObjectInfo, end: int) -> int | None:
-    """Where the next archive begins behind an end mark; None where only zeros follow."""
+    """Return the position of the next archive after an end mark; None if only zeros follow."""
     for start in range(end, info.size, FIRST_WINDOW_BYTES):
         part = reader.at(start, start + FIRST_WINDOW_BYTES)
         rest = part.lstrip(b"\0")
@@ -201,7 +204,7 @@ def _next_archive(reader: RangedReader, info: ObjectInfo, end: int) -> int | Non
 
 
 def _entry(header: tarfile.TarInfo, info: ObjectInfo, tree: _Tree) -> _Entry | None:
-    """What a header stands for; None for a directory or what describes the archive."""
+    """Return the entry of a header; None for a directory or a description of the archive."""
     name, shown = header.name, f"{header.name!r}"
     if header.isdir() or header.type in _NO_FILES:
         return None
@@ -231,26 +234,29 @@ def _entry(header: tarfile.TarInfo, info: ObjectInfo, tree: _Tree) -> _Entry | N
 
 
 class _Tree:
-    """Files and symbolic links of an archive by their paths, as unpacking it in order would leave them."""
+    """Files and symbolic links of an archive by their paths, as after unpacking it in order."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[int, int]] = {}
         self._links: dict[str, str] = {}
 
     def add_file(self, name: str, start: int, stop: int) -> None:
-        """Take a file's name and its bytes of the object."""
+        """Add a file with its bytes in the object."""
         path = _plain(name)
         self._links.pop(path, None)
         self._files[path] = (start, stop)
 
     def add_link(self, name: str, target: str) -> None:
-        """Take a symbolic link's name and its text."""
+        """Add a symbolic link with its text."""
         path = _plain(name)
         self._files.pop(path, None)
         self._links[path] = target
 
     def add_hard_link(self, name: str, target: str) -> tuple[int, int] | str | None:
-        """The bytes of the file before it that a hard link names, or the text of such a symbolic link."""
+        """Add a hard link; return its target's bytes, or the text of a target that is a symbolic link.
+
+        The target must come earlier; None if it does not.
+        """
         path = _plain(target)
         found = self._files.get(path) or self._links.get(path)
         if isinstance(found, tuple):
@@ -260,7 +266,7 @@ class _Tree:
         return found
 
     def follow(self, name: str) -> tuple[int, int] | None:
-        """The bytes of the file that a path leads to; None where that leads out, in a circle or nowhere."""
+        """Return the bytes of the file at a path; None if it leads outside, in a cycle or nowhere."""
         todo, done, hops = _plain(name).split("/")[::-1], list[str](), 0
         while todo:
             part = todo.pop()
@@ -281,7 +287,7 @@ class _Tree:
 
 
 def _plain(name: str) -> str:
-    """A member's path as others of the archive refer to it."""
+    """Return a member's path as other members refer to it."""
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
@@ -319,10 +325,10 @@ def _member(entry: _Entry, tree: _Tree, reader: RangedReader, texts: dict[int, b
 
 
 def read_class(info: ObjectInfo, member: Member) -> int:
-    """The integer in a ``.cls`` member; a byte order mark and blanks at its ends count for nothing.
+    """Return the integer in a ``.cls`` member, ignoring a byte order mark and blanks at its ends.
 
     Raises:
-        DatasetError: If it is none, negative, or longer than `MAX_CLS_BYTES`.
+        DatasetError: If the content is not an integer, is negative, or is longer than `MAX_CLS_BYTES`.
     """
     text = (member.text or b"").removeprefix(codecs.BOM_UTF8).strip(b" \t\r\n\f\v\0")
     if not text.isdigit() or len(text) > 18:
@@ -343,7 +349,7 @@ def _is_class(name: str) -> bool:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Key and extension of a member: all of its path up to the first dot of its base name, and the rest."""
+    """Return key and extension of a member: its path up to the first dot of the base name, and the rest."""
     directory, slash, base = name.rpartition("/")
     stem, _, extension = base.partition(".")
     return f"{directory}{slash}{stem}", extension.lower()

@@ -1,6 +1,6 @@
-"""Stored tensors: ``.npy`` without pickle, and ``.safetensors`` with one tensor.
+"""Read stored tensors: ``.npy`` without pickle, and ``.safetensors`` with one tensor.
 
-Both are parsed by hand, since what a file claims must agree with its length before anything of that size is
+The parsers are our own: the sizes that a file claims must agree with its length before memory of that size is
 allocated.
 """
 
@@ -19,7 +19,7 @@ from upriver.pipeline.errors import SampleError
 
 _MAX_HEADER_BYTES = 2**20
 _MAX_DIMS = 16
-_MAX_EMPTY = 2**40  # the other sizes of a tensor without elements, multiplied: torch has a limit, too
+_MAX_EMPTY = 2**40  # product of the other sizes of a tensor without elements: torch has a limit, too
 _NPY_DTYPES = {
     "<f8": torch.float64,
     "<f4": torch.float32,
@@ -36,7 +36,7 @@ _NPY_DTYPES = {
     "<c8": torch.complex64,
     "|b1": torch.bool,
 }
-"""Types that ``torch.from_numpy`` takes, by their names in little-endian order."""
+"""Types that ``torch.from_numpy`` accepts, by their names in little-endian order."""
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -58,11 +58,11 @@ _SAFETENSORS_DTYPES = {
 def read_npy(data: bytes | memoryview) -> torch.Tensor:
     """Read a ``.npy`` file of version 1, 2 or 3 as a fresh, contiguous tensor.
 
-    The tensor has the type that ``torch.from_numpy`` gives; of big-endian files the bytes are swapped.
+    The tensor has the type that ``torch.from_numpy`` gives; the bytes of big-endian files are swapped.
 
     Raises:
-        SampleError: If it is no such file, holds Python objects or another dtype that is not on the list, or
-            its length is not what its header says.
+        SampleError: If the data are no such file, hold Python objects or another unsupported dtype, or differ
+            in length from their header.
     """
     stream = io.BytesIO(data)
     try:
@@ -90,11 +90,11 @@ def read_npy(data: bytes | memoryview) -> torch.Tensor:
 
 
 def read_safetensors(data: bytes | memoryview) -> torch.Tensor:
-    """The one tensor of a ``.safetensors`` file, or the one named ``tensor``, as a fresh tensor.
+    """Read the only tensor of a ``.safetensors`` file, or the one named ``tensor``, as a fresh tensor.
 
     Raises:
-        SampleError: If it is no such file, holds several tensors and none named ``tensor``, or its offsets,
-            shape and dtype do not agree.
+        SampleError: If the data are no such file, hold several tensors and none named ``tensor``, or their
+            offsets, shape and dtype do not agree.
     """
     view = memoryview(data)
     size = int.from_bytes(view[:8], "little")
@@ -113,7 +113,7 @@ def read_safetensors(data: bytes | memoryview) -> torch.Tensor:
 
 
 def _entry(header: Any) -> tuple[str, list[int], int, int]:
-    """Type, shape and place of the tensor to take, from a header that may be anything."""
+    """Return type, shape and place of the tensor to read, from an unchecked header."""
     tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
     if len(tensors) != 1 and "tensor" not in tensors:
         raise ValueError(f"it must hold one tensor, or one named 'tensor'; it holds {len(tensors)}")
@@ -125,7 +125,7 @@ def _entry(header: Any) -> tuple[str, list[int], int, int]:
 
 
 def _fresh(body: memoryview, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor that owns its memory, which torch aligns to 64 bytes."""
+    """Return a tensor that owns its memory, which torch aligns to 64 bytes."""
     if len(shape) > _MAX_DIMS or any(type(size) is not int or size < 0 for size in shape):
         raise SampleError(
             f"a tensor of shape {str(tuple(shape))[:100]}; at most {_MAX_DIMS} sizes, each at least 0"

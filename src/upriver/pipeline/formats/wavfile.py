@@ -1,8 +1,8 @@
-"""Stored audio: RIFF WAVE files of PCM or floating-point samples.
+"""Read stored audio: RIFF WAVE files of PCM or floating-point samples.
 
-Parsed by hand, as other stored tensors are: what a file claims must agree with its length before anything of
-that size is allocated. The form is that of the Multimedia Programming Interface and Data Specifications 1.0
-(IBM and Microsoft, 1991), with WAVE_FORMAT_EXTENSIBLE.
+The parser is our own, as for other stored tensors: the sizes that a file claims must agree with its length
+before memory of that size is allocated. The format is that of the Multimedia Programming Interface and Data
+Specifications 1.0 (IBM and Microsoft, 1991), with WAVE_FORMAT_EXTENSIBLE.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from upriver.pipeline.errors import SampleError
 from upriver.pipeline.formats.audio import MAX_CHANNELS, Samples, check_bytes
 
 Stored = np.ndarray[Any, np.dtype[Any]]
-"""Samples in one of the types that files have."""
+"""Samples in one of the types of stored files."""
 
 _PCM, _FLOAT, _EXTENSIBLE = 1, 3, 0xFFFE
 _GUID_TAIL = bytes.fromhex("000000001000800000aa00389b71")
-"""Of a subformat whose first two bytes are a plain format's number."""
+"""Tail of a subformat whose first two bytes are a plain format's number."""
 
 _UNKNOWN_BYTES = 0x7FFFF000
-"""Least size that stands for one that was not known: SoX writes this one, FFmpeg 0xFFFFFFFF."""
+"""Smallest size that stands for an unknown one: SoX writes this size, FFmpeg 0xFFFFFFFF."""
 
-_MAX_CHUNKS = 1024  # before the samples; files have a handful
+_MAX_CHUNKS = 1024  # limit before the samples; files have a handful
 _DTYPES = {
     (_PCM, 8): "u1",
     (_PCM, 16): "<i2",
@@ -41,12 +41,12 @@ _DTYPES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WavForm:
-    """What a WAV file says of its samples.
+    """Format of a WAV file's samples.
 
     Attributes:
         rate: Samples a second, of each channel.
         tag: 1 for PCM, 3 for floating point.
-        bits: Of one sample as it is stored.
+        bits: Bits of one stored sample.
     """
 
     rate: int
@@ -56,15 +56,15 @@ class WavForm:
 
     @property
     def frame_bytes(self) -> int:
-        """Of one sample of each channel."""
+        """Return the bytes of one sample of each channel."""
         return self.channels * self.bits // 8
 
 
 def read_form(data: bytes | memoryview) -> WavForm:
-    """What a file says of its samples; its beginning is enough.
+    """Read the format of a file's samples; the beginning of the file is enough.
 
     Raises:
-        SampleError: If it is no WAV file, or one of another kind than is read here.
+        SampleError: If the file is no WAV file, or of an unsupported kind.
     """
     view = memoryview(data)
     for name, start, size in _chunks(view):
@@ -76,27 +76,27 @@ def read_form(data: bytes | memoryview) -> WavForm:
 
 
 def read_wav(data: bytes | memoryview, *, sample_rate: int, mono: bool, max_samples: int) -> torch.Tensor:
-    """The samples of a WAV file, -1 to 1.
+    """Read the samples of a WAV file, -1 to 1.
 
     Args:
         data: The stored file.
-        sample_rate: What it must have.
-        mono: Whether to take the mean of its channels.
+        sample_rate: Required sample rate.
+        mono: Whether to take the mean of the channels.
         max_samples: Cap on samples of a channel, checked before anything is allocated.
 
     Returns:
         float32 of shape (channels, samples).
 
     Raises:
-        SampleError: If it is no such file, is truncated, has another rate, no samples or too many, or holds
-            some that are no finite numbers.
+        SampleError: If the data are no such file, are truncated, have another rate, no samples or too many,
+            or hold samples that are not finite.
     """
     view = memoryview(data)
     form = read_form(view)
     if form.rate != sample_rate:
         raise SampleError(f"audio of {form.rate} samples a second; {sample_rate} are needed")
     start, size = next((start, size) for name, start, size in _chunks(view) if name == b"data")
-    samples = _stored_bytes(view, start, size) // form.frame_bytes  # half a frame at the end is none
+    samples = _stored_bytes(view, start, size) // form.frame_bytes  # half a frame at the end does not count
     if not 1 <= samples <= max_samples:
         raise SampleError(f"audio of {samples} samples; 1 to {max_samples} are allowed")
     check_bytes("audio", 4 * samples * (1 if mono else form.channels))
@@ -107,14 +107,14 @@ def read_wav(data: bytes | memoryview, *, sample_rate: int, mono: bool, max_samp
 
 
 def _stored_bytes(view: memoryview, start: int, claimed: int) -> int:
-    """Bytes of samples that are there.
+    """Return the stored bytes of samples.
 
-    A program that writes to a pipe does not know the size in time: its header says the largest number that
-    fits, or 0. As in libsndfile the samples then end where the file does. A file that ends before the place
-    that its first header names was cut off.
+    A program that writes to a pipe does not know the size in time: its header holds the largest number that
+    fits, or 0. As in libsndfile, the samples then end with the file. A file that ends before the position in
+    its first header was cut off.
 
     Raises:
-        SampleError: If it was.
+        SampleError: If the file was cut off.
     """
     stored = len(view) - start
     end = 8 + int.from_bytes(view[4:8], "little")
@@ -129,7 +129,7 @@ def _stored_bytes(view: memoryview, start: int, claimed: int) -> int:
 
 
 def _chunks(view: memoryview) -> Iterator[tuple[bytes, int, int]]:
-    """Name, place and size of each chunk; the size is what the file claims."""
+    """Yield name, position and claimed size of each chunk."""
     head = bytes(view[:12])
     if head[:4] != b"RIFF" or head[8:] != b"WAVE":
         what = f"starts with {head!r}" if head else "is empty"
@@ -167,11 +167,11 @@ def _count(form: WavForm, samples: int) -> int:
 
 
 def _floats(stored: Stored, form: WavForm, *, mono: bool) -> torch.Tensor:
-    """Stored samples of shape (samples, channels, 1), or 3 in place of 1 where each is three bytes."""
+    """Convert stored samples of shape (samples, channels, 1), or with 3 in place of 1 for three bytes."""
     samples, channels, _ = stored.shape
     out = torch.empty((1 if mono else channels, samples), dtype=torch.float32, device="cpu")
     rows = out.numpy()
-    with np.errstate(over="ignore", invalid="ignore"):  # what becomes infinite is found below
+    with np.errstate(over="ignore", invalid="ignore"):  # infinite results are found below
         for channel, row in enumerate(rows):
             _fill(row, stored[:, channel], form)
         if len(rows) < channels:
@@ -186,7 +186,7 @@ def _floats(stored: Stored, form: WavForm, *, mono: bool) -> torch.Tensor:
 
 
 def _fill(row: Samples, stored: Stored, form: WavForm) -> None:
-    """Write one channel as numbers from -1 to 1: exactly, but for PCM of 32 bits and for doubles."""
+    """Write one channel as numbers from -1 to 1, exactly except for 32-bit PCM and doubles."""
     if form.bits == 24:
         row[...] = stored[:, 2].view(np.int8)
         for byte in (stored[:, 1], stored[:, 0]):

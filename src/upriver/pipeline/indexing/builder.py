@@ -1,4 +1,4 @@
-"""Index what is stored: WebDataset shards or class folders, of images, of audio or of ready tensors."""
+"""Index stored samples: WebDataset shards or class folders, of images, audio or tensors."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ log = logging.getLogger("upriver")
 
 Layout = Literal["auto", "webdataset", "folders"]
 Progress = Callable[[int, int], None]
-"""Called with the bytes dealt with and the bytes of all objects; from several threads, one at a time."""
+"""Called with the bytes processed and the bytes of all objects, from several threads, one at a time."""
 
 MAX_CLASSES = 2**20
-"""Cap on targets where no class names say how many there are."""
+"""Cap on targets where no class names give their number."""
 
 CLASSES_FILE = "classes.txt"
-"""Class names beside the shards, one a line, in the order of the targets."""
+"""File of class names next to the shards, one a line, in the order of the targets."""
 
-_WAV_HEADER_BYTES = 4096  # of what stands before the samples, where the format is among the first
+_WAV_HEADER_BYTES = 4096  # bytes before the samples, where the format is among the first chunks
 _SHARDS_AT_ONCE = 8  # headers are small and far apart: the wait is for round trips, not for bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """An object, and its name below the path that is indexed."""
+    """An object, and its name below the indexed path."""
 
     name: str
     info: ObjectInfo
@@ -75,31 +75,31 @@ def index(
 ) -> Dataset:
     """Index the samples under a path. Nothing is written until the dataset's ``publish()``.
 
-    A WebDataset shard gives a sample for each key with one media member and an integer in ``.cls``; class
+    A WebDataset shard gives a sample for each key with one media member and an integer in ``.cls``. Class
     folders (``class/name.jpg``) give their sorted names as classes. Only listings and tar headers are read,
-    and of audio the first file's header.
+    and for audio the first file's header.
 
-    Whatever may be a sample and is not indexed counts as left out, by its reason: see
-    :attr:`Dataset.left_out`. Texts, tables, a README and what systems leave behind (``.DS_Store``) are no
-    samples and do not count, nor does what lies beside class folders. Symbolic links that lead out of a file
+    Everything that may be a sample and is not indexed counts as left out, by its reason: see
+    :attr:`Dataset.left_out`. Texts, tables, a README and files that systems leave behind (``.DS_Store``) are
+    no samples and do not count, nor do files next to class folders. Symbolic links that lead out of a file
     store or nowhere count by the rules for a file of their name. A file that a link gives a second name is
     two samples, and a warning names the link.
 
     Args:
         store: A store, or the URI of one.
-        path: Directory, or one shard, in the store; empty for all of it. ``./train/`` is ``train``.
-        stages: The input stages; the first must read the stored format.
-        layout: What to look for; ``auto`` tells by what is there.
-        prefix: Where upriver keeps its own objects; never indexed.
+        path: Directory, or one shard, in the store; empty for the whole store. ``./train/`` is ``train``.
+        stages: Input stages; the first must read the stored format.
+        layout: Layout to look for; ``auto`` decides by the files found.
+        prefix: Folder in which upriver keeps its own objects; never indexed.
         on_left_out: ``error`` refuses to leave anything out, ``report`` counts it in the dataset.
         on_progress: Called with (bytes done, bytes in all).
 
     Raises:
-        DatasetError: If there is nothing to index or something cannot be: a truncated shard, a duplicate,
-            mixed formats; with ``on_left_out="error"`` whatever would be left out. The message names the
-            object.
+        DatasetError: If there is nothing to index or something cannot be indexed: a truncated shard, a
+            duplicate, mixed formats; with ``on_left_out="error"`` anything that would be left out. The
+            message names the object.
         ConfigError: If the stages do not fit together or do not read the stored format, or the audio has
-            another rate than they say.
+            another rate than the stages'.
         StoreError: If the store cannot be read.
     """
     _check_arguments(store, path, stages, prefix, on_progress)
@@ -146,14 +146,14 @@ def _check_arguments(store: object, path: object, stages: object, prefix: str, o
 
 
 def _without_dots(path: str) -> str:
-    """A path without ``.`` segments and slashes at its end, which say nothing to a shell either."""
+    """Return a path without ``.`` segments and trailing slashes, which a shell ignores, too."""
     return "/".join(segment for segment in path.split("/") if segment != ".").rstrip("/")
 
 
 def _listed(store: Store, path: str, prefix: str) -> tuple[list[_Found], list[tuple[str, Unreachable]]]:
-    """All objects under a path by their names below it; folder markers of S3 consoles are none.
+    """List all objects under a path by their names below it, without folder markers of S3 consoles.
 
-    The second list holds what the store cannot give, by name likewise.
+    The second list holds the entries that the store cannot give, also by name.
     """
     own, unreachable = f"{prefix}/", list[Unreachable]()
     infos = [
@@ -177,7 +177,10 @@ def _listed(store: Store, path: str, prefix: str) -> tuple[list[_Found], list[tu
 
 
 def _told_apart(store: Store, infos: Sequence[ObjectInfo]) -> tuple[list[ObjectInfo], list[Unreachable]]:
-    """Objects once each: of a key that ends with a slash a listing gives the name of the one without it."""
+    """Separate keys that differ only in a trailing slash, which a listing gives the same name.
+
+    Return each object once, and the keys with the slash as unreachable.
+    """
     counts = Counter(info.path for info in infos)
     single = [info for info in infos if counts[info.path] == 1]
     twice = {path: store.head(path) for path, count in counts.items() if count > 1}
@@ -194,7 +197,7 @@ def _slashes(path: str) -> list[int]:
 
 
 def _visible(found: Sequence[_Found], tally: Tally) -> tuple[list[_Found], list[str]]:
-    """What is neither clutter nor hidden and has a name that an index can hold, and other samples' names."""
+    """Return the objects with an indexable name, without clutter and hidden ones; and names left out."""
     visible, missing = list[_Found](), list[str]()
     for each in found:
         name, info = each.name, each.info
@@ -215,7 +218,7 @@ def _visible(found: Sequence[_Found], tally: Tally) -> tuple[list[_Found], list[
 
 
 def _is_missing(name: str, entry: Unreachable, kind: str, layout: str, tally: Tally) -> bool:
-    """Whether an entry that the store cannot give may hold samples, by its name; then it is counted.
+    """Return whether an unreachable entry may hold samples, by its name; if so, count it.
 
     A link that leads nowhere may have led to a folder if its name has no extension.
     """
@@ -264,7 +267,7 @@ def _layout_of(found: Sequence[_Found], where: str) -> Literal["webdataset", "fo
 
 
 def _nothing(found: Sequence[_Found], kind: str, tally: Tally, where: str) -> str:
-    """Why there is nothing to index."""
+    """Return why there is nothing to index."""
     if tally:
         return f"no samples in {where}; left out: {describe(tally.report())}"
     wanted = {
@@ -280,7 +283,7 @@ def _nothing(found: Sequence[_Found], kind: str, tally: Tally, where: str) -> st
 
 
 def _class_folders(store: Store, path: str, prefix: str) -> set[str]:
-    """Folders right below the path, empty ones among them, but for hidden ones and upriver's own."""
+    """Return the folders directly below the path, also empty ones, without hidden ones and upriver's own."""
     return {
         name
         for name in store.folders(path)
@@ -310,7 +313,7 @@ def _folders(
     others = [each for each in found if "/" in each.name and not left_out.is_description(each.name)]
     by_samples = {_extension(each.name) for each in others if each.name.split("/", 1)[0] in classes}
     annotations = {
-        # An empty file says nothing, and a text of a kind that lies by samples may be of one that is missing.
+        # An empty file says nothing. A text of a kind that accompanies samples may belong to a missing one.
         each.name.split("/", 1)[0]
         for each in others
         if each.info.size > 0 and _extension(each.name) not in by_samples
@@ -334,7 +337,7 @@ def _folders(
 
 
 def _is_in_a_class(each: _Found, layout: str, tally: Tally) -> bool:
-    """Whether a file is a sample of a class, or may be one and is left out."""
+    """Return whether a file is a sample of a class, or may be one and is left out."""
     name, shown = each.name, repr(each.info.path)
     if _is_sample(name):
         if "/" in name:
@@ -356,7 +359,7 @@ def _is_in_a_class(each: _Found, layout: str, tally: Tally) -> bool:
 
 
 def _may_be_a_sample(each: _Found) -> bool:
-    """Whether a file of an unknown format may be a sample: it lies in a class folder and is no companion."""
+    """Return whether a file of unknown format may be a sample: it is in a class folder and no companion."""
     says_something = each.info.size > 0 or bool(_extension(each.name))
     return "/" in each.name and says_something and not left_out.is_companion(each.name)
 
@@ -388,7 +391,7 @@ def _shards(
 
 
 def _may_hold_samples(each: _Found) -> bool:
-    """Whether a file that lies by shards may be one by another name, or an archive of samples."""
+    """Return whether a file next to shards may be a shard by another name, or an archive of samples."""
     base = each.name.rpartition("/")[2].lower()
     if _is_shard(base) or _is_sample(base) or not each.info.size or left_out.is_companion(base):
         return False
@@ -419,7 +422,7 @@ def _shard(store: Store, info: ObjectInfo, meter: _Meter) -> tuple[list[_Row], T
 
 
 def _sample(info: ObjectInfo, key: str, group: Sequence[tarshard.Member], tally: Tally) -> _Row | None:
-    """The sample of a key; None if it is left out."""
+    """Return the sample of a key; None if it is left out."""
     media = [member for member in group if member.extension in FORMAT_OF]
     labels = [member for member in group if member.extension == "cls"]
     shown = f"shard {info.path!r}, sample {key!r}"
@@ -459,7 +462,7 @@ def _class_names(text: bytes | None, path: str, rows: Sequence[_Row]) -> list[st
 
 
 def _read_class_names(text: bytes, path: str) -> list[str]:
-    """Names, one a line; a byte order mark, blanks at ends and blank last lines count for nothing."""
+    """Read names, one a line, ignoring a byte order mark, blanks at ends and blank last lines."""
     try:
         lines = re.split(r"\r\n|\n|\r", text.decode("utf-8-sig"))
     except UnicodeDecodeError as exc:
@@ -476,7 +479,7 @@ def _read_class_names(text: bytes, path: str) -> list[str]:
 
 
 class _Meter:
-    """Adds up how far each shard has come; a threaded index reports one number."""
+    """Sum of the progress of all shards, which threads index at once."""
 
     def __init__(self, total: int, on_progress: Progress | None) -> None:
         self._total = total
@@ -485,7 +488,7 @@ class _Meter:
         self._lock = threading.Lock()
 
     def at(self, info: ObjectInfo) -> Callable[[int], None]:
-        """What to call with the bytes of one shard that are dealt with."""
+        """Return the function to call with the processed bytes of one shard."""
 
         def report(done: int) -> None:
             with self._lock:
@@ -576,9 +579,9 @@ def _dataset(
 
 
 def _check_reads(store: Store, row: _Row, chain: InputChain) -> None:
-    """Whether the stages read what is stored, and audio at the rate that the first sample has.
+    """Check that the stages read the stored format, and audio at the first sample's rate.
 
-    Of audio that cannot be read nothing is said: it is a bad sample, as any other would be.
+    Audio that cannot be read is ignored here: it is a bad sample like any other.
     """
     rate = _wav_rate(store, row) if row.format == "wav" else None
     try:

@@ -1,4 +1,4 @@
-"""Stages of audio: decoding, length, noise and rate of a signal, and its spectra."""
+"""Define stages of audio: decoding, length, noise and rate of a signal, and its spectra."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from upriver.pipeline.stages.base import (
 )
 
 MAX_RATE = 768_000
-"""Samples a second: four times what studios record with."""
+"""Maximum samples a second: four times the rate of studio recordings."""
 
 MAX_SAMPLES = MAX_BYTES // 4
-"""Of one channel: what one channel alone may take."""
+"""Maximum samples of one channel, if it is the only one."""
 
 DEFAULT_SAMPLES = 2**24
-"""Of one channel, unless more are allowed: six minutes at 44.1 kHz, 64 MiB."""
+"""Default maximum samples of one channel: six minutes at 44.1 kHz, 64 MiB."""
 
 MAX_DB = 100.0
-"""Of signal to noise, in both directions: 16 bits hold 96."""
+"""Maximum signal-to-noise ratio, positive or negative: 16 bits hold 96 dB."""
 
 MAX_FFT = 2**16
-"""Samples of one frame: more than a second at every usual rate."""
+"""Maximum samples of one frame: more than a second at every usual rate."""
 
 MAX_GROWTH = 32
-"""Most that a stage makes of each byte it takes: frames that overlap, and samples at a higher rate."""
+"""Maximum output of a stage for each input byte, with overlapping frames or a higher rate."""
 
 MAX_TAPS = 2**20
-"""Weights of a resampling filter: 4 MiB. Usual pairs of rates have less than half of them."""
+"""Maximum weights of a resampling filter: 4 MiB. Usual pairs of rates need less than half of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWav(InputStage):
-    """A WAV file to audio: PCM of 8 to 32 bits, or floating point.
+    """Decode a WAV file to audio: PCM of 8 to 32 bits, or floating point.
 
     Attributes:
-        sample_rate: What every file must have; another rate is a bad sample, not a reason to resample.
-        mono: Take the mean of the channels.
+        sample_rate: Required rate of every file; another rate is a bad sample, not a reason to resample.
+        mono: Whether to take the mean of the channels.
         max_samples: Cap on samples of a channel, checked before decoding.
     """
 
@@ -71,7 +71,7 @@ class DecodeWav(InputStage):
         check_int("decode_wav.max_samples", self.max_samples, MAX_SAMPLES)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Stored bytes to float32 (channels, samples)."""
+        """Return the audio of stored bytes, float32 (channels, samples)."""
         return wavfile.read_wav(
             stored_bytes(value),
             sample_rate=self.sample_rate,
@@ -80,21 +80,21 @@ class DecodeWav(InputStage):
         )
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """How many samples is unknown, and how many channels unless it is one."""
+        """Return float32 with an unknown number of samples, and of channels unless ``mono``."""
         return torch.float32, (1 if self.mono else ANY_SIZE, ANY_SIZE)
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """Four bytes for one, where samples are stored in 8 bits."""
+        """Return four bytes for each, as stored samples may have 8 bits."""
         channels = 1 if self.mono else MAX_CHANNELS
         return np.minimum(4 * taken, min(4 * self.max_samples * channels, MAX_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class FixLength(InputStage):
-    """Audio of one length: a random part of what is longer, zeros behind what is shorter.
+    """Make audio of one length: a random part of longer audio, or shorter audio followed by zeros.
 
     Attributes:
-        samples: Of each channel.
+        samples: Samples of each channel.
     """
 
     name = "fix_length"
@@ -108,25 +108,25 @@ class FixLength(InputStage):
         check_int("fix_length.samples", self.samples, MAX_SAMPLES)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Audio to audio of that length."""
+        """Return audio of the requested length."""
         return audio.fix_length(value, self.samples, draw.uniforms(1)[0])
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """The length asked for."""
+        """Return the requested length."""
         return torch.float32, (_channels(before), self.samples)
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """As many channels as there may be, where that is unknown."""
+        """Return the bytes for the largest possible number of channels, if it is unknown."""
         channels: Sizes = np.minimum(taken / 4, MAX_CHANNELS)
         return np.minimum(4 * self.samples * channels, MAX_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class AddNoise(InputStage):
-    """White Gaussian noise over a signal, as loud as its own power says.
+    """Add white Gaussian noise to a signal, relative to the signal's power.
 
     Attributes:
-        snr_db: Signal-to-noise ratio in dB; of two numbers one between them is drawn, each as likely.
+        snr_db: Signal-to-noise ratio in dB; from two numbers, a uniform draw between them.
     """
 
     name = "add_noise"
@@ -141,23 +141,23 @@ class AddNoise(InputStage):
         object.__setattr__(self, "snr_db", snr_db)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Audio to audio of the same length."""
+        """Return audio of the same length."""
         low, high = self.snr_db if isinstance(self.snr_db, tuple) else (self.snr_db, self.snr_db)
         (uniform,) = draw.uniforms(1)
         return audio.add_noise(value, low + (high - low) * uniform, draw, after=1)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """What it takes."""
+        """Return the input's spec."""
         return before
 
 
 @dataclass(frozen=True, slots=True)
 class Resample(InputStage):
-    """Audio at another rate, by a windowed sinc.
+    """Convert audio to another rate, by a windowed sinc.
 
     Attributes:
-        orig: Samples a second that it has.
-        new: Samples a second that it is to have.
+        orig: Samples a second of the input.
+        new: Samples a second of the result.
     """
 
     name = "resample"
@@ -183,32 +183,32 @@ class Resample(InputStage):
             )
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Audio to audio of ceil(samples * new / orig) samples."""
+        """Return audio of ceil(samples * new / orig) samples."""
         return audio.resample(value, self.orig, self.new)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """The length at the new rate, where that before is known."""
+        """Return the length at the new rate, if the input's length is known."""
         if before is None or before[1][1] == ANY_SIZE:
             return torch.float32, (_channels(before), ANY_SIZE)
         return torch.float32, (before[1][0], -(-before[1][1] * self.new // self.orig))
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """In proportion, rounded up for each channel."""
+        """Return bytes in proportion to the rates, rounded up for each channel."""
         return np.minimum(taken * self.new / self.orig + 4 * MAX_CHANNELS, MAX_BYTES)
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
-        """The filter is worked out in double precision, which takes some copies of it."""
+        """Return the peak memory, including some copies of the filter in double precision."""
         return given + 64 * audio.num_taps(self.orig, self.new) + 16 * SCRATCH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Stft(InputStage):
-    """The short-time Fourier transform: a Hann window, frames centred on their time, mirrored ends.
+    """Compute the short-time Fourier transform: a Hann window, centred frames, mirrored ends.
 
     Attributes:
         n_fft: Samples of a frame.
         hop: Samples from one frame to the next.
-        win: Samples of the window; ``n_fft`` of them without.
+        win: Samples of the window; ``n_fft`` if None.
     """
 
     name = "stft"
@@ -231,29 +231,29 @@ class Stft(InputStage):
             check_int("stft.win", self.win, self.n_fft)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Audio to complex64 (channels, n_fft // 2 + 1, frames)."""
+        """Return complex64 (channels, n_fft // 2 + 1, frames)."""
         return audio.stft(value, self.n_fft, self.hop, self.win or self.n_fft)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """The frames of the samples before, where those are known."""
+        """Return the number of frames, if the number of samples is known."""
         frames = ANY_SIZE
         if before is not None and before[1][1] != ANY_SIZE:
             frames = 1 + (before[1][1] - self.n_fft % 2) // self.hop
         return torch.complex64, (_channels(before), self.n_fft // 2 + 1, frames)
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """A frame for each hop, and one more for each channel."""
+        """Return the bytes of a frame for each hop, and one more for each channel."""
         frames = taken / 4 / self.hop + MAX_CHANNELS
         return np.minimum(8 * (self.n_fft // 2 + 1) * frames, MAX_BYTES)
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
-        """One channel with mirrored ends, and a block of frames."""
+        """Return the peak memory: one channel with mirrored ends, and a block of frames."""
         return 2 * taken + given + 8 * SCRATCH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Fft(InputStage):
-    """The first half of the Fourier transform of a whole signal, the frequencies below half its rate."""
+    """Compute the first half of a whole signal's Fourier transform: frequencies below half its rate."""
 
     name = "fft"
     kind = "transform"
@@ -261,26 +261,26 @@ class Fft(InputStage):
     gives = "spectrum"
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Audio to complex64 (channels, samples // 2)."""
+        """Return complex64 (channels, samples // 2)."""
         return audio.fft(value)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """Half the samples before, where those are known."""
+        """Return half the number of samples, if it is known."""
         known = before is not None and before[1][1] != ANY_SIZE
         return torch.complex64, (_channels(before), before[1][1] // 2 if before and known else ANY_SIZE)
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
-        """A length with a large prime factor is transformed by way of longer ones, in double precision."""
+        """Return the peak memory; large prime factors need longer transforms in double precision."""
         return 44 * taken + SCRATCH_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Spectrogram(InputStage):
-    """How strong each frequency is.
+    """Compute the strength of each frequency.
 
     Attributes:
         power: 2 for power, 1 for magnitude, or any between.
-        log: Take the logarithm, of ``1e-6`` more.
+        log: Whether to take the logarithm, after adding ``1e-6``.
     """
 
     name = "spectrogram"
@@ -296,15 +296,15 @@ class Spectrogram(InputStage):
         check_bool("spectrogram.log", self.log)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """A spectrum to float32 of the same shape."""
+        """Return float32 of the spectrum's shape."""
         return audio.spectrogram(value, self.power, log=self.log)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """float32 of the shape before."""
+        """Return float32 of the same shape."""
         return (torch.float32, before[1]) if before else None
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """One number for two."""
+        """Return half the bytes: one number for two."""
         return taken / 2
 
 

@@ -1,7 +1,7 @@
-"""Stages that change an image at random: crops, flips, colours, and RandAugment.
+"""Define stages that change an image at random: crops, flips, colours, and RandAugment.
 
-Each means what torchvision's transform of that name does to a PIL image, and gives the same pixels where the
-same is drawn.
+Each does what torchvision's transform of that name does to a PIL image. It gives the same pixels for the same
+random numbers.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ MAX_FACTOR = 64.0
 """Largest factor of a colour: everything but black is white long before."""
 
 MAX_OPS = 16
-"""More operations in a row than any recipe of RandAugment has; recipes have two or three."""
+"""Maximum operations in a row; recipes of RandAugment have two or three."""
 
 MAX_BINS = 1024
 """Finest scale of magnitudes; the usual one has 31."""
 
 CHANGE_FACTOR = 8
-"""What changing an image takes at once, over its pixels: Pillow keeps four bytes of each, and up to four
-images at a time."""
+"""Peak memory of changing an image, relative to its pixels.
+
+Pillow keeps four bytes of each pixel, and up to four images at a time.
+"""
 
 OPERATIONS = (
     "identity",
@@ -62,7 +64,7 @@ OPERATIONS = (
     "auto_contrast",
     "equalize",
 )
-"""Of RandAugment, in torchvision's order; what it calls Color is ``saturation``."""
+"""Operations of RandAugment, in torchvision's order; torchvision's Color is ``saturation`` here."""
 
 STRONGEST = {
     "shear_x": 0.3,
@@ -75,15 +77,17 @@ STRONGEST = {
     "contrast": 0.9,
     "sharpness": 0.9,
 }
-"""Operations with a sign, and what the last bin stands for: slopes, shares of a side, degrees, and what is
-added to the factor 1."""
+"""Signed operations, with the amount of the last bin.
+
+The amount is a slope, a share of a side, degrees, or an addend to the factor 1.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RandomResizedCrop(InputStage):
-    """A random part of the image, resized: the usual augmentation when training on ImageNet.
+    """Resize a random part of the image: the usual augmentation when training on ImageNet.
 
-    The part is chosen as torchvision chooses it (area, then aspect ratio, up to ten tries, then the centre).
+    The part is chosen as in torchvision: area, then aspect ratio, up to ten tries, then the centre.
 
     Attributes:
         size: One side of a square, or (height, width).
@@ -112,16 +116,16 @@ class RandomResizedCrop(InputStage):
                 )
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Pixels to pixels of the size asked for."""
+        """Return pixels of the requested size."""
         top, left, height, width = self._box(*height_and_width(value), draw)
         return image.resize(value[top : top + height, left : left + width], *sides(self.size)).contiguous()
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """The size asked for."""
+        """Return the requested size."""
         return torch.uint8, (*sides(self.size), 3)
 
     def _box(self, has_height: int, has_width: int, draw: Draw) -> tuple[int, int, int, int]:
-        """Top, left, height and width of the part to keep."""
+        """Return top, left, height and width of the part to keep."""
         uniforms = draw.uniforms(4 * CROP_TRIES)
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for at in range(0, len(uniforms), 4):
@@ -145,11 +149,11 @@ class RandomResizedCrop(InputStage):
 
 @dataclass(frozen=True, slots=True)
 class RandomCrop(InputStage):
-    """A part of the image, each place as likely as any other.
+    """Take a part of the image, at any place with equal probability.
 
     Attributes:
         size: One side of a square, or (height, width).
-        padding: Black pixels put around the image first, on each side.
+        padding: Black pixels added around the image first, on each side.
     """
 
     name = "random_crop"
@@ -165,7 +169,7 @@ class RandomCrop(InputStage):
         check_int("random_crop.padding", self.padding, MAX_SIDE, least=0)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Pixels to pixels of the size asked for."""
+        """Return pixels of the requested size."""
         height, width = sides(self.size)
         has_height, has_width = height_and_width(value)
         free = [has + 2 * self.padding - side for has, side in ((has_height, height), (has_width, width))]
@@ -186,16 +190,16 @@ class RandomCrop(InputStage):
         return out
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """The size asked for."""
+        """Return the requested size."""
         return torch.uint8, (*sides(self.size), 3)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomHorizontalFlip(InputStage):
-    """Left and right swapped for some samples.
+    """Swap left and right for some samples.
 
     Attributes:
-        p: The share of samples that are flipped.
+        p: Share of the samples that are flipped.
     """
 
     name = "random_horizontal_flip"
@@ -209,26 +213,26 @@ class RandomHorizontalFlip(InputStage):
         object.__setattr__(self, "p", number_between("random_horizontal_flip.p", self.p, 0, 1))
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Pixels to pixels of the same size."""
+        """Return pixels of the same size."""
         height_and_width(value)
         return value.flip(1) if draw.uniforms(1)[0] < self.p else value
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """What it takes."""
+        """Return the input's spec."""
         return before
 
 
 @dataclass(frozen=True, slots=True)
 class ColorJitter(InputStage):
-    """Brightness, contrast, saturation and hue changed by random factors, in random order.
+    """Change brightness, contrast, saturation and hue by random factors, in random order.
 
-    A number ``x`` stands for the factors ``1 - x`` (0 at least) to ``1 + x``, and for ``-x`` to ``x`` of hue,
-    of which 1 is the whole circle; two numbers are the smallest and the largest. What is 0 is left alone.
+    A number ``x`` stands for the factors ``1 - x`` (0 at least) to ``1 + x``, and for hue ``-x`` to ``x``, in
+    units of the whole circle. Two numbers are the smallest and the largest. A property with 0 is left alone.
 
     Attributes:
-        brightness: 0 gives black, 1 the image.
-        contrast: 0 gives the image's mean grey, 1 the image.
-        saturation: 0 gives greys, 1 the image.
+        brightness: Factor; 0 gives black, 1 the image.
+        contrast: Factor; 0 gives the image's mean grey, 1 the image.
+        saturation: Factor; 0 gives greys, 1 the image.
         hue: -0.5 to 0.5.
     """
 
@@ -250,20 +254,20 @@ class ColorJitter(InputStage):
         object.__setattr__(self, "hue", number_or_range("color_jitter.hue", self.hue, least, 0.5))
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Pixels to pixels of the same size."""
+        """Return pixels of the same size."""
         height_and_width(value)
         return image.change(value, self._changes(draw))
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """What it takes."""
+        """Return the input's spec."""
         return before
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
-        """What Pillow takes."""
+        """Return Pillow's peak memory."""
         return CHANGE_FACTOR * taken + SCRATCH_BYTES
 
     def _changes(self, draw: Draw) -> list[Change]:
-        """The same numbers are drawn whatever is left alone, so that one setting does not move another."""
+        """Return the changes. Unused properties draw, too, so that one setting does not affect another."""
         ranges = {
             "brightness": _around(1.0, self.brightness),
             "contrast": _around(1.0, self.contrast),
@@ -284,15 +288,15 @@ class ColorJitter(InputStage):
 
 @dataclass(frozen=True, slots=True)
 class RandAugment(InputStage):
-    """Some operations in a row, each drawn from the same table (Cubuk et al., NeurIPS 2020).
+    """Apply some operations in a row, each drawn from the same table (Cubuk et al., NeurIPS 2020).
 
-    Operations and magnitudes are torchvision's: nearest neighbour, black where nothing was, and a random sign
+    Operations and magnitudes are torchvision's: nearest neighbour, black outside the image, and a random sign
     where one makes sense.
 
     Attributes:
-        num_ops: Operations in a row.
-        magnitude: How strong they are: a bin, counted from 0.
-        num_magnitude_bins: Bins from nothing to the strongest.
+        num_ops: Number of operations in a row.
+        magnitude: Strength of the operations: a bin, counted from 0.
+        num_magnitude_bins: Number of bins from no effect to the strongest.
     """
 
     name = "rand_augment"
@@ -310,7 +314,7 @@ class RandAugment(InputStage):
         check_int("rand_augment.magnitude", self.magnitude, self.num_magnitude_bins - 1, least=0)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Pixels to pixels of the same size."""
+        """Return pixels of the same size."""
         height, width = height_and_width(value)
         uniforms = draw.uniforms(2 * self.num_ops)
         changes = []
@@ -321,21 +325,21 @@ class RandAugment(InputStage):
         return image.change(value, changes)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """What it takes."""
+        """Return the input's spec."""
         return before
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
-        """What Pillow takes."""
+        """Return Pillow's peak memory."""
         return CHANGE_FACTOR * taken + SCRATCH_BYTES
 
     def amount(self, name: str, sign: int, height: int, width: int) -> float:
-        """What an operation is given, as `upriver.pipeline.formats.image.change` wants it.
+        """Return the amount of an operation, for `upriver.pipeline.formats.image.change`.
 
         Args:
-            name: Of `OPERATIONS`.
-            sign: -1 or 1, for those that have one.
-            height: Of the image.
-            width: Of the image.
+            name: One of `OPERATIONS`.
+            sign: -1 or 1, for signed operations.
+            height: Height of the image.
+            width: Width of the image.
         """
         bins, at = self.num_magnitude_bins, self.magnitude
         if name == "posterize":
@@ -353,12 +357,12 @@ class RandAugment(InputStage):
 
 
 def _at(first: float, last: float, bins: int, at: int) -> float:
-    """In single precision, as torchvision has it: another rounding would be another pixel now and then."""
+    """Return a bin's amount in single precision, as in torchvision: rounding affects some pixels."""
     return float(torch.linspace(first, last, bins, dtype=torch.float32, device="cpu")[at])
 
 
 def _around(centre: float, value: float | tuple[float, float]) -> tuple[float, float]:
-    """Smallest and largest amount, where one number says how far around the centre they lie."""
+    """Return the smallest and largest amount; one number is the distance of both from the centre."""
     if isinstance(value, tuple):
         return value
     least = centre - value

@@ -1,4 +1,4 @@
-"""What an input stage is, and what all of them check: fields when they are made, values when they run."""
+"""Define input stages, and their common checks: fields at construction, values at run time."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from upriver.pipeline.draw import Draw
 from upriver.pipeline.errors import SampleError
 
 Spec = tuple[torch.dtype, tuple[int, ...]]
-"""What a value is, as far as the stages alone tell; `ANY_SIZE` stands for a size that they do not."""
+"""Type and shape of a value as the stages determine them; `ANY_SIZE` stands for an undetermined size."""
 
 ANY_SIZE = -1
-"""In a shape, in place of a size that only the sample tells. Pixels have both sizes or no `Spec` at all."""
+"""Placeholder in a shape for a size that depends on the sample. Pixels have both sizes or no `Spec`."""
 
 Kind = Literal["bytes", "pixels", "audio", "spectrum", "tensor", "any"]
-"""What a value is between two stages; ``any`` where only the sample tells."""
+"""Kind of a value between two stages; ``any`` if it depends on the sample."""
 
 Sizes = np.ndarray[Any, np.dtype[np.float64]]
-"""Bytes, one number for each sample; infinite where nothing bounds them before the sample is there."""
+"""Bytes, one number for each sample; infinite if nothing bounds them before the sample is read."""
 
 SCRATCH_BYTES = 2**20
-"""What a stage takes beside tensors of its value's size: tables, and the blocks that it works in."""
+"""Memory of a stage besides tensors of its value's size: tables, and working blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class InputStage(ABC):
-    """One step of the input part of a chain; immutable, and a pure function of its value and its draws.
+    """One step of a chain's input part: immutable, and a pure function of its value and random numbers.
 
     Attributes:
-        name: What it is called in JSON and in tables.
-        kind: What sort of work it does.
-        takes: The kinds of values that it works on.
-        gives: The kind of what comes out.
+        name: Name in JSON and in tables.
+        kind: Category of the stage's work.
+        takes: Kinds of values that the stage accepts.
+        gives: Kind of the result.
     """
 
     name: ClassVar[str]
@@ -56,18 +56,18 @@ class InputStage(ABC):
 
     @abstractmethod
     def spec(self, before: Spec | None) -> Spec | None:
-        """What the stage gives, from what it takes; None where only the sample tells."""
+        """Return the result's spec from the input's; None if it depends on the sample."""
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """What it gives at most for values of so many bytes; asked where `spec` leaves that open."""
+        """Return the maximum bytes of results for inputs of these bytes, where `spec` leaves them open."""
         return taken
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
-        """What it has at once at most, beside what it takes and with what it gives."""
+        """Return the peak memory in bytes, without the input and with the result."""
         return 2 * taken + 4 * given + SCRATCH_BYTES
 
     def to_json(self) -> dict[str, Any]:
-        """The stage as plain data: its name under ``stage``, and its fields."""
+        """Return the stage as plain data: its name under ``stage``, and its fields."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"stage": self.name} | {
             name: list(value) if isinstance(value, tuple) else value for name, value in values.items()
@@ -81,7 +81,7 @@ def check_int(name: str, value: object, largest: int, *, least: int = 1) -> None
     """Check a field that is a whole number.
 
     Raises:
-        ConfigError: If it is none, or outside ``least..largest``; the message names the field.
+        ConfigError: If it is not, or lies outside ``least..largest``; the message names the field.
     """
     if type(value) is not int or not least <= value <= largest:
         raise ConfigError(f"{name} must be a whole number in {least}..{largest}, got {value!r}")
@@ -98,14 +98,14 @@ def check_bool(name: str, value: object) -> None:
 
 
 def number(name: str, value: object) -> float:
-    """A field that is a number, as a float.
+    """Return a field that is a number, as a float.
 
     Raises:
-        ConfigError: If it is none, or NaN, or infinite; the message names the field.
+        ConfigError: If it is not a number, or is NaN or infinite; the message names the field.
     """
     try:
         finite = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
-    except OverflowError:  # a whole number that is beyond every float
+    except OverflowError:  # a whole number beyond every float
         finite = False
     if not finite:
         raise ConfigError(f"{name} must be a finite number, got {value!r}")
@@ -113,10 +113,10 @@ def number(name: str, value: object) -> float:
 
 
 def number_between(name: str, value: object, low: float, high: float) -> float:
-    """A field that is a number in ``low..high``, as a float.
+    """Return a field that is a number in ``low..high``, as a float.
 
     Raises:
-        ConfigError: If it is none; the message names the field.
+        ConfigError: If it is not; the message names the field.
     """
     found = number(name, value)
     if not low <= found <= high:
@@ -125,10 +125,10 @@ def number_between(name: str, value: object, low: float, high: float) -> float:
 
 
 def pair(name: str, value: object) -> tuple[Any, Any]:
-    """A field that is one of something, or two, given as two.
+    """Return a field that may be one value or two, given as two.
 
     Raises:
-        ConfigError: If it is anything else; the message names the field.
+        ConfigError: If it is not two values; the message names the field.
     """
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ConfigError(f"{name} must be one number or two, got {value!r}")
@@ -136,7 +136,7 @@ def pair(name: str, value: object) -> tuple[Any, Any]:
 
 
 def number_or_range(name: str, value: object, low: float, high: float) -> float | tuple[float, float]:
-    """A field that is one number, or the smallest and the largest of several; all in ``low..high``.
+    """Return a field that is one number, or a smallest and a largest number; all in ``low..high``.
 
     Raises:
         ConfigError: If it is neither; the message names the field.
@@ -153,10 +153,10 @@ def number_or_range(name: str, value: object, low: float, high: float) -> float 
 
 
 def stored_bytes(value: torch.Tensor) -> memoryview:
-    """The bytes of what must be a stored sample.
+    """Return the bytes of a value that must be a stored sample.
 
     Raises:
-        SampleError: If it is something else.
+        SampleError: If the value is not a stored sample.
     """
     if value.dtype is not torch.uint8 or value.dim() != 1:
         raise SampleError(f"stored bytes are uint8 of shape (n,), got {value.dtype} of {tuple(value.shape)}")
@@ -164,10 +164,10 @@ def stored_bytes(value: torch.Tensor) -> memoryview:
 
 
 def height_and_width(value: torch.Tensor) -> tuple[int, int]:
-    """Of what must be pixels.
+    """Return height and width of a value that must be pixels.
 
     Raises:
-        SampleError: If it is something else.
+        SampleError: If the value is not pixels.
     """
     if value.dtype is not torch.uint8 or value.dim() != 3 or value.shape[2] != 3 or value.numel() == 0:
         raise SampleError(

@@ -1,7 +1,7 @@
-"""Stages of images: decoding, sizes that are fixed, and the ways to the tensor that a model takes.
+"""Define stages of images: decoding, fixed sizes, and conversions to the model's input tensor.
 
-Resizing and cropping follow torchvision's transforms on PIL images, so that a model sees here what it saw
-when it was trained.
+Resizing and cropping follow torchvision's transforms on PIL images, so that a model gets the same input as in
+training.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from upriver.pipeline.stages.base import (
 )
 
 MAX_SIDE = 16384
-"""Longest side to resize or crop to; the longest a WebP image can have, rounded up."""
+"""Longest side to resize or crop to; the longest of a WebP image, rounded up."""
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 """Channel means of ImageNet's training images, as torchvision's weights expect them."""
@@ -40,12 +40,12 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 def sides(size: int | tuple[int, int]) -> tuple[int, int]:
-    """Height and width of a size, which for a square is one number."""
+    """Return height and width of a size; one number is a square."""
     return (size, size) if isinstance(size, int) else size
 
 
 def checked_size(name: str, value: object) -> int | tuple[int, int]:
-    """A field that is one side or two.
+    """Return a field that is one side or two.
 
     Raises:
         ConfigError: If it is neither, or a side is too long; the message names the field.
@@ -58,11 +58,11 @@ def checked_size(name: str, value: object) -> int | tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Decode(InputStage):
-    """JPEG, PNG, WebP, BMP, PPM, PGM or PBM to RGB pixels.
+    """Decode JPEG, PNG, WebP, BMP, PPM, PGM or PBM to RGB pixels.
 
     Attributes:
         max_pixels: Cap on width times height, checked before decoding.
-        orient: Turn the image as the camera's EXIF orientation says.
+        orient: Whether to turn the image by the camera's EXIF orientation.
     """
 
     name = "decode"
@@ -78,24 +78,24 @@ class Decode(InputStage):
         check_bool("decode.orient", self.orient)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Stored bytes to uint8 (height, width, 3)."""
+        """Return the pixels of stored bytes, uint8 (height, width, 3)."""
         return image.decode(stored_bytes(value), max_pixels=self.max_pixels, orient=self.orient)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """Unknown: images have any size."""
+        """Return None: images have any size."""
         return None
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """Unknown: a small file may be a large image."""
+        """Return infinity: a small file may be a large image."""
         return np.full_like(taken, np.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Resize(InputStage):
-    """Resize by the bilinear filter, averaging when it shrinks.
+    """Resize with the bilinear filter, which averages when it shrinks.
 
     Attributes:
-        size: The shorter side to be, or (height, width).
+        size: Length of the shorter side, or (height, width).
     """
 
     name = "resize"
@@ -109,7 +109,7 @@ class Resize(InputStage):
         object.__setattr__(self, "size", checked_size("resize.size", self.size))
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Pixels to pixels of the size asked for."""
+        """Return pixels of the requested size."""
         height, width = self._target(*height_and_width(value))
         if height * width > MAX_PIXELS:
             raise SampleError(
@@ -118,14 +118,14 @@ class Resize(InputStage):
         return image.resize(value, height, width)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """Known for (height, width), or where the size before is known."""
+        """Return the size if it is (height, width) or the input's size is known."""
         if isinstance(self.size, int) and before is None:
             return None
         height, width = self._target(*before[1][:2]) if before else sides(self.size)
         return torch.uint8, (height, width, 3)
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """Unknown: a sliver grows more than a square."""
+        """Return infinity: a sliver grows more than a square."""
         return np.full_like(taken, np.inf)
 
     def _target(self, height: int, width: int) -> tuple[int, int]:
@@ -138,7 +138,7 @@ class Resize(InputStage):
 
 @dataclass(frozen=True, slots=True)
 class CenterCrop(InputStage):
-    """The middle of the image; a smaller image is padded with black, as torchvision does.
+    """Crop the middle of the image; a smaller image is padded with black, as in torchvision.
 
     Attributes:
         size: One side of a square, or (height, width).
@@ -155,7 +155,7 @@ class CenterCrop(InputStage):
         object.__setattr__(self, "size", checked_size("center_crop.size", self.size))
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Pixels to pixels of the size asked for."""
+        """Return pixels of the requested size."""
         height, width = sides(self.size)
         has_height, has_width = height_and_width(value)
         above, left = max(height - has_height, 0) // 2, max(width - has_width, 0) // 2
@@ -166,22 +166,22 @@ class CenterCrop(InputStage):
             )
             padded[above : above + has_height, left : left + has_width] = value
             value, has_height, has_width = padded, padded.shape[0], padded.shape[1]
-        # Halves are rounded to even, as torchvision rounds them.
+        # Halves are rounded to even, as in torchvision.
         top, side = round((has_height - height) / 2.0), round((has_width - width) / 2.0)
         return value[top : top + height, side : side + width].contiguous()
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """The size asked for."""
+        """Return the requested size."""
         return torch.uint8, (*sides(self.size), 3)
 
 
 @dataclass(frozen=True, slots=True)
 class Normalize(InputStage):
-    """Pixels to what networks take: ``(x / 255 - mean) / std``, in that order, channels first.
+    """Convert pixels to a network's input: ``(x / 255 - mean) / std``, in that order, channels first.
 
     Attributes:
-        mean: Of red, green, blue; ImageNet's by default.
-        std: Of red, green, blue; ImageNet's by default.
+        mean: Means of red, green, blue; ImageNet's by default.
+        std: Standard deviations of red, green, blue; ImageNet's by default.
     """
 
     name = "normalize"
@@ -202,7 +202,7 @@ class Normalize(InputStage):
             raise ConfigError(f"normalize.std must be > 0, got {self.std}")
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """uint8 (height, width, 3) to contiguous float32 (3, height, width)."""
+        """Return contiguous float32 (3, height, width) for uint8 (height, width, 3)."""
         mean, std = (
             torch.tensor(each, dtype=torch.float32, device="cpu").view(3, 1, 1)
             for each in (self.mean, self.std)
@@ -210,21 +210,21 @@ class Normalize(InputStage):
         return planes(value).div_(255).sub_(mean).div_(std)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """Channels first, where the size before is known."""
+        """Return channels first, if the input's size is known."""
         return (torch.float32, (3, *before[1][:2])) if before else None
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """Four bytes for one."""
+        """Return four bytes for each."""
         return 4 * taken
 
 
 @dataclass(frozen=True, slots=True)
 class ToFloat(InputStage):
-    """Pixels to ``x / 255``, channels first, held to a range.
+    """Convert pixels to ``x / 255``, channels first, clamped to a range.
 
     Attributes:
-        low: Smallest value that comes out.
-        high: Largest value that comes out.
+        low: Smallest value of the result.
+        high: Largest value of the result.
     """
 
     name = "to_float"
@@ -242,23 +242,23 @@ class ToFloat(InputStage):
             raise ConfigError(f"to_float.low must be < to_float.high, got {self.low} and {self.high}")
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """uint8 (height, width, 3) to contiguous float32 (3, height, width)."""
+        """Return contiguous float32 (3, height, width) for uint8 (height, width, 3)."""
         return planes(value).div_(255).clamp_(self.low, self.high)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """Channels first, where the size before is known."""
+        """Return channels first, if the input's size is known."""
         return (torch.float32, (3, *before[1][:2])) if before else None
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """Four bytes for one."""
+        """Return four bytes for each."""
         return 4 * taken
 
 
 def planes(value: torch.Tensor) -> torch.Tensor:
-    """Pixels as fresh, contiguous float32 (3, height, width), 0 to 255.
+    """Return pixels as fresh, contiguous float32 (3, height, width), 0 to 255.
 
     Raises:
-        SampleError: If they are no pixels.
+        SampleError: If the value is not pixels.
     """
     height_and_width(value)
     return value.permute(2, 0, 1).to(torch.float32, memory_format=torch.contiguous_format)

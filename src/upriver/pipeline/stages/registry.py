@@ -1,13 +1,13 @@
-"""Every input stage by its name, chains of them as plain data, and the usual ones.
+"""List every input stage by its name, read chains of them from plain data, and provide the usual ones.
 
-A stage turns one sample into another: stored bytes into pixels, audio or a tensor, and so on to what a model
-takes. Between two stages a value is one of these:
+A stage turns one sample into another: stored bytes into pixels, audio or a tensor, and so on up to the
+model's input. Between two stages a value is one of these:
 
 - bytes: uint8 (n,), as stored;
 - pixels: uint8 (height, width, 3);
-- audio: float32 (channels, samples), -1 to 1 as it is decoded;
+- audio: float32 (channels, samples), -1 to 1 as decoded;
 - spectrum: complex64 (channels, frequencies), or (channels, frequencies, frames);
-- tensor: whatever a model takes.
+- tensor: any input of a model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STAGES: dict[str, type[InputStage]] = {
         Standardize,
     )
 }
-"""Every stage by its name. A chain names stages, so nothing outside this table can be asked for."""
+"""Every stage by its name. A chain refers to stages by name, so it can use only stages in this table."""
 
 
 def stage_from_json(data: object) -> InputStage:
@@ -78,10 +78,10 @@ def stage_from_json(data: object) -> InputStage:
 
 
 def imagenet_train(size: int = 224) -> tuple[InputStage, ...]:
-    """The usual augmentation for training on ImageNet: random crop, flip, normalise."""
+    """Return the usual augmentation for training on ImageNet: random crop, flip, normalize."""
     return Decode(), RandomResizedCrop(size), RandomHorizontalFlip(), Normalize()
 
 
 def imagenet_eval(size: int = 224, resize: int = 256) -> tuple[InputStage, ...]:
-    """The usual way to evaluate on ImageNet: resize the shorter side, take the middle, normalise."""
+    """Return the usual stages for evaluation on ImageNet: resize the shorter side, crop, normalize."""
     return Decode(), Resize(resize), CenterCrop(size), Normalize()

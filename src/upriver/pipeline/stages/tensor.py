@@ -1,4 +1,4 @@
-"""Stages of tensors: a stored one as it is, and one that is brought to mean 0 and deviation 1."""
+"""Define stages of tensors: read a stored tensor, and scale one to mean 0 and deviation 1."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from upriver.pipeline.formats import audio, tensorfile
 from upriver.pipeline.stages.base import InputStage, Sizes, Spec, number_between, stored_bytes
 
 LEAST_EPS, MOST_EPS = 1e-12, 1.0
-"""Of what keeps a constant sample from a division by zero, in single precision as well."""
+"""Range of the term that keeps a constant sample from a division by zero, in single precision as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTensor(InputStage):
-    """A stored tensor as it is.
+    """Read a stored tensor unchanged.
 
     Attributes:
         format: ``npy`` (never with pickle) or ``safetensors``.
@@ -37,18 +37,18 @@ class LoadTensor(InputStage):
             raise ConfigError(f"load_tensor.format must be 'npy' or 'safetensors', got {self.format!r}")
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Stored bytes to the stored tensor."""
+        """Return the stored tensor of the stored bytes."""
         read = tensorfile.read_npy if self.format == "npy" else tensorfile.read_safetensors
         return read(stored_bytes(value))
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """Unknown: the sample's own header tells."""
+        """Return None: only the sample's own header determines it."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class Standardize(InputStage):
-    """``(x - mean) / (std + eps)`` over the whole sample; a constant one becomes zeros.
+    """Compute ``(x - mean) / (std + eps)`` over the whole sample; a constant one becomes zeros.
 
     Attributes:
         eps: Added to the standard deviation, which is that of the sample, not an estimate from it.
@@ -65,7 +65,7 @@ class Standardize(InputStage):
         object.__setattr__(self, "eps", number_between("standardize.eps", self.eps, LEAST_EPS, MOST_EPS))
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Floating-point numbers to contiguous float32 of the same shape."""
+        """Return contiguous float32 of the same shape for floating-point numbers."""
         if not value.is_floating_point() or value.numel() == 0:
             raise SampleError(
                 f"to standardize takes floating-point numbers, got {value.dtype} of {tuple(value.shape)}"
@@ -73,9 +73,9 @@ class Standardize(InputStage):
         return audio.standardize(value.to(torch.float32), self.eps)
 
     def spec(self, before: Spec | None) -> Spec | None:
-        """float32 of the shape before."""
+        """Return float32 of the same shape."""
         return (torch.float32, before[1]) if before else None
 
     def given_bytes(self, taken: Sizes) -> Sizes:
-        """Twice as much for half precision."""
+        """Return twice the input's bytes, for half precision."""
         return 2 * taken
