@@ -24,7 +24,7 @@ from upriver.types import Cluster, Cost, Plan, Profile, Route, Tier, Timings, Wo
 log = logging.getLogger("upriver")
 
 GAIN = 0.10
-"""Relative gain in predicted epoch time above which a plan is left."""
+"""A plan is left if its predicted epoch takes more than ``1 + GAIN`` times as long as the new plan's."""
 
 PATIENCE = 3
 """Consecutive iterations that must show the gain."""
@@ -66,7 +66,11 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """Rule for leaving a plan: a gain of more than ``gain`` in ``iterations`` consecutive iterations."""
+    """Rule for leaving a plan.
+
+    Its predicted epoch must take more than ``1 + gain`` times as long as the new plan's, in ``iterations``
+    consecutive iterations.
+    """
 
     gain: float = GAIN
     iterations: int = PATIENCE

@@ -160,7 +160,8 @@ class Near:
                 cut again, so that a ``numeric`` run is reproduced to the bit.
             replan: Ask the policy again after each iteration, with what the answers and the link showed.
                 Switch to its plan when that is better for long enough. No bit depends on it.
-            replan_gain: By how much shorter the predicted epoch must be for a switch (0.1: a tenth).
+            replan_gain: A switch needs a present plan with a predicted epoch of more than ``1 + replan_gain``
+                times the new plan's (0.1: a new epoch more than 1/11 shorter).
             replan_patience: Number of consecutive iterations that must show the gain.
             seed: Decides the order of samples and random input stages.
             shuffle: Use a new order each epoch.
