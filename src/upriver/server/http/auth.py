@@ -1,4 +1,4 @@
-"""Who may come in: checked before a route is even looked for."""
+"""Authenticate requests before they are routed."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
 from upriver.server.tenants import ANYONE, Tenant
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
-"""Health says nothing about anyone's data, and whoever asks (a load balancer) has no token."""
+"""Paths that need no token. Health reveals nobody's data, and a load balancer has no token."""
 
 READING = frozenset({"GET", "HEAD"})
-"""Requests that may carry the token as a password. A browser adds a password by itself, also when a page from
-elsewhere has it ask: such a request must change nothing."""
+"""Methods that may carry the token as a password. A browser adds a password by itself, even if a page from
+elsewhere makes it send the request. Such a request must change nothing."""
 
 TENANT = "tenant"
-"""Where in a request's state its tenant stands."""
+"""Key in a request's state: its `Tenant`."""
 
 _BASIC = 'Basic realm="upriver", charset="UTF-8"'
 
 
 class Authenticator:
-    """Finds out whose request it is, and lets it through; what is nobody's is answered with 401.
+    """Find the tenant of each request and pass the request on, or answer 401.
 
-    A request that is let through keeps its connection busy, for as long as its client takes. Some connections
-    are left for tenants that have none: a request beyond that is answered with 503.
+    A request that is passed on occupies its connection until its client is done. Some connections are
+    reserved for tenants that have none: further requests of other tenants get 503.
 
-    A tenant is told by its client certificate, or else by its token. A server without either trusts everyone
-    on its machine, which includes a browser there: a page from elsewhere can have its own name resolve to
-    127.0.0.1, but cannot choose what the browser then writes into ``Host``. What it posts there says in
-    ``Origin`` where it comes from.
+    A client certificate identifies the tenant, or else a token does. A server with neither trusts everyone on
+    its machine, which includes a browser there. A page from elsewhere can make its own name resolve to
+    127.0.0.1, but the browser then writes that name into ``Host``. What such a page posts names its origin in
+    ``Origin``.
 
-    Requests that only look, and those that are answered with an error, take turns for the front's time.
+    Light requests and responses with errors share the front's time in turns.
 
     Args:
-        app: What is protected.
-        config: Says how.
-        audit: Told what is refused.
-        on_refused: Told the code of each error that is answered here.
-        looks: Deals out turns to those who look.
+        app: The application to protect.
+        config: Tenants, certificates and the number of connections.
+        audit: Log of refused requests.
+        on_refused: Called with the code of each error that is sent here.
+        looks: Scheduler of light requests.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Authenticator:
         self._audit = audit or Audit(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401 or 503."""
+        """Pass a request on, or answer 401 or 503."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -103,7 +103,7 @@ class Authenticator:
             self._places.give_back(tenant.name)
 
     async def _refuse(self, error: NotAuthorized, scope: Scope, receive: Receive, send: Send) -> None:
-        """401 in a stranger's turn; no answer where too many strangers wait for one."""
+        """Answer 401 in a turn of unknown clients, or disconnect if too many of them wait."""
         self._on_refused(error.code)
         self._audit.refused(None, path=scope["path"], status=401, code=error.code, client=_address_of(scope))
         if self._looks.strangers_waiting >= MAX_STRANGERS:
@@ -114,7 +114,7 @@ class Authenticator:
         await self._looks.look(STRANGERS, response(scope, receive, send))
 
     async def _work(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on a request that works; where it comes to an error, it has only looked."""
+        """Pass on a request that works. If it fails, charge its time as a light request."""
         spent = Spent()
         with ExitStack() as working:
 
@@ -130,7 +130,7 @@ class Authenticator:
             await metered(self._app(scope, receive, send_in_turn), spent.add)
 
     async def _turn_away(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
-        """503, for the sake of other tenants; at once, for they lack a connection that waits."""
+        """Answer 503 at once, or disconnect: other tenants need the connection, so it must not wait."""
         response = self._too_many(tenant)
         if self._looks.behind:
             await _cut_off(scope)
@@ -146,10 +146,10 @@ class Authenticator:
         return error_response(error)
 
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
-        """Whose request it is.
+        """Return the tenant of a request.
 
         Raises:
-            NotAuthorized: If that cannot be told.
+            NotAuthorized: If neither certificate nor token identifies one.
         """
         if self._wants_certificates:
             tenant = self._by_certificate(scope)
@@ -178,25 +178,25 @@ class Authenticator:
 
 
 def _works(scope: Scope) -> bool:
-    """Whether a request stores, runs or measures something."""
+    """Return whether a request stores, runs or measures something."""
     return scope["method"] not in READING and scope["path"] != "/v1/probe"
 
 
 async def _cut_off(scope: Scope) -> None:
-    """End a connection without an answer."""
+    """End a connection without a response."""
     scope.get("state", {}).get(ABORT, _nothing)()
-    await asyncio.sleep(0)  # it is lost by then, and no answer is expected
+    await asyncio.sleep(0)  # the connection is lost by then, and no response is expected
 
 
 def _nothing() -> None:
-    """Stands for what a connection would be told, where a request came by none."""
+    """Do nothing, for a request whose connection offers no such function."""
 
 
 def tenant_of(request: HTTPConnection) -> Tenant:
-    """Whose request it is.
+    """Return the tenant of a request.
 
     Raises:
-        LookupError: On a route that is open to everyone, where nobody was asked.
+        LookupError: On a route that is open to everyone, where no tenant is determined.
     """
     tenant = request.scope.get("state", {}).get(TENANT)
     if not isinstance(tenant, Tenant):
@@ -205,10 +205,10 @@ def tenant_of(request: HTTPConnection) -> Tenant:
 
 
 def given_token(method: str, authorization: str) -> str:
-    """The token in an ``Authorization`` header; where something is only read also as a password.
+    """Return the token from an ``Authorization`` header. Reading methods may send it as a password.
 
     Raises:
-        NotAuthorized: If there is none.
+        NotAuthorized: If the header has none.
     """
     kind, _, value = authorization.partition(" ")
     if kind.lower() == "bearer":
@@ -219,7 +219,7 @@ def given_token(method: str, authorization: str) -> str:
 
 
 def _password(credentials: str) -> str:
-    """Of ``user:password`` in base64. Who the user is the token says already."""
+    """Return the password of ``user:password`` in base64. The token alone identifies the tenant."""
     try:
         _, separator, password = base64.b64decode(credentials, validate=True).decode().partition(":")
     except ValueError:
@@ -230,7 +230,7 @@ def _password(credentials: str) -> str:
 
 
 def _refusal(error: NotAuthorized, method: str, headers: Headers) -> JSONResponse:
-    """401; somebody who opens a page in a browser is asked for a password."""
+    """Return a 401 response. For a page in a browser it makes the browser ask for a password."""
     response = JSONResponse(error_body(error), status_code=401)
     if method in READING and "text/html" in headers.get("accept", ""):
         response.headers.append("WWW-Authenticate", _BASIC)
@@ -245,13 +245,16 @@ def _check_host(headers: Headers) -> None:
 
 
 def _check_origin(method: str, headers: Headers) -> None:
-    """A page cannot read the answer, but what it asks for would be run."""
+    """Refuse a page's request to change something.
+
+    The page could not read the response, but the request would run.
+    """
     if method not in READING and "origin" in headers:
         raise NotAuthorized("without a token nothing is done for a page in a browser")
 
 
 def _host_of(header: str) -> str:
-    """The name in a ``Host`` header, without port and brackets."""
+    """Return the name in a ``Host`` header, without port and brackets."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]

@@ -1,7 +1,7 @@
-"""``/ui``: what the server does now, for people with a browser; made here, without a script.
+"""Render ``/ui``, a page that shows the server's present state in a browser, without a script.
 
-The page asks for itself again every two seconds. It loads nothing, and its policy lets it load nothing but
-the style in it; every text is escaped.
+The page reloads itself every two seconds. It loads nothing, and its content security policy allows no more
+than its inline style. Every text is escaped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from upriver.server.observability.snapshot import ProgramRow, Snapshot, TenantRo
 from upriver.text import bytes_text, seconds_text
 
 REFRESH_S = 2
-"""Between two looks: quick enough to watch a queue grow, and one small page costs the front little."""
+"""Seconds between two reloads. Short enough to watch a queue grow; rendering a small page costs the front
+little."""
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --bar: #1f6f8b; --part: #1f6f8b66; --alarm: #b3261e; }
@@ -46,13 +47,14 @@ POLICY = (
     f"default-src 'none'; style-src 'sha256-{_DIGEST}'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-"""Whatever a name on the page tries, a browser loads nothing for it, runs nothing and sends nothing."""
+"""Content security policy: whatever text a name on the page holds, a browser loads, runs and sends nothing
+for it."""
 
 _WORDS = frozenset({"tenant", "state", "program", "code"})
 
 
 def response(snapshot: Snapshot) -> Response:
-    """The page as an answer that nobody keeps, frames or guesses the type of."""
+    """Return the page as a response that browsers must not cache, frame or sniff."""
     headers = {
         "Content-Security-Policy": POLICY,
         "Cache-Control": "no-store",
@@ -63,7 +65,7 @@ def response(snapshot: Snapshot) -> Response:
 
 
 def page(snapshot: Snapshot) -> str:
-    """The page."""
+    """Return the page as HTML."""
     title = "upriver: draining" if snapshot.draining else "upriver"
     body = "\n".join(
         (
@@ -129,7 +131,7 @@ def _memory_text(snapshot: Snapshot) -> str:
 
 
 def _bar(snapshot: Snapshot) -> str:
-    """What is set aside of the memory budget, and what workers take, drawn: styles may not be inline."""
+    """Draw reserved and used memory against the budget, as SVG: the policy forbids inline styles."""
     reserved, used = (_thousandths(n, snapshot) for n in (snapshot.reserved_bytes, snapshot.used_bytes))
     return (
         '<svg class="bar" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" '
@@ -144,7 +146,7 @@ def _thousandths(nbytes: int, snapshot: Snapshot) -> int:
 
 
 def duration_text(seconds: float) -> str:
-    """Its two largest units: ``3 d 4 h``, ``5 min 6 s``, ``7 s``."""
+    """Return a duration in its two largest units: ``3 d 4 h``, ``5 min 6 s``, ``7 s``."""
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     rest = max(0, int(seconds))
     parts: list[str] = []
@@ -177,7 +179,7 @@ def _program(row: ProgramRow) -> Sequence[str]:
 
 
 def _section(title: str, name: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls by itself where it is wider than a phone."""
+    """Return a table that scrolls by itself when it is wider than a phone's screen."""
     body = "".join(f"<tr>{_cells('td', header, row)}</tr>" for row in rows)
     if not body:
         return f'<h2>{escape(title)}</h2><p class="none" id="{name}">none</p>'

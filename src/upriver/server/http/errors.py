@@ -1,4 +1,4 @@
-"""Errors as HTTP."""
+"""Translate errors into HTTP responses."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ STATUS: tuple[tuple[type[UpriverError], int], ...] = (
     (errors.ProgramError, 400),
     (ProtocolError, 400),
 )
-"""The first that fits; anything else is 500."""
+"""HTTP status of each error class. The first match counts; other errors are 500."""
 
 PATH_CHARS = 256
-"""Of an address that leads nowhere, as it is repeated: ours have at most 80."""
+"""Most characters of an unknown path that a 404 message repeats. upriver's own paths have at most 80."""
 
 
 def error_response(error: UpriverError) -> Response:
-    """An error as HTTP."""
+    """Return the HTTP response for an error."""
     status = next((status for kind, status in STATUS if isinstance(error, kind)), 500)
     headers = {}
     if isinstance(error, Overloaded):
@@ -68,20 +68,20 @@ def error_response(error: UpriverError) -> Response:
 
 
 def code_of(error: BaseException) -> str:
-    """What the audit log calls the way in which a request ended."""
+    """Return the audit log's code for the error that ended a request."""
     return error.code if isinstance(error, UpriverError) else "disconnect" if gone(error) else "error"
 
 
 def gone(error: BaseException) -> bool:
-    """Whether the client has gone, so that nobody reads an answer."""
+    """Return whether the error means that the client has disconnected, so that nobody reads a response."""
     return isinstance(error, ClientDisconnect)
 
 
 class Wording:
-    """What clients are told: stores by name, never where they lie.
+    """Word errors for clients: stores appear by name, never by location.
 
     Args:
-        stores: By the names that clients use.
+        stores: Stores by the names that clients use.
     """
 
     def __init__(self, stores: Mapping[str, Store]) -> None:
@@ -91,7 +91,7 @@ class Wording:
         self._places = sorted(places, key=lambda place: -len(place[0]))
 
     def of(self, error: UpriverError) -> UpriverError:
-        """The same error in words for a client."""
+        """Return the same error in words for a client."""
         before = error_body(error)["error"]
         said = {key: before[key] for key in ("message", "traceback") if key in before}
         for place, name in self._places:
@@ -102,7 +102,7 @@ class Wording:
 
 
 def counted(route: Route, metrics: ServerMetrics, wording: Wording) -> Route:
-    """The route, answering errors in our form and counting every answer."""
+    """Wrap a route so that errors have upriver's form and every response is counted."""
     endpoint: Callable[[Request], Awaitable[Response]] = route.endpoint
 
     async def call(request: Request) -> Response:
@@ -112,7 +112,7 @@ def counted(route: Route, metrics: ServerMetrics, wording: Wording) -> Route:
             metrics.errors.labels(error.code).inc()
             response = error_response(wording.of(bare(error)))
         except ClientDisconnect:
-            response = Response(status_code=499)  # nobody reads it; in the metrics it is told from the rest
+            response = Response(status_code=499)  # nobody reads it; the metrics count it apart
         except Exception:
             log.exception("%s %s failed", request.method, request.scope["path"])
             metrics.errors.labels(UpriverError.code).inc()
@@ -124,17 +124,17 @@ def counted(route: Route, metrics: ServerMetrics, wording: Wording) -> Route:
 
 
 def http_errors(metrics: ServerMetrics) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """What answers where Starlette refuses by itself: in our form, and counted."""
+    """Return the handler for errors that Starlette raises by itself: in upriver's form, and counted."""
 
     async def answer(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         detail = error.detail if isinstance(error, HTTPException) else "internal error"
         code = {404: "not_found", 405: "method_not_allowed"}.get(status, "error")
         metrics.errors.labels(code).inc()
-        # Not `request.url`, which is made of the Host and the query, too: they may be no text at all.
+        # Not `request.url`: Host and query are part of it, and may not be valid text.
         message = f"{detail}: {printable(request.scope['path'], PATH_CHARS)}"
         body = {"error": {"code": code, "message": message}}
-        headers = error.headers if isinstance(error, HTTPException) else None  # where it says what is allowed
+        headers = error.headers if isinstance(error, HTTPException) else None  # for 405, the methods allowed
         return JSONResponse(body, status_code=status, headers=headers)
 
     return answer

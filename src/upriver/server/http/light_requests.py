@@ -1,8 +1,8 @@
-"""A bounded share of the front for requests that compute nothing: pages, probes, refusals, strangers.
+"""Bound the front's time for requests that compute nothing: pages, probes, refusals, unknown clients.
 
-The front is one thread. What it does for one client it does not do for another. So requests that only look
-are dealt out: one starts at a time, tenants take turns, and while anyone works all of them together take no
-more than `SHARE` of the thread. What a request takes is measured step by step, so a new route needs no entry.
+The front is one thread: time spent on one client is lost to the others. So light requests start one at a
+time, in turns of tenants. While any request works, all light requests together get at most `SHARE` of the
+thread. The time of each is measured step by step, so a new route needs no entry.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import Any
 from upriver.server.scheduling.fair_queue import LEAST_S, Turns
 
 SHARE = 0.25
-"""Of the front's time, what looking takes at most while others work: their requests take a third longer then,
-and a second still has room for 250 pages of a millisecond."""
+"""Most of the front's time that light requests get while others work. Requests that work take a third longer
+then, and a second still has room for 250 pages of a millisecond."""
 
 RECENT_S = 1.0
-"""After a request that worked the share holds for so long: the next one of a job comes within it."""
+"""Seconds for which `SHARE` holds after a request that worked. A job's next request arrives within them."""
 
 MAX_STRANGERS = 64
-"""Refusals that may wait for their turn, as many as a second has room for. A further stranger is disconnected
-without an answer, which takes less time than one."""
+"""Most refusals that wait for their turn, as many as fit in a second. Further unknown clients are
+disconnected without a response, which takes less time than sending one."""
 
 STRANGERS, HEALTH = "*strangers*", "*health*"
-"""Those who take turns like a tenant. No tenant can have such a name."""
+"""Names that take turns like a tenant. No tenant can have such a name."""
 
 
 class Looks:
-    """Deals out the front's time to requests that only look. Belongs to the event loop's thread.
+    """Schedule light requests on the front. Use it from the event loop's thread only.
 
     Args:
-        now: Seconds of a clock that never goes back.
+        now: Seconds of a monotonic clock.
     """
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -47,17 +47,17 @@ class Looks:
 
     @property
     def strangers_waiting(self) -> int:
-        """Strangers that wait for an answer."""
+        """Number of unknown clients that wait for a response."""
         return self._turns.waiting_of(STRANGERS)
 
     @property
     def behind(self) -> bool:
-        """Whether looking has taken its share of the next `RECENT_S` already."""
+        """Return whether light requests have used up their share of the next `RECENT_S`."""
         return self._anyone_works and self._next_at > self._now() + RECENT_S
 
     @contextmanager
     def works(self) -> Iterator[None]:
-        """Hold looking to its share while the block runs, and for `RECENT_S` after it."""
+        """Hold light requests to `SHARE` while the block runs, and for `RECENT_S` after it."""
         self._working += 1
         try:
             yield
@@ -66,19 +66,19 @@ class Looks:
             self._worked_until = self._now()
 
     async def turn(self, who: str, weight: float = 1.0) -> None:
-        """Wait for the moment at which the front has time for a look.
+        """Wait until the front has time for a light request.
 
         Args:
             who: A tenant's name, `STRANGERS` or `HEALTH`.
-            weight: Its share relative to others'.
+            weight: Share relative to others'.
         """
         async with self._turns.turn(tenant=who, weight=weight, request=object(), seconds=LEAST_S):
-            await asyncio.sleep(0)  # whatever else is ready goes between two looks
+            await asyncio.sleep(0)  # other ready tasks run between two light requests
             while (left_s := self._next_at - self._now()) > 0 and self._anyone_works:
                 await asyncio.sleep(left_s)
 
     async def look(self, who: str, work: Awaitable[None]) -> None:
-        """Do work that counts as looking."""
+        """Run a light request, and charge its time."""
         spent = Spent()
 
         def add(seconds: float) -> None:
@@ -89,7 +89,7 @@ class Looks:
         self._turns.spent(who, LEAST_S, spent.seconds)
 
     def charge(self, who: str, seconds: float) -> None:
-        """Count seconds of the front's thread as looking that are over."""
+        """Charge seconds that the front has already spent as a light request's."""
         self._charge(seconds)
         self._turns.spent(who, LEAST_S, seconds)
 
@@ -102,18 +102,18 @@ class Looks:
 
 
 class Spent:
-    """Seconds of the front's thread."""
+    """Sum of seconds of the front's thread."""
 
     seconds = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count some more."""
+        """Add seconds."""
         self.seconds += seconds
 
 
 @coroutine
 def metered(work: Awaitable[None], add: Callable[[float], None]) -> Generator[Any, None, None]:
-    """Await ``work``, and tell ``add`` the seconds of each of its steps; waiting is no part of them."""
+    """Await ``work``, and pass the seconds of each step to ``add``, without the waits between steps."""
     steps = work.__await__()
     step: Callable[[], Any] = partial(steps.send, None)
     while True:

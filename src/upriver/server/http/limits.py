@@ -1,7 +1,7 @@
-"""Uvicorn's HTTP with limits: what a stranger can make the server hold, before anyone has looked at a token.
+"""Bound what a client without a token can make the server hold.
 
-Uvicorn's fast protocol takes heads of any size, waits for their end for ever, and queues as many requests of
-a connection as come. Here all of that is bounded, and so is the number of connections.
+Uvicorn's fast protocol accepts heads of any size, waits for their end without limit, and queues every request
+that a connection pipelines. `BoundedHttp` limits all three, and the number of connections.
 """
 
 from __future__ import annotations
@@ -25,45 +25,48 @@ from upriver.protocol import error_body
 log = logging.getLogger(__name__)
 
 HEAD_BYTES = 64 * 1024
-"""Of a request line and its headers; ours have a few hundred. As much may come between parts of a body."""
+"""Most bytes of a request line and its headers, and of trailers and chunk heads between parts of a body.
+upriver's clients send a few hundred."""
 
 HEAD_FIELDS = 100
-"""Headers of a request: as Python objects, short ones take twenty times what they took on the wire."""
+"""Most headers of a request. Short headers take twenty times as many bytes as Python objects as on the
+wire."""
 
 PIPELINED = 1
-"""Requests that may wait for the answer to the one before them. Our clients never send one early."""
+"""Requests that may wait for the previous response on one connection. upriver's clients never pipeline."""
 
 LINGER_S = 2.0
-"""After a refusal, what still comes is thrown away for so long: a reset could overtake the answer."""
+"""Seconds for which input after a refusal is discarded. An immediate reset could overtake the response."""
 
 ABORT = "abort"
-"""Where in a request's state it stands how its connection is broken off, with what was not sent yet."""
+"""Key in a request's state: a function that aborts the connection and drops what was not sent yet."""
 
 KNOWN = "known"
-"""Where in a request's state it stands how its connection is told that a tenant uses it."""
+"""Key in a request's state: a function that tells the connection that a tenant uses it."""
 
 CORK = "cork"
-"""Where in a request's state it stands how its connection holds short writes back, and lets them go again.
-Each send wakes the client: a head that goes with the first of a body saves one. Linux holds them for 200 ms
-at most (tcp(7), TCP_CORK)."""
+"""Key in a request's state: a function that makes the connection hold short writes back, or release them.
+
+Each send wakes the client: a head that leaves with the first bytes of the body saves one wake-up. Linux holds
+short writes for at most 200 ms (tcp(7), TCP_CORK)."""
 
 MADE_AT_ONCE = 64
-"""Part of the connections that is ended at once where there are too many: 1 in so many. Finding the oldest
-looks at all of them."""
+"""Divisor: above the limit, one in this many connections is aborted at once. To find the oldest, all
+connections are scanned."""
 
 PEER_CERTIFICATE = "peer_certificate"
-"""Where in a request's state the client's certificate stands, as `ssl.SSLSocket.getpeercert` tells it."""
+"""Key in a request's state: the client's certificate, in the form of `ssl.SSLSocket.getpeercert`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HttpLimits:
-    """What `bounded_http` enforces.
+    """Limits that `bounded_http` enforces.
 
     Attributes:
-        head_timeout_s: See `upriver.server.ServerConfig`, as for the next two.
-        stall_timeout_s: For what is sent.
-        max_connections: At once.
-        on_refused: Told the code of each error that is answered here.
+        head_timeout_s: Seconds for a request's head; see `upriver.server.ServerConfig`, as for the next two.
+        stall_timeout_s: Seconds after which a client that reads nothing is dropped.
+        max_connections: Most connections at once.
+        on_refused: Called with the code of each error that this layer sends.
     """
 
     head_timeout_s: float
@@ -73,18 +76,18 @@ class HttpLimits:
 
 
 def bounded_http(limits: HttpLimits) -> type[HttpToolsProtocol]:
-    """The protocol class for uvicorn, which makes an object of it for each connection."""
+    """Return the protocol class that uvicorn instantiates for each connection."""
     return type("LimitedHttp", (BoundedHttp,), {"limits": limits})
 
 
 class HeldConnection:
-    """A connection, as far as making room for another one goes.
+    """Keep what decides which connection ends when a new one needs room.
 
     Attributes:
-        transport: To abort.
-        since: When it last had a request, or came.
-        known: Whether a tenant has used it.
-        given_up: Room was made of it.
+        transport: The connection's transport, to abort.
+        since: Time of its last request, or of its start.
+        known: Whether a tenant has used the connection.
+        given_up: Whether it was aborted to make room.
     """
 
     transport: asyncio.Transport
@@ -94,14 +97,17 @@ class HeldConnection:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered."""
+        """Return whether a request is being answered."""
         return False
 
 
 def make_room(connections: Collection[object], newcomer: HeldConnection) -> bool:
-    """End connections, strangers' first, then tenants' without a request. False if there is none to end.
+    """End connections: unknown clients' first, then tenants' connections without a request.
 
-    Among each the one goes first that has gone longest without a request.
+    Within each group the connection that is longest without a request ends first.
+
+    Returns:
+        False if no connection can be ended.
     """
     others = (other for other in connections if isinstance(other, HeldConnection) and other is not newcomer)
     unused = [other for other in others if not (other.known and other.busy) and not other.given_up]
@@ -116,12 +122,12 @@ def _claim(held: HeldConnection) -> tuple[bool, bool, float]:
 
 
 class BoundedHttp(HeldConnection, HttpToolsProtocol):
-    """One connection.
+    """One connection with bounded heads, bodies and waits.
 
-    While no request is being answered one of two clocks runs: uvicorn's own between two requests, and ours
-    from a connection's start, or the first byte of a later head, to the end of the head. Ours also bounds how
-    long the rest of a body may take that was answered before it was there (401, say). While a request is
-    being answered its own handler has the clock.
+    While no request is being answered, one of two timers runs. Uvicorn's timer runs between two requests.
+    This class's timer runs from the connection's start, or from the first byte of a later head, to the end of
+    the head. It also bounds the rest of a body whose response (401, for example) was sent before the body had
+    arrived. While a request is being answered, its handler keeps the time.
     """
 
     limits: ClassVar[HttpLimits]
@@ -134,17 +140,17 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
     _refusal: tuple[int, UpriverError] | None = None
     _clock: asyncio.TimerHandle | None = None
     _write_clock: asyncio.TimerHandle | None = None
-    _running: RequestResponseCycle | None = None  # where `cycle` is the one that waits for it
+    _running: RequestResponseCycle | None = None  # the cycle that runs, while `cycle` waits for it
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered."""
+        """Return whether a request is being answered."""
         return self.cycle is not None and not (self.cycle.response_complete or self.cycle.disconnected)
 
     # ---------------------------------------------------------------------------- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Make room for it if need be, and wait for its first head."""
+        """Make room for the connection if necessary, and wait for its first head."""
         super().connection_made(transport)
         self.since = self.loop.time()
         self._start_clock(self.limits.head_timeout_s, self._too_slow)
@@ -153,7 +159,7 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
             self._refuse(503, Overloaded(f"all of {most} connections are in use"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the handlers, and stop the clocks."""
+        """Tell the handlers, and stop the timers."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_clock()
@@ -163,7 +169,7 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
             self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Parse no more at a time than may still come without being part of a body."""
+        """Parse input in pieces no larger than what may still arrive outside a body."""
         while data and not self._deaf and not self.transport.is_closing():
             take = HEAD_BYTES + 1 - self._no_body_nbytes
             piece, data = data[:take], data[take:]
@@ -175,19 +181,19 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
         self._watch()
 
     def pause_writing(self) -> None:
-        """The client takes less than we send: not for ever."""
+        """Start the stall timer: the client reads more slowly than the server sends."""
         super().pause_writing()
         self._write_clock = self.loop.call_later(self.limits.stall_timeout_s, self._takes_nothing)
 
     def resume_writing(self) -> None:
-        """It took some."""
+        """Stop the stall timer: the client has read some bytes."""
         super().resume_writing()
         self._stop_write_clock()
 
     # -------------------------------------------------------------------- what the parser has found
 
     def on_message_begin(self) -> None:
-        """The first byte of a head."""
+        """Begin a head, and refuse one that was pipelined too early."""
         if len(self.pipeline) >= PIPELINED:
             raise self._because(ProtocolError("wait for an answer before you send the next request"))
         self._phase = "head"
@@ -198,30 +204,30 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
         self.scope["state"][CORK] = self._cork
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer."""
+        """Accept a header or a trailer within `HEAD_FIELDS`."""
         if len(self.headers) >= HEAD_FIELDS:
             raise self._because(TooLarge(f"a request has at most {HEAD_FIELDS} headers"))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The end of a head; its request is answered from here on, or waits for its turn."""
+        """End the head. Its request is answered from here on, or waits for its turn."""
         before = self.cycle if self.busy else None
         self._phase, self._progress = "body", True
         super().on_headers_complete()
         self._running = before
 
     def on_body(self, body: bytes) -> None:
-        """Some of a body."""
+        """Pass a part of a body on, and note the progress."""
         self._progress = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The end of a request."""
+        """End the request."""
         self._phase, self._progress = "before", True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The end of an answer; the rest of its request may not be here yet."""
+        """End the response. The rest of its request may not have arrived yet."""
         self.since = self.loop.time()
         self._running = None
         super().on_response_complete()
@@ -237,9 +243,9 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
             self.transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, corked)
 
     def _parse(self, data: bytes) -> None:
-        """As uvicorn does, but for its lines in the log, which any stranger could have it write without end.
+        """Parse as uvicorn does, but without uvicorn's log lines, which any client could trigger without end.
 
-        A request for another protocol is answered as if it had not asked for one.
+        A request to upgrade to another protocol is answered as a plain request.
         """
         self._unset_keepalive_if_required()
         try:
@@ -253,11 +259,11 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
     # ------------------------------------------------------------------------------------- clocks
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing was asked for long; what the client has not taken by now it never will."""
+        """Abort an idle connection. A client that has not read the response by now never will."""
         self.transport.abort()
 
     def _watch(self) -> None:
-        """Have the right clock running."""
+        """Keep the timer running that fits the connection's phase."""
         if self._deaf:
             return
         if self.busy or self.transport.is_closing():
@@ -268,7 +274,7 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
                 self._start_clock(self.limits.head_timeout_s, self._too_slow)
         elif self.timeout_keep_alive_task is None:
             self._stop_clock()
-            left_s = self.since + self.timeout_keep_alive - self.loop.time()  # empty lines win no more
+            left_s = self.since + self.timeout_keep_alive - self.loop.time()  # empty lines gain no time
             self.timeout_keep_alive_task = self.loop.call_later(
                 max(0.0, left_s), self.timeout_keep_alive_handler
             )
@@ -300,12 +306,12 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
     # ------------------------------------------------------------------------------------ refusals
 
     def _because(self, error: UpriverError) -> UpriverError:
-        """Keep a reason: of an error in a callback the parser tells only that there was one."""
+        """Keep the reason for a refusal: the parser reports only that a callback raised."""
         self._reason = error
         return error
 
     def _refuse(self, status: int, error: UpriverError) -> None:
-        """Listen no more, and answer with an error: after the answers to what came whole before."""
+        """Stop reading, and send an error after the responses to earlier complete requests."""
         self._deaf = True
         self.limits.on_refused(error.code)
         log.debug("refused what %s sent: %s", self.client, error)
@@ -324,7 +330,7 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
                 self._say(status, error)
 
     def _take_back(self) -> None:
-        """The request whose body came to no good end is not answered by its handler, if it has one yet."""
+        """Detach the handler, if one has started, from a request whose body is invalid."""
         self.cycle.disconnected = True
         self.cycle.waiting_for_100_continue = False
         self.cycle.message_event.set()
@@ -333,7 +339,7 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
             self.cycle, self._running = self._running, None
 
     def _say(self, status: int, error: UpriverError) -> None:
-        """Answer with an error, as the last thing on this connection."""
+        """Send an error as the last response on this connection."""
         body = msgspec.json.encode(error_body(error))
         head = [
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
@@ -345,8 +351,8 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
         self._linger()
 
     def _linger(self) -> None:
-        """Close when the client has read what it was told."""
-        if self.transport.can_write_eof():  # TLS has no end of one direction; the answer says its length
+        """Close after the client has had time to read the error."""
+        if self.transport.can_write_eof():  # TLS cannot close one direction; the response has its length
             self.transport.write_eof()
         self.flow.resume_reading()
         self._unset_keepalive_if_required()

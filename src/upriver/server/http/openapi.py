@@ -1,7 +1,7 @@
-"""What a server answers to, as an OpenAPI 3.1 document: for people, for generated clients, and for fuzzers.
+"""Describe the server's HTTP routes as an OpenAPI 3.1 document, for people, generated clients and fuzzers.
 
-The forms of what is sent come from the types that read and write it, so the two cannot differ. A test holds
-the routes and the statuses against the application's own.
+The schemas come from the types that encode and decode the messages, so the two cannot differ. A test compares
+routes and statuses with the application's own.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from upriver.protocol.messages import DIGEST_PATTERN, StatsHeader
 Json = dict[str, Any]
 
 FRAMES = "application/vnd.upriver.frames"
-"""Media type of requests and answers made of frames (docs/protocol.md)."""
+"""Media type of requests and responses made of frames (docs/protocol.md)."""
 
 PROBE_BYTES = 64 << 20
 """Most bytes of one probe, as in `upriver.server.app`."""
 
 TRACE_PATTERN = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
-"""W3C Trace Context, section 3.2."""
+"""Pattern of a ``traceparent`` header (W3C Trace Context, section 3.2)."""
 
 ERRORS: Mapping[int, str] = {
     400: "Malformed, or outside what is allowed.",
@@ -55,16 +55,16 @@ ERRORS: Mapping[int, str] = {
     504: "It was not done by its deadline.",
     507: "The tenant has stored as much as it may, or the store's disk is full.",
 }
-"""Every status of an error, and what it says; the body has the code, which says more."""
+"""Every error status and its meaning. The body has the error's code, which is more specific."""
 
 _ANYONE = (400, 408, 431, 500, 503)
-"""What HTTP itself may come to, before a route is looked for."""
+"""Statuses that HTTP itself may return before a route is found."""
 
 _KNOWN = (*_ANYONE, 401, 403)
-"""Where a token or a certificate is wanted."""
+"""Statuses of routes that require a token or a certificate."""
 
 _WORK = (*_KNOWN, 404, 409, 413, 429, 502, 504)
-"""Where something is read or computed for a tenant."""
+"""Statuses of routes that read or compute for a tenant."""
 
 _COME_BACK = (429, 503)
 
@@ -76,10 +76,10 @@ class _Operation:
     """One method of one path.
 
     Attributes:
-        name: For generated clients.
-        good: Status of success, and the answer.
+        name: Operation id, for generated clients.
+        good: Status of success, and its response.
         errors: Statuses of errors.
-        more: Parameters, a request's body, other ways to be let in.
+        more: Parameters, request body and other security schemes.
     """
 
     name: str
@@ -103,7 +103,7 @@ class _Operation:
 
 
 def document() -> Json:
-    """The description of every route, ready to be encoded as JSON."""
+    """Return the description of every route, ready to be encoded as JSON."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -121,12 +121,12 @@ def document() -> Json:
 
 @cache
 def encoded() -> bytes:
-    """The document as JSON. It is made once: it is the same as long as the process lives."""
+    """Return the document as JSON. It never changes while the process lives, so it is encoded once."""
     return msgspec.json.encode(document())
 
 
 def _operating() -> Json:
-    """Routes for whoever runs the server."""
+    """Return the routes for the server's operators."""
     page: Json = {"security": [{"bearer": []}, {"basic": []}, {"certificate": []}]}
     return {
         "/livez": {"get": _health("live", "Whether the front answers")},
@@ -140,7 +140,7 @@ def _operating() -> Json:
 
 
 def _describing() -> Json:
-    """Routes that say what the server is, how near and how busy."""
+    """Return the routes that describe the server, the link to it and its load."""
     zeros = {
         **_plain("So many bytes, all of them zero.", "application/octet-stream"),
         "headers": {"Content-Length": {"schema": {"type": "integer", "minimum": 0}}},
@@ -194,7 +194,7 @@ def _programs() -> Json:
 
 
 def _asking() -> Json:
-    """The answer to HEAD has no body, whatever it is."""
+    """Describe HEAD, whose response has no body whatever its status."""
     errors = (*_KNOWN, 404, 502)
     answers = {str(status): {"description": ERRORS[status]} for status in errors}
     return {
@@ -206,7 +206,7 @@ def _asking() -> Json:
 
 
 def _working() -> Json:
-    """Routes that compute."""
+    """Return the routes that compute."""
     return {"/v1/run": {"post": _run().to_json()}, "/v1/profile": {"post": _profile().to_json()}}
 
 
@@ -250,7 +250,7 @@ def _get(name: str, summary: str, answer: Json, *, more: Json | None = None) -> 
 
 
 def _health(name: str, summary: str) -> Json:
-    """Open to anyone: whoever looks after health has no token."""
+    """Describe a route that is open to everyone: health checks have no token."""
     answer = _plain("Yes.", "text/plain")
     return _Operation(
         name=name, summary=summary, good=(200, answer), errors=_ANYONE, more={"security": []}
@@ -266,7 +266,7 @@ def _answer(description: str, schema: Json) -> Json:
 
 
 def _plain(description: str, media_type: str) -> Json:
-    """What is no JSON: OpenAPI 3.1 has no schema for it."""
+    """Describe a response that is not JSON: OpenAPI 3.1 has no schema for it."""
     return {"description": description, "content": {media_type: {}}}
 
 
@@ -275,7 +275,7 @@ def _json(name: str, description: str) -> Json:
 
 
 def _frames(**headers: Json) -> Json:
-    """A body of frames, and the forms of their headers, which OpenAPI has no place for."""
+    """Describe a body of frames with the schemas of their headers, for which OpenAPI has no place."""
     return {FRAMES: {"schema": _BINARY, "x-frames": headers}}
 
 
@@ -317,7 +317,7 @@ def _refusal(status: int) -> Json:
 
 
 def _error() -> Json:
-    """As `upriver.protocol.error_body` has it."""
+    """Return the schema of errors, in the form of `upriver.protocol.error_body`."""
     fields = {
         "code": {
             "type": "string",
@@ -335,7 +335,7 @@ def _error() -> Json:
 
 
 def _portable(schema: Any) -> Any:
-    """A schema that other readers understand, too: no Python in patterns, of a docstring what comes first."""
+    """Return a schema for other readers: portable patterns, and only the summary of each docstring."""
     if isinstance(schema, list):
         return [_portable(each) for each in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""The body of a run request: read to its end, within caps and within memory, before anything is computed."""
+"""Read the body of a run request to its end, within caps and memory, before anything is computed."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from upriver.types import MicroBatch
 async def read_body(
     body: AsyncIterator[bytes], caps: Caps, *, room: Callable[[int], None] = lambda nbytes: None
 ) -> tuple[RunRequest, list[MicroBatch]]:
-    """A request and the tensors sent along. All of it is read first: a client that sends does not read yet.
+    """Return a request and its tensors. The body is read whole: a client does not read while it sends.
 
     Args:
-        body: What comes.
-        caps: What may come.
-        room: Told how many bytes there are to be, before they are taken; raises if there is no room.
+        body: Chunks of the body.
+        caps: Limits of the body.
+        room: Called with the total of bytes before each chunk is decoded; raises if memory has no room.
 
     Raises:
-        ProtocolError: If it is malformed, ends early or goes on too long.
+        ProtocolError: If the body is malformed, or ends early or late.
         TooLarge: If it has more bytes than allowed.
     """
     fitting = msgspec.structs.replace(caps, payload_bytes=min(caps.payload_bytes, caps.body_bytes))
@@ -52,7 +52,10 @@ async def read_body(
 
 
 def _checked(request: RunRequest, index: int, batch: MicroBatch) -> MicroBatch:
-    """A data frame that was announced; its tree as JSON again, which takes no more memory than came."""
+    """Check a data frame against its announcement.
+
+    Encode its tree as JSON again, which takes no more memory than arrived.
+    """
     if not request.sent or index >= len(request.micro_batches):
         raise ProtocolError("more data frames than announced")
     wanted = (request.micro_batches[index], request.start)

@@ -1,4 +1,4 @@
-"""What routes ask of a request: how long its body is, how it comes, and whether its client is still there."""
+"""Read from a request: the length of its body, the body as it arrives, and the client's disconnect."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _ZEROS = bytes(256 * 1024)
 
 @asynccontextmanager
 async def while_there(receive: Receive) -> AsyncIterator[None]:
-    """Cancel the block when the client goes; its whole request has been read.
+    """Cancel the block when the client disconnects; the request's body must have been read.
 
     Raises:
-        ClientDisconnect: If it went before the block ended.
+        ClientDisconnect: If the client disconnected before the block ended.
     """
     limit, watcher = asyncio.timeout(None), asyncio.ensure_future(_gone(receive))
 
@@ -51,18 +51,18 @@ async def _gone(receive: Receive) -> None:
 
 
 async def zeros(nbytes: int) -> AsyncIterator[memoryview]:
-    """So many bytes, in pieces; between them the loop may learn that nobody reads them any more."""
+    """Yield ``nbytes`` zero bytes in pieces; between pieces the loop may notice a disconnect."""
     for start in range(0, nbytes, len(_ZEROS)):
         yield memoryview(_ZEROS)[: nbytes - start]
         await asyncio.sleep(0)
 
 
 class IncomingBody:
-    """A body as it comes.
+    """A request's body as it arrives.
 
     Attributes:
-        num_bytes: So far.
-        seconds: From its first byte to the last so far; 0 where all of it came at once.
+        num_bytes: Bytes so far.
+        seconds: Seconds from the first byte to the latest; 0 if all arrived at once.
     """
 
     def __init__(self, body: AsyncIterator[bytes]) -> None:
@@ -75,7 +75,7 @@ class IncomingBody:
 
     async def __anext__(self) -> bytes:
         chunk = await anext(self._body)
-        if chunk:  # the last one is none
+        if chunk:  # the last chunk is empty
             now = time.perf_counter()
             if not self.num_bytes:
                 self._first_at = now
@@ -84,19 +84,19 @@ class IncomingBody:
 
 
 def content_length(request: Request) -> int | None:
-    """What the request says of its body; None if nothing, or nonsense."""
+    """Return the announced length of the body, or None if it is missing or invalid."""
     return number(request.headers.get("content-length", ""))
 
 
 def check_length(request: Request, most: int, what: str) -> None:
-    """Whether what the request says of its body may be read.
+    """Check that the announced length of the body is allowed.
 
     Args:
-        most: Bytes.
+        most: Largest number of bytes.
         what: Kind of request, for the message.
 
     Raises:
-        TooLarge: If it has more.
+        TooLarge: If the request announces more.
     """
     length = content_length(request)
     if length is not None and length > most:
@@ -104,5 +104,8 @@ def check_length(request: Request, most: int, what: str) -> None:
 
 
 def number(text: str) -> int | None:
-    """A decimal number of 64 bits or so; Python refuses to read endless ones, with an error of its own."""
+    """Parse a decimal number of at most 19 digits, or return None.
+
+    Python refuses very long ones with its own error.
+    """
     return int(text) if re.fullmatch(r"[0-9]{1,19}", text) else None

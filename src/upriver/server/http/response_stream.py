@@ -1,4 +1,4 @@
-"""Sending an answer: as fast as the client takes it, no faster, and not one byte after it has gone."""
+"""Stream a response at the client's pace, and stop as soon as the client disconnects."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from upriver.server.http.requests import while_there
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 1024
-"""Bytes given to the socket at once. The HTTP layer joins each chunk with its length: what it copies should
-fit the second-level cache (measured in ``benchmarks/wire.py``)."""
+"""Bytes passed to the socket at once. The HTTP layer joins each chunk with its length: the copy should fit
+the second-level cache (measured in ``benchmarks/wire.py``)."""
 
 LAST_WORDS_S = 1.0
-"""After its deadline an answer may take so much longer to tell that it was that."""
+"""Seconds that a response gets after its deadline to report that it missed it."""
 
 
 class Last(bytes):
-    """A buffer after which an answer ends: both go out in one piece."""
+    """The final buffer of a response: the buffer and the end of the response leave in one piece."""
 
 
 class FrameStream(Response):
-    """Streams buffers; closes ``stack`` when the last one is out, or when the client is gone.
+    """Stream buffers, and close ``stack`` after the last one or when the client disconnects.
 
     Args:
-        buffers: What to send, in order; closed early if the client goes.
-        stack: What the answer holds on to.
-        stall_timeout_s: A client that takes nothing for so long is gone.
-        deadline: When the last byte must be out, by the loop's clock, but for `LAST_WORDS_S`.
-        on_sent: Told the bytes of each chunk.
-        on_end: Told how it ended, once: ``ok``, ``disconnect``, ``stalled``, ``deadline`` or ``error``.
+        buffers: Buffers to send, in order; closed early if the client disconnects.
+        stack: Resources that the response holds.
+        stall_timeout_s: Seconds after which a client that reads nothing is dropped.
+        deadline: Time by the loop's clock when the last byte must be sent, but for `LAST_WORDS_S`.
+        on_sent: Called with the number of bytes of each chunk.
+        on_end: Called once with the outcome: ``ok``, ``disconnect``, ``stalled``, ``deadline`` or ``error``.
     """
 
     media_type = "application/vnd.upriver.frames"
@@ -63,7 +63,7 @@ class FrameStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send everything, or stop when the client does."""
+        """Send all buffers, or stop when the client disconnects."""
         late, how = asyncio.timeout_at(self._deadline + LAST_WORDS_S), "error"
         try:
             async with late, while_there(receive):
@@ -107,16 +107,16 @@ class FrameStream(Response):
         async with asyncio.timeout(self._stall_timeout_s):
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
         self._on_sent(len(chunk))
-        if more:  # as long as the socket takes all, nothing else tells that the client has gone
+        if more:  # while the socket accepts everything, only this tells that the client has disconnected
             await asyncio.sleep(0)
 
 
 async def _broken_off(scope: Scope) -> None:
-    """Have no connection wait for a reader who reads nothing, and hold what it has not taken."""
+    """Abort the connection of a client that reads nothing, to free the bytes it has not read."""
     abort = scope.get("state", {}).get(ABORT)
     if abort is not None:
         abort()
-        await asyncio.sleep(0)  # the connection is lost by then, and nobody expects more of this answer
+        await asyncio.sleep(0)  # the connection is lost by then, and no more of this response is expected
 
 
 def _corking(scope: Scope) -> Callable[[bool], None]:

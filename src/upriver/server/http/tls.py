@@ -1,9 +1,8 @@
-"""HTTPS: the operator's certificates, and connections until they are encrypted.
+"""Serve HTTPS: the operator's certificates, and connections during their handshake.
 
-asyncio's own TLS servers keep a connection that does not finish its handshake for a minute, and nobody can
-count these or end one. So a connection comes to us first: it is one of those that
-`upriver.server.http.limits` bounds from its first moment, and HTTP gets it when both sides have agreed on
-keys.
+asyncio's own TLS server keeps a connection with an unfinished handshake for a minute, and nothing can count
+or end such connections. So each connection starts as a `Door`, which `upriver.server.http.limits` counts from
+its first moment. HTTP gets the connection after the handshake.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ from upriver.server.http.limits import HeldConnection, HttpLimits, bounded_http,
 log = logging.getLogger(__name__)
 
 _NAME_KINDS = ("DNS", "email", "URI")
-"""Of a certificate's alternative names, those that are text; an address is nobody's name."""
+"""Kinds of alternative names that are text. An address identifies nobody."""
 
 
 def server_context(config: ServerConfig) -> ssl.SSLContext | None:
-    """What HTTPS is served with: TLS 1.2 or later; None where the operator gave no certificate.
+    """Return the TLS context (1.2 or later), or None if the operator configured no certificate.
 
     Raises:
-        ConfigError: If a file cannot be read, is not what it should be, or is a key that is open to others.
+        ConfigError: If a file cannot be read or is invalid, or if others may read the key.
     """
     if config.tls_certificate is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_RENEGOTIATION  # a handshake costs the server more than it costs a stranger
+    context.options |= ssl.OP_NO_RENEGOTIATION  # a handshake costs the server more than the client
     context.set_alpn_protocols(["http/1.1"])
     _load_certificate(context, config.tls_certificate, config.tls_key)
     if config.tls_client_ca is not None:
@@ -51,10 +50,10 @@ def server_context(config: ServerConfig) -> ssl.SSLContext | None:
 
 
 def names_in(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The common name and the alternative names of a certificate that was verified.
+    """Return the common name and the alternative names of a verified certificate.
 
     Args:
-        certificate: As `ssl.SSLSocket.getpeercert` tells it.
+        certificate: In the form of `ssl.SSLSocket.getpeercert`.
     """
     if not certificate:
         return ()
@@ -65,17 +64,18 @@ def names_in(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 
 def bounded_https(limits: HttpLimits, context: ssl.SSLContext) -> type[asyncio.Protocol]:
-    """The protocol class for uvicorn, which makes an object of it for each connection."""
+    """Return the protocol class that uvicorn instantiates for each connection."""
     return type("LimitedHttps", (Door,), {"limits": limits, "context": context, "http": bounded_http(limits)})
 
 
 class Door(HeldConnection, asyncio.Protocol):
-    """One connection, until it is encrypted or has failed to be.
+    """One connection until its TLS handshake has succeeded or failed.
 
-    What the client sends right behind its part of the handshake may come before HTTP is there: it is kept.
+    Bytes that the client sends right after its part of the handshake may arrive before HTTP is ready, and are
+    kept.
 
     Args:
-        config: Uvicorn's, as for the next three.
+        config: Uvicorn's, as are the next two.
         server_state: Holds all connections.
         app_state: Copied into each request.
         _loop: The event loop.
@@ -101,26 +101,26 @@ class Door(HeldConnection, asyncio.Protocol):
         self._opening: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Make room for it if need be, and begin the handshake."""
+        """Make room for the connection if necessary, and begin the handshake."""
         assert isinstance(transport, asyncio.Transport)
-        transport.pause_reading()  # until TLS is there to read
+        transport.pause_reading()  # until TLS can read
         self.transport = transport
         self.since = self._loop.time()
         self._connections.add(self)
         if len(self._connections) > self.limits.max_connections:
-            make_room(self._connections, self)  # where all are in use HTTP says so
+            make_room(self._connections, self)  # if all are in use, HTTP sends the error
         self._opening = self._loop.create_task(self._open(transport))
 
     def data_received(self, data: bytes) -> None:
-        """The start of a request, decrypted; at most what came with the end of the handshake."""
+        """Keep the decrypted start of a request that arrived with the end of the handshake."""
         self._early += data
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It went before it was encrypted."""
+        """Forget a connection that ended before its handshake did."""
         self._connections.discard(self)
 
     def shutdown(self) -> None:
-        """Called by uvicorn when the server ends."""
+        """Abort the connection; uvicorn calls this when the server stops."""
         self.transport.abort()
 
     async def _open(self, transport: asyncio.Transport) -> None:
@@ -146,7 +146,7 @@ class Door(HeldConnection, asyncio.Protocol):
                 ssl_handshake_timeout=self.limits.head_timeout_s,
                 ssl_shutdown_timeout=self.limits.stall_timeout_s,
             )
-        except OSError as error:  # what goes wrong with TLS is one, too
+        except OSError as error:  # TLS errors are `OSError`, too
             log.debug("no TLS with a client: %s", error)
             return None
 
