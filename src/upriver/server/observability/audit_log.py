@@ -1,9 +1,10 @@
-"""The audit log: a line of JSON for each request to run, store or measure something, appended when it ends.
+"""Write the audit log: a JSON line for each request that runs, stores or measures, when it ends.
 
-One more for each request of somebody who is not known; those that only look (``/metrics``, say) have none.
+Each request of an unknown client gets a line, too. Requests that only read (``/metrics``, for example) get
+none.
 
-It says who asked for what, and how that ended. It holds names, digests and numbers, and nothing that opens a
-door: no token, no credential, no query.
+A line says which tenant asked for what, and how the request ended. It holds names, digests and numbers, and
+nothing that grants access: no token, no credential, no query.
 """
 
 from __future__ import annotations
@@ -25,39 +26,40 @@ from upriver.text import printable
 
 
 def arguments_digest(code: CodeRef) -> str:
-    """SHA-256 of a dataset's arguments as JSON, in hex."""
+    """Return the SHA-256 of a dataset's arguments as JSON, in hex."""
     return hashlib.sha256(msgspec.json.encode(code.arguments)).hexdigest()
 
 
 log = logging.getLogger(__name__)
 
 TEXT_CHARS = 256
-"""Longest text of a line: a path or a name that somebody else chose."""
+"""Most characters of a text in a line: a client may choose paths and names."""
 
 STRANGERS_PER_MINUTE = 600
-"""Lines about requests of nobody known, at most. A stranger could fill a disk otherwise: this many are 170 MB
-a day, and what is left out is counted."""
+"""Most lines per minute about requests of unknown clients, which could fill a disk otherwise. This many are
+170 MB a day; a later line counts the omitted ones."""
 
 WEIGHTS_WANTED = "weights_wanted"
-"""Outcome of an upload without its weights, which are not here: clients try that first, as another program
-may have brought them, and then send both. Nothing has failed."""
+"""Outcome of an upload that lacks weights which the server does not have. Clients try such an upload first,
+as another program may have brought the weights, and then send both. It is no failure."""
 
 _Value = str | int | float | list[str] | None
 
 
 class Audit:
-    """Appends to one file; belongs to the event loop's thread.
+    """Append lines to one file. Use it from the event loop's thread only.
 
-    Where a line cannot be written the request goes on: the failure is counted, and logged when it begins.
+    If a line cannot be written, its request goes on. The failure is counted, and the first of a series is
+    logged.
 
     Args:
-        path: The file; nothing is written if None. It is made for its owner alone.
+        path: The file, created with access for its owner alone. None writes nothing.
         now: Seconds since 1970.
-        on_failure: Told of each line that was not written, or not to its end.
+        on_failure: Called for each line that was not written, or not to its end.
 
     Attributes:
-        path: Where the file is.
-        failures: Lines that were not written, or not to their end.
+        path: Path of the file.
+        failures: Number of lines that were not written, or not to their end.
 
     Raises:
         ConfigError: If the file cannot be opened.
@@ -96,20 +98,20 @@ class Audit:
         bytes_in: int = 0,
         arguments: str | None = None,
     ) -> None:
-        """A run request has ended.
+        """Record the end of a run request.
 
         Args:
-            tenant: Name of whose it was.
-            request_id: Names it in the other logs.
-            dataset: Digest of what was read, or the name of code; None where tensors were sent along.
+            tenant: Name of the request's tenant.
+            request_id: Id of the request, as in the other logs.
+            dataset: Digest of the dataset, or name of the code; None if the client sent tensors.
             store: Name of the dataset's store.
-            program: Digest of what was run.
-            samples: That were asked for.
-            bytes_out: Of the answer, as far as it was sent.
-            seconds: From its first byte to its end.
+            program: Digest of the program that ran.
+            samples: Number of samples requested.
+            bytes_out: Bytes of the response that were sent.
+            seconds: Seconds from the request's first byte to its end.
             outcome: ``ok``, an error's code, ``stalled`` or ``disconnect``.
-            bytes_in: Of its body.
-            arguments: Digest of those that the code was given; None without code.
+            bytes_in: Bytes of the request's body.
+            arguments: Digest of the arguments of the code; None without code.
         """
         self._write(
             "run",
@@ -136,9 +138,10 @@ class Audit:
         seconds: float = 0.0,
         outcome: str = "ok",
     ) -> None:
-        """A program was sent, and stored or refused; `bytes_in` counts what came, not what was announced.
+        """Record the upload of a program, whether it was stored or refused.
 
-        Its ``outcome`` is ``ok``, `WEIGHTS_WANTED` or an error's code.
+        `bytes_in` counts the bytes that arrived, not those announced. ``outcome`` is ``ok``, `WEIGHTS_WANTED`
+        or an error's code.
         """
         self._write(
             "upload",
@@ -159,7 +162,7 @@ class Audit:
         seconds: float = 0.0,
         outcome: str = "ok",
     ) -> None:
-        """Programs were measured, or not."""
+        """Record a request to measure programs."""
         self._write(
             "profile",
             tenant,
@@ -179,15 +182,15 @@ class Audit:
         request_id: str | None = None,
         client: str | None = None,
     ) -> None:
-        """A request was turned away before it was anything else.
+        """Record a request that was refused before it was handled.
 
         Args:
-            tenant: Name of whose it was, where that is known.
-            path: What was asked for, without its query.
-            status: Of the answer.
-            code: The error's.
-            request_id: Names it in the other logs.
-            client: The address it came from.
+            tenant: Name of the request's tenant, if known.
+            path: Path of the request, without its query.
+            status: Status of the response.
+            code: Code of the error.
+            request_id: Id of the request, as in the other logs.
+            client: Address of the client.
         """
         fields: dict[str, _Value] = {"path": path, "status": status, "outcome": code}
         if client is not None:
@@ -202,7 +205,7 @@ class Audit:
         self._write("refused", tenant, **fields)
 
     def reopen(self) -> None:
-        """Go on in a new file of the same name, where the old one was moved away; else in the old one."""
+        """Continue in a new file of the same name if the old one was moved away, else in the old one."""
         if self.path is None:
             return
         try:
@@ -214,7 +217,7 @@ class Audit:
         self._fd, self._torn = fd, False
 
     def close(self) -> None:
-        """Write no more. May be called again."""
+        """Close the file. May be called again."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -241,7 +244,7 @@ class Audit:
         self._append(self._fd, msgspec.json.encode({name: _plain(value) for name, value in line.items()}))
 
     def _append(self, fd: int, line: bytes) -> None:
-        """All at once: lines of several processes that append to one file must not mix."""
+        """Append a line in one write, so that lines of several processes in one file do not mix."""
         data = (b"\n" if self._torn else b"") + line + b"\n"
         try:
             written = os.write(fd, data)
@@ -263,10 +266,10 @@ class Audit:
 
 
 class Outcome:
-    """What has come of a request.
+    """Result of a request.
 
     Attributes:
-        bytes_in: Of its body, as far as it came.
+        bytes_in: Bytes of its body that arrived.
     """
 
     bytes_in = 0
@@ -276,12 +279,12 @@ class AuditEntry(Outcome):
     """The line of one run request, from its first byte to its end.
 
     Args:
-        audit: Where it goes.
-        tenant: Name of whose request it is.
-        request_id: Names it in the other logs.
+        audit: The log that gets the line.
+        tenant: Name of the request's tenant.
+        request_id: Id of the request, as in the other logs.
 
     Attributes:
-        bytes_out: Of its answer, as far as it was sent.
+        bytes_out: Bytes of the response that were sent.
     """
 
     def __init__(self, audit: Audit, tenant: str, request_id: str) -> None:
@@ -293,20 +296,20 @@ class AuditEntry(Outcome):
         self._closed = False
 
     def about(self, request: RunRequest) -> None:
-        """What is asked for is known."""
+        """Set the decoded request that the line describes."""
         self._request = request
 
     @property
     def has_failed(self) -> bool:
-        """Whether its answer was ended by an error."""
+        """Return whether an error ended the response."""
         return bool(self._error)
 
     def failed(self, code: str) -> None:
-        """Its answer was ended by an error: that is its outcome, whoever ends it how."""
+        """Note the error that ended the response: the first one is the outcome, however the request ends."""
         self._error = self._error or code
 
     def close(self, outcome: str) -> None:
-        """The request has ended; whoever says so first knows why."""
+        """Write the line. The first call decides the outcome; later calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -322,7 +325,7 @@ class AuditEntry(Outcome):
 
 
 def _about(request: RunRequest | None) -> dict[str, Any]:
-    """What a request names, as far as it was read."""
+    """Return the line's fields that a request names; they are empty if the request was not read."""
     found: dict[str, Any] = {"dataset": None, "store": None, "program": None, "samples": 0}
     if request is not None:
         found |= {"program": request.program, "samples": sum(map(len, request.micro_batches))}

@@ -1,17 +1,18 @@
-"""How busy a server is: what its workers do with their time, and how much longer stages take than at best.
+"""Measure a server's load: the workers' busy time, and how much longer stages take than at best.
 
-A stage of one program at one size of micro-batch is always the same work, so whatever it takes beyond the
-least it ever took is others' doing: other processes on the machine, other workers, a lower clock. Input
-stages are no measure, since stored samples differ.
+A stage of one program at one micro-batch size is always the same work. So time beyond its best ever is caused
+by something else: other processes, other workers, a lower clock. Input stages are no measure, since stored
+samples differ.
 
-That factor is LoADPart's ``k`` (Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep
-Neural Networks for Edge Offloading", ICDCS 2022, section III-C): what recent stretches took over what they
-were predicted to take. There a latency model predicts, here the least that was seen, unless somebody knows
-better. There the mean of a period counts, here the median of each worker's recent micro-batches, and the mean
-of those.
+That factor is LoADPart's ``k`` (Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural
+Networks for Edge Offloading", ICDCS 2022, section III-C): the measured time of recent stretches over their
+predicted time. The paper predicts with a latency model. This module takes the best time seen, unless the
+caller passes a prediction. The paper takes the mean of a period. This module takes the median of each
+worker's recent micro-batches, and the mean of the medians.
 
-A factor that nobody measures anew stays what it is while the machine is busy, and is forgotten once it is not
-(section IV): a device that has gone local sends nothing to measure, and must learn that it may come back.
+A factor without new measurements keeps its value while the machine is busy, and is forgotten when the machine
+is free (section IV). A device that computes locally sends nothing to measure, and must learn that it may
+return.
 """
 
 from __future__ import annotations
@@ -28,33 +29,33 @@ from typing import Any, NamedTuple
 from upriver.protocol import Load
 
 WINDOW_S = 5.0
-"""What is recent: LoADPart's monitoring period (sections III-C and V-A), so that a device knows of a load
-some seconds after it has come. The median of a longer window turns only when half of it is new. On a busy
-machine a window ends with the last micro-batch, so that a slow network has one in it, however short it is."""
+"""Seconds that count as recent: LoADPart's monitoring period (sections III-C and V-A), so that a device knows
+of a load some seconds after it begins. The median of a longer window turns only when half of it is new. On a
+busy machine a window ends with the last micro-batch: so even on a slow network it holds one."""
 
 FREE_BELOW = 0.9
-"""Utilisation below which a machine is free: LoADPart's threshold, above which it saw latency rise."""
+"""Utilisation below which a machine is free: LoADPart's threshold, above which latency rose."""
 
 MOST_SLOWED = 1000.0
-"""More tells nobody anything, and whatever a worker says that was taken over, clients get a number."""
+"""Largest factor. A larger one means nothing more, and bounds what a compromised worker can report to
+clients."""
 
 MAX_SEEN = 64
-"""Micro-batches of a worker that its factor looks back on, at most."""
+"""Most recent micro-batches of a worker that its factor considers."""
 
 MAX_WORKS = 256
-"""Pairs of a program and a size whose best times are kept, the least recently used go first."""
+"""Pairs of a program and a size whose best times are kept. The least recently used pair is evicted first."""
 
 MAX_JOBS = 4096
-"""Finished jobs looked back on, at most. Where there were more in the window, it is shorter: those before are
-not known any more."""
+"""Most finished jobs kept. If the window held more, it is shortened: earlier ones are not known."""
 
 Predicted = Callable[[Hashable, Collection[int]], float | None]
-"""Seconds that the stages of a work at these positions take together where nothing disturbs; None where that
-is not known."""
+"""Function that predicts the seconds of a work's stages at these positions together on an idle machine, or
+None."""
 
 
 def nobody_knows(work: Hashable, positions: Collection[int]) -> float | None:
-    """Predicts nothing: the least that was seen counts."""
+    """Predict nothing, so that the best time seen counts."""
     return None
 
 
@@ -65,21 +66,21 @@ class _Job:
 
 
 class _Factor(NamedTuple):
-    """How many times as long as predicted a micro-batch took, and when that was."""
+    """A micro-batch's time relative to its prediction, and when the micro-batch ended."""
 
     at: float
     value: float
 
 
 class LoadMeter:
-    """Watches the workers of one server. Everything belongs to the event loop's thread.
+    """Measure the load of one server's workers. Use it from the event loop's thread only.
 
     Args:
-        num_workers: How many there are to be.
-        window_s: What is recent.
+        num_workers: Number of workers when all are running.
+        window_s: Seconds that count as recent.
         free_below: Utilisation below which the machine is free.
-        predicted: What stages take where nothing disturbs.
-        now: Seconds of a clock that never goes back.
+        predicted: Prediction of the stages' seconds on an idle machine.
+        now: Seconds of a monotonic clock.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class LoadMeter:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A job waits for a worker while the block runs."""
+        """Count a job as waiting for a worker while the block runs."""
         self._queue += 1
         try:
             yield
@@ -111,30 +112,30 @@ class LoadMeter:
             self._queue -= 1
 
     def came(self, worker: int) -> None:
-        """A worker is ready."""
+        """Add a worker that is ready."""
         self._factors[worker] = deque(maxlen=MAX_SEEN)
 
     def began(self, worker: int) -> None:
-        """A worker has taken a job."""
+        """Note that a worker has started a job."""
         self._under_way[worker] = self._now()
 
     def ended(self, worker: int) -> None:
-        """It has done it, or died of it."""
+        """Note that a worker has finished its job, or has died."""
         began = self._under_way.pop(worker, None)
         if began is not None:
             self._jobs.append(_Job(began, self._now()))
 
     def gone(self, worker: int) -> None:
-        """A worker is no more."""
+        """Remove a worker that has ended."""
         self.ended(worker)
         self._factors.pop(worker, None)
 
     def saw(self, worker: int, work: Hashable, stages: Mapping[int, float]) -> None:
-        """Take in one micro-batch.
+        """Add the times of one micro-batch.
 
         Args:
-            work: What decides how long a stage takes where nothing disturbs: program and micro-batch.
-            stages: Position to seconds.
+            work: Key of all that decides a stage's time on an idle machine: program and micro-batch.
+            stages: Seconds by position.
         """
         spent = {at: seconds for at, seconds in stages.items() if at > 0 and 0 < seconds < math.inf}
         if not spent or worker not in self._factors:
@@ -150,12 +151,13 @@ class LoadMeter:
         self._factors[worker].append(_Factor(self._now(), min(max(1.0, factor), MOST_SLOWED)))
 
     def looked(self, machine: float | None) -> None:
-        """Take in how busy everybody together has kept the machine since this was told last.
+        """Add the machine's utilisation by all processes since the last call.
 
-        Where it was free, what was measured before that time says nothing of now.
+        If the machine was free, measurements from before that period say nothing about the present and are
+        dropped.
 
         Args:
-            machine: A share; None where it cannot be told, and the window alone forgets.
+            machine: Share of time; None if unknown, and then only the window drops measurements.
         """
         if machine is not None and machine < self._free_below:
             for factors in self._factors.values():
@@ -165,16 +167,16 @@ class LoadMeter:
 
     @property
     def k(self) -> float:
-        """How many times as long as at best stages take now, by the workers of which that is known."""
+        """Load factor: present over best time of the stages, as the mean over measured workers."""
         known = [factor for worker in self._factors if (factor := self._factor(worker)) is not None]
         return mean(known) if known else 1.0
 
     def load(self, *, running: int, **more: Any) -> Load:
-        """What it comes to now.
+        """Return the present load.
 
         Args:
             running: Requests in progress.
-            more: Further fields of the answer, which are not this one's to know.
+            more: Further fields of the answer, which the meter does not know.
         """
         window_s = self._looked_back_s()
         return Load(
@@ -190,9 +192,11 @@ class LoadMeter:
         )
 
     def _factor(self, worker: int) -> float | None:
-        """The median of what is recent: an odd slow micro-batch shows in none. None where nothing is.
+        """Return the median of a worker's recent factors: one slow micro-batch does not move it.
 
-        On a busy machine what is recent ends with the worker's last micro-batch, whenever that was.
+        None without any.
+
+        On a busy machine the window ends with the worker's last micro-batch, whenever that was.
         """
         factors = self._factors[worker]
         until = factors[-1].at if factors and self._held else self._now()
@@ -201,13 +205,13 @@ class LoadMeter:
 
     @property
     def _held(self) -> bool:
-        """Whether others keep the machine busy, as far as anybody knows."""
+        """Return whether other processes are known to keep the machine busy."""
         return self._machine is not None and self._machine >= self._free_below
 
     def _looked_back_s(self) -> float:
-        """The window, or as much of it as there was, and as is known."""
+        """Return the seconds of the window that lie after the start and are still known."""
         since = self._since
-        if len(self._jobs) == MAX_JOBS:  # they are kept in the order in which they ended
+        if len(self._jobs) == MAX_JOBS:  # jobs are kept in the order in which they ended
             since = max(since, self._jobs[0].ended)
         return min(self._window_s, max(self._now() - since, 1e-9))
 
@@ -217,7 +221,7 @@ class LoadMeter:
         return sum(max(0.0, job.ended - max(job.began, now - window_s)) for job in spans)
 
     def _expected_wait_s(self) -> float:
-        """As many jobs as wait, and the rest of one under way, at the rate the workers get through them."""
+        """Estimate the wait of a new job: the jobs that wait and one more, at the workers' rate."""
         if not self._queue and len(self._under_way) < self._num_workers:
             return 0.0
         now = self._now()

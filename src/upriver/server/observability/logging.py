@@ -1,8 +1,7 @@
-"""The server's log: lines for people or JSON for machines, each with its request, none with a secret.
+"""Write the server's log: text lines or JSON, each with its request, none with a secret.
 
-A line says what it was told, whoever wrote it: so tokens, passwords and keys are looked for in the finished
-text, and what is known to be one (the token that a request came with, for example) is taken out wherever it
-stands.
+Any code may log anything, so the finished text is searched for tokens, passwords and keys. Known secrets,
+such as the request's token, are removed wherever they appear.
 """
 
 from __future__ import annotations
@@ -27,22 +26,23 @@ from upriver.errors import ConfigError
 Format = Literal["text", "json"]
 
 HIDDEN = "***"
-"""Stands where a secret stood."""
+"""Replacement of a secret."""
 
 ID_BYTES = 8
-"""Of a request's id: by chance, two of four billion are the same."""
+"""Bytes of a request's id. By chance, two of four billion ids are the same."""
 
 MAX_CHARS = 32 * 1024
-"""Of a message or a trace: more than any of ours, and what is longer would fill the disk."""
+"""Most characters of a message or a trace. upriver's own are shorter; longer ones would fill the disk."""
 
 AT_ONCE = 100
-"""Lines of one place in the code that may follow one another: twice a traceback that a worker prints."""
+"""Lines from one place in the code that may follow one another: twice the lines of a worker's traceback."""
 
 EVERY_S = 1.0
-"""After those, one line of a place in so much time: 86,400 a day, whatever a stranger does to cause more."""
+"""Seconds between further lines from that place: at most 86,400 a day, whatever a client does to cause
+more."""
 
 _WORDS = r"authorization|secret|passw(?:or)?d|access_?-?key|amz-credential"
-_AROUND = r"[\w.-]{0,40}"  # bounded, or a long line without blanks would be searched once for each letter
+_AROUND = r"[\w.-]{0,40}"  # bounded, or a long line without blanks would be searched from each letter
 _VALUE = r"""(?:(?:bearer|basic)\s+)?(?:\\*"[^"]{0,4096}"|\\*'[^']{0,4096}'|[^\s"',;&}\])]+)"""
 _MAY_NAME = re.compile(rf"(?i){_WORDS}|token")
 _NAMED = re.compile(
@@ -72,11 +72,11 @@ _hidden: tuple[str, ...] = ()
 def request_context(
     *, tenant: str = "", request_id: str | None = None, hidden: Iterable[str] = ()
 ) -> Iterator[str]:
-    """Whatever is logged inside belongs to a request; gives its id.
+    """Attach a request to all lines that are logged inside the block; yield the request's id.
 
     Args:
-        tenant: Whose it is.
-        request_id: A new one if None.
+        tenant: Name of the request's tenant.
+        request_id: The id; None creates a new one.
         hidden: Secrets that the request came with.
     """
     new = request_id or random_tokens.token_hex(ID_BYTES)
@@ -88,7 +88,7 @@ def request_context(
 
 
 def request_id() -> str:
-    """Of the request that is being answered; empty outside of one."""
+    """Return the id of the present request, or an empty string outside a request."""
     return _request.get().id
 
 
@@ -96,15 +96,15 @@ def request_id() -> str:
 
 
 def configure(format: Format = "text", level: int | str = "INFO", *, secrets: Iterable[str] = ()) -> None:
-    """Write the log to stderr from here on, one line each; again: in another way.
+    """Write the log to stderr from now on, one line each. A further call replaces the settings.
 
     Args:
-        format: For people or for machines.
-        level: Of upriver's own lines; other libraries' begin at WARNING.
-        secrets: What must never appear, beside what is found by its form.
+        format: "text" for people, "json" for machines.
+        level: Lowest level of upriver's own lines; other libraries' begin at WARNING.
+        secrets: Known secrets to remove, besides those found by their form.
 
     Raises:
-        ConfigError: If there is no such format or level.
+        ConfigError: If the format or the level is unknown.
     """
     global _handler, _hidden
     if format not in get_args(Format):
@@ -120,19 +120,19 @@ def configure(format: Format = "text", level: int | str = "INFO", *, secrets: It
     if _handler is not None:
         root.removeHandler(_handler)
     root.addHandler(handler)
-    logging.captureWarnings(True)  # or they would stand between the lines
+    logging.captureWarnings(True)  # or warnings would be printed between the lines
     _handler, _hidden = handler, tuple(filter(None, secrets))
 
 
 def writes_json() -> bool:
-    """Whether every line is to be JSON: then nothing else may be written between them."""
+    """Return whether every line is JSON, so that nothing else may be written between lines."""
     return _handler is not None and isinstance(_handler.formatter, JsonFormatter)
 
 
 def redacted(text: str) -> str:
-    """``text`` without what looks like a secret, and without those that are known.
+    """Return ``text`` without known secrets and without parts that look like secrets.
 
-    A long text is cut before it is looked through, which takes time.
+    A long text is cut before it is searched, since the search takes time.
     """
     for secret in (*_hidden, *_request.get().hidden):
         text = text.replace(secret, HIDDEN)
@@ -144,7 +144,7 @@ def redacted(text: str) -> str:
 
 
 def names_secret(name: str) -> bool:
-    """Whether what goes by that name may be a secret."""
+    """Return whether a value of this name may be a secret."""
     return _MAY_NAME.search(name) is not None
 
 
@@ -152,12 +152,12 @@ def names_secret(name: str) -> bool:
 
 
 class Sparing:
-    """A filter that lets `AT_ONCE` lines of each place in the code pass, then one in `EVERY_S`.
+    """Filter that passes `AT_ONCE` lines from each place in the code, then one per `EVERY_S`.
 
-    The next line that passes has the number of those that did not: its record's ``left_out``.
+    The next line that passes carries the number of dropped lines in its record's ``left_out``.
 
     Args:
-        now: Seconds of a clock that never goes back.
+        now: Seconds of a monotonic clock.
     """
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -166,7 +166,7 @@ class Sparing:
         self._left_out = 0
 
     def __call__(self, record: logging.LogRecord) -> bool:
-        """Whether to write a line."""
+        """Return whether to write a line."""
         place, now = (record.pathname, record.lineno), self._now()
         with self._lock:
             until = max(now, self._paid_until.get(place, now))
@@ -182,14 +182,14 @@ class Sparing:
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people; after others were left out with their number.
+    """Format lines for people, with the number of lines dropped before each.
 
     ``2026-01-31T12:00:00.123Z WARNING upriver.server.execution.worker_pool: worker 7 is gone [request 1f…,
     tenant a]``.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, and those of an exception below it."""
+        """Return one line, followed by the lines of an exception."""
         request = _request.get()
         about = [f"request {request.id}"] if request.id else []
         about += [f"tenant {request.tenant}"] if request.tenant else []
@@ -202,13 +202,13 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message.
+    """Format each line as a JSON object: time, level, logger, message.
 
-    Where known also request_id, tenant, exception, and left_out: lines that were not written before this one.
+    If known, request_id, tenant, exception and left_out (the number of lines dropped before this one) follow.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever stands in it."""
+        """Return one line, whatever the message contains."""
         request = _request.get()
         where = {
             "request_id": request.id,
@@ -242,12 +242,12 @@ def _trace(formatter: logging.Formatter, record: logging.LogRecord) -> str:
 
 
 def _encodable(text: str) -> str:
-    """File names may hold bytes that are no UTF-8, which no JSON can say."""
+    """Escape bytes of file names that are not UTF-8, which JSON cannot hold."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _one_line(text: str) -> str:
-    """What a client says must not look like a line of its own, nor move a terminal's cursor."""
+    """Escape control characters, so that a client's text cannot fake a line or move a terminal's cursor."""
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text
     )

@@ -1,7 +1,7 @@
-"""What the server counts, in a registry of its own, so that two servers in a process do not meet.
+"""Count server events in a Prometheus registry per server, so that two servers in a process stay apart.
 
-Labels are bounded: tenants and stores are those of the configuration, everything else is one of the words
-below. What a client or a worker says never becomes a label. ``docs/observability.md`` lists every metric.
+Labels are bounded: tenants and stores come from the configuration, and all other values from the constants
+below. Text from a client or a worker never becomes a label. ``docs/observability.md`` lists every metric.
 """
 
 from __future__ import annotations
@@ -27,53 +27,54 @@ from upriver.server.observability.snapshot import ErrorRow
 from upriver.types import Timings
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Half a decade each: from a cut among the input stages to vgg19 on one core."""
+"""Bucket bounds half a decade apart: from a cut among the input stages to vgg19 on one core."""
 
 READ_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Half a decade each: from files on this machine to a store that was asked again until patience ended."""
+"""Bucket bounds half a decade apart: from files on this machine to a store that was retried to the end of
+patience."""
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Doubling: from one sample to the largest training batch that the papers on splitting use."""
+"""Bucket bounds that double: from one sample to the largest training batch in the papers on splitting."""
 
 RECENT_S = 60.0
-"""What counts as recent on the page for people: a glance that comes a little late still sees it."""
+"""Seconds that count as recent on the page: a glance that comes a little late still sees the error."""
 
 MAX_RECENT = 4096
-"""Errors remembered one by one; a server that tells more in a minute shows so many."""
+"""Most errors kept one by one. A server that sends more in a minute shows only this many."""
 
 ANYONE = "anyone"
-"""The tenant where there are no tenants."""
+"""Name of the tenant on a server without tenants."""
 
 REASONS = ("memory", "queue", "quota", "worker", "deadline", "disconnect", "draining")
-"""Why a request was not admitted, or let go before its end."""
+"""Reasons why a request was not admitted, or was ended early."""
 
 RESTARTS = ("crash", "memory", "timeout")
-"""Why a worker had to be replaced."""
+"""Reasons why a worker was replaced."""
 
 Found = Literal["kept", "read", "stored"]
-"""Where a program came from: kept from before, read from a store, or just sent by its client."""
+"""Origin of a program: kept in memory, read from a store, or just uploaded by its client."""
 
 PHASES = ("receive", "queue", "read", "input", "weights", "forward", "encode", "send")
-"""Of a micro-batch, in order. Workers name most of them, and a worker may have been taken over."""
+"""Phases of a micro-batch, in order. Workers report most of them, and a worker may be compromised."""
 
 STORE_ERRORS = ("store", "not_found", "object_changed")
-"""Codes of the errors that a store's reads end with."""
+"""Codes of the errors with which a store's reads end."""
 
 CODES = frozenset(
     {kind.code for kind in vars(errors).values() if isinstance(kind, type) and hasattr(kind, "code")}
     | {"method_not_allowed"}
 )
-"""Codes of the errors that a server tells. A worker that was taken over may say others."""
+"""Codes of the errors that a server sends. A compromised worker may report others."""
 
 
 class ServerMetrics:
-    """Every wait and every failure shows in one of these.
+    """Hold every metric of a server; each wait and each failure shows in one.
 
     Args:
-        tenants: Whose series are there from the start: the first count of one that is not would be missing
-            from its rate.
-        stores: The same.
-        now: Seconds of a clock that never goes back.
+        tenants: Names of tenants whose series exist from the start. The rate of a series misses its first
+            count if the series begins with that count.
+        stores: Names of stores, for the same reason.
+        now: Seconds of a monotonic clock.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class ServerMetrics:
         ProcessCollector(namespace="upriver", registry=self.registry)
 
     def _begin(self, tenants: Sequence[str], stores: Sequence[str]) -> None:
-        """Have every series that can be known."""
+        """Create every series whose labels are known."""
         for tenant in tenants:
             for counter in (self._admitted, self._micro_batches, self._bytes_in, self._bytes_out):
                 counter.labels(tenant)
@@ -181,93 +182,93 @@ class ServerMetrics:
     # ------------------------------------------------------------------------------------ what happened
 
     def queue(self, requests: int, nbytes: int) -> None:
-        """So many requests wait to be admitted now, and ask for so many bytes together."""
+        """Set the number of requests that wait for admission, and the bytes that they ask for together."""
         self._queue_requests.set(requests)
         self._queue_bytes.set(nbytes)
 
     def memory(self, reserved: int, used: int, budget: int) -> None:
-        """What is set aside now, what workers take, and what there is."""
+        """Set the bytes reserved, the bytes that workers use, and the budget."""
         self._reserved.set(reserved)
         self._used.set(used)
         self._budget.set(budget)
 
     def load(self, k: float, machine: float) -> None:
-        """How many times as long as at best stages take now, and how busy everybody keeps the machine."""
+        """Set the load factor ``k`` and the share of time in which any process keeps the machine busy."""
         self._load_factor.set(k)
         self._machine.set(machine)
 
     def admitted(self, tenant: str) -> None:
-        """One more request may compute."""
+        """Count an admitted request."""
         self._admitted.labels(tenant).inc()
 
     def shed(self, tenant: str, reason: str) -> None:
-        """One more request was not admitted, or let go before its end, for one of the `REASONS`."""
+        """Count a request that was not admitted, or was ended early, for one of the `REASONS`."""
         self._shed.labels(tenant, reason).inc()
 
     def micro_batches_by(self) -> dict[str, int]:
-        """Micro-batches answered so far, by tenant."""
+        """Return the number of micro-batches answered so far, by tenant."""
         samples = [sample for family in self._micro_batches.collect() for sample in family.samples]
         return {
             sample.labels["tenant"]: int(sample.value) for sample in samples if sample.name.endswith("_total")
         }
 
     def batch(self, tenant: str, rows: int) -> None:
-        """One more forward pass, of so many samples."""
+        """Count a forward pass of ``rows`` samples."""
         self._rows.labels(tenant).observe(rows)
 
     def micro_batch(self, tenant: str, timings: Timings) -> None:
-        """One more micro-batch is on its way out."""
+        """Count a micro-batch that is about to be sent, with the seconds of its phases."""
         self._micro_batches.labels(tenant).inc()
         for phase, seconds in timings.phases.items():
             if phase in self._of_phase:
                 self._of_phase[phase].observe(seconds)
 
     def sent(self, seconds: float) -> None:
-        """A micro-batch took so long to leave, which its own timings cannot say."""
+        """Add the seconds in which a micro-batch was sent; its own timings end before."""
         self._of_phase["send"].observe(seconds)
 
     def program(self, found: Found, tenant: str) -> None:
-        """One more time a program was needed."""
+        """Count a request's need for a program, by the program's origin."""
         self._programs.labels(found, tenant).inc()
 
     def store_read(self, store: str, seconds: float, nbytes: int) -> None:
-        """What one forward pass takes was read from a store, in however many GETs."""
+        """Add one forward pass's read from a store, over all its GETs."""
         self._read_seconds.labels(store).observe(seconds)
         self._read_bytes.labels(store).inc(nbytes)
 
     def store_error(self, store: str, kind: str) -> None:
-        """A read from a store failed; ``kind`` is the code of its error."""
+        """Count a failed read from a store; ``kind`` is the error's code."""
         self._store_errors.labels(store, kind if kind in STORE_ERRORS else "store").inc()
 
     def restart(self, reason: str) -> None:
-        """A worker was replaced, for one of the reasons in `RESTARTS`."""
+        """Count a replaced worker, for one of the reasons in `RESTARTS`."""
         self._restarts.labels(reason).inc()
 
     def bytes_in(self, tenant: str, n: int) -> None:
-        """So many bytes of a tenant's request have come."""
+        """Add bytes received of a tenant's request."""
         self._bytes_in.labels(tenant).inc(n)
 
     def bytes_out_by(self, tenant: str, n: int) -> None:
-        """So many bytes of an answer to a tenant have gone."""
+        """Add bytes sent of a response to a tenant."""
         self._bytes_out.labels(tenant).inc(n)
 
     # ------------------------------------------------------------------------------------ what is shown
 
     @property
     def uptime_s(self) -> float:
-        """Since the server started."""
+        """Seconds since the server started."""
         return self._now() - self._since
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class Errors:
-    """Errors told to clients by code, with those of the last minute apart.
+    """Count errors sent to clients by code, with those of the last minute apart.
 
     Args:
-        counter: What Prometheus sees.
+        counter: The Prometheus counter.
     """
 
     def __init__(self, counter: Counter, *, now: Callable[[], float]) -> None:
@@ -276,18 +277,18 @@ class Errors:
         self._recent: deque[tuple[float, str]] = deque(maxlen=MAX_RECENT)
 
     def labels(self, code: str) -> ErrorsOfCode:
-        """Those of one code."""
+        """Return the counter of one code."""
         return ErrorsOfCode(self, code)
 
     def add(self, code: str) -> None:
-        """One more was told; one of a code that is none of `CODES` is an ``error``."""
+        """Count an error. A code that is not in `CODES` counts as ``error``."""
         code = code if code in CODES else "error"
         self._counter.labels(code).inc()
         self._totals[code] += 1
         self._recent.append((self._now(), code))
 
     def rows(self) -> tuple[ErrorRow, ...]:
-        """Every code that there was, the most frequent first."""
+        """Return a row for every code seen, the most frequent first."""
         since = self._now() - RECENT_S
         recent = Tally(code for at, code in list(self._recent) if at >= since)
         return tuple(
@@ -298,11 +299,11 @@ class Errors:
 
 @dataclass(frozen=True, slots=True)
 class ErrorsOfCode:
-    """Errors of one code."""
+    """Counter of the errors of one code."""
 
     errors: Errors
     code: str
 
     def inc(self) -> None:
-        """One more was told."""
+        """Count an error."""
         self.errors.add(self.code)

@@ -1,6 +1,6 @@
-"""What a server does at one moment, as plain data: for the page at ``/ui``, and for whoever scales replicas.
+"""Describe a server's state at one moment as plain data, for the page at ``/ui`` and for autoscaling.
 
-Nothing here names a sample, an object or a token; a program is told by the first digits of its digest.
+No field names a sample, an object or a token. A program appears by the first digits of its digest.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantRow(_Row, frozen=True, kw_only=True):
-    """One tenant.
+    """State of one tenant.
 
     Attributes:
-        weight: Its share of the workers relative to others.
-        admitted: Its requests that may compute now.
-        waiting: Its requests that wait to be admitted.
-        reserved_bytes: Memory set aside for those admitted.
-        micro_batches: Answered since the server started.
+        weight: Share of the workers relative to other tenants.
+        admitted: Admitted requests, which may compute now.
+        waiting: Requests that wait for admission.
+        reserved_bytes: Memory reserved for the admitted requests.
+        micro_batches: Micro-batches answered since the server started.
     """
 
     name: str
@@ -37,13 +37,13 @@ class TenantRow(_Row, frozen=True, kw_only=True):
 
 
 class WorkerRow(_Row, frozen=True, kw_only=True):
-    """One compute process.
+    """State of one worker process.
 
     Attributes:
-        pid: 0 while there is none yet.
-        program: First digits of the program it works with; empty where it works with none.
-        seconds: How long it has been at that.
-        restarts: How many were started in its place before.
+        pid: Process id; 0 while the process does not exist yet.
+        program: First digits of the program that the worker runs; empty if it runs none.
+        seconds: Seconds since the worker entered this state.
+        restarts: Number of earlier processes of this worker.
     """
 
     pid: int
@@ -54,13 +54,13 @@ class WorkerRow(_Row, frozen=True, kw_only=True):
 
 
 class ProgramRow(_Row, frozen=True, kw_only=True):
-    """One program that is kept loaded.
+    """State of one program that is kept loaded.
 
     Attributes:
-        tenant: Whose it is.
-        digest: Its first digits.
-        nbytes: Memory it takes, once for all who use it.
-        users: Requests that use it now.
+        tenant: Owner of the program.
+        digest: First digits of the program's digest.
+        nbytes: Memory of the program, counted once for all its users.
+        users: Requests that use the program now.
     """
 
     tenant: str
@@ -70,12 +70,12 @@ class ProgramRow(_Row, frozen=True, kw_only=True):
 
 
 class ErrorRow(_Row, frozen=True, kw_only=True):
-    """One kind of error told to clients.
+    """Count of one kind of error sent to clients.
 
     Attributes:
-        code: As in the answer.
-        recent: In the last minute.
-        total: Since the server started.
+        code: Code as in the response.
+        recent: Errors in the last minute.
+        total: Errors since the server started.
     """
 
     code: str
@@ -84,19 +84,19 @@ class ErrorRow(_Row, frozen=True, kw_only=True):
 
 
 class Snapshot(_Row, frozen=True, kw_only=True):
-    """A server at one moment.
+    """State of a server at one moment.
 
     Attributes:
         budget_bytes: Memory that requests may hold together.
-        reserved_bytes: What is set aside of it.
-        used_bytes: What workers take of the machine's memory, each page once.
-        queue_requests: Requests that wait to be admitted.
-        queue_bytes: What those ask for together.
-        utilisation: Share of the load window, the last seconds, that the workers were busy.
-        k: How many times longer stages take now than at best.
-        machine: Share of the last seconds for which everybody kept its cores or accelerators busy.
-        expected_wait_s: How long a new micro-batch would wait for a worker.
-        draining: Whether the server lets its last requests finish, and takes no new ones.
+        reserved_bytes: Reserved part of the budget.
+        used_bytes: Memory of the machine that workers use, each page counted once.
+        queue_requests: Requests that wait for admission.
+        queue_bytes: Memory that these requests ask for together.
+        utilisation: Share of the load window (the last seconds) in which the workers were busy.
+        k: Load factor: the present time of a stage relative to its best time.
+        machine: Share of the last seconds in which any process kept the server's cores or accelerators busy.
+        expected_wait_s: Seconds that a new micro-batch would wait for a worker.
+        draining: Whether the server finishes its last requests and accepts no new ones.
     """
 
     tenants: tuple[TenantRow, ...] = ()
@@ -117,5 +117,5 @@ class Snapshot(_Row, frozen=True, kw_only=True):
 
 
 def short(digest: str) -> str:
-    """The digits of a digest that are shown."""
+    """Return the digits of a digest that are shown."""
     return digest[:SHORT_DIGEST]

@@ -1,7 +1,7 @@
-"""The server's side of a trace: from a client's request to each read of a store and each phase of work.
+"""Trace the server's side of a request: each read of a store and each phase of work.
 
-What workers did is known when they are done: their phases follow one another, so their spans are laid end to
-end, up to the moment at which the answer came.
+A worker reports its phases when they are done. They follow one another, so their spans are laid end to end,
+up to the moment when the worker's answer arrived.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ SPANS = {
     ("HEAD", "/v1/programs"): "HEAD /v1/programs",
     ("PUT", "/v1/programs"): "PUT /v1/programs",
 }
-"""Requests that are traced, and under which name: those that work for a job, not those that only look."""
+"""Requests that are traced, with their span's name: those that work for a job, not those that only read."""
 
 WORKER_PHASES = ("input", "weights", "forward", "encode")
-"""What a worker does of a micro-batch, in this order; stages wait for weights in between."""
+"""Phases of a micro-batch in a worker, in order; stages wait for weights between input and forward."""
 
 
 class Traced:
-    """Gives each request an id, for the log and the answer, and those that work a span.
+    """Give each request an id for the log and the response, and each request that works a span.
 
-    Comes after `upriver.server.http.auth.Authenticator`, which knows the tenant and lets no stranger in.
+    Place it behind `upriver.server.http.auth.Authenticator`, which determines the tenant and refuses unknown
+    clients.
 
     Args:
-        app: What answers.
+        app: The application to trace.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, within the request's context and span."""
+        """Pass a request on within its log context and span."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -69,7 +70,7 @@ class Traced:
 
 
 def _secrets(authorization: str) -> list[str]:
-    """What a request came with, as it stands there and as it is meant."""
+    """Return a request's secrets, as sent and as decoded."""
     kind, _, value = authorization.partition(" ")
     found = [value.strip()]
     if kind.lower() == "basic":
@@ -92,10 +93,10 @@ def _span(
 
 
 def clock(group: int) -> Clock:
-    """For one forward pass of a request: its phases are spans, where there are traces.
+    """Return the clock of one forward pass. Its phases are spans if tracing is configured.
 
     Args:
-        group: The place of its micro-batches in the request.
+        group: Index of its micro-batches in the request.
     """
     return _TracedClock(group) if tracing.configured() else Clock()
 
@@ -112,12 +113,12 @@ class _TracedClock(Clock):
 
 
 def admitted(seconds: float) -> None:
-    """A request has just been given its memory, for which it waited so long."""
+    """Record that a request was just admitted after waiting for ``seconds``."""
     _just_over("admit", seconds)
 
 
 def over(phase: str, seconds: float, group: int) -> None:
-    """A phase has just ended that nobody could put a block around."""
+    """Record a phase that has just ended and around which no block could be put."""
     _just_over(phase, seconds, group=group)
 
 
@@ -128,7 +129,7 @@ def _just_over(name: str, seconds: float, **attributes: int) -> None:
 
 
 def computed(timings: Timings, group: int) -> None:
-    """A worker's answer has just come, with what its phases took."""
+    """Record the phases of a worker's answer that has just arrived."""
     if not tracing.configured():
         return
     took = {name: round(1e9 * timings.phases[name]) for name in WORKER_PHASES if name in timings.phases}
@@ -140,7 +141,7 @@ def computed(timings: Timings, group: int) -> None:
 
 @contextlib.contextmanager
 def sending(metrics: ServerMetrics, group: int) -> Iterator[None]:
-    """A micro-batch leaves while the block runs; there may be a ``yield`` in it."""
+    """Record the time in which a micro-batch is sent; the block may contain a ``yield``."""
     began = time.perf_counter()
     try:
         yield
@@ -154,14 +155,14 @@ def sending(metrics: ServerMetrics, group: int) -> Iterator[None]:
 
 
 def traced(stores: Mapping[str, Store]) -> dict[str, Store]:
-    """The stores, each read a span, where there are traces; else as they are."""
+    """Return the stores with a span for each read if tracing is configured, else unchanged."""
     if not tracing.configured():
         return dict(stores)
     return {name: TracedStore(store) for name, store in stores.items()}
 
 
 class TracedStore(Store):
-    """A store whose reads are spans; what else is asked of it is not.
+    """A store whose reads are spans; other calls are not traced.
 
     Args:
         store: The store to read.
@@ -180,22 +181,22 @@ class TracedStore(Store):
     def get(
         self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
     ) -> bytes:
-        """`Store.get`, traced."""
+        """Call `Store.get` in a span."""
         with self._span(path):
             return super().get(path, etag=etag, on_answer=on_answer)
 
     async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
-        """`Store.get_async`, traced."""
+        """Call `Store.get_async` in a span."""
         with self._span(path):
             return await super().get_async(path, etag=etag)
 
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """`Store.get_range`, traced."""
+        """Call `Store.get_range` in a span."""
         with self._span(path, start, stop):
             return super().get_range(path, start, stop, etag=etag)
 
     async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """`Store.get_range_async`, traced."""
+        """Call `Store.get_range_async` in a span."""
         with self._span(path, start, stop):
             return await super().get_range_async(path, start, stop, etag=etag)
 
@@ -209,7 +210,7 @@ class TracedStore(Store):
         on_bytes: Callable[[int], None] = _ignore,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        """`Store.read_into`, traced."""
+        """Call `Store.read_into` in a span."""
         with self._span(path, start, start + BufferSequence(into).left):
             super().read_into(path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes)
 
@@ -224,7 +225,7 @@ class TracedStore(Store):
         piece_bytes: int = PIECE_BYTES,
         direct: Direct | None = None,
     ) -> None:
-        """`Store.read_into_async`, traced."""
+        """Call `Store.read_into_async` in a span."""
         with self._span(path, start, start + BufferSequence(into).left):
             await super().read_into_async(
                 path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes, direct=direct

@@ -1,9 +1,9 @@
-"""How busy everybody together keeps what a server computes with: the cores it may use, or its accelerators.
+"""Measure how busy all processes together keep the server's cores or accelerators.
 
-The load that slows a server down comes from others as well, who are in none of its own figures. LoADPart
-(ICDCS 2022, section IV) looks at the utilisation of the GPU for that. Of CPUs the kernel counts ticks, core
-by core (Linux, proc_stat(5)): some in which it idled or waited for a disk, and all the others, with those
-that a hypervisor gave to another machine.
+Other processes also slow a server down, and the server's own figures do not show them. For that LoADPart
+(ICDCS 2022, section IV) watches the utilisation of the GPU. For CPUs the kernel counts ticks per core (Linux,
+proc_stat(5)): ticks in which the core idled or waited for a disk, and all others, with those that a
+hypervisor gave to another machine.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ log = logging.getLogger(__name__)
 STAT = Path("/proc/stat")
 
 FIRST_S = 0.5
-"""After which it is told for the first time: before any worker can be asked for anything."""
+"""Seconds until the first measurement: it is there before any worker can be asked for anything."""
 
 FIELDS = 8
-"""Of a core's line: user, nice, system, idle, iowait, irq, softirq, steal. Guests' time, which follows, is in
-the first two as well; old kernels have the first four alone."""
+"""Fields of a core's line: user, nice, system, idle, iowait, irq, softirq, steal. The guests' time that
+follows is part of the first two; old kernels have only the first four."""
 
 IDLE = slice(3, 5)
-"""Those in which anybody could have had the core."""
+"""Fields of ticks in which any process could have had the core."""
 
 _CORE = re.compile(r"^cpu([0-9]+)((?: +[0-9]+){4,})", re.MULTILINE)
 
 
 class Ticks(NamedTuple):
-    """What a core has done, since it is there or between two looks."""
+    """Ticks of a core, since the start or between two measurements."""
 
     busy: int
     idle: int
 
 
 class Look(Protocol):
-    """Tells how busy something was since it was asked last.
+    """Measure a utilisation since the previous call.
 
     Attributes:
-        why: Why that cannot be told, where it cannot.
+        why: Reason why it cannot be measured, if so.
     """
 
     why: str
 
     def __call__(self) -> float | None:
-        """A share of the time; None where it cannot be told, as the first time. May take some ms."""
+        """Return a share of the time, or None if unknown, as on the first call. May take some ms."""
 
 
 def parse_stat(text: str) -> dict[int, Ticks]:
-    """The cores in a text of the form of ``/proc/stat``; those that are switched off are not in it."""
+    """Parse the cores in a text in the form of ``/proc/stat``, which omits cores that are switched off."""
     found = {}
     for match in _CORE.finditer(text):
         ticks = [int(field) for field in match[2].split()[:FIELDS]]
@@ -72,10 +72,10 @@ def parse_stat(text: str) -> dict[int, Ticks]:
 def busy_share(
     before: Mapping[int, Ticks], after: Mapping[int, Ticks], cores: Collection[int]
 ) -> float | None:
-    """Share of the time between two looks for which some cores were busy; None where no tick tells.
+    """Return the share of time in which some cores were busy between two measurements; None without a tick.
 
-    A core that came, went, or has counted backwards says nothing this time: one that is switched on may begin
-    at zero, and what was waited for disks is known to go back.
+    A core that appeared, disappeared or counted backwards is ignored this time. A core that is switched on
+    may begin at zero, and the time of waiting for disks is known to go back.
     """
     spans = [
         Ticks(busy=after[core].busy - before[core].busy, idle=after[core].idle - before[core].idle)
@@ -88,11 +88,12 @@ def busy_share(
 
 
 class Cores:
-    """Looks at the cores that this process may run on, and its workers with it.
+    """Measure the cores that this process and its workers may run on.
 
     Args:
-        stat: Where the kernel counts.
-        cores: Numbers of the cores; asked each time, for an operator or a control group may change them.
+        stat: File in which the kernel counts.
+        cores: Function that returns the cores' numbers. It is called each time, as an operator or a control
+            group may change them.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Cores:
         self.why = f"{stat} does not tell it of the cores that may be used here"
 
     def __call__(self) -> float | None:
-        """As of `Look`."""
+        """Return the share of time, as `Look` does."""
         try:
             now = parse_stat(self._stat.read_text(encoding="ascii", errors="replace"))
         except OSError:  # not Linux
@@ -113,10 +114,12 @@ class Cores:
 
 
 class Gpus:
-    """Asks NVML how busy NVIDIA's devices are: each in the last period that its driver samples, up to 1 s.
+    """Ask NVML for the utilisation of NVIDIA's devices.
+
+    Each figure covers the driver's last sampling period, up to 1 s.
 
     Args:
-        devices: As torch names them.
+        devices: Names as in torch.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
@@ -125,7 +128,7 @@ class Gpus:
         self.why = ""
 
     def __call__(self) -> float | None:
-        """As of `Look`."""
+        """Return the share of time, as `Look` does."""
         try:
             import pynvml
         except ImportError:
@@ -145,32 +148,32 @@ class Gpus:
 
 
 class Nowhere:
-    """Looks at what nobody knows to look at."""
+    """Stand in for devices whose utilisation cannot be measured."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self.why = f"nothing is known that tells it of {', '.join(devices)}"
 
     def __call__(self) -> float | None:
-        """As of `Look`."""
+        """Return None."""
         return None
 
 
 def look_at(devices: Sequence[str]) -> Look:
-    """What looks at a server's devices, which are of one kind."""
+    """Return the measurement for a server's devices, which are of one kind."""
     if all(map(on_cpu, devices)):
         return Cores()
     return Gpus(devices) if all(device.startswith("cuda") for device in devices) else Nowhere(devices)
 
 
 async def watch(look: Look, told: Callable[[float | None], None], *, every_s: float) -> None:
-    """Look again and again, until this is cancelled.
+    """Measure periodically until cancelled.
 
     Args:
-        told: What was seen, each time, in the event loop's thread.
-        every_s: Between two looks, but for the first ones.
+        told: Called with each measurement, in the event loop's thread.
+        every_s: Seconds between two measurements, except before the first one.
     """
     unsaid, wait_s = True, min(FIRST_S, every_s)
-    await _seen(look)  # from here on
+    await _seen(look)  # measurements count from here on
     while True:
         await asyncio.sleep(wait_s)
         wait_s = every_s
@@ -182,13 +185,13 @@ async def watch(look: Look, told: Callable[[float | None], None], *, every_s: fl
 
 
 async def _seen(look: Look) -> tuple[float | None, str]:
-    """What a look sees, and why it may see nothing."""
+    """Return a measurement, and the reason if it is None."""
     try:
         return await asyncio.to_thread(look), look.why
-    except Exception as error:  # drivers raise what they like, and what was seen last would hold for ever
+    except Exception as error:  # drivers may raise anything, and the last measurement would stay
         return None, said(repr(error))
 
 
 def _handle(pynvml: Any, device: str) -> Any:
-    """By its identity: NVML numbers all devices of a machine, torch those that it may use."""
+    """Find a device by its identity: NVML numbers all devices of a machine, torch only those it may use."""
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
