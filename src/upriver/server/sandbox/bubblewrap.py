@@ -1,10 +1,10 @@
-"""What a worker is shut in by: bubblewrap where it works, and whatever else there is.
+"""Confine workers with bubblewrap where it works, and with other means elsewhere.
 
-Decoding strangers' images and running strangers' programs is where somebody could break into a worker. Under
-bubblewrap they find an empty network, no other process, no file but the interpreter, its libraries and the
-system's, all of them read-only, and no rights to gain; neither stores nor configuration can even be named.
-Without it a worker leaves the network and gives up its rights by itself
-(`upriver.server.execution.worker_entry`), and can read what the server's user can.
+An attacker could break into a worker through a client's image or program. Under bubblewrap such an attacker
+finds an empty network, no other process, and no rights to gain. The only files are the interpreter, its
+libraries and the system's, all read-only; stores and configuration cannot even be named. Without bubblewrap a
+worker leaves the network and gives up its rights by itself (`upriver.server.execution.worker_entry`), but can
+read the files of the server's user.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from upriver.text import said
 Mode = Literal["auto", "bubblewrap", "none"]
 
 PROBE_TIMEOUT_S = 20.0
-"""Starting bubblewrap and an empty interpreter takes 0.05 s; on a cold disk some seconds."""
+"""Seconds for the probe. Starting bubblewrap and an empty interpreter takes 0.05 s, or some seconds from a
+cold disk."""
 
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
-"""Where an interpreter's and PyTorch's shared libraries lie."""
+"""Paths of the shared libraries of the interpreter and of PyTorch."""
 
 SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/sys/devices/system")
-"""How they find each other; and what PyTorch looks up to choose its kernels: the processor's caches and
-cores. Without it others would be chosen, and other low bits come out."""
+"""Paths with which libraries find each other, and with which PyTorch chooses its kernels: the processor's
+caches and cores. Without these PyTorch would choose other kernels, and low bits would differ."""
 
 ACCELERATOR = ("/sys", "/etc/ld.so.conf.d", "/run/opengl-driver")
-"""Where a driver looks up its devices, and where some systems keep its libraries."""
+"""Paths where a driver looks up its devices, and where some systems keep its libraries."""
 
 DEVICES = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
-"""Of accelerators, with wildcards."""
+"""Device files of accelerators, with wildcards."""
 
 _NEEDED = ("msgspec", "numpy", "PIL", "psutil", "pyarrow", "obstore", "torch", "upriver", "xxhash")
-"""Modules that a worker imports, wherever each was installed."""
+"""Modules that a worker imports, wherever each is installed."""
 
 _LOOK = """
 import importlib.util, sys
@@ -53,7 +54,7 @@ sys.exit(f"its Python finds no {', '.join(missing)} there" if missing else 0)
 """
 
 _NAMESPACES = (
-    ("--unshare-user", "--disable-userns"),  # nor can it make a namespace with all rights later on
+    ("--unshare-user", "--disable-userns"),  # nor can the worker make a namespace with all rights later
     ("--unshare-user",),  # before bubblewrap 0.8
     (),  # as root where there are no user namespaces
 )
@@ -61,12 +62,12 @@ _NAMESPACES = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sandbox:
-    """How workers are started.
+    """Command with which workers are confined.
 
     Attributes:
-        kind: What shuts them in.
-        command: What comes before a worker's own command line.
-        warning: What the operator should know; empty if nothing.
+        kind: The sandbox in use.
+        command: Arguments that precede a worker's own command line.
+        warning: Text for the operator; empty if there is none.
     """
 
     kind: Literal["bubblewrap", "none"] = "none"
@@ -76,16 +77,16 @@ class Sandbox:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Enclosure:
-    """Everything that each worker of a server is kept in.
+    """Everything that confines each worker of a server.
 
     Attributes:
         sandbox: See `Sandbox`.
-        device: Where workers compute.
-        memory_bytes: What may be admitted there at once; None where that is not known.
-        groups: Makes a control group for each; None where that is not possible, or memory is not known.
-        own_code: Whether workers run the user's own code: then they see what the front does, and are limited
-            only in memory.
-        hidden: Variables of the environment that these do not see.
+        device: Device on which workers compute.
+        memory_bytes: Most memory admitted on the device at once; None if unknown.
+        groups: Maker of a control group for each worker; None if impossible, or if memory is unknown.
+        own_code: Whether workers run the user's own code. Such workers see what the front sees, and only
+            their memory is limited.
+        hidden: Environment variables that such workers do not see.
     """
 
     sandbox: Sandbox = Sandbox()
@@ -97,18 +98,18 @@ class Enclosure:
 
     @property
     def boxed(self) -> bool:
-        """Whether workers run under bubblewrap."""
+        """Return whether workers run under bubblewrap."""
         return self.sandbox.kind == "bubblewrap"
 
     def make_group(self) -> Group | None:
-        """A control group for one worker, if there can be one."""
+        """Return a control group for one worker, or None if none is possible."""
         if self.groups is None or self.memory_bytes is None:
             return None
         return self.groups.make(allowed_bytes(self.memory_bytes))
 
 
 NOT_SHUT_IN = Enclosure()
-"""Namespaces and limits that need no knowledge of this machine, and nothing else."""
+"""Enclosure of namespaces and limits that need no knowledge of this machine, and nothing else."""
 
 
 def enclose(
@@ -119,17 +120,18 @@ def enclose(
     own_code: bool = False,
     hidden: tuple[str, ...] = (),
 ) -> Enclosure:
-    """Find out how workers can be shut in here; once, before any is started.
+    """Determine how workers can be confined here. Call it once, before any worker starts.
 
     Args:
-        mode: "bubblewrap" insists on it, "auto" takes it where it works; neither where workers run own code.
-        device: Where workers compute.
-        memory_bytes: What may be admitted there at once; None where that is not known.
+        mode: "bubblewrap" requires it, "auto" uses it where it works. Neither applies to workers that run own
+            code.
+        device: Device on which workers compute.
+        memory_bytes: Most memory admitted on the device at once; None if unknown.
         own_code: Whether workers run the user's own code.
-        hidden: Variables of the environment that these do not see.
+        hidden: Environment variables that such workers do not see.
 
     Raises:
-        ConfigError: If bubblewrap is insisted on and does not work.
+        ConfigError: If bubblewrap is required and does not work.
     """
     groups = Groups.find() if memory_bytes is not None and on_cpu(device) else None
     return Enclosure(
@@ -143,10 +145,10 @@ def enclose(
 
 
 def choose(mode: Mode, *, device: str) -> Sandbox:
-    """The sandbox that works here.
+    """Return the sandbox that works here.
 
     Raises:
-        ConfigError: If bubblewrap is insisted on and does not work.
+        ConfigError: If bubblewrap is required and does not work.
     """
     if mode == "none":
         return Sandbox()
@@ -169,17 +171,17 @@ def choose(mode: Mode, *, device: str) -> Sandbox:
 
 
 def bubblewrap(bwrap: str, namespaces: Sequence[str], *, device: str) -> tuple[str, ...]:
-    """The command line that a worker's own is appended to.
+    """Return the command line to which a worker's own is appended.
 
     Args:
-        bwrap: The program.
-        namespaces: How a user namespace is made.
-        device: Where workers compute.
+        bwrap: Path of the program.
+        namespaces: Options that make a user namespace.
+        device: Device on which workers compute.
     """
     options = [*namespaces]
     options += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     options += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    options += ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev"]  # first: what is shown may lie beneath
+    options += ["--tmpfs", "/tmp", "--proc", "/proc", "--dev", "/dev"]  # first: paths shown may lie beneath
     shown = outermost(_shown(device))
     for path in shown:
         options += ["--ro-bind-try", path, path]
@@ -192,7 +194,7 @@ def bubblewrap(bwrap: str, namespaces: Sequence[str], *, device: str) -> tuple[s
 
 
 def probe(command: Sequence[str]) -> str:
-    """Why this interpreter cannot be started so, or does not find what a worker needs; empty if it does."""
+    """Return why the interpreter fails under this command or lacks a worker's modules; empty if it works."""
     try:
         done = subprocess.run(
             [*command, sys.executable, "-P", "-c", _LOOK, *_NEEDED],
@@ -213,12 +215,12 @@ def probe(command: Sequence[str]) -> str:
 
 
 def import_path() -> str:
-    """``PYTHONPATH`` of a worker: it finds modules where this process does."""
+    """Return the ``PYTHONPATH`` with which a worker finds modules where this process does."""
     return os.pathsep.join(entry for entry in sys.path if entry)
 
 
 def outermost(paths: Iterable[str]) -> list[str]:
-    """The absolute paths among these that do not lie beneath another one, sorted."""
+    """Return the absolute paths that lie beneath no other of these paths, sorted."""
     found: list[str] = []
     for path in sorted({os.path.normpath(path) for path in paths if os.path.isabs(path)}):
         if not any(Path(path).is_relative_to(outer) for outer in found):
@@ -227,7 +229,7 @@ def outermost(paths: Iterable[str]) -> list[str]:
 
 
 def _shown(device: str) -> Iterator[str]:
-    """What a worker may read: each path as it is spelt, and where it really is."""
+    """Yield the paths that a worker may read, each as it is spelt and as it resolves."""
     private = [os.path.expanduser("~"), "/tmp", "/var/tmp"]
     paths = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *_import_paths()]
     paths += os.environ.get("LD_LIBRARY_PATH", "").split(":")
@@ -242,20 +244,20 @@ def _shown(device: str) -> Iterator[str]:
 
 
 def _import_paths() -> list[str]:
-    """Where modules are found, but for the folder of the script that was run and the one it was run in."""
+    """Return the import path without the script's folder and the working directory."""
     others = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0] if sys.argv else ""))}
     return [path for path in sys.path if os.path.abspath(path) not in others]
 
 
 def holds(path: str, folder: str) -> bool:
-    """Whether a path shows that folder, too: it is that folder, or one that it lies in."""
+    """Return whether a path exposes a folder: it is that folder or an ancestor."""
     return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))
 
 
 def _executable(shown: Sequence[str]) -> Iterator[str]:
-    """Options that show the interpreter where it lies apart; link by link, for so it finds its libraries."""
+    """Yield options that show an interpreter that lies apart. It finds its libraries link by link."""
     path = os.path.abspath(sys.executable)
-    for _ in range(40):  # as many as Linux follows
+    for _ in range(40):  # as many links as Linux follows
         covered = any(Path(path).is_relative_to(outer) for outer in shown)
         if os.path.islink(path):
             target = os.readlink(path)

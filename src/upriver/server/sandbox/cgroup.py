@@ -1,17 +1,17 @@
-"""A control group of its own for each worker, where this process may make any: a limit on every page.
+"""Limit each worker's memory with a control group of its own, where this process may make groups.
 
-Limits of a process count addresses, and not what it shares; a control group (Linux, "Control Group v2" and
-"Memory Resource Controller" of v1) counts what is really taken, and ends the worker that takes more while
-everyone else goes on. It also tells an end for want of memory from any other SIGKILL.
+Limits of a process count addresses rather than pages, and omit shared memory. A control group (Linux,
+"Control Group v2" and "Memory Resource Controller" of v1) counts pages in use. It ends the worker that
+exceeds its limit while all others continue. It also tells an out-of-memory kill from any other SIGKILL.
 
-Groups are made inside the one that the operator gave us, so whatever holds for that one holds for them:
+Groups are made inside the one that the operator gave this process, so its limits hold for them, too:
 
 - version 1: beneath the group of this process;
 - version 2, where a group with processes cannot divide its memory: beneath the group of this process if it is
-  the root of all; else beneath the one that was delegated to us (systemd's ``Delegate=memory``, or a
-  container's whole group), which this process leaves for one of its own if nobody else is in it.
+  the root of all; else beneath the one that was delegated to this process (systemd's ``Delegate=memory``, or
+  a container's whole group). The process leaves that group for one of its own if no other process is in it.
 
-Everywhere else there are none, and the limits of `upriver.server.sandbox.rlimits` have to do.
+Everywhere else there are no groups, and the limits of `upriver.server.sandbox.rlimits` apply alone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from upriver.profile.resources import GROUPS, MEMBERSHIP
 log = logging.getLogger(__name__)
 
 PREFIX = "upriver"
-"""What a group's name begins with: ``upriver-PID-START-NUMBER``, of the front that made it."""
+"""Start of a group's name: ``upriver-PID-START-NUMBER``, with the front's process id and start."""
 
 TRIES, PAUSE_S = 10, 0.01
-"""How often, and how far apart, a group is removed whose process has just been killed. Bubblewrap's end comes
-some milliseconds before its worker's; nobody else has to be waited for."""
+"""Number of attempts, and seconds between them, to remove a group whose process was just killed. Bubblewrap
+ends some milliseconds before its worker does; no other process has to be waited for."""
 
 _NAME = re.compile(rf"{PREFIX}-([0-9]+)-([0-9]+)-(?:[0-9]+|front)")
 _DELEGATED = ("user.delegate", "trusted.delegate")
@@ -45,7 +45,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Version:
-    """What the files of a group are called; limits are set in this order, and only the first has to work."""
+    """Names of a group's files. Limits are set in this order, and only the first must succeed."""
 
     limits: tuple[tuple[str, str], ...]
     events: str
@@ -62,10 +62,10 @@ _V2 = _Version(
 
 
 class Group:
-    """The control group of one worker.
+    """Control group of one worker.
 
     Attributes:
-        nbytes: Memory that it may take.
+        nbytes: Memory limit.
     """
 
     def __init__(self, path: Path, version: _Version, nbytes: int) -> None:
@@ -74,18 +74,20 @@ class Group:
         self.nbytes = nbytes
 
     def open(self) -> int:
-        """A descriptor, for the caller to close: a process that writes ``0`` to it enters the group.
+        """Return a descriptor through which a process enters the group when it writes ``0``.
 
-        It does so by itself, before it takes any memory and from inside whatever else it is shut in by;
-        whether it may was decided when this was opened.
+        The caller closes it.
+
+        The process enters by itself, before it allocates memory and from inside its sandbox. The right to
+        enter is checked when the descriptor is opened.
 
         Raises:
-            OSError: If the group is gone.
+            OSError: If the group no longer exists.
         """
         return os.open(self._path / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
     def oom_killed(self) -> bool:
-        """Whether the kernel ended a process of this group for want of memory."""
+        """Return whether the kernel killed a process of this group for lack of memory."""
         for line in _read(self._path / self._version.events).splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill":
@@ -93,7 +95,10 @@ class Group:
         return False
 
     def remove(self) -> bool:
-        """Take it away; whether it is gone. It is not as long as a process is in it, or on its way out."""
+        """Remove the group, and return whether it is gone.
+
+        It stays while a process is in it, or still ending.
+        """
         try:
             self._path.rmdir()
         except FileNotFoundError:
@@ -105,11 +110,11 @@ class Group:
 
 
 class Groups:
-    """Makes the workers' groups, and removes those whose worker, or whose front, is gone.
+    """Make the workers' groups, and remove those whose worker or front has ended.
 
     Args:
-        parent: The group they are made in.
-        version: Of its files.
+        parent: Group in which they are made.
+        version: Names of their files.
     """
 
     def __init__(self, parent: Path, version: _Version) -> None:
@@ -119,11 +124,11 @@ class Groups:
 
     @classmethod
     def find(cls, groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> Groups | None:
-        """Where groups can be made here; None where they cannot. What dead fronts left there is removed.
+        """Find where groups can be made, or return None. Groups of dead fronts there are removed.
 
         Args:
-            groups: Where control groups are mounted; those of version 1 in the folder ``memory``.
-            membership: The file that says which groups this process is in.
+            groups: Mount point of control groups; those of version 1 lie in its folder ``memory``.
+            membership: File that lists the groups of this process.
         """
         place = _place(groups, membership)
         if place is None:
@@ -135,7 +140,7 @@ class Groups:
         return found
 
     def make(self, nbytes: int) -> Group | None:
-        """A group for one worker with so much memory; None if it cannot be had."""
+        """Return a group for one worker with this memory limit, or None if it cannot be made."""
         self._left = [group for group in self._left if not group.remove()]
         pid = os.getpid()
         path = self._parent / f"{PREFIX}-{pid}-{_start_of(pid)}-{next(_numbers)}"
@@ -150,7 +155,7 @@ class Groups:
         return group
 
     def remove(self, group: Group) -> None:
-        """Take a worker's group away, now or as soon as its processes are gone."""
+        """Remove a worker's group, now or as soon as its processes have ended."""
         for _ in range(TRIES):
             if group.remove():
                 return
@@ -158,7 +163,7 @@ class Groups:
         self._left.append(group)
 
     def close(self) -> None:
-        """Take away what is left, if its processes are gone in a moment; a next front does the rest."""
+        """Remove the remaining groups whose processes end in a moment. The next front removes the rest."""
         for _ in range(TRIES):
             self._left = [group for group in self._left if not group.remove()]
             if not self._left:
@@ -166,7 +171,7 @@ class Groups:
             time.sleep(PAUSE_S)
 
     def sweep(self) -> None:
-        """Take away the groups of fronts that are dead; those with a process in them stay."""
+        """Remove the groups of dead fronts; groups that hold a process stay."""
         with suppress(OSError):
             for path in sorted(self._parent.iterdir()):
                 found = _NAME.fullmatch(path.name)
@@ -181,12 +186,12 @@ class Groups:
         (first, text), *others = self._version.limits
         (path / first).write_text(text.format(nbytes), encoding="ascii")
         for name, text in others:
-            with suppress(OSError):  # a kernel without swap, or without that file
+            with suppress(OSError):  # the kernel may lack swap, or that file
                 (path / name).write_text(text.format(nbytes), encoding="ascii")
 
 
 def _place(groups: Path, membership: Path) -> tuple[Path, _Version] | None:
-    """Where groups with a memory limit can be made, and which kind."""
+    """Return a folder in which groups with a memory limit can be made, and their version."""
     for line in _read(membership).splitlines():
         hierarchy, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -198,13 +203,13 @@ def _place(groups: Path, membership: Path) -> tuple[Path, _Version] | None:
 
 
 def _under(mount: Path, path: str) -> Path:
-    """A group's folder. In a container its path may be the host's: the mount is the group then."""
+    """Return a group's folder. In a container the path may be the host's: the mount is the group then."""
     group = Path(os.path.normpath(mount / path.lstrip("/")))
     return group if group.is_relative_to(mount) and group.is_dir() else mount
 
 
 def _place_v1(group: Path) -> tuple[Path, _Version] | None:
-    """Limits must hold for what lies beneath, or our groups would have more than we were given."""
+    """Require that limits hold for groups beneath, or the new groups would exceed this process's limit."""
     if _read(group / "memory.use_hierarchy").strip() != "1" or not os.access(group, os.W_OK):
         return None
     return group, _V1
@@ -222,7 +227,7 @@ def _place_v2(group: Path, mount: Path) -> tuple[Path, _Version] | None:
 
 
 def _divides(group: Path) -> bool:
-    """Whether memory can be limited one group further down."""
+    """Return whether the groups beneath can limit memory."""
     return "memory" in _read(group / "cgroup.subtree_control").split()
 
 
@@ -235,7 +240,10 @@ def _delegated(group: Path) -> bool:
 
 
 def _step_aside(group: Path) -> bool:
-    """Leave a group that is ours alone for one beneath it, so that it can divide its memory."""
+    """Move this process from a group that it has alone into one beneath.
+
+    The group can then divide its memory.
+    """
     if "memory" not in _read(group / "cgroup.controllers").split():
         return False
     pid = os.getpid()
@@ -256,9 +264,12 @@ def _step_aside(group: Path) -> bool:
 
 
 def _start_of(pid: int) -> int:
-    """When a process started, in ticks since the machine did; 0 if there is none. Numbers are used again."""
+    """Return when a process started, in ticks since boot, or 0 if it does not exist.
+
+    Process ids are reused.
+    """
     stat = _read(Path(f"/proc/{pid}/stat"))
-    fields = stat.rpartition(")")[2].split()  # what comes before is its name, which may hold anything
+    fields = stat.rpartition(")")[2].split()  # the name before may hold anything
     return int(fields[19]) if len(fields) > 19 else 0
 
 

@@ -1,4 +1,4 @@
-"""What a worker's process sees of the front's environment."""
+"""Select the environment variables that a worker's process sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upriver.server.sandbox.bubblewrap import Enclosure, import_path
 from upriver.server.sandbox.rlimits import ALLOCATOR
 
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
-"""Where a server may have been given its token."""
+"""Variable that may hold the server's token."""
 
 _KEPT_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -24,11 +24,11 @@ _KEPT_VARIABLES = (
     *KERNEL_VARIABLES,
     *ALLOCATOR,
 )
-"""All that a worker sees of the front's environment, where a store's credentials may stand."""
+"""Variables of the front that a worker sees. The others may hold a store's credentials."""
 
 
 def environment_of(enclosure: Enclosure, *, threads: int) -> dict[str, str]:
-    """What a worker that is kept so may see; see the two below."""
+    """Return the environment of a worker in this enclosure; see the two functions below."""
     if enclosure.own_code:
         return code_environment(os.environ, threads=threads, hidden=enclosure.hidden)
     return worker_environment(os.environ, threads=threads, boxed=enclosure.boxed)
@@ -37,13 +37,14 @@ def environment_of(enclosure: Enclosure, *, threads: int) -> dict[str, str]:
 def code_environment(
     environment: Mapping[str, str], *, threads: int, hidden: Sequence[str] = ()
 ) -> dict[str, str]:
-    """What a worker sees that runs the user's own code: all that the front does, but for its secrets.
+    """Return the environment of a worker that runs the user's own code: the front's without secrets.
 
-    It finds modules where the front does, and in the working directory before that, as ``python -m`` would.
+    The worker finds modules where the front does, and before that in the working directory, as with ``python
+    -m``.
 
     Args:
-        environment: The front's.
-        threads: Of each worker.
+        environment: The front's environment.
+        threads: Threads of each worker.
         hidden: Variables that hold credentials of stores.
     """
     secret = (TOKEN_VARIABLE, *hidden)
@@ -58,24 +59,24 @@ def code_environment(
 def worker_environment(
     environment: Mapping[str, str], *, threads: int, boxed: bool = False
 ) -> dict[str, str]:
-    """What a worker may see, how many threads its libraries start, and how they hold memory.
+    """Return the environment of a confined worker, with its libraries' threads and its allocator's settings.
 
     Args:
-        environment: The front's.
-        threads: Of each worker.
-        boxed: Whether it has a file system of its own, without anybody's home folder.
+        environment: The front's environment.
+        threads: Threads of each worker.
+        boxed: Whether the worker has a file system of its own, without a home folder.
     """
     kept = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}
     return {
         **ALLOCATOR,
-        **kept,  # among them the operator's own settings of the allocator
+        **kept,  # including the operator's own allocator settings
         **({"HOME": "/tmp", "TMPDIR": "/tmp", "LOGNAME": "upriver"} if boxed else {}),
         "PYTHONPATH": import_path(),
-        "PYTHONDONTWRITEBYTECODE": "1",  # it may write no files
+        "PYTHONDONTWRITEBYTECODE": "1",  # the worker may write no files
         **_threads(threads),
     }
 
 
 def _threads(threads: int) -> dict[str, str]:
-    """How many threads libraries start."""
+    """Return variables that set how many threads libraries start."""
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))

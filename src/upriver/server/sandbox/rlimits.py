@@ -1,8 +1,7 @@
-"""What processes may take of the machine: the front's descriptors; a worker's limits, and its allocator.
+"""Limit the resources of processes: the front's descriptors, a worker's limits and its allocator.
 
-Those of a worker are a last resort. Admission keeps what is run within the memory budget; what goes astray
-all the same (a decoder with a hole, an estimate that was too low) is to fail by itself, before the machine is
-short.
+A worker's limits are a last resort. Admission keeps work within the memory budget. Work that exceeds it all
+the same (a decoder with a hole, a low estimate) should fail alone, before the machine is short of memory.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ from types import MappingProxyType
 log = logging.getLogger(__name__)
 
 FRONT_FILES = 256
-"""Descriptors of the front that are no client's connections: its libraries, workers, programs and logs, and
+"""Descriptors of the front that are not client connections: its libraries, workers, programs, logs and the
 objects that it reads. Eight requests that compute read sixteen micro-batches, with eight GETs each."""
 
 FILES_SHARE = 0.5
-"""Of the descriptors that a process may have, what `FRONT_FILES` may take at most where there are few."""
+"""Share of a process's descriptors that `FRONT_FILES` may take at most if there are few."""
 
 OVERHEAD_BYTES = 2 << 30
-"""What a worker takes beside its work: PyTorch and its kernels' tables, a stack of 8 MiB for each thread of
-each library, arenas of the C library. Some hundred MiB with one thread, more with a hundred; addresses that
-nobody touches count too."""
+"""Bytes of a worker in addition to its work: PyTorch and its kernels' tables, a stack of 8 MiB for each
+thread of each library, arenas of the C library. They are some hundred MiB with one thread, more with a
+hundred; addresses that nothing touches count, too."""
 
 MARGIN = 1.25
-"""Over the memory budget. Peaks are over-estimated as it is; a quarter more is what gaps between allocations
-can cost. A limit that an admitted request could reach would do harm where there was none."""
+"""Factor over the memory budget. Peaks are over-estimated already; gaps between allocations can cost another
+quarter. A limit that an admitted request could reach would break requests that fit."""
 
 MAX_FILES = 1024
-"""Descriptors. A worker has one for each piece of memory it shares with the front, which holds as many, and
-as a rule may have no more than 1024 itself."""
+"""Descriptors of a worker. It has one for each piece of memory that it shares with the front. The front holds
+as many, and usually may have no more than 1024 itself."""
 
 ALLOCATOR: Mapping[str, str] = MappingProxyType(
     {
@@ -41,40 +40,41 @@ ALLOCATOR: Mapping[str, str] = MappingProxyType(
         "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
     }
 )
-"""Settings of glibc with which what a job took goes back to the system when it is done.
+"""Settings of glibc that return a job's memory to the system when the job is done.
 
-By default the size above which a piece of memory is mapped by itself, and unmapped when it is freed, climbs
-to 32 MiB with the first such piece that is freed; what is below it stays with the process, between pieces
-that are still in use, in each of up to eight arenas a core. Idle workers would then hold what others were
-admitted to. 4 MiB: tensors of a micro-batch are larger, objects of Python are smaller, and mapping costs
-0.3 ms a MiB of first touches, where computing such a tensor takes tens of ms. 64 MiB: what may stay free at
-the end of the heap, so that small pieces are not fetched anew for each job. Two arenas: one for the thread
-that works, one for those that PyTorch starts."""
+By default, glibc maps a large allocation separately, and unmaps it when it is freed. The threshold climbs to
+32 MiB with the first such allocation that is freed. Smaller ones stay with the process, between allocations
+still in use, in each of up to eight arenas a core. Idle workers would then hold memory that others were
+admitted to.
+
+4 MiB: tensors of a micro-batch are larger, Python's objects are smaller. Mapping costs 0.3 ms of first
+touches per MiB, where computing such a tensor takes tens of ms. 64 MiB: free memory at the end of the heap
+that may stay, so that small allocations are not fetched anew for each job. Two arenas: one for the thread
+that works, one for the threads that PyTorch starts."""
 
 
 def allowed_bytes(memory_bytes: int) -> int:
-    """Memory that a worker may take, where ``memory_bytes`` are to be admitted at most."""
+    """Return the most memory that a worker may use if at most ``memory_bytes`` are admitted."""
     return OVERHEAD_BYTES + int(MARGIN * memory_bytes)
 
 
 def limits(memory_bytes: int | None, *, device: str, own_code: bool = False) -> dict[str, int]:
-    """Limits of a worker's process by their names in `resource`.
+    """Return limits of a worker's process by their names in `resource`.
 
-    - ``RLIMIT_DATA``, where computing takes the machine's memory: private memory that can be written. Not
-      ``RLIMIT_AS``: libraries reserve addresses by the hundred GiB that they never use, and what is shared
-      with the front is counted there. Reaching it is an allocation's error, which a worker reports and
-      survives.
-    - ``RLIMIT_FSIZE``: no file may be written, not even one that nobody can see. Shared memory is mapped,
-      which is no writing. An accelerator's driver has files of its own to write.
+    - ``RLIMIT_DATA``, if work uses the machine's memory: private writable memory. Not ``RLIMIT_AS``: it also
+      counts memory shared with the front, and the hundreds of GiB of addresses that libraries reserve and
+      never use. An allocation beyond the limit raises an error, which a worker reports and survives.
+    - ``RLIMIT_FSIZE``: the worker may write no file, not even an invisible one. Shared memory is mapped,
+      which is not writing. With an accelerator there is no such limit, as its driver writes files.
     - ``RLIMIT_NOFILE``: see `MAX_FILES`.
 
-    The number of processes is not limited: the kernel counts all of a user's. The user's own code may write
-    files, and open as many as the user may.
+    The number of processes is not limited: the kernel counts all processes of a user. The user's own code may
+    write files, and open as many as the user may.
 
     Args:
-        memory_bytes: What may be admitted at most; None where that is not known.
-        device: Where it computes; what is admitted is that device's memory.
-        own_code: Whether it runs the user's own code.
+        memory_bytes: Most memory that may be admitted; None if unknown.
+        device: Device on which the worker computes; admitted memory is that device's.
+        own_code: Whether the worker runs the user's own code.
     """
     found = {} if own_code else {"RLIMIT_NOFILE": MAX_FILES}
     if on_cpu(device):
@@ -86,9 +86,9 @@ def limits(memory_bytes: int | None, *, device: str, own_code: bool = False) -> 
 
 
 def connections(wanted: int) -> int:
-    """Have descriptors for so many connections at once, or say in the log for how many there are some.
+    """Reserve descriptors for ``wanted`` connections, or log how many are possible.
 
-    The process's soft limit is raised as far as that takes and its hard limit allows.
+    The process's soft limit is raised as needed, up to its hard limit.
 
     Returns:
         Connections that may be held; at least 1.
@@ -115,5 +115,5 @@ def connections(wanted: int) -> int:
 
 
 def on_cpu(device: str) -> bool:
-    """Whether a device's memory is the machine's."""
+    """Return whether a device's memory is the machine's."""
     return device.partition(":")[0] == "cpu"
