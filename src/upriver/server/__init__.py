@@ -1,8 +1,7 @@
-"""The near-data server: front (HTTP, access, metrics) and compute workers.
+"""Serve near-data requests: a front (HTTP, authentication, metrics) and compute workers.
 
-The front reads the store and speaks to clients; workers compute, and have no network. What lies between them
-is anonymous shared memory. The server keeps nothing that a client could miss: any request can be asked again,
-elsewhere.
+The front reads the store and talks to clients. Workers compute and have no network. Front and workers share
+anonymous memory. The server keeps no state that a client could lose: any request can be repeated elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when first used: a compute worker is of this package and has no use for an HTTP server.
+    # Resolve names at first use: a compute worker imports this package and needs no HTTP server.
     if name in _PLACES:
         return getattr(importlib.import_module(f"upriver.server.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'upriver.server' has no attribute {name!r}")

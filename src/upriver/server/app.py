@@ -1,4 +1,4 @@
-"""The front: routes, errors, metrics; everything that waits does so without blocking anyone else."""
+"""Build the front: routes, errors and metrics. No handler blocks the event loop."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ PROBE_BYTES = 64 << 20
 """Most bytes of one probe: half a second at 1 Gbit/s."""
 
 LEAST_UPLOAD_RATE = 64 << 10
-"""Bytes a second below which an upload is too slow to hold memory for: 0.5 Mbit/s."""
+"""Bytes per second below which an upload is too slow to hold memory for: 0.5 Mbit/s."""
 
 DRAIN_RETRY_S = 5.0
-"""A server that is about to end is gone or has been replaced by then."""
+"""Seconds after which a draining server has stopped or has been replaced."""
 
 
 class Sent(StreamingResponse):
-    """A probe's bytes, each piece in a turn of whoever asked for them.
+    """Send a probe's bytes, each piece in a turn of its tenant.
 
     Args:
-        pieces: What to send.
-        looks: Deals out turns.
-        tenant: Whose they are.
-        more: For Starlette.
+        pieces: Bytes to send.
+        looks: Scheduler of light requests.
+        tenant: Tenant of the request.
+        more: Arguments for Starlette.
     """
 
     def __init__(
@@ -96,23 +96,23 @@ class Sent(StreamingResponse):
             yield piece
 
     async def stream_response(self, send: Send) -> None:
-        """Send them, in a task that Starlette makes, as looking."""
+        """Send the pieces as a light request; Starlette runs this in a task of its own."""
         await self._looks.look(self._tenant.name, super().stream_response(send))
 
 
 class Front:
-    """One server: its routes as methods, and what they share.
+    """One server: its routes as methods, and their shared state.
 
     Args:
-        config: The operator's decisions.
+        config: The server's configuration.
 
     Attributes:
-        draining: Whether it takes no further requests, for it is about to end.
-        looks: Deals out the front's time to requests that only look.
+        draining: Whether the server accepts no further requests because it will stop.
+        looks: Scheduler of light requests.
 
     Raises:
-        ConfigError: If a store's URI is not understood, or the device is not there.
-        StoreError: If a store is not there.
+        ConfigError: If a store's URI is invalid, or the device does not exist.
+        StoreError: If a store does not exist.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -158,7 +158,7 @@ class Front:
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        """Workers live as long as the application, and as long it is watched how busy their machine is."""
+        """Run the workers, and measure the machine's utilisation, as long as the application lives."""
         self.units.start()
         look, every_s = look_at(self._config.devices), self._config.load_watch_s
         watching = asyncio.create_task(watch(look, self._load.looked, every_s=every_s))
@@ -171,7 +171,7 @@ class Front:
             self.audit.close()
 
     def routes(self) -> list[Route]:
-        """All of them; HEAD comes with GET."""
+        """Return all routes; Starlette adds HEAD to GET."""
         return [
             Route("/livez", self.live),
             Route("/readyz", self.ready),
@@ -187,18 +187,18 @@ class Front:
         ]
 
     async def live(self, request: Request) -> Response:
-        """The front answers."""
+        """Answer that the front is alive."""
         return PlainTextResponse("live\n")
 
     async def ready(self, request: Request) -> Response:
-        """Work is done here, and will be for a while."""
+        """Answer whether the server works, and will for a while."""
         self._check_open()
         if not self.units.ready:
             raise Overloaded(self.units.why)
         return PlainTextResponse("ready\n")
 
     async def show_metrics(self, request: Request) -> Response:
-        """In Prometheus' text format."""
+        """Answer with the metrics in Prometheus' text format."""
         used, load = await self.units.used_bytes(), self.current_load()
         self.metrics.queue(load.waiting, load.waiting_bytes)
         self.metrics.memory(load.reserved_bytes, used, load.budget_bytes)
@@ -208,15 +208,15 @@ class Front:
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def ui(self, request: Request) -> Response:
-        """The same for people, with what each tenant, worker and program is at."""
+        """Answer with a page of the same figures, and the state of each tenant, worker and program."""
         return ui.response(await self.snapshot())
 
     async def openapi(self, request: Request) -> Response:
-        """What every route takes and answers."""
+        """Answer with the OpenAPI document."""
         return Response(openapi.encoded(), media_type="application/json")
 
     async def info(self, request: Request) -> Response:
-        """What this server is; the fingerprint is a worker's, for that is what computes."""
+        """Answer with the server's description. The fingerprint is a worker's, since workers compute."""
         hello, tenant = self.units.hello, tenant_of(request)
         admits = min(self._config.max_admitted * len(self._config.devices), self._config.max_requests)
         info = Info(
@@ -236,7 +236,7 @@ class Front:
         return Response(msgspec.json.encode(info), media_type="application/json")
 
     async def probe(self, request: Request) -> Response:
-        """GET gives so many bytes, POST takes them, to measure the link with."""
+        """Send (GET) or receive (POST) bytes that measure the link."""
         if request.method == "POST":
             return await self._take_probe(request)
         text = request.query_params.get("bytes", "0")
@@ -253,7 +253,7 @@ class Front:
         )
 
     async def _take_probe(self, request: Request) -> Response:
-        """Bytes are thrown away as they come; what counts is how long that takes."""
+        """Discard a probe's bytes as they arrive, and answer with the time that they took."""
         check_length(request, PROBE_BYTES, "probe")
         arriving, tenant = IncomingBody(self._body(request)), tenant_of(request)
         async with until(asyncio.get_running_loop().time() + self._config.deadline_s):
@@ -265,7 +265,7 @@ class Front:
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     async def program(self, request: Request) -> Response:
-        """HEAD asks for a program, PUT brings one."""
+        """Answer whether a program is stored (HEAD), or store one (PUT)."""
         digest, tenant = request.path_params["digest"], tenant_of(request)
         if not valid_digest(digest):
             raise ProtocolError(f"a program's digest is 64 lower-case hex digits, got {digest[:80]!r}")
@@ -286,8 +286,8 @@ class Front:
     async def _receive(
         self, body: AsyncIterator[bytes], tenant: Tenant, digest: str, body_nbytes: int
     ) -> None:
-        """Take a program in: memory is held for all that comes, and a worker loads it before it is stored."""
-        unit = self._first  # the others find it in the store
+        """Receive a program. Memory is held for all its bytes, and a worker loads it before it is stored."""
+        unit = self._first  # other devices find the program in the store
         with unit.programs.upload(tenant, digest, body_nbytes) as (hold, use):
             program = await unit.programs.receive(tenant, digest, body, hold, body_nbytes=body_nbytes)
             if program is None:
@@ -302,7 +302,7 @@ class Front:
 
     @contextmanager
     def _written_down(self, tenant: Tenant, digest: str) -> Iterator[Outcome]:
-        """An upload, in the audit log when it is over; what is given counts what has come of it."""
+        """Write an upload to the audit log when the block ends; yield the counter of its bytes."""
         began, outcome, came = time.perf_counter(), "ok", Outcome()
         try:
             yield came
@@ -323,7 +323,7 @@ class Front:
             )
 
     async def run(self, request: Request) -> Response:
-        """Stages [start, stop) of a chain on these inputs, one micro-batch after the other."""
+        """Run stages [start, stop) of a chain on the request's inputs, one micro-batch after the other."""
         tenant, stack = tenant_of(request), AsyncExitStack()
         entry = AuditEntry(self.audit, tenant.name, logs.request_id())
         try:
@@ -351,7 +351,7 @@ class Front:
         )
 
     async def profile(self, request: Request) -> Response:
-        """What model stages cost here."""
+        """Measure the cost of model stages on this server."""
         tenant, began, outcome = tenant_of(request), time.perf_counter(), "ok"
         programs: list[str] = []
         try:
@@ -378,16 +378,16 @@ class Front:
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     async def load(self, request: Request) -> Response:
-        """How busy the workers are."""
+        """Answer with the workers' load."""
         self._check_ready()
         tenant = tenant_of(request)
-        # The next one is dealt to whichever device has less to do.
+        # The next request goes to the device that has less to do.
         waits = [unit.turns.expected_wait_s(tenant.name, tenant.weight) for unit in self.units]
         found = msgspec.structs.replace(self.current_load(), expected_wait_s=min(waits))
         return Response(msgspec.json.encode(found), media_type="application/json")
 
     def current_load(self) -> Load:
-        """The same as data, whoever asks."""
+        """Return the load as data, without a tenant's expected wait."""
         units = list(self.units)
         return self._load.load(
             running=sum(unit.runner.running for unit in units),
@@ -400,28 +400,28 @@ class Front:
 
     @property
     def _first(self) -> Unit:
-        """Where programs come in."""
+        """Return the device that receives uploaded programs."""
         return next(iter(self.units))
 
     def _check_ready(self) -> None:
-        """Whether every device has had a worker.
+        """Check that every device has had a worker.
 
         Raises:
-            Overloaded: If one has not.
+            Overloaded: If a device has not.
         """
         _ = self.units.hello
 
     def _check_open(self) -> None:
-        """Whether further work is taken.
+        """Check that the server accepts further work.
 
         Raises:
-            Overloaded: If the server is about to end.
+            Overloaded: If the server is draining.
         """
         if self.draining:
             raise Overloaded("this server is about to end; ask another one", retry_after_s=DRAIN_RETRY_S)
 
     def _shed(self, tenant: Tenant, error: BaseException) -> None:
-        """Count a request that was turned away, by why."""
+        """Count a request that was turned away, by its reason."""
         full = isinstance(error.__cause__, Full)
         reasons: tuple[tuple[type[BaseException], str], ...] = (
             (QuotaExceeded, "quota"),
@@ -435,7 +435,7 @@ class Front:
             self.metrics.shed(tenant.name, reason)
 
     def _why_not(self) -> str:
-        """Why a request is told to come back, where not too many wait."""
+        """Return why a request must be retried later, if the queue is not full."""
         return "draining" if self.draining else "memory" if self.units.ready else "worker"
 
     def _sent(self, tenant: Tenant, entry: AuditEntry, nbytes: int) -> None:
@@ -443,17 +443,20 @@ class Front:
         self.metrics.bytes_out_by(tenant.name, nbytes)
 
     def _broke_off(self, tenant: Tenant, entry: AuditEntry, error: UpriverError) -> None:
-        """An answer ends with an error."""
+        """Note the error that ends an answer."""
         entry.failed(error.code)
         self._shed(tenant, error)
 
     def _ended(self, tenant: Tenant, entry: AuditEntry, how: str) -> None:
-        if how != "ok" and not entry.has_failed:  # an error is counted as such, whatever became of the client
+        if how != "ok" and not entry.has_failed:  # an error counts as one, even if the client disconnects
             self.metrics.shed(tenant.name, "deadline" if how == "deadline" else "disconnect")
         entry.close(how)
 
     async def _body(self, request: Request, came: Outcome | None = None) -> AsyncIterator[bytes]:
-        """What the client sends, as long as it sends: who stalls must not keep a place from others."""
+        """Yield the client's body.
+
+        A client that stalls gets an error, so that it keeps no place from others.
+        """
         chunks, tenant = request.stream(), tenant_of(request).name
         while True:
             try:
@@ -469,7 +472,7 @@ class Front:
             yield chunk
 
     async def snapshot(self) -> Snapshot:
-        """What the server does at this moment."""
+        """Return the server's present state."""
         used, load = await self.units.used_bytes(), self.current_load()
         return Snapshot(
             tenants=tenant_rows(
@@ -495,11 +498,11 @@ class Front:
 
 
 def create_app(config: ServerConfig) -> Starlette:
-    """The whole server as an ASGI application.
+    """Return the whole server as an ASGI application.
 
     Raises:
-        ConfigError: If a store's URI is not understood, or the device is not there.
-        StoreError: If a store is not there.
+        ConfigError: If a store's URI is invalid, or the device does not exist.
+        StoreError: If a store does not exist.
     """
     front = Front(config)
     app = Starlette(
@@ -517,6 +520,6 @@ def create_app(config: ServerConfig) -> Starlette:
         ],
         exception_handlers={HTTPException: http_errors(front.metrics)},
     )
-    app.router.redirect_slashes = False  # an address made of what a client wrote into Host is no answer
+    app.router.redirect_slashes = False  # a redirect would repeat the client's Host header
     app.state.front = front
     return app

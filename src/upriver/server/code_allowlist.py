@@ -1,9 +1,10 @@
-"""Code of this machine that clients may run: chosen by name, and by where it is defined.
+"""Decide which code of this machine clients may run, by name and by the place of its definition.
 
 The operator names packages, modules (``my_package.data``, with all modules beneath) and single callables
-(``my_package.data:birds``). A name is compared with these before anything is imported. What a name leads to
-is then looked up without running code, and must be a class or function that the source of an allowed module
-defines. Any other object (imported, an instance, a `functools.partial`) is allowed only by its full name.
+(``my_package.data:birds``). A requested name is compared with these before anything is imported. Then the
+name is looked up without running code. It must lead to a class or function that the source of an allowed
+module defines. Any other object (imported, an instance, a `functools.partial`) is allowed only by its full
+name.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ _PATH = rf"{_PART}(?:\.{_PART})*"
 _NAME = re.compile(rf"{_PATH}(?::{_PATH})?", re.ASCII)
 
 _CACHED = type(functools.lru_cache(lambda: None))
-"""What `functools.lru_cache` makes of a function; it lets nobody override how its attributes are read."""
+"""Type of functions cached by `functools.lru_cache`; nothing can override how its attributes are read."""
 
 
 def require_allow(allow: Sequence[str]) -> None:
-    """Check what an operator allows, once, at the border.
+    """Check the operator's allowlist once, at the border.
 
     Raises:
-        ConfigError: If it is no sequence of names.
+        ConfigError: If it is not a sequence of names.
     """
     if isinstance(allow, str):
         raise ConfigError(f"allow is a list of names, got the text {allow!r}")
@@ -49,13 +50,13 @@ def require_allow(allow: Sequence[str]) -> None:
 
 
 def check_here(allow: Sequence[str]) -> None:
-    """Check that this machine has the modules that an operator allows; nothing is imported to see that.
+    """Check that this machine has the modules of an allowlist, without importing them.
 
     Raises:
-        ConfigError: If it does not have one; names it. A module that its package makes while that is imported
-            is not found, either: the package is to be allowed.
+        ConfigError: If a module is missing; the message names it. A module that its package creates on import
+            is not found, either: allow the package instead.
     """
-    begins = [str(Path.cwd()), *sys.path]  # where the processes that run it look first
+    begins = [str(Path.cwd()), *sys.path]  # the processes that run the code search here first
     for name in allow:
         module = name.partition(":")[0]
         if missing := _missing(module, begins):
@@ -66,7 +67,7 @@ def check_here(allow: Sequence[str]) -> None:
 
 
 def _missing(module: str, begins: Sequence[str]) -> str:
-    """Return the first package or module on the way to a module that is not found; empty if all are."""
+    """Return the first package or module on a module's path that is not found; empty if all are."""
     parts = module.split(".")
     spec = PathFinder.find_spec(parts[0], begins) or find_spec(parts[0])
     for number in range(1, len(parts)):
@@ -77,22 +78,22 @@ def _missing(module: str, begins: Sequence[str]) -> str:
 
 
 def _beneath(module: str, places: Iterable[str]) -> ModuleSpec | None:
-    """Return where a module of a package is, whose places are these; the package is not imported."""
+    """Return the spec of a package's module found in these folders, without importing the package."""
     where = list(places)
-    # By its last name alone: with all of it namespace packages look for parents that are imported.
+    # Use the last name alone: with the full name, namespace packages look for imported parents.
     found = PathFinder.find_spec(module.rpartition(".")[2], where)
     for finder in sys.meta_path:
         if found is None and finder is not PathFinder:
-            with suppress(Exception):  # of import systems, which are anybody's
+            with suppress(Exception):  # other import systems may raise anything
                 found = finder.find_spec(module, where)
     return found
 
 
 def check_code(code: CodeRef, allow: Sequence[str]) -> None:
-    """Whether a dataset may be made, and collated as is asked for.
+    """Check that a request's dataset and collation are allowed.
 
     Raises:
-        Forbidden: If not; says what is allowed.
+        Forbidden: If one is not; the message says which names are allowed.
     """
     collate = None if code.collate is None else code.collate.name
     for name in (code.name, *([] if collate in (None, BY_DEFAULT) else [str(collate)])):
@@ -100,18 +101,18 @@ def check_code(code: CodeRef, allow: Sequence[str]) -> None:
 
 
 def look_up(module: ModuleType, name: str, allow: Sequence[str]) -> list[Any]:
-    """Return what each part of a name behind its colon leads to, the callable last.
+    """Return the object at each part of a name behind its colon, the callable last.
 
     Only a name that is allowed in full is looked up as Python does. For others no ``__getattr__``, descriptor
-    or metaclass is asked, and the list ends early where nothing else could tell.
+    or metaclass runs, and the list ends early if only those could tell.
 
     Args:
-        module: Imported by the part before the colon.
+        module: Module of the part before the colon.
         name: ``package.module:callable``.
-        allow: The operator's.
+        allow: The operator's allowlist.
 
     Raises:
-        AttributeError: If there is no such attribute.
+        AttributeError: If an attribute does not exist.
     """
     steps, owner = list[Any](), module
     for part in name.partition(":")[2].split("."):
@@ -126,16 +127,16 @@ def look_up(module: ModuleType, name: str, allow: Sequence[str]) -> list[Any]:
 
 
 def check_found(name: str, steps: Sequence[Any], allow: Sequence[str]) -> None:
-    """Check that a name that is allowed leads to what may be run.
+    """Check that an allowed name leads to code that may run.
 
     Args:
         name: ``package.module:callable``.
-        steps: By `look_up`.
-        allow: The operator's.
+        steps: Result of `look_up`.
+        allow: The operator's allowlist.
 
     Raises:
-        Forbidden: If it goes through a module that was imported there, or leads to anything but a class or
-            function that an allowed module defines.
+        Forbidden: If the name goes through a module that was imported there, or leads to anything but a class
+            or function that an allowed module defines.
     """
     module = next((step for step in steps if _is_a(step, ModuleType)), None)
     if module is not None:
@@ -144,7 +145,7 @@ def check_found(name: str, steps: Sequence[Any], allow: Sequence[str]) -> None:
     if name in allow:
         return
     foreign = [step for step in steps if not _is_own(step, allow)]
-    if len(steps) <= name.partition(":")[2].count("."):  # an object is on the way, or stands for the module
+    if len(steps) <= name.partition(":")[2].count("."):  # an object is on the way, or replaces the module
         foreign = [*foreign, *steps[-1:], None]
     if foreign:
         origin = _origin(foreign[0]) if steps else "is looked for in an object in place of its module"
@@ -180,7 +181,7 @@ def _covered(module: str, allow: Sequence[str]) -> bool:
 
 
 def _is_a(value: object, kind: type) -> bool:
-    """Return whether an object is of a kind; `isinstance` would ask the object for its ``__class__``."""
+    """Return whether an object is of a kind; `isinstance` would read the object's ``__class__``."""
     return issubclass(type(value), kind)
 
 
@@ -191,7 +192,7 @@ def _namespace(owner: Any) -> Mapping[str, Any]:
 
 
 def qualname(kind: type) -> str:
-    """Return the qualified name of a class, without asking its metaclass."""
+    """Return the qualified name of a class, without using its metaclass."""
     return str(type.__dict__["__qualname__"].__get__(kind))
 
 
@@ -221,8 +222,8 @@ def _attribute(owner: Any, part: str) -> Any:
 def _is_own(found: Any, allow: Sequence[str]) -> bool:
     """Return whether the source of an allowed module defines a class, a function or a class method.
 
-    What an object says of itself (``__module__``, ``__wrapped__``) only tells where to look: forged by
-    `functools.wraps` or by hand it does not lead back to the object.
+    An object's own claims (``__module__``, ``__wrapped__``) only tell where to look. A claim forged by
+    `functools.wraps` or by hand does not lead back to the object.
     """
     if type(found) is MethodType:
         owner = found.__self__
@@ -238,7 +239,7 @@ def _is_own(found: Any, allow: Sequence[str]) -> bool:
     home = _home(found)
     if home is not None and _covered(home, allow):
         return True
-    for inner in _wrapped(found):  # by the decorators of a function that is defined there
+    for inner in _wrapped(found):  # a function defined there may be decorated
         home = _home(inner)
         if home is not None and _covered(home, allow):
             path = inner.__code__.co_qualname
@@ -247,7 +248,7 @@ def _is_own(found: Any, allow: Sequence[str]) -> bool:
 
 
 def _home(function: Any) -> str | None:
-    """Return the module whose source holds a function's code and whose names that code sees; None if none."""
+    """Return the module that holds a function's source and globals, or None if they differ."""
     if type(function) is not FunctionType:
         return None
     name = dict.get(function.__globals__, "__name__")
@@ -258,7 +259,7 @@ def _home(function: Any) -> str | None:
 
 
 def _wrapped(found: Any) -> Iterator[Any]:
-    """Give the functions that a decorated one says to stand for, from the outermost to the innermost."""
+    """Yield the functions that a decorated function names as wrapped, from the outermost to the innermost."""
     seen = set[int]()
     while type(found) in (FunctionType, _CACHED) and id(found) not in seen:
         seen.add(id(found))
@@ -267,7 +268,7 @@ def _wrapped(found: Any) -> Iterator[Any]:
 
 
 def _at(home: str, path: str) -> Any:
-    """Return what a module of this process has by a name; None where there is nothing."""
+    """Return the object at a path in a loaded module, or None if it does not exist."""
     found: Any = sys.modules.get(home)
     for part in path.split("."):
         if not _is_a(found, type) and not _is_a(found, ModuleType):
@@ -280,7 +281,7 @@ def _at(home: str, path: str) -> Any:
 
 
 def _binds(home: str, path: str, kind: Literal["class", "function"]) -> bool:
-    """Return whether a ``class`` or ``def`` of a module's source binds a name, and no import does."""
+    """Return whether a ``class`` or ``def`` in a module's source binds a name, and no import does."""
     tables = [table] if (table := _symbols(home)) is not None else []
     parts = path.split(".")
     for part, body in zip(parts, ["class"] * (len(parts) - 1) + [kind], strict=True):
@@ -300,8 +301,8 @@ def _bodies(symbol: symtable.Symbol, kind: str) -> Iterator[symtable.SymbolTable
 
 
 def _symbols(home: str) -> symtable.SymbolTable | None:
-    """Return the names of a module's source; None where there is no source."""
-    with suppress(Exception):  # of import systems, which are anybody's
+    """Return the symbols of a module's source, or None without source."""
+    with suppress(Exception):  # other import systems may raise anything
         loader = _namespace(sys.modules[home])["__loader__"]
         source = loader.get_source(home)
         return None if source is None else symtable.symtable(source, home, "exec")
@@ -309,7 +310,7 @@ def _symbols(home: str) -> symtable.SymbolTable | None:
 
 
 def _origin(found: Any) -> str:
-    """Say where an object comes from, as far as it can be told without its help."""
+    """Return a phrase for an object's origin, read without running the object's code."""
     if _is_a(found, type):
         return f"is a class that says to come from {_said(_namespace(found).get('__module__'))}"
     if type(found) is MethodType:

@@ -1,4 +1,4 @@
-"""What the operator decides about a server."""
+"""Hold and check a server's configuration."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ _SECONDS = (
     "load_watch_s",
 )
 _RESERVED = (BASE, INDEXES)
-"""Names that own memory which is no tenant's: of idle workers, and of indexes."""
+"""Owners of memory that is no tenant's: idle workers and indexes."""
 
 PER_CORE = 4
-"""Most compute processes for a core, and most threads of each: two keep it busy while one waits, and what is
-more only takes memory."""
+"""Most compute processes per core, and most threads of each. Two keep a core busy while one waits; more only
+take memory."""
 
 ANYWAY = 64
-"""So many are taken on any machine: trainers may have more cores, and equal bits need as many threads. Their
-stacks are a quarter of what a worker may take beside its work (`upriver.server.sandbox.rlimits`)."""
+"""Processes and threads that any machine allows: trainers may have more cores, and equal bits need as many
+threads. Their stacks are a quarter of a worker's `OVERHEAD_BYTES` (`upriver.server.sandbox.rlimits`)."""
 
 _CHOICES = {
     "admission": Admission,
@@ -71,11 +71,11 @@ _CHOICES = {
 
 @runtime_checkable
 class StoreLocation(Protocol):
-    """Where a store is and how it is reached."""
+    """Address of a store, and how to reach it."""
 
     @property
     def uri(self) -> str:
-        """``file://``, ``memory://`` or ``s3://``."""
+        """URI: ``file://``, ``memory://`` or ``s3://``."""
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -84,75 +84,74 @@ class StoreLocation(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """Everything a server is told; clients decide none of it.
+    """All settings of a server; clients decide none of them.
 
     Attributes:
-        stores: Name to URI, or to something with a ``uri`` and ``options``; there may be none with ``allow``.
-        host: Address to bind; anything but loopback needs a ``token``, ``tenants`` or a ``tls_client_ca``.
-        port: 0 takes a free one.
-        token: What clients must send as a bearer token, where they are not told apart.
-        tenants: Who may come in otherwise.
+        stores: URI by name, or an object with a ``uri`` and ``options``. May be empty if ``allow`` is given.
+        host: Address to bind; any but loopback needs a ``token``, ``tenants`` or a ``tls_client_ca``.
+        port: Port to bind; 0 takes a free one.
+        token: Bearer token that all clients send, on a server without tenants.
+        tenants: Tenants that may use the server.
         tls_certificate: PEM file with the server's certificate, and those between it and its authority.
-        tls_key: PEM file with its private key, where that is not in the same file.
+        tls_key: PEM file with the private key, if it is not in the same file.
         tls_client_ca: PEM file with authorities; a client must show a certificate of one of them.
         audit_log: File to which a line is appended for each request.
-        workers: Compute processes; in all at most `PER_CORE` for a core, or `ANYWAY` where that is more.
-        threads: Threads of each, at most as many; the cores divided among the workers if None.
-        device: Where they compute; several of one kind, ``cuda:0,cuda:1``, have ``workers`` each, and memory,
-            line and limits each of their own.
-        prefix: Where in a store upriver keeps programs and datasets.
-        memory_budget_bytes: What requests, programs and idle workers may take together; worked out if None.
-        memory_reserve: Share of what is available that a budget which is worked out leaves alone. A tenth:
-            the C library and torch hold on to some of what they have freed.
-        admission: How a request's micro-batch is found: as the client asks, or as memory allows (numeric
-            jobs only; for others the client's is part of the result).
-        collect_s: For adaptive admission, how long a round waits for further requests. 10 ms: a fortieth of
-            what the quickest network measured takes for 16 samples on one core.
-        min_batch: For adaptive admission, the smallest batch; 25 as in HAPI (2022), section 4.5.
-        max_admitted: Requests that may compute at once, beside the only one of a tenant. 8: each holds memory
-            as long as it is admitted, and a worker has enough to do with two.
-        max_waiting: Requests that may wait to be admitted. 64: eight for each that is.
-        max_waiting_bytes: What waiting requests may ask for together. 8 GiB: forty micro-batches of the
-            largest cut of the networks tried.
-        deadline_s: Most that a request may take, waiting included; a client may ask for less. 600 s: fifty
+        workers: Compute processes; in all at most `PER_CORE` per core, or `ANYWAY` if that is more.
+        threads: Threads of each worker, with the same limit. None divides the cores among the workers.
+        device: Device on which workers compute. Several of one kind, ``cuda:0,cuda:1``, have ``workers``
+            each, and memory, queue and limits of their own.
+        prefix: Folder of a store in which upriver keeps programs and datasets.
+        memory_budget_bytes: Most memory of requests, programs and idle workers together; None derives it.
+        memory_reserve: Share of available memory that a derived budget leaves free. A tenth: the C library
+            and torch keep some of the memory that they have freed.
+        admission: How a request's micro-batch is chosen: "static" as the client asks, "adaptive" as memory
+            allows. Adaptive is for numeric jobs only: for others the client's choice is part of the result.
+        collect_s: Seconds for which a round of adaptive admission waits for further requests. 10 ms: a
+            fortieth of the time of the quickest network measured, for 16 samples on one core.
+        min_batch: Smallest batch of adaptive admission; 25 as in HAPI (2022), section 4.5.
+        max_admitted: Requests that may compute at once, besides a tenant's only one. 8: each holds memory
+            while it is admitted, and two keep a worker busy.
+        max_waiting: Requests that may wait for admission. 64: eight for each admitted one.
+        max_waiting_bytes: Memory that waiting requests may ask for together. 8 GiB: forty micro-batches of
+            the largest cut of the networks tried.
+        deadline_s: Most seconds of a request, including waits; a client may ask for less. 600 s: fifty
             micro-batches of the slowest network measured, on one core.
         program_budget_bytes: Programs kept loaded between requests. 4 GiB: six networks of the size of vgg19.
-        stored_bytes: Programs and weights that each tenant may have in a store, unless a number of its own is
-            given. 64 GiB: sixteen of the largest programs that are taken.
-        max_requests: Run requests in any state; more are told to come back. 128: those that may wait and
-            those that may compute, with room for some that are still being sent.
+        stored_bytes: Programs and weights that each tenant may have in a store, unless the tenant has a limit
+            of its own. 64 GiB: sixteen of the largest programs accepted.
+        max_requests: Run requests in any state; further ones must be retried later. 128: those that may wait
+            or compute, with room for some that are still being sent.
         max_datasets: Indexes kept between requests.
-        job_timeout_s: A worker that takes longer for one micro-batch is ended; the slowest network measured
-            takes 11 s for 16 samples on one core.
-        stall_timeout_s: A client that takes nothing for so long is dropped, and so is the request of one that
-            stops in the middle of its body.
-        head_timeout_s: A connection that has sent no whole request head by then is closed, and so is one that
-            has not agreed on keys by then. 20 s: a head is one packet, and one that is lost three times in a
-            row comes after 7 s.
-        idle_timeout_s: A connection without a request is closed after so long. 75 s: longer than any pause
-            between two micro-batches of training.
-        max_connections: One more, and whoever has gone longest without a request is disconnected. 512: half
-            of the descriptors that a process may usually have, enough for dozens of training jobs.
-        grace_s: What is running may finish for so long after a request to stop. 25 s: with what ending takes
-            a server is gone within the 30 s that Kubernetes waits.
-        load_window_s: Micro-batches of so many seconds count in the load factor that clients are told.
-            5 s as in LoADPart: with 60 s clients would learn half a minute late of a load that has come.
-        load_watch_s: How often the server looks how busy everybody keeps its cores, or its accelerators. 5 s:
-            half of what LoADPart takes, so that a device that has gone local is back the sooner; a look takes
-            0.05 ms of a CPU with two cores to look at, 1.5 ms with 256.
-        load_free_below: Utilisation below which load factors from before are forgotten; 0.9 as in LoADPart.
-        cold_start: Whether a program's stages run as soon as their own weights are there (``stream``), or
-            when all are, and are known to be those that its graph names (``whole``).
-        cold_bytes_per_s: At most so much of the link is taken for one program's weights that come so; all
-            that it gives if None.
-        sandbox: How workers are shut in: by bubblewrap, by it where it works, or by namespaces alone.
-        log_format: Lines for people, or JSON for machines.
-        trace_endpoint: Where traces are sent (OpenTelemetry over HTTP); none are made if None.
-        allow: Code of this machine that clients may have run: packages, modules, ``package.module:callable``.
-            Compute processes are not shut in then: they see what the server's user does.
-        code_bytes: What a micro-batch of such code takes until something is known of it. 64 MiB: a hundred
-            images of 224 by 224, as floats.
-        hidden_variables: Of the environment, which such code does not see: credentials of stores.
+        job_timeout_s: Seconds after which a worker that computes one micro-batch is ended. The slowest
+            network measured takes 11 s for 16 samples on one core.
+        stall_timeout_s: Seconds after which a client that reads nothing is dropped, and a request whose body
+            stops arriving.
+        head_timeout_s: Seconds in which a connection must finish its TLS handshake and send a whole request
+            head. 20 s: a head is one packet, which arrives after 7 s if it is lost three times in a row.
+        idle_timeout_s: Seconds after which a connection without a request is closed. 75 s: longer than any
+            pause between two micro-batches of training.
+        max_connections: Connections at once; a further one ends the connection that is longest without a
+            request. 512: half of a process's usual descriptors, enough for dozens of training jobs.
+        grace_s: Seconds that running requests get after a request to stop. 25 s: with its shutdown a server
+            ends within the 30 s that Kubernetes waits.
+        load_window_s: Seconds of micro-batches that count in the load factor sent to clients. 5 s as in
+            LoADPart: with 60 s clients would learn of a new load half a minute late.
+        load_watch_s: Seconds between measurements of the utilisation of cores or accelerators by all
+            processes. 5 s: half of LoADPart's, so that a device that computes locally returns sooner. A
+            measurement takes 0.05 ms of a CPU for two cores, 1.5 ms for 256.
+        load_free_below: Utilisation below which earlier load factors are forgotten; 0.9 as in LoADPart.
+        cold_start: "stream" runs a program's stages as soon as their own weights are there; "whole" waits
+            until all are there and match their graph's names.
+        cold_bytes_per_s: Most bandwidth of one program's streamed weights; None uses all of the link.
+        sandbox: How workers are confined: "bubblewrap" requires it, "auto" uses it where it works, "none"
+            uses namespaces alone.
+        log_format: "text" for people, "json" for machines.
+        trace_endpoint: URL to which traces are sent (OpenTelemetry over HTTP); None makes no traces.
+        allow: Code of this machine that clients may run: packages, modules, ``package.module:callable``.
+            Compute processes are not confined then: they see what the server's user sees.
+        code_bytes: Estimated memory of a micro-batch of such code until one has been measured. 64 MiB: a
+            hundred images of 224 by 224, as floats.
+        hidden_variables: Environment variables that such code does not see: credentials of stores.
         caps: Limits of frames, requests, programs and stored images.
     """
 
@@ -231,24 +230,24 @@ class ServerConfig:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Each device, over which requests are dealt."""
+        """Return each device over which requests are dealt."""
         return tuple(part.strip() for part in self.device.split(","))
 
     @property
     def threads_per_worker(self) -> int:
-        """Threads each worker computes with."""
+        """Return the number of threads with which each worker computes."""
         if self.threads is not None:
             return self.threads
         return max(1, len(os.sched_getaffinity(0)) // (self.workers * len(self.devices)))
 
     @property
     def pixels(self) -> int:
-        """Most pixels of a stored image."""
+        """Return the most pixels of a stored image."""
         return self.caps.pixels
 
     @property
     def stream_limits(self) -> StreamLimits | None:
-        """What weights may take of a link that come while their program runs; None where none does."""
+        """Return the limits of weights that stream while their program runs; None without streaming."""
         if self.cold_start == "whole":
             return None
         if self.cold_bytes_per_s is None:
@@ -256,17 +255,19 @@ class ServerConfig:
         return StreamLimits(bandwidth_bytes_per_s=self.cold_bytes_per_s)
 
     def open_stores(self) -> dict[str, Store]:
-        """Every store, opened; the one programs are put into comes first: ``default``, else the first.
+        """Open every store.
+
+        Programs are stored in the first of the result: ``default``, or else the first configured.
 
         Raises:
-            ConfigError: If a URI is not understood.
-            StoreError: If a store is not there.
+            ConfigError: If a URI is invalid.
+            StoreError: If a store does not exist.
         """
         names = sorted(self.stores, key=lambda name: name != "default")
         return {name: _open(name, self.stores[name]) for name in names}
 
     def everyone(self) -> Tenants:
-        """Whoever may come in by a token or a certificate; the single token is `ANYONE`'s."""
+        """Return all tenants with a token or a certificate; a single token is `ANYONE`'s."""
         if self.token is None:
             return Tenants(self.tenants)
         return Tenants([replace(ANYONE, token_hashes=(hash_token(self.token),))])
@@ -305,7 +306,7 @@ class ServerConfig:
             raise ConfigError(f"device names one twice: {self.device!r}")
 
     def _check_processes(self) -> None:
-        """A number with a zero too many is to end in a message, and not in a machine without processes."""
+        """Refuse numbers with a digit too many, which could exhaust the machine's processes."""
         cores = len(os.sched_getaffinity(0))
         most = max(ANYWAY, PER_CORE * cores)
         rule = f"{ANYWAY}, or {PER_CORE} for each core where that is more; there are {cores} here"
@@ -355,7 +356,7 @@ class ServerConfig:
                     )
 
     def _alone(self, tenant: Tenant) -> bool:
-        """Whether no other tenant may read anything."""
+        """Return whether no other tenant may read anything."""
         return not any(other.stores is None or other.stores for other in self.tenants if other is not tenant)
 
     def _check_host(self) -> None:
@@ -383,7 +384,7 @@ def _is_http(url: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
+    """Return whether only this machine can reach ``host``."""
     if host == "localhost":
         return True
     try:

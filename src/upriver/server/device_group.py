@@ -1,4 +1,4 @@
-"""One device with all that computes on it: memory, workers, their programs, and who waits for them."""
+"""Group a device with its memory, workers, programs and queue of requests."""
 
 from __future__ import annotations
 
@@ -38,28 +38,31 @@ from upriver.text import bytes_text
 log = logging.getLogger(__name__)
 
 LEAST_BYTES = 64 << 20
-"""With less beside idle workers hardly any request fits."""
+"""Bytes besides idle workers below which hardly any request fits."""
 
 LOOK_S = 1.0
-"""Memory is looked at so often at most: it takes some ms a worker, which stands still for a part of them."""
+"""Least seconds between measurements of memory. One takes some ms per worker, and stops the worker for a part
+of them."""
 
 
 class Unit:
-    """One of a server's devices. Requests are dealt evenly over all of them, and each then admits its own.
+    """One device of a server.
 
-    So it is in HAPI (2022), section 4.5: the problem is solved for each accelerator alone.
+    Requests are dealt evenly over all devices, and each device then admits its own.
+
+    HAPI (2022), section 4.5, solves the problem for each accelerator alone in the same way.
 
     Args:
-        device: Where its workers compute.
-        load: Of all workers of the server.
-        datasets: Indexes, which all share.
+        device: Device on which its workers compute.
+        load: Load meter of all workers of the server.
+        datasets: Indexes, which all devices share.
 
     Attributes:
-        device: Where its workers compute.
-        base: What idle workers take; None until that is known.
+        device: Device on which its workers compute.
+        base: Hold on the memory of idle workers; None until that is known.
 
     Raises:
-        ConfigError: If there is no memory for requests.
+        ConfigError: If no memory is left for requests.
     """
 
     def __init__(
@@ -144,29 +147,29 @@ class Unit:
 
     @property
     def hello(self) -> Hello:
-        """What its workers said of themselves.
+        """Return the description that its workers sent.
 
         Raises:
-            Overloaded: If none is ready yet.
+            Overloaded: If no worker is ready yet.
         """
         if self.pool.hello is None or self.base is None:
             raise Overloaded(self.pool.why)
         return self.pool.hello
 
     def hold_index(self, nbytes: int) -> Hold:
-        """Memory for a dataset's index, for which programs that nobody uses make room.
+        """Hold memory for a dataset's index; unused programs are evicted to make room.
 
         Raises:
-            Overloaded: If there is none.
+            Overloaded: If memory has no room.
         """
         self.shelf.make_room(nbytes)
         return self.budget.hold(nbytes, owner=INDEXES)
 
     async def hold_base(self) -> None:
-        """What workers take before they do anything is no request's; before it is held none is taken."""
+        """Hold the memory of idle workers, which is no request's. The device is not ready before."""
         try:
             await self.pool.first()
-        except ConfigError:  # whoever started this server is told
+        except ConfigError:  # the caller that started this server gets the error
             return
         resident = 0 if self.pool.hello is None else self.pool.hello.resident_bytes
         each = resident + KEPT_BYTES + GRAPH_FACTOR * WEIGHED_BYTES
@@ -186,15 +189,15 @@ class Unit:
 
 
 class Units:
-    """All devices of a server, over which requests are dealt.
+    """Deal requests over all devices of a server.
 
     Args:
-        units: One or more.
+        units: One or more devices.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = tuple(units)
-        self._first = 0  # to be asked where all are alike
+        self._first = 0  # index to try first among equals
         self._holding: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[int] | None = None
         self._looked_at = 0.0
@@ -204,26 +207,26 @@ class Units:
 
     @property
     def ready(self) -> bool:
-        """Whether each has a worker to work."""
+        """Return whether each device has a ready worker."""
         return all(unit.pool.ready and unit.base is not None for unit in self._units)
 
     @property
     def why(self) -> str:
-        """Why there may be none."""
+        """Return why a device has no ready worker."""
         return next((unit.pool.why for unit in self._units if not unit.pool.ready), self._units[0].pool.why)
 
     @property
     def hello(self) -> Hello:
-        """What workers say of themselves, which is the same everywhere.
+        """Return the workers' description, which is the same on every device.
 
         Raises:
-            Overloaded: If a device has none that is ready.
+            Overloaded: If a device has no ready worker.
         """
         first, *_ = [unit.hello for unit in self._units]
         return first
 
     def start(self) -> None:
-        """Start all workers, and do not wait for them."""
+        """Start all workers without waiting for them."""
         for unit in self._units:
             unit.pool.start()
         self._holding = asyncio.create_task(self._hold_bases())
@@ -232,7 +235,7 @@ class Units:
         """Wait until each device has a worker.
 
         Raises:
-            ConfigError: If none can start on one of them, or two of them do not compute the same bits.
+            ConfigError: If no worker can start on one device, or two devices do not compute the same bits.
         """
         for unit in self._units:
             await unit.pool.first()
@@ -253,9 +256,10 @@ class Units:
         await asyncio.gather(*(unit.pool.close() for unit in self._units))
 
     def deal(self, tenant: Tenant) -> Unit:
-        """Whose a tenant's next request is: where it has the fewest, then where the fewest are at all.
+        """Return the device for a tenant's next request.
 
-        Where all are alike, each in turn.
+        It is the device with the fewest of the tenant's requests, then with the fewest of all. Equal devices
+        take turns.
         """
         count = len(self._units)
         order = [(self._first + step) % count for step in range(count)]
@@ -265,27 +269,29 @@ class Units:
         return self._units[chosen]
 
     def hold_index(self, nbytes: int) -> Hold:
-        """Memory for a dataset's index: the first device's if that is the machine's, else the host's.
+        """Hold memory for a dataset's index.
+
+        It is the first device's if that is the machine's memory, else the host's.
 
         Raises:
-            Overloaded: If there is none.
+            Overloaded: If memory has no room.
         """
         first = self._units[0]
         return first.hold_index(nbytes) if on_cpu(first.device) else self._host.hold(nbytes, owner=INDEXES)
 
     @property
     def most_index_bytes(self) -> int:
-        """Memory that opening one index may take: half of what can be had at best."""
+        """Return the memory that opening one index may take: half of the most that can be available."""
         first = self._units[0]
         return (first.budget if on_cpu(first.device) else self._host).most_bytes // 2
 
     @cached_property
     def _host(self) -> Budget:
-        """A quarter of the machine's free memory, for indexes where devices have memory of their own."""
+        """Budget for indexes if devices have their own memory: a quarter of the machine's free memory."""
         return Budget(memory_budget("cpu", reserve=0.75, given=None))
 
     async def used_bytes(self) -> int:
-        """Return bytes that all workers take, as of a second ago at most, however many ask."""
+        """Return the bytes that all workers use, measured at most once a second."""
         now = time.monotonic()
         if self._looking is None or (self._looking.done() and now >= self._looked_at + LOOK_S):
             pools = [unit.pool for unit in self._units]
@@ -298,7 +304,7 @@ class Units:
 
 
 def _memory(config: ServerConfig, device: str) -> int:
-    """Bytes that requests may take on a device; of the machine's each device that is none has its part.
+    """Return the bytes that requests may use on a device. Devices that share the machine's memory divide it.
 
     Raises:
         ConfigError: If nothing is left.
@@ -312,7 +318,10 @@ def _memory(config: ServerConfig, device: str) -> int:
 
 
 def _warn_of_too_much(budget: int, device: str, *, count: int) -> None:
-    """An operator may know more than a machine says of itself, so this is no error."""
+    """Warn of a budget above the device's memory.
+
+    It is no error, as the operator may know more than the machine reports.
+    """
     most = total_bytes(check_device(device))
     if budget * count > most:
         where = "this machine, or the control group of this process," if on_cpu(device) else device

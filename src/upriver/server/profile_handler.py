@@ -1,4 +1,4 @@
-"""``POST /v1/profile``: what model stages cost here, measured in the workers between other requests' jobs."""
+"""Handle ``POST /v1/profile``: measure model stages in the workers, between other requests' jobs."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from upriver.server.ipc.messages import Hello, StageMeasurements
 from upriver.server.tenants import Tenant
 
 BODY_BYTES = 16 << 10
-"""Longest request: a few digests and numbers."""
+"""Most bytes of a request, which holds a few digests and numbers."""
 
 BUDGET_S = 30.0
-"""After that long no further run begins once each program has one that counts."""
+"""Seconds after which no further run begins, once each program has a run that counts."""
 
 RETRY_S = 5.0
-"""When to ask again while another profile is being measured."""
+"""Seconds after which a client asks again while another profile is being measured."""
 
 Runs: TypeAlias = list[list[StageMeasurements]]
-"""Of each program, its runs."""
+"""Runs of each program."""
 
 
 class Profiler:
-    """Measures one profile at a time.
+    """Measure one profile at a time.
 
-    Each run of each program is a job of its own, so other requests wait for one run at most, and what is said
-    of a job's time holds for each.
+    Each run of each program is a job of its own. So other requests wait for one run at most, and
+    `job_timeout_s` applies to each.
 
     Args:
-        unit: Where; a server's devices are of one kind.
+        unit: Device to measure; a server's devices are of one kind.
     """
 
     def __init__(self, config: ServerConfig, unit: Unit) -> None:
@@ -56,21 +56,21 @@ class Profiler:
         on_request: Callable[[ProfileRequest], None] = lambda request: None,
         wanted: AbstractAsyncContextManager[None] | None = None,
     ) -> StageCosts:
-        """Read a request, wait until there is memory for it, and answer it.
+        """Read a request, wait until memory has room for it, and measure.
 
         Args:
-            on_request: Told what is asked for.
-            wanted: Cancels its block when nobody wants the answer any more.
+            on_request: Called with the decoded request.
+            wanted: Context that cancels its block when the client disconnects.
 
         Raises:
             Busy: If another profile is being measured.
-            Overloaded: If enough is running already.
+            Overloaded: If too many requests are running.
             DeadlineExceeded: If it took longer than a request may.
-            UpriverError: If it cannot be done.
+            UpriverError: If it is invalid or not allowed.
         """
         deadline = asyncio.get_running_loop().time() + self._config.deadline_s
         async with AsyncExitStack() as stack, until(deadline):
-            request = await read_request(body)  # first: who is slow to ask takes no place from others
+            request = await read_request(body)  # before a place is taken: a slow sender must hold none
             on_request(request)
             self._enter(stack, tenant)
             async with wanted or nullcontext():
@@ -96,7 +96,7 @@ class Profiler:
         self._at_it = False
 
     async def _runs(self, request: ProfileRequest, tenant: Tenant) -> Runs:
-        """Runs of each program; they take turns, so that a machine that slows down does so for all."""
+        """Run each program in turns, so that a machine that slows down slows all of them."""
         runs: Runs = [[] for _ in request.programs]
         end = time.monotonic() + BUDGET_S
         for turn in range(request.repeats):
@@ -111,7 +111,7 @@ class Profiler:
 
 
 async def read_request(body: AsyncIterator[bytes]) -> ProfileRequest:
-    """The request in a body.
+    """Return the request in a body.
 
     Raises:
         ProtocolError: If it is malformed.
@@ -130,7 +130,7 @@ async def read_request(body: AsyncIterator[bytes]) -> ProfileRequest:
 
 
 def check_alike(runs: Sequence[StageMeasurements]) -> None:
-    """Programs measured together are one network at different sizes.
+    """Check that programs measured together are one network at different micro-batch sizes.
 
     Raises:
         ProtocolError: If they are not.
@@ -144,10 +144,10 @@ def check_alike(runs: Sequence[StageMeasurements]) -> None:
 
 
 def costs(runs: Sequence[Sequence[StageMeasurements]]) -> tuple[StageCost, ...]:
-    """Of each stage, from some runs of each program: medians, and a line through them.
+    """Return the cost of each stage: medians over runs, and a line through the sizes.
 
     Args:
-        runs: Of each program, the one that is meant first: at its size the line says what was measured.
+        runs: Runs of each program, the requested one first: the line passes through its measured time.
     """
     return tuple(
         StageCost(
@@ -164,7 +164,7 @@ def _median(runs: Sequence[StageMeasurements], index: int) -> float:
 
 
 def _line(points: Sequence[tuple[int, float]]) -> Seconds:
-    """With one size nothing is known of fixed costs: what a call costs is in the seconds per sample."""
+    """Fit fixed and per-sample seconds. With one size, all of the time counts as per-sample seconds."""
     if len(points) > 1:
         return through_first(points)
     [(samples, seconds)] = points

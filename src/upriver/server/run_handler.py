@@ -1,7 +1,7 @@
-"""``POST /v1/run``: a request is admitted when there is memory for it, and answered a micro-batch at a time.
+"""Handle ``POST /v1/run``: admit a request when memory has room for it, and answer one micro-batch at a time.
 
-The next micro-batch is read while one is computed, and computed when the last of that one goes out: a reader
-that stalls holds one answer, and no more is computed for it.
+The server reads the next micro-batch while it computes one, and computes the next when the last bytes of that
+one are sent. So a client that stalls holds one result, and the server computes no more for it.
 """
 
 from __future__ import annotations
@@ -67,22 +67,23 @@ from upriver.types import Timings
 log = logging.getLogger(__name__)
 
 JOINED_BYTES = 64 << 10
-"""A smaller payload goes out with its head and its timings in one piece, the last one with the answer's end,
-too: a copy takes less than a send."""
+"""Payloads up to this size leave in one piece with their head and timings, and the last one with the end
+frame. A copy takes less time than another send."""
 
 _END = b"".join(encode(End()))
 
 COMING_TOO = 2
-"""Times its quota of requests, that a tenant may have with those that are still being read: who sends slowly
-takes places from others as well. Not once: one may come just before the last one has let go of its own."""
+"""Factor over a tenant's quota of requests, counting those that are still being read: a slow sender takes
+places from others, too. The factor is above one, as a request may arrive just before the previous one has
+left."""
 
 
 class Runner:
-    """Runs requests: looks up what they name, has them wait in line, and answers them in turns.
+    """Run requests: resolve their names, queue them for admission, and compute them in turns.
 
     Args:
-        line: Who waits for memory.
-        turns: Who computes next.
+        line: Queue of requests that wait for memory.
+        turns: Fair queue that decides which request computes next.
     """
 
     def __init__(
@@ -111,19 +112,20 @@ class Runner:
 
     @property
     def running(self) -> int:
-        """Requests in progress, those that wait in line among them."""
+        """Number of requests in progress, including queued ones."""
         return self._places.taken
 
     def running_of(self, tenant: str) -> int:
-        """The same of one tenant."""
+        """Return the number of a tenant's requests in progress."""
         return self._places.taken_by(tenant)
 
     def enter(self, stack: AsyncExitStack, tenant: Tenant) -> None:
-        """Count one more request until ``stack`` lets go of it.
+        """Count a request until ``stack`` closes.
 
         Raises:
-            QuotaExceeded: If there are so many of its tenant that some can only be on their way in.
-            Overloaded: If there are as many as may be, or as many as leave a place for each other tenant.
+            QuotaExceeded: If the tenant has `COMING_TOO` times its quota here, so that some can only be
+                arriving.
+            Overloaded: If the server is full, or only places reserved for other tenants are left.
         """
         quota, here = tenant.max_requests, self._places.taken_by(tenant.name)
         if quota is not None and here >= COMING_TOO * quota:
@@ -150,17 +152,17 @@ class Runner:
         on_request: Callable[[RunRequest], None] = lambda request: None,
         announced: int = 0,
     ) -> ResolvedRequest:
-        """Read a request and look up what it names; ``stack`` lets go of its body.
+        """Read a request and resolve its names; ``stack`` releases its body.
 
         Args:
-            on_request: Told what is asked for, before any of it is looked at.
-            announced: Bytes that its body is to have, where the client said so.
+            on_request: Called with the decoded request before it is checked.
+            announced: Content length of the body, if the client sent one.
 
         Raises:
-            DoesNotFit: If there never is room for it.
-            Overloaded: If there is none now.
-            DeadlineExceeded: If its time was over first.
-            UpriverError: If it cannot be done.
+            DoesNotFit: If the request can never fit in memory.
+            Overloaded: If memory has no room now.
+            DeadlineExceeded: If its deadline passed first.
+            UpriverError: If it is invalid or not allowed.
         """
         began = asyncio.get_running_loop().time()
         self._budget.check_fits(announced)
@@ -170,7 +172,7 @@ class Runner:
         async with until(began + self._config.deadline_s):
             request, batches = await read_body(arriving, self._config.caps, room=coming.room)
             if not batches:
-                coming.release()  # it is an object by now
+                coming.release()  # the body is decoded by now
             on_request(request)
             if request.code is not None:
                 check_code(request.code, self._config.allow)
@@ -188,13 +190,13 @@ class Runner:
             )
 
     async def admit(self, asked: ResolvedRequest, stack: AsyncExitStack) -> AdmittedRequest:
-        """Wait until there is memory for a request, and get hold of its program; ``stack`` lets go of both.
+        """Wait until memory has room for a request, and load its program; ``stack`` releases both.
 
         Raises:
-            Overloaded: If it waited too long, or too many wait.
-            DoesNotFit: If it takes more than there is.
-            DeadlineExceeded: If its time was over first.
-            ProtocolError: If its program has no such stages, or does not take what it comes with.
+            Overloaded: If the request waited too long, or too many wait.
+            DoesNotFit: If it needs more memory than the budget.
+            DeadlineExceeded: If its deadline passed first.
+            ProtocolError: If its program lacks these stages, or does not accept its inputs.
         """
         async with until(asked.deadline):
             weighed = await self._weigh(asked)
@@ -231,7 +233,7 @@ class Runner:
     async def _come(
         self, tenant: Tenant, known: KnownProgram, weighed: Weighed, seconds: float
     ) -> ProgramFiles:
-        """A program with so much of its weights that a stretch of it, which takes so long, can begin."""
+        """Load a program until enough weights are there to begin a stretch that takes ``seconds``."""
         program = await self._programs.load(tenant, known, weighed)
         if (cold := program.cold) is not None:
             first, all_read = program.places(weighed.first), program.places(weighed.weights)
@@ -241,7 +243,7 @@ class Runner:
     def _used(
         self, admitted: Admission, tenant: Tenant, stack: AsyncExitStack, *, body: MemoryUse | None = None
     ) -> MemoryUse:
-        """Give everything back when neither the request nor a worker needs it any more."""
+        """Release all memory when neither the request nor a worker needs it."""
         if body is not None:
             body.enter()
 
@@ -258,7 +260,7 @@ class Runner:
         self._programs.make_room(nbytes)
 
     async def _programs_of(self, request: RunRequest, tenant: Tenant) -> dict[int, KnownProgram]:
-        """Programs by the samples they take at once: that of the request, and larger ones to choose from."""
+        """Return programs by micro-batch size: the request's own, and larger ones to choose from."""
         if request.program is None or request.stop <= 0:
             return {}
         named = {request.micro_batch: request.program}
@@ -267,7 +269,7 @@ class Runner:
         return {size: await self._programs.know(tenant, digest) for size, digest in named.items()}
 
     def _sizes(self, asked: ResolvedRequest, weighed: Mapping[int, Weighed]) -> dict[int, int]:
-        """What a request takes beside its program, by the samples of a forward pass."""
+        """Return the bytes that a request needs besides its program, by the samples of a forward pass."""
         request = asked.request
         if request.code is None:
             return request_bytes(request, dataset=asked.dataset, weighed=weighed, batches=asked.batches)
@@ -275,13 +277,13 @@ class Runner:
         return {request.micro_batch: self._answers.bytes_of(asked, request.code, most_bytes=most)}
 
     async def _weigh(self, asked: ResolvedRequest) -> dict[int, Weighed]:
-        """What model stages take, by the samples of a forward pass; larger ones where rows can be told."""
+        """Return stage footprints by the samples of a forward pass; larger ones only if rows are known."""
         start, stop = max(0, asked.request.start), asked.request.stop
         weighed: dict[int, Weighed] = {}
         for size, known in asked.known.items():
             stretch = StageRange(key=known.key, start=start, stop=stop)
             found = await self._weights.of(known.graph, stretch, asked.tenant)
-            form = self._forms.of(known.key, known.graph, start, asked.tenant)  # which is sound by now
+            form = self._forms.of(known.key, known.graph, start, asked.tenant)  # the program is sound by now
             form.check_size(size)
             form.check_given(asked.request, asked.batches)
             if size == asked.request.micro_batch or (found.rows and weighed[asked.request.micro_batch].rows):
@@ -289,21 +291,21 @@ class Runner:
         return weighed
 
     async def weigh(self, graph: SealedFile, stretch: StageRange, tenant: Tenant) -> Weighed:
-        """Have a worker work out what a stretch of a program takes, in its tenant's turn.
+        """Let a worker compute the footprint of a stretch of a program, in the tenant's turn.
 
         Raises:
-            Overloaded: If there is no memory for so large a graph now.
-            UpriverError: If the graph is not sound, or has no such stages.
+            Overloaded: If memory has no room for the graph now.
+            UpriverError: If the graph is invalid, or lacks these stages.
         """
         with self._held(unheld_bytes(graph), tenant) as use:
             async with self.turn(tenant, "weigh"):
                 return await self._pool.weigh(graph, stretch, use)
 
     def _held(self, nbytes: int, tenant: Tenant) -> MemoryUse:
-        """Memory for a tenant until the block is left, and all that enter.
+        """Hold memory for a tenant until the last user of the block has left.
 
         Raises:
-            Overloaded: If there is none now.
+            Overloaded: If memory has no room now.
         """
         self._make_room(nbytes)
         return MemoryUse(self._budget.hold(nbytes, owner=tenant.name).release)
@@ -312,11 +314,13 @@ class Runner:
     async def borrowed(
         self, tenant: Tenant, digest: str, *, stop: int | None
     ) -> AsyncIterator[tuple[ProgramFiles, MemoryUse]]:
-        """A program with the memory to run it once on made-up inputs up to ``stop``, or its end; in its turn.
+        """Yield a program in its tenant's turn, with the memory to run it once.
+
+        The run has made-up inputs, and goes up to ``stop`` or the program's end.
 
         Raises:
-            Overloaded: If there is no memory for it now.
-            UpriverError: If there is no such program, or it is not sound.
+            Overloaded: If memory has no room now.
+            UpriverError: If the program does not exist or is invalid.
         """
         known = await self._programs.know(tenant, digest)
         stretch = StageRange(key=known.key, start=0, stop=END if stop is None else stop)
@@ -333,10 +337,10 @@ class Runner:
 
     @asynccontextmanager
     async def turn(self, tenant: Tenant, work: Hashable) -> AsyncIterator[None]:
-        """A tenant's turn for work that is no part of a run request's answer.
+        """Wait for a tenant's turn for work that belongs to no run request's answer.
 
         Args:
-            work: What kind; what took long is expected to take long.
+            work: Kind of the work. Its earlier runs tell how long it is expected to take.
         """
         expected = self._costs.of(work)
         async with self._turn(tenant, object(), expected):
@@ -348,13 +352,13 @@ class Runner:
 
     @contextmanager
     def _charged(self, tenant: Tenant, expected: float, clock: Clock) -> Iterator[None]:
-        """A tenant pays for what a worker does for it in the block, loading programs and failing included.
+        """Charge a tenant for a worker's time in the block, including program loads and failures.
 
-        Where it is given up a worker is still at it, and what was expected remains.
+        If the block is cancelled, a worker is still busy, and the expected time stays charged.
 
         Args:
-            expected: Seconds that were charged already.
-            clock: Has the wait for a worker, which others are to blame for.
+            expected: Seconds charged already.
+            clock: Clock that holds the wait for a worker, which is not charged.
         """
         waited, began = clock.phases.get("queue", 0.0), time.perf_counter()
         try:
@@ -368,7 +372,7 @@ class Runner:
 
     @asynccontextmanager
     async def _turn(self, tenant: Tenant, request: Hashable, seconds: float) -> AsyncIterator[None]:
-        """A turn, whose wait shows in the server's load."""
+        """Wait for a turn; the wait counts in the server's load."""
         turn = self._turns.turn(tenant=tenant.name, weight=tenant.weight, request=request, seconds=seconds)
         async with AsyncExitStack() as stack:
             with self._pool.load.waiting():
@@ -380,7 +384,10 @@ class Runner:
     async def answer(
         self, order: AdmittedRequest, *, on_error: Callable[[UpriverError], None] = lambda error: None
     ) -> AsyncGenerator[bytes | memoryview]:
-        """The frames of the answer; an error ends it with an error frame, and ``on_error`` is told."""
+        """Yield the frames of the answer.
+
+        An error ends the answer with an error frame, and ``on_error`` is called.
+        """
         try:
             async with aclosing(self._frames(order)) as frames:
                 async for buffer in frames:
@@ -398,10 +405,10 @@ class Runner:
             yield self._told(unexpected, on_error)
 
     async def _checked(self, order: AdmittedRequest) -> None:
-        """An answer up to the end ends well only if all weights are those that its program names.
+        """Check, for an answer up to the program's end, that all weights are those that the program names.
 
         Raises:
-            UpriverError: If they are not, or that is not known in time.
+            UpriverError: If they differ, or cannot be checked before the deadline.
         """
         cold = self._unchecked(order)
         if cold is not None:
@@ -409,7 +416,7 @@ class Runner:
                 await cold.checked()
 
     def _unchecked(self, order: AdmittedRequest) -> ColdFile | None:
-        """Return weights that an answer's end waits for; None where it waits for none."""
+        """Return the weights that must be checked before the answer ends, or None."""
         return order.program.cold if order.program is not None and order.to_end else None
 
     def _told(self, error: UpriverError, on_error: Callable[[UpriverError], None]) -> Last:
@@ -418,7 +425,7 @@ class Runner:
         return Last(b"".join(encode(self._wording.of(bare(error)))))
 
     async def _frames(self, order: AdmittedRequest) -> AsyncGenerator[bytes | memoryview]:
-        """Heads, payloads and timings in the order of the request."""
+        """Yield heads, payloads and timings in the order of the request."""
         work = RequestWork(order, self)
         try:
             for stop, index in enumerate(range(len(order.groups)), start=1):
@@ -451,7 +458,7 @@ class Runner:
     async def compute(
         self, order: AdmittedRequest, index: int, job: Job, clock: Clock, begun: Callable[[], None]
     ) -> tuple[Result, Timings]:
-        """One forward pass, when it is this request's turn; ``begun`` is told when it is."""
+        """Run one forward pass when the request's turn comes, and call ``begun`` then."""
         asked = order.asked
         work = _work_of(order, job.run)
         expected, began = self._costs.of(work), time.perf_counter()
@@ -476,7 +483,7 @@ class Runner:
         return result, _shared(clock.timings(), len(order.groups[index]), wait_s, self._pool.load.k)
 
     async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job:
-        """The work of one forward pass, with what it works on."""
+        """Return the job of one forward pass, with its inputs."""
         asked, request = order.asked, order.asked.request
         held = asked.body_nbytes + (order.program.nbytes if order.program is not None else 0)
         room = AnswerRoom(
@@ -524,7 +531,7 @@ class Runner:
 
 
 def _run_of(order: AdmittedRequest, index: int) -> Run:
-    """The work of one forward pass, without its input."""
+    """Return the description of one forward pass, without its inputs."""
     request, program = order.asked.request, order.program
     return Run(
         program=program.key if program is not None else None,
@@ -541,7 +548,7 @@ def _run_of(order: AdmittedRequest, index: int) -> Run:
 
 
 def _work_of(order: AdmittedRequest, run: Run | RunCode) -> Hashable:
-    """What tells how long a forward pass takes."""
+    """Return the key of all that decides how long a forward pass takes."""
     request = order.asked.request
     if isinstance(run, RunCode):
         return WorkloadKind.of(run), request.start, request.micro_batch
@@ -549,22 +556,22 @@ def _work_of(order: AdmittedRequest, run: Run | RunCode) -> Hashable:
 
 
 def _kind(program: str | None, request: RunRequest, size: int) -> Hashable:
-    """The same of a program's stages, as far as they are known before there is a job."""
+    """Return that key for a program's stages, from what is known before a job exists."""
     return program, request.start, request.stop, size
 
 
 def _seconds_of(timings: Timings) -> float:
-    """What it would have taken with all its weights there."""
+    """Return the seconds that the work would have taken with all its weights present."""
     return sum(seconds for phase, seconds in timings.phases.items() if phase != "weights")
 
 
 def _since(began: float, clock: Clock, waited: float) -> float:
-    """Seconds since then, without those by which the wait for a worker has grown."""
+    """Return the seconds since ``began``, less the added wait for a worker."""
     return time.perf_counter() - began - (clock.phases.get("queue", 0.0) - waited)
 
 
 def _shared(timings: Timings, count: int, wait_s: float, k: float) -> Timings:
-    """Of each micro-batch of those that went together."""
+    """Return each micro-batch's share of the timings of a joint forward pass."""
     return Timings(
         phases={phase: seconds / count for phase, seconds in timings.phases.items()},
         stages={position: seconds / count for position, seconds in timings.stages.items()},

@@ -1,8 +1,8 @@
-"""Running the application: uvicorn, a socket of our own, and a clean way out.
+"""Run the application: uvicorn, a bound socket, and an orderly shutdown.
 
-A server that is told to stop takes no new work from that moment on, and says so to whoever asks, so that a
-load balancer or a client goes elsewhere. What it has begun it finishes, as long as the operator's grace
-lasts; then it goes, whatever still runs, and all that it started goes with it.
+A server that is told to stop accepts no new work from then on, and answers so, so that load balancers and
+clients go elsewhere. Running requests may finish within the operator's grace. Then the server exits, whatever
+still runs, with every process that it started.
 """
 
 from __future__ import annotations
@@ -39,56 +39,57 @@ log = logging.getLogger(__name__)
 OnListening = Callable[[Mapping[str, object]], None]
 
 LAST_S = 4.0
-"""After the grace, cancelling what runs and ending workers takes a second. What is in the way of that (a
-store that does not answer, a disk that hangs) is left behind then: with 25 s of grace within the 30 s after
-which Kubernetes, and others, would kill the process anyway."""
+"""Seconds after the grace: to cancel requests and end workers takes one. Anything that delays this (a store
+that does not answer, a disk that hangs) is then abandoned. With 25 s of grace the process exits within the 30
+s after which Kubernetes, and others, would kill it."""
 
 AT_ONCE_S = 1.0
-"""The same after a second signal."""
+"""Seconds to exit after a second signal."""
 
 WATCH_S = 0.25
-"""How often a thread looks whether that time has come."""
+"""Seconds between a thread's checks of the time to exit."""
 
 ACCEPTED = 8
-"""Connections that are accepted between two looks at those that are there. Each takes the front half a
-millisecond, and a descriptor before one that is ended for it gives back its own."""
+"""Connections accepted between two checks of the number of connections. Each takes the front half a
+millisecond, and a descriptor before a connection that is ended for it returns its own."""
 
 NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""What accepting a connection may fail with until others end."""
+"""Errors with which accepting a connection fails until other connections end."""
 
 QUEUED = 1024
-"""Connections that the kernel holds until they are accepted. One that finds no place there is dropped, and
-its client tries again after a second. With more places each waits longer while strangers come without end."""
+"""Connections that the kernel holds until they are accepted. The kernel drops further ones, and their clients
+retry after a second. A longer queue would make each wait longer under a flood of connections."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""Those that end a server."""
+"""Signals that stop a server."""
 
 EXIT_INTERRUPTED = 130
-"""What shells make of SIGINT."""
+"""Exit code of shells for SIGINT."""
 
 SERVICE = "upriver-server"
-"""What a server is called in traces."""
+"""Name of a server in traces."""
 
 
 def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> None:
-    """Serve until SIGTERM or SIGINT; what is running then may finish within ``config.grace_s``.
+    """Serve until SIGTERM or SIGINT. Running requests may then finish within ``config.grace_s``.
 
-    A second signal ends it at once. Should ending take much longer than it may, the process exits from here.
+    A second signal stops the server at once. If shutdown takes much longer than it may, the process exits
+    from here.
 
     Returns after SIGTERM and raises KeyboardInterrupt after SIGINT, unless the caller has its own handlers.
 
     Args:
-        config: The operator's decisions.
-        on_listening: Told once the first worker is ready: ``{"listening": URL, "pid": N}``. Connections are
+        config: The server's configuration.
+        on_listening: Called once the first worker is ready: ``{"listening": URL, "pid": N}``. Connections are
             accepted before that, and told to wait.
 
     Raises:
-        ConfigError: If the address cannot be bound, a store's URI is not understood, a certificate cannot be
-            used, traces cannot be made, or no worker can start.
-        StoreError: If a store is not there.
+        ConfigError: If the address cannot be bound, a store's URI is invalid, a certificate cannot be used,
+            traces cannot be made, or no worker can start.
+        StoreError: If a store does not exist.
     """
     with ExitStack() as ending:
-        ending.enter_context(_traces(config.trace_endpoint))  # first: an opened store is traced, or is not
+        ending.enter_context(_traces(config.trace_endpoint))  # first, as stores are traced when opened
         server = Server(config, on_listening=on_listening)
         ending.callback(server.socket.close)
         if threading.current_thread() is not threading.main_thread():
@@ -99,7 +100,7 @@ def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> N
 
 
 def _run(server: Server, ending: ExitStack) -> None:
-    with ending:  # in the time that the end may take: a collector that does not answer must not hold it up
+    with ending:  # within the exit's time limit: a collector may not answer
         asyncio.run(server.serve(sockets=[server.socket]))
     if server.failure is not None:
         raise server.failure
@@ -107,7 +108,7 @@ def _run(server: Server, ending: ExitStack) -> None:
 
 @contextmanager
 def _traces(endpoint: str | None) -> Iterator[None]:
-    """Spans go to the operator's collector while the block runs, if there is one."""
+    """Send spans to the operator's collector, if one is configured, while the block runs."""
     if endpoint is None:
         yield
         return
@@ -115,18 +116,18 @@ def _traces(endpoint: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        tracing.configure(SERVICE, None)  # sends what is still here
+        tracing.configure(SERVICE, None)  # sends the remaining spans
 
 
 class Server(uvicorn.Server):
-    """Uvicorn with our settings, on a socket that is bound already.
+    """Uvicorn with upriver's settings, on a bound socket.
 
     Args:
-        config: The operator's decisions.
+        config: The server's configuration.
         on_listening: See `serve`.
 
     Attributes:
-        failure: Why it stopped by itself, if it did.
+        failure: Error that made the server stop by itself, if any.
     """
 
     failure: Exception | None = None
@@ -140,8 +141,8 @@ class Server(uvicorn.Server):
         self._grace_s = config.grace_s
         self._front: Front = app.state.front
         self._on_listening = on_listening
-        self._stop_at: float | None = None  # when what is running has had its time
-        self._exit_at: float | None = None  # when this process goes, whatever is in the way
+        self._stop_at: float | None = None  # end of the grace of running requests
+        self._exit_at: float | None = None  # time at which the process exits in any case
         self._exit_code = 0
         self._announcing: asyncio.Task[None] | None = None
         limits = HttpLimits(
@@ -152,7 +153,7 @@ class Server(uvicorn.Server):
         )
         settings = uvicorn.Config(
             app,
-            # Both are what was measured: with uvloop a buffer is still being sent when `send` returns.
+            # Measurements used both: with uvloop a buffer is still being sent when `send` returns.
             loop="asyncio",
             http=bounded_http(limits) if context is None else bounded_https(limits, context),
             ws="none",
@@ -170,14 +171,14 @@ class Server(uvicorn.Server):
 
     @property
     def url(self) -> str:
-        """Where clients reach it."""
+        """Return the URL for clients."""
         host, port = self.socket.getsockname()[:2]
         return f"{self._scheme}://[{host}]:{port}" if ":" in host else f"{self._scheme}://{host}:{port}"
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so when there is someone to work."""
+        """Start, and announce the server when a worker is ready."""
         await super().startup(sockets=sockets)
-        self.socket.listen(QUEUED)  # asyncio has set it to what is accepted at once
+        self.socket.listen(QUEUED)  # asyncio has set it to the number accepted at once
         asyncio.get_running_loop().set_exception_handler(self._failed)
         audit = self._front.audit
         if audit.path is not None and threading.current_thread() is threading.main_thread():
@@ -186,7 +187,7 @@ class Server(uvicorn.Server):
             self._announcing = asyncio.create_task(self._announce())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Take nothing new; at a second signal, stop at once. Runs between any two instructions."""
+        """Accept no new work, and stop at once at a second signal. Runs between any two instructions."""
         again = self._exit_at is not None
         self._front.draining = True
         self._exit_at = time.monotonic() + (AT_ONCE_S if again else self._grace_s + LAST_S)
@@ -197,10 +198,10 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def told_by_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT end the server while the block runs, and then go to whoever had them before.
+        """Stop the server on SIGTERM or SIGINT while the block runs, and then restore the earlier handlers.
 
-        What they do to the caller, an exception or an exit, they do when everything is closed: in the loop it
-        would break off what is being closed there.
+        The caught signals are raised again when everything is closed. An earlier handler's exception or exit
+        within the loop would interrupt the shutdown.
         """
         before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
         ends_quietly = before[signal.SIGTERM] is signal.SIG_DFL
@@ -215,11 +216,14 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Uvicorn's own way, inside of the loop: `told_by_signals` is outside of it."""
+        """Replace uvicorn's handlers, which work inside the loop: `told_by_signals` works outside."""
         yield
 
     async def on_tick(self, counter: int) -> bool:
-        """Whether to stop now. Told to, it waits for what is running, and listens that long: to say no."""
+        """Return whether to stop now.
+
+        A draining server waits for running requests, and refuses new ones meanwhile.
+        """
         if not await super().on_tick(counter):
             return False
         if self._stop_at is None:
@@ -230,7 +234,7 @@ class Server(uvicorn.Server):
         return self.force_exit or not self._busy or time.monotonic() >= self._stop_at
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop: what is still running may use up the rest of its time, and then workers end."""
+        """Stop: running requests may use up the rest of their time, and then workers end."""
         if self._announcing is not None:
             self._announcing.cancel()
         if self._stop_at is not None:
@@ -242,9 +246,9 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def ending_in_time(self) -> Iterator[None]:
-        """Exit the process from a thread if it is still in here when its time is over.
+        """Exit the process from a thread if the block still runs when its time is over.
 
-        Workers notice, and end; nothing else outside of this process lives longer than it.
+        Workers notice, and end; nothing else that the server started outlives the process.
         """
         through = threading.Event()
 
@@ -261,7 +265,7 @@ class Server(uvicorn.Server):
             through.set()
 
     def _failed(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Where there was no descriptor for a connection, have some; asyncio accepts again after a second."""
+        """Free descriptors if a connection could not be accepted; asyncio accepts again after a second."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in NO_DESCRIPTOR):
             loop.default_exception_handler(context)
@@ -271,16 +275,16 @@ class Server(uvicorn.Server):
 
     @property
     def _busy(self) -> bool:
-        """Whether any request is being answered."""
+        """Return whether any request is being answered."""
         return any(isinstance(held, HeldConnection) and held.busy for held in self.server_state.connections)
 
     def _close_idle(self) -> None:
-        """Close connections without a request; the others close when theirs is answered."""
+        """Close connections without a request; the others close after their response."""
         for connection in list(self.server_state.connections):
             connection.shutdown()
 
     def _break_off(self) -> None:
-        """Whoever is being answered now has had its time: a request whose client is gone ends quietly."""
+        """Abort connections whose requests have used up their time; without a client they end quietly."""
         for held in list(self.server_state.connections):
             if isinstance(held, HeldConnection) and held.busy:
                 held.transport.abort()
@@ -296,10 +300,10 @@ class Server(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket.
+    """Return a listening socket.
 
     Raises:
-        ConfigError: If the address is not this machine's, or taken.
+        ConfigError: If the address is not this machine's, or in use.
     """
     try:
         family, kind, number, _, address = socket.getaddrinfo(

@@ -13,11 +13,11 @@ from upriver.server.tenants import Tenant
 def tenant_rows(
     tenants: Iterable[Tenant], *, units: Sequence[Unit], done: Mapping[str, int]
 ) -> tuple[TenantRow, ...]:
-    """Each tenant at this moment.
+    """Return the state of each tenant at this moment.
 
     Args:
-        units: Where its requests are.
-        done: Micro-batches that were answered, by tenant.
+        units: Devices that hold the tenants' requests.
+        done: Micro-batches answered so far, by tenant.
     """
     return tuple(
         TenantRow(
@@ -33,7 +33,7 @@ def tenant_rows(
 
 
 def program_rows(shelf: ProgramCache) -> tuple[ProgramRow, ...]:
-    """Each program that is kept at this moment."""
+    """Return the state of each cached program at this moment."""
     return tuple(
         ProgramRow(
             tenant=kept.owner,

@@ -1,7 +1,7 @@
-"""Who may use a server, what each may read, and how much of the server is theirs.
+"""Define the users of a server, their access to stores, and their share of the server.
 
-Only the operator's configuration makes tenants. A tenant is known by a token, of which the server has nothing
-but the SHA-256, or by the name in a client certificate.
+Only the operator's configuration creates tenants. A token identifies a tenant (the server has only its
+SHA-256), or the name in a client certificate does.
 """
 
 from __future__ import annotations
@@ -30,20 +30,21 @@ from upriver.types import require_finite
 _Rows = np.ndarray[Any, np.dtype[np.bool_]]
 
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
-"""Between the two a tenant has one turn in a million while the other has work: less is none, and a slip."""
+"""Range of weights. At its ends a tenant gets one turn in a million while the other has work; smaller shares
+would be a mistake."""
 
 _outside: weakref.WeakKeyDictionary[Dataset, dict[tuple[str, ...], _Rows | None]] = (
     weakref.WeakKeyDictionary()
 )
-"""Of each open dataset, by allowed prefixes: which samples lie outside, None where none does. It follows from
-the two alone, and goes with the dataset."""
+"""Rows outside each open dataset's allowed prefixes, or None if all rows lie inside. The rows follow from
+dataset and prefixes alone, and are dropped with the dataset."""
 
 
 def check_tenant_name(name: str) -> str:
     """Check a tenant's name, and return it.
 
     Raises:
-        ConfigError: If no tenant can be called so.
+        ConfigError: If the name is invalid.
     """
     if not valid_store_name(name):
         raise ConfigError(
@@ -58,16 +59,17 @@ class Tenant:
     """One user of a server: a team, a project, a person.
 
     Attributes:
-        name: In metrics, logs and the audit log; form of a store's name.
-        token_hashes: SHA-256 of its tokens, in hex; several, so that one can be replaced in peace.
-        certificates: Names in client certificates that stand for it.
-        stores: By store, the folders or objects it may read ("" for all of the store); None: every store.
-        weight: Its share of the workers relative to others', in [`LEAST_WEIGHT`, `MOST_WEIGHT`].
-        max_requests: Run requests admitted and waiting at once; None: as many as the server takes.
-        max_waiting_bytes: Bytes its waiting requests may ask for together; None: as the server takes.
+        name: Name in metrics, logs and the audit log; it has the form of a store's name.
+        token_hashes: SHA-256 of its tokens, in hex. Several allow a token to be replaced without
+            interruption.
+        certificates: Names in client certificates that identify it.
+        stores: Folders or objects that it may read, by store ("" for all of the store); None: every store.
+        weight: Share of the workers relative to others', in [`LEAST_WEIGHT`, `MOST_WEIGHT`].
+        max_requests: Run requests admitted and waiting at once; None: the server's limit.
+        max_waiting_bytes: Bytes that its waiting requests may ask for together; None: the server's limit.
         memory_share: Most of the memory budget that its admitted requests may hold, in (0, 1].
-        program_bytes: Programs kept for it between requests; None: as many as the server keeps.
-        stored_bytes: Programs and weights that it may have in a store; None: as the server allows.
+        program_bytes: Programs kept for it between requests; None: the server's limit.
+        stored_bytes: Programs and weights that it may have in a store; None: the server's limit.
     """
 
     name: str
@@ -100,11 +102,11 @@ class Tenant:
                 require_count(f"tenant {self.name!r}: {name}", getattr(self, name))
 
     def may_read(self, store: str) -> bool:
-        """Whether it may read anything in a store of that name."""
+        """Return whether the tenant may read anything in a store."""
         return self.stores is None or store in self.stores
 
     def check_store(self, store: str) -> None:
-        """Insist on `may_read`.
+        """Check that the tenant may read in a store.
 
         Raises:
             Forbidden: If it may not.
@@ -113,18 +115,18 @@ class Tenant:
             raise Forbidden(f"store {store!r} is not open to tenant {self.name!r}")
 
     def check_objects(self, store: str, dataset: Dataset, ids: Sequence[int]) -> None:
-        """Every one of these samples must lie where the tenant may read.
+        """Check that the tenant may read the objects of all these samples.
 
-        Which samples do is worked out once for a dataset; a call then costs one look-up a sample, or none.
+        The readable rows of a dataset are computed once. A call then costs one look-up per sample, or none.
 
         Args:
-            store: The name of the dataset's store.
-            dataset: An open one.
+            store: Name of the dataset's store.
+            dataset: An open dataset.
             ids: Rows of its index.
 
         Raises:
-            Forbidden: If one does not, or none of the dataset's does, whatever is asked for. It names no
-                object: others' are nobody's business.
+            Forbidden: If the tenant may not read one of the samples, or may read none of the dataset. The
+                message names no object, as others' objects are private.
         """
         self.check_store(store)
         if self.stores is None:
@@ -133,7 +135,7 @@ class Tenant:
         if outside is None:
             return
         rows = np.asarray(ids, dtype=np.int64).reshape(-1)
-        rows = rows[(rows >= 0) & (rows < len(outside))]  # others are no samples, and somebody else's error
+        rows = rows[(rows >= 0) & (rows < len(outside))]  # other rows are no samples, and raise elsewhere
         if outside[rows].any() or outside.all():
             raise Forbidden(
                 f"dataset {dataset.digest} has samples outside what tenant {self.name!r} may read in store "
@@ -142,7 +144,7 @@ class Tenant:
 
     def _check_ways_in(self) -> None:
         for digest in self.token_hashes:
-            if not valid_digest(digest):  # not repeated: it may be a token, put there by mistake
+            if not valid_digest(digest):  # not repeated: it may be a token, entered by mistake
                 raise ConfigError(
                     f"tenant {self.name!r}: a token hash is 64 lower-case hex digits, the token's SHA-256 as "
                     "'upriver token' prints it"
@@ -167,14 +169,14 @@ class Tenant:
 
 
 ANYONE = Tenant(name="anyone")
-"""Everybody, where the operator tells nobody apart."""
+"""The tenant of every client on a server without tenants."""
 
 
 class Tenants:
     """All tenants of a server.
 
     Args:
-        tenants: Each with its own name, tokens and certificates.
+        tenants: Tenants with distinct names, tokens and certificates.
 
     Raises:
         ConfigError: If two share a name, a token or a certificate.
@@ -199,10 +201,10 @@ class Tenants:
         return len(self._tenants)
 
     def by_token(self, token: str) -> Tenant | None:
-        """Whose token this is.
+        """Return the tenant of a token, or None.
 
-        The look-up compares hashes, and how far those agree tells nothing of a token; the one that is found
-        is compared in constant time all the same.
+        The look-up compares hashes, and the length of their common prefix reveals nothing about a token. The
+        hash that is found is compared in constant time all the same.
         """
         digest = hash_token(token)
         tenant = self._by_hash.get(digest)
@@ -212,14 +214,15 @@ class Tenants:
         return tenant if any(matches) else None
 
     def by_certificate(self, name: str) -> Tenant | None:
-        """Whom a certificate of that name stands for."""
+        """Return the tenant of a certificate's name, or None."""
         return self._by_certificate.get(name)
 
 
 def missing_folders(tenants: Iterable[Tenant], stores: Mapping[str, Store]) -> list[str]:
-    """What tenants may read and is not there, in words; a slip, as a rule, but it may come later.
+    """Describe folders that tenants may read and that do not exist.
 
-    Only in ``file://`` stores: others would have to be asked for each.
+    That is usually a mistake, but the folders may be created later. Only ``file://`` stores are checked:
+    others would need a request per folder.
     """
     roots = {name: urlsplit(store.uri) for name, store in stores.items()}
     return [
@@ -233,15 +236,18 @@ def missing_folders(tenants: Iterable[Tenant], stores: Mapping[str, Store]) -> l
 
 
 def hash_token(token: str) -> str:
-    """What a server keeps of a token: its SHA-256 in hex. Enough for tokens that are random, as ours are."""
+    """Return a token's SHA-256 in hex, which the server keeps.
+
+    A plain hash is enough for random tokens, as upriver's are.
+    """
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def require_count(name: str, value: object) -> None:
-    """Check a number of things once, at the border.
+    """Check a count once, at the border.
 
     Raises:
-        ConfigError: If it is no whole number, or none at all.
+        ConfigError: If it is not a whole number >= 1.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
@@ -259,7 +265,7 @@ def _each_its_own(
 
 
 def outside_nbytes(dataset: Dataset) -> int:
-    """Memory of what is kept beside a dataset's index for tenants that may not read all of it."""
+    """Return the bytes kept with a dataset's index for tenants that may read only a part of it."""
     return sum(rows.nbytes for rows in _outside.get(dataset, {}).values() if rows is not None)
 
 
@@ -271,14 +277,14 @@ def _samples_outside(dataset: Dataset, prefixes: tuple[str, ...]) -> _Rows | Non
 
 
 def _find_outside(dataset: Dataset, prefixes: tuple[str, ...]) -> _Rows | None:
-    """Each object's name is looked at once, however many samples it holds."""
+    """Compute the rows outside. Each object's name is checked once, however many samples the object holds."""
     objects = dataset.objects
     outside = ~inside(objects.dictionary, prefixes)[objects.indices.to_numpy(zero_copy_only=False)]
     return outside if outside.any() else None
 
 
 def inside(names: pa.Array, prefixes: tuple[str, ...]) -> _Rows:
-    """Which of these objects are one of the prefixes, or lie in it as in a folder."""
+    """Return a mask of the objects that equal a prefix, or lie in it as in a folder."""
     found = np.zeros(len(names), dtype=np.bool_)
     for prefix in prefixes:
         found |= pc.equal(names, prefix).to_numpy(zero_copy_only=False)
