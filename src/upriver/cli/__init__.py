@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; see :func:`upriver.cli.app.main`. Ctrl-C may come while its modules are imported."""
+    """Run one command; see :func:`upriver.cli.app.main`. Ctrl-C may arrive while its modules are imported."""
     try:
         from upriver.cli.app import main as run
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""All commands, and one way of ending for all of them.
+"""Register all commands, and turn their errors into exit codes.
 
 Heavy imports (torch above all) happen inside the commands, so that ``--help`` and a mistyped option answer at
 once.
@@ -29,7 +29,7 @@ from upriver.errors import StoreError, UpriverError
 
 EXIT_ERROR, EXIT_BAD_INPUT = 1, 2
 EXIT_READER_GONE = 128 + signal.SIGPIPE
-"""What a shell says of most programs that write to a pipe which nobody reads any more."""
+"""Exit code that shells report for programs that SIGPIPE ends: they wrote to a pipe that nothing reads."""
 
 app = typer.Typer(
     name="upriver",
@@ -70,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: Arguments without the program's name; those of the process by default.
+        argv: Arguments without the program's name; None uses those of the process.
 
     Returns:
-        0 on success, 2 for bad input or an error named on purpose, 130 when interrupted, 141 when stdout is a
-        pipe that nobody reads, 1 for anything else.
+        0 on success, 2 for bad input or an expected error, 130 when interrupted, 141 when nothing reads
+            stdout, 1 for anything else.
     """
     with checked_stdout():
         return _run(argv)
@@ -82,8 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Whoever ends this process with SIGTERM wants what it started to be stopped too, as for Ctrl-C. A server
-    # is ended that way in its normal life, and has not started anything before it has handlers of its own.
+    # SIGTERM should also stop the processes that a command started, as Ctrl-C does. For a server SIGTERM is
+    # the normal end, and the server starts no process before it has handlers of its own.
     ending = options.leave if arguments[:1] in (["serve"], ["worker"]) else signal.default_int_handler
     before = signal.signal(signal.SIGTERM, ending)
     try:
@@ -101,22 +101,22 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _report(error: Exception, *, debug: bool, as_json: bool) -> int:
-    """Say what went wrong, in one line, and with which code to leave."""
+    """Print an error in one line, and return the exit code."""
     status, code, message = _described(error)
     message = " ".join(message.split())
     hint = " (an error we did not expect; --debug shows where)" if status == EXIT_ERROR and not debug else ""
-    with contextlib.suppress(OSError):  # the disk that is full may be that of stderr, too
+    with contextlib.suppress(OSError):  # the full disk may be stderr's, too
         if debug:
             traceback.print_exception(error)
         print(f"error: {message}{hint}", file=sys.stderr)
     if as_json:
-        with contextlib.suppress(StoreError, ReaderGone):  # which may be what went wrong
+        with contextlib.suppress(StoreError, ReaderGone):  # one of these may be the error itself
             print(json.dumps({"error": {"code": code, "message": message}}), flush=True)
     return status
 
 
 def _described(error: Exception) -> tuple[int, str, str]:
-    """Exit status, machine-readable code, and message."""
+    """Return the exit status, machine-readable code and message of an error."""
     if isinstance(error, TyperException):
         message = getattr(error, "format_message", lambda: str(error))()
         return EXIT_BAD_INPUT, "bad_command", message

@@ -1,4 +1,4 @@
-"""``upriver calibrate``: this machine's latency models, and how far they are off beside LoADPart's."""
+"""``upriver calibrate``: fit this machine's latency models, and compare their errors with LoADPart's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from upriver.profile.latency.predictor import KindError, Predictor
 
 MINUTES, QUICK_MINUTES = 10.0, 2.0
-"""How long it may take where nothing is said: about as long as all configurations take on one core."""
+"""Default time limits in minutes: about the time of all configurations on one core."""
 
 _LEGEND = """\
 Root of the mean squared error in microseconds and mean absolute error in percent, on configurations held out:
@@ -88,7 +88,7 @@ def _document(predictor: Predictor, kept: Path | None) -> dict[str, Any]:
 
 
 def _paper() -> list[dict[str, Any]]:
-    """Table III, in the words of the rest of the document."""
+    """Return the paper's Table III with the field names of the rest of the document."""
     from upriver.profile.latency.calibration import TABLE_III
 
     return [

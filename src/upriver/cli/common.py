@@ -1,4 +1,4 @@
-"""What every command shares: its two options, its output, its progress bar."""
+"""Share options, output and the progress bar between commands."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback o
 def emit(document: object, *, as_json: bool, text: Callable[[], None]) -> None:
     """Print a command's result: as one JSON document, or for people.
 
-    JSON has no word for what is no finite number; ``null`` stands for it.
+    JSON has no NaN and no infinity; ``null`` stands for them.
     """
     if as_json:
         print(json.dumps(_finite(document), allow_nan=False), flush=True)
@@ -36,7 +36,7 @@ def emit(document: object, *, as_json: bool, text: Callable[[], None]) -> None:
 
 
 def _finite(value: object) -> object:
-    """A document with None in place of every NaN and infinity."""
+    """Return a document with None in place of every NaN and infinity."""
     match value:
         case float():
             return value if math.isfinite(value) else None
@@ -60,11 +60,11 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, lef
 
 
 class ReaderGone(Exception):
-    """Whoever read stdout has closed it, and wants no more: no error, but no reason to go on either."""
+    """Signal that the reader of stdout has closed it: no error, but the command has no reason to continue."""
 
 
 class _Stdout:
-    """A stream that says what is wrong when it cannot be written: an `OSError` could come from anywhere."""
+    """Name write errors of a stream: a bare `OSError` could have any source."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -93,14 +93,14 @@ def _named() -> Iterator[None]:
 
 @contextlib.contextmanager
 def checked_stdout() -> Iterator[None]:
-    """Let what is printed within be written, or raise what says that it was not.
+    """Raise a named error if a print within the block cannot be written.
 
     Raises:
-        StoreError: Where stdout is printed to or flushed, if it cannot be written, as on a full disk.
-        ReaderGone: Likewise, if it is a pipe that nobody reads any more.
+        StoreError: When stdout is printed to or flushed and cannot be written, as on a full disk.
+        ReaderGone: Likewise, if stdout is a pipe that nothing reads.
     """
     stream = sys.stdout
-    if stream is None:  # closed before Python began: what is printed goes nowhere
+    if stream is None:  # closed before Python began: prints are dropped
         yield
         return
     try:
@@ -123,22 +123,22 @@ def _any_text(stream: TextIO) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(OSError):  # it flushes first
+        with contextlib.suppress(OSError):  # reconfigure flushes first
             stream.reconfigure(errors="strict")
 
 
 def _drop(stream: TextIO) -> None:
-    """Send what a stream still holds nowhere, or Python complains of it once more when it ends."""
+    """Redirect a stream's buffered text to nowhere, or Python reports its error again at exit."""
     with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextlib.contextmanager
 def named_as_options(**options: str) -> Iterator[None]:
-    """Let an error of an argument begin with the option that it came by.
+    """Begin an argument's error with the option that set it.
 
     Args:
-        options: What Python calls an argument, and the option.
+        options: Option by the argument's name in Python.
     """
     try:
         yield
@@ -150,16 +150,16 @@ def named_as_options(**options: str) -> Iterator[None]:
 
 
 def note(message: str) -> None:
-    """Say something about the work on stderr, where it does not disturb the result.
+    """Print a message on stderr, apart from the result.
 
-    A stderr that cannot be written, as a log on a full disk, ends no work.
+    If stderr cannot be written, as a log on a full disk, the work goes on.
     """
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)
 
 
 def progress_bar(*, of_bytes: bool = False) -> Progress:
-    """A progress bar on stderr that leaves nothing behind; none where stderr is no terminal."""
+    """Return a transient progress bar on stderr; it shows nothing if stderr is no terminal."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -183,7 +183,7 @@ def progress_bar(*, of_bytes: bool = False) -> Progress:
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
-    """Show that something of unknown length goes on."""
+    """Show that work of unknown length is in progress."""
     with progress_bar() as bar:
         bar.add_task(what, total=None)
         yield

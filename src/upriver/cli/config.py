@@ -1,4 +1,4 @@
-"""Reading TOML files strictly: an unknown key, a missing one or a wrong type is an error that names it."""
+"""Read TOML files strictly: an unknown key, a missing key or a wrong type is an error that names it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def load_toml(path: Path) -> dict[str, object]:
 
 
 def toml_values(data: bytes, path: Path) -> dict[str, object]:
-    """Return what stands in a TOML file as plain values.
+    """Return a TOML file's content as plain values.
 
     Raises:
-        ConfigError: If it is not TOML; names the file.
+        ConfigError: If it is not TOML; the message names the file.
     """
     try:
         return tomllib.loads(data.decode())
@@ -47,7 +47,7 @@ def toml_values(data: bytes, path: Path) -> dict[str, object]:
 
 
 def parse(values: object, schema: type[Config], *, where: str) -> Config:
-    """Check plain values against a schema; ``where`` is named in the error."""
+    """Check plain values against a schema; the error names ``where``."""
     try:
         return msgspec.convert(values, schema)
     except msgspec.ValidationError as error:

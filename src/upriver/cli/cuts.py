@@ -1,4 +1,4 @@
-"""``upriver cuts``: every place at which a model can be cut, and what a cut there costs."""
+"""``upriver cuts``: list every position at which a model can be cut, and the cost of a cut there."""
 
 from __future__ import annotations
 
@@ -85,10 +85,12 @@ def cuts(
 
 
 def _check_nodes(nodes: str | None, others: Mapping[str, object]) -> None:
-    """The paper numbers all nodes of a model in the order in which they run; there is nothing to choose.
+    """Check ``--nodes`` and the options that it excludes.
+
+    The paper numbers all nodes in the order in which they run, so no option changes them.
 
     Raises:
-        ConfigError: If another numbering is asked for, or one of the options that do not go with it.
+        ConfigError: If another numbering is asked for, or an option that excludes this one.
     """
     if nodes is None:
         return
@@ -100,7 +102,7 @@ def _check_nodes(nodes: str | None, others: Mapping[str, object]) -> None:
 
 
 def _picture(found: Survey, title: str, ending: str) -> bytes:
-    """The picture as a file, of the kind that its ending names."""
+    """Return the picture as a file of the kind that its suffix names."""
     from upriver.report.cuts_plot import plot_cuts
 
     return plot_cuts(found.rows, title=title, image_format=ending.lower().removeprefix("."))
@@ -141,7 +143,7 @@ def _print_nodes(numbered: Sequence[PaperNode]) -> None:
 
 
 def _print_reasons(found: Survey) -> None:
-    """Each reason once, with the cuts it stands for."""
+    """Print each reason once, with its cuts."""
     reasons: dict[str, list[int]] = {}
     for row in found.rows:
         if not row.legal:

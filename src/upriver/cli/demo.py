@@ -1,4 +1,4 @@
-"""``upriver demo``: the main job on real photographs, the plain way and the near-data way."""
+"""``upriver demo``: run the main job on real photographs, without upriver and near the data."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def demo(
 
 
 class BarWatcher:
-    """Shows what the demo does on stderr: lines, and one bar for the work under way."""
+    """Show the demo's progress on stderr: lines, and one bar for the present work."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -60,12 +60,15 @@ class BarWatcher:
         self._what = ""
 
     def say(self, text: str) -> None:
-        """A line above the bar; a stderr that cannot be written, as a log on a full disk, ends no work."""
+        """Print a line above the bar.
+
+        If stderr cannot be written, as a log on a full disk, the work goes on.
+        """
         with contextlib.suppress(OSError):
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def advance(self, what: str, done: int, total: int) -> None:
-        """Move the bar; a new piece of work gets a new one."""
+        """Move the bar; new work gets a new bar."""
         if self._task is None or what != self._what:
             if self._task is not None:
                 self._bar.remove_task(self._task)

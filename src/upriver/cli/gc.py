@@ -1,4 +1,4 @@
-"""``upriver gc``: remove programs from a store that nobody has used for long."""
+"""``upriver gc``: remove programs from a store that have not been used for long."""
 
 from __future__ import annotations
 
@@ -112,10 +112,10 @@ def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
 
 
 def _age_s(text: str) -> float:
-    """Seconds of an age such as ``30d``.
+    """Parse an age such as ``30d`` as seconds.
 
     Raises:
-        ConfigError: If it is something else.
+        ConfigError: If it has another form.
     """
     match = _AGE.fullmatch(text.strip())
     if match is None or not float(match[1]) < _MOST:

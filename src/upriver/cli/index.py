@@ -1,4 +1,4 @@
-"""``upriver index``: write down where every sample of a dataset lies, and which stages prepare it."""
+"""``upriver index``: record the location of every sample of a dataset, and the stages that prepare it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class OnLeftOut(StrEnum):
-    """Choose what happens when an index would leave out what may be a sample."""
+    """Choose what happens when an index would leave out possible samples."""
 
     ERROR = "error"
     REPORT = "report"
 
 
 class DatasetLayout(StrEnum):
-    """How samples lie in a store."""
+    """Arrangement of samples in a store."""
 
     AUTO = "auto"
     WEBDATASET = "webdataset"
@@ -93,7 +93,7 @@ def index(
 
 
 def note_left_out(left_out: Mapping[str, LeftOut]) -> None:
-    """Say on stderr what an index left out."""
+    """Print on stderr which files an index left out."""
     from upriver.pipeline.left_out import describe
 
     if left_out:
@@ -101,6 +101,6 @@ def note_left_out(left_out: Mapping[str, LeftOut]) -> None:
 
 
 def _few(names: tuple[str, ...], at_most: int = 10) -> str:
-    """Some names and how many there are."""
+    """Return some names and their total count."""
     shown = ", ".join(names[:at_most]) + (", ..." if len(names) > at_most else "")
     return f"{len(names)} ({shown})"

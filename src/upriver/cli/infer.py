@@ -1,4 +1,4 @@
-"""``upriver infer``: ask a model, here, on servers, or both, whatever is fastest now."""
+"""``upriver infer``: run a model on this machine, on servers, or on both, whichever is fastest now."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from upriver.program.example_inputs import Example
 
 TOP = 5
-"""Classes that are printed."""
+"""Number of classes that are printed."""
 
 MOST_REPEATS = 1_000_000
 
@@ -126,7 +126,7 @@ def infer(
 
 
 def _call(file: Path, inputs: ModelInputs, network: nn.Module) -> Example:
-    """What a file holds, as a call with samples."""
+    """Return a file's content as a call with samples."""
     from upriver.program.example_inputs import Example
 
     call = read_inputs(file, inputs, network)
@@ -138,7 +138,7 @@ def _call(file: Path, inputs: ModelInputs, network: nn.Module) -> Example:
 
 @contextlib.contextmanager
 def _named(file: Path, call: Example) -> Iterator[None]:
-    """Let errors of what is asked say where it came from."""
+    """Add the option's name or the file to errors of the request."""
     try:
         with named_as_options(deadline_s="--deadline", policy="--policy", cut="--cut", exact="--exact"):
             yield
@@ -147,7 +147,10 @@ def _named(file: Path, call: Example) -> Iterator[None]:
 
 
 def _wait(answer: Offload) -> None:
-    """Until servers have been sent the program: what is broken off begins anew with the next command."""
+    """Wait until servers have received the program.
+
+    An interrupted upload would begin anew with the next command.
+    """
     if not (slow := answer.wait(0.0)):
         return
     num_bytes = sum(stage.param_bytes for stage in answer.program.stages)
@@ -180,7 +183,7 @@ def _document(
 
 
 def _top(tensors: Sequence[torch.Tensor]) -> list[dict[str, float]] | None:
-    """The likeliest classes of one sample; None where the answer is something else."""
+    """Return the likeliest classes of one sample, or None for other outputs."""
     if len(tensors) != 1 or tensors[0].dim() != 2 or tensors[0].shape[0] != 1:
         return None
     [scores] = tensors[0]

@@ -1,4 +1,4 @@
-"""What a model is asked, from a file: an image, an array, or tensors by name."""
+"""Read a model's inputs from a file: an image, an array, or tensors by name."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 IMAGES = (".jpg", ".jpeg", ".png", ".webp")
 
 MAGIC = b"\x93NUMPY"
-"""What a .npy file begins with."""
+"""First bytes of a .npy file."""
 
 
 def read_inputs(path: Path, inputs: ModelInputs, model: nn.Module | None = None) -> Example:
-    """One call of a model.
+    """Return one call of a model.
 
     Args:
-        path: An image for a model that takes one (resized, cropped and normalised as for ImageNet); a
-            ``.npy`` array for a model of one input; or a ``.safetensors`` file: what is named as a keyword
-            input or as a parameter of the model's forward is that, the others are positional, in the order of
-            their names.
-        inputs: What the model takes.
-        model: It, for what its forward calls them.
+        path: File of inputs. An image (resized, cropped and normalised as for ImageNet) suits a model that
+            takes one; a ``.npy`` array suits a model of one input. In a ``.safetensors`` file, a tensor named
+            like a keyword input or a parameter of the model's forward is that input. The others are
+            positional, in the order of their names.
+        inputs: Inputs that the model takes.
+        model: The model, for the names of its forward's parameters.
 
     Raises:
-        ConfigError: If the file cannot be read, or holds something else than the model takes.
+        ConfigError: If the file cannot be read, or its content does not suit the model.
     """
     from upriver.program.example_inputs import Example
 
@@ -82,7 +82,7 @@ def _array(path: Path) -> torch.Tensor:
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, TypeError, EOFError) as error:
-        # numpy would have those objects unpickled, which runs whatever the file says.
+        # numpy would unpickle such objects, which runs code of the file
         why = "it holds Python objects" if "pickle" in str(error) else str(error)
         raise ConfigError(f"--input: {path} holds no array of numbers: {why}") from None
 
@@ -92,7 +92,7 @@ def _tensors(path: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     try:
-        # In memory of their own: where a tensor lies in the file decides low bits.
+        # Copied into memory of their own: a tensor's place in the file decides low bits.
         return {name: tensor.clone() for name, tensor in load_file(path).items()}
     except OSError as error:
         raise _unreadable(path, error) from None
@@ -107,7 +107,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 def _call(
     tensors: Mapping[str, torch.Tensor], inputs: ModelInputs, path: Path, model: nn.Module | None
 ) -> Example:
-    """A call with these tensors, by name or in order."""
+    """Return a call with these tensors, by name or in order."""
     from upriver.program.example_inputs import Example, tensors_in
 
     given = inputs.given
@@ -117,16 +117,16 @@ def _call(
         tensors = dict(zip(keywords, tensors.values(), strict=True))
     ordered, beyond, num_needed = _parameters(model, len(positional))
     num_positional = len(positional)
-    if given is None and not keywords:  # of a model of the user's own nothing else says how many it takes
+    if given is None and not keywords:  # of the user's own model nothing else tells the number of inputs
         num_positional = max(num_positional, num_needed)
         ordered, beyond, _ = _parameters(model, num_positional)
     allowed = keywords + tuple(name for name in beyond if name not in keywords)
-    if given is not None:  # what the example leaves out may come all the same
+    if given is not None:  # inputs that the example leaves out may be given all the same
         keywords = allowed
     named = {name: tensors[name] for name in allowed if name in tensors}
     placed = {place: tensors[name] for place, name in enumerate(ordered) if name in tensors.keys() - named}
     others = sorted(tensors.keys() - named.keys() - set(ordered))
-    constants: dict[int, Any] = {}  # numbers and the like are the example's
+    constants: dict[int, Any] = {}  # numbers and other constants are the example's
     if given is not None:
         constants = {place: value for place, value in enumerate(given.args) if not tensors_in(value)}
         named = {name: value for name, value in given.kwargs.items() if not tensors_in(value)} | named
@@ -150,7 +150,7 @@ def _call(
 
 
 def _parameters(model: nn.Module | None, positional: int) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """What its forward calls its first inputs, what it takes by name behind them, how many it must have."""
+    """Return the forward's first parameters, its named ones behind them, and how many are required."""
     try:
         found = list(inspect.signature(model.forward).parameters.values()) if model is not None else []
     except (TypeError, ValueError):
@@ -164,7 +164,7 @@ def _parameters(model: nn.Module | None, positional: int) -> tuple[tuple[str, ..
 
 
 def _fitted(tensor: torch.Tensor, spec: InputSpec) -> torch.Tensor:
-    """With a dimension for samples where one came without, and in the model's floating-point type."""
+    """Add a missing dimension for samples, and cast to the model's floating-point type."""
     if tuple(tensor.shape) == spec.shape:
         tensor = tensor.unsqueeze(0)
     both = tensor.is_floating_point() and spec.dtype.is_floating_point

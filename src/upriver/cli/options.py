@@ -1,4 +1,4 @@
-"""Options that several commands take, and what their text means."""
+"""Define options that several commands share, and parse their text."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ StoreOption = Annotated[
 
 
 def fill(model: nn.Module, weights: Path | None) -> None:
-    """Load what ``--weights`` names into a model; nothing without it.
+    """Load the weights of ``--weights`` into a model; do nothing without the option.
 
     Raises:
-        UpriverError: If there are no such weights, or they are not the model's.
+        UpriverError: If the weights do not exist, or do not fit the model.
     """
     if weights is not None:
         from upriver.coldstart.plain_load import load_weights
@@ -51,10 +51,10 @@ def fill(model: nn.Module, weights: Path | None) -> None:
 
 
 def store_options(given: list[str] | None) -> dict[str, str]:
-    """``NAME=VALUE`` texts as a mapping.
+    """Parse ``NAME=VALUE`` texts.
 
     Raises:
-        ConfigError: If one of them has another form.
+        ConfigError: If one has another form.
     """
     options: dict[str, str] = {}
     for text in given or []:
@@ -66,10 +66,10 @@ def store_options(given: list[str] | None) -> dict[str, str]:
 
 
 def parse_shape(text: str | None) -> tuple[int, ...] | None:
-    """``3,224,224`` as numbers.
+    """Parse a shape such as ``3,224,224``.
 
     Raises:
-        ConfigError: If it is anything else.
+        ConfigError: If it has another form.
     """
     if text is None:
         return None
@@ -82,10 +82,10 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:
-    """``1,16`` as numbers, each once.
+    """Parse counts such as ``1,16``, each once.
 
     Raises:
-        ConfigError: If it is anything else.
+        ConfigError: If it has another form.
     """
     parts = text.split(",")
     if not all(_is_positive(part) for part in parts):
@@ -94,7 +94,7 @@ def parse_counts(text: str, option: str) -> tuple[int, ...]:
 
 
 def _is_positive(part: str) -> bool:
-    # So many digits are beyond any size, and Python reads no more than some thousands.
+    # More digits exceed any size, and Python parses no more than some thousands.
     part = part.strip()
     return part.isdecimal() and len(part) <= 18 and int(part) > 0
 
@@ -104,30 +104,30 @@ def _shortened(text: str) -> str:
 
 
 def parse_bandwidth(text: str, option: str = "--bandwidth") -> float:
-    """``50Mbit`` or ``10MB`` as bytes per second.
+    """Parse a rate such as ``50Mbit`` or ``10MB`` as bytes per second.
 
     Raises:
-        ConfigError: If it is no rate, or more than any link has; names the option.
+        ConfigError: If it is no rate, or more than any link has; the message names the option.
     """
     try:
         rate = parse_rate(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
-    from upriver.types import BANDWIDTH  # needs torch, which a mistyped option must not wait for
+    from upriver.types import BANDWIDTH  # imports torch, which a mistyped option must not wait for
 
     BANDWIDTH.check(f"{option} in bytes per second", rate)
     return rate
 
 
 MOST_POINTS = 200
-"""Of a sweep; more would not be told apart in a picture."""
+"""Most points of a sweep; a picture would not show more apart."""
 
 
 def parse_sweep(text: str) -> tuple[float, ...]:
-    """``bandwidth=50Mbit..12Gbit`` as logarithmic points, ``bandwidth=A,B,C`` as those: bytes per second.
+    """Parse ``bandwidth=50Mbit..12Gbit`` as logarithmic points, or ``bandwidth=A,B,C``, in bytes per second.
 
     Raises:
-        ConfigError: If it is anything else.
+        ConfigError: If it has another form.
     """
     from upriver.report.sweep import logarithmic
 
@@ -147,7 +147,7 @@ def parse_sweep(text: str) -> tuple[float, ...]:
 
 
 def check_micro_batch(micro_batch: int) -> int:
-    """A micro-batch has at least one sample, and no more than a program may take.
+    """Check that a micro-batch has at least one sample, and no more than a program may take; return it.
 
     Raises:
         ConfigError: If it has not.
@@ -160,10 +160,10 @@ def check_micro_batch(micro_batch: int) -> int:
 
 
 def check_granularity(granularity: str | None) -> Granularity:
-    """Behind what a model is cut.
+    """Return the granularity of cuts.
 
     Raises:
-        ConfigError: If it is nothing of the kind.
+        ConfigError: If it is unknown.
     """
     match granularity:
         case None | "module":
@@ -174,10 +174,10 @@ def check_granularity(granularity: str | None) -> Granularity:
 
 
 def check_module(model: nn.Module, name: str | None) -> None:
-    """A module that is named must be in the model.
+    """Check that a named module is in the model.
 
     Raises:
-        ConfigError: If it is not; the message offers near names.
+        ConfigError: If it is not; the message offers similar names.
     """
     import difflib
 

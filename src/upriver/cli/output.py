@@ -1,4 +1,4 @@
-"""Files that a command writes beside what it prints: checked before any work, written whole or not at all."""
+"""Write a command's files: checked before any work, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_picture(path: Path | None, option: str = "--plot") -> None:
-    """A picture can be drawn and has a place to go.
+    """Check that a picture can be drawn and written.
 
     Raises:
-        ConfigError: If its ending is none that we draw, it cannot be written, or matplotlib is missing.
+        ConfigError: If its suffix is unknown, it cannot be written, or matplotlib is missing.
     """
     if path is None:
         return
@@ -30,7 +30,7 @@ def check_picture(path: Path | None, option: str = "--plot") -> None:
 
 
 def check_output(path: Path | None, option: str) -> None:
-    """A file can be written there, as far as can be told before.
+    """Check that a file can be written, before any work.
 
     Raises:
         ConfigError: If it cannot.
@@ -47,13 +47,13 @@ def check_output(path: Path | None, option: str) -> None:
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[Path]:
-    """Make a file to write to, which takes the place of ``path`` at the end, whole or not at all.
+    """Yield a file to write to, which replaces ``path`` at the end, whole or not at all.
 
-    A link stays one. What is no ordinary file (a device, a pipe) is written as it is: it must not be replaced
-    by one.
+    A link stays a link. A path that is no ordinary file (a device, a pipe) is written directly, as it must
+    not be replaced by a file.
 
     Raises:
-        StoreError: If it cannot be written; what was there is still there, and nothing else is left behind.
+        StoreError: If the file cannot be written. The earlier content stays, and nothing else is left behind.
     """
     try:
         if path.exists() and not path.is_file():

@@ -1,4 +1,4 @@
-"""``upriver push``: capture a model, or its frozen part, and publish it as programs; or its weights alone."""
+"""``upriver push``: publish a model, or its frozen part, as programs; or its weights alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from upriver.program.graph.executor import Program
 
 MICRO_BATCH = "16"
-"""Where nothing is said (decision 10)."""
+"""Default micro-batch (decision 10)."""
 
 
 def push(
@@ -125,10 +125,10 @@ def push(
 
 
 def _check_alone(of_programs: Mapping[str, object]) -> None:
-    """Weights that are published alone have nothing of a program.
+    """Check that no option of programs accompanies ``--weights-to``.
 
     Raises:
-        ConfigError: If an option asks for some.
+        ConfigError: If one does.
     """
     asked = [name for name, value in of_programs.items() if value is not None]
     if asked:
@@ -145,7 +145,7 @@ def _push_weights(
     input_shape: str | None,
     options: Mapping[str, str],
 ) -> dict[str, object]:
-    """Publish a model's weights in the order in which it reads them; gives what is said of it."""
+    """Publish a model's weights in the order in which it reads them, and return the command's document."""
     from upriver.coldstart import publish_model
     from upriver.coldstart.format.manifest import ENDING, manifest_path
     from upriver.program.example_inputs import Example
@@ -164,7 +164,7 @@ def _push_weights(
             manifest = publish_model(network, store, path, call.args, call.kwargs)
         except ModelError as error:
             if error.__cause__ is None or inputs.given is not None:
-                raise  # it was not called, or has an example of its own
+                raise  # the model was not called, or has an example of its own
             raise ModelError(
                 f"{error} (called with {call.describe()}; --input-shape asks for another shape)"
             ) from None
@@ -189,10 +189,10 @@ def _note_random(model: str, weights: Path | None) -> None:
 
 
 def _check_lasting(uri: str) -> None:
-    """What is pushed is there afterwards.
+    """Check that the store outlasts this process.
 
     Raises:
-        ConfigError: If the store ends with this process.
+        ConfigError: If it does not.
     """
     if uri.partition("://")[0].lower() == "memory":
         raise ConfigError(
@@ -201,10 +201,10 @@ def _check_lasting(uri: str) -> None:
 
 
 def _of_length(inputs: ModelInputs, length: int | None) -> ModelInputs:
-    """The inputs of a model that takes texts or sounds, with another length.
+    """Return the inputs of a text or sound model with another length.
 
     Raises:
-        ConfigError: If it takes something else.
+        ConfigError: If the model takes other inputs.
     """
     if length is None:
         return inputs

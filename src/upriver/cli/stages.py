@@ -1,4 +1,4 @@
-"""Input stages named on the command line or in a file: ``train``, ``eval``, or a list of stages."""
+"""Parse input stages of the command line or a file: ``train``, ``eval``, or a list of stages."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from upriver.pipeline import InputChain
 
 RESIZE_FOR_CROP = 256 / 224
-"""Shorter side before the centre crop, over the crop: what ImageNet models are evaluated with."""
+"""Shorter side before the centre crop, relative to the crop: the usual evaluation of ImageNet models."""
 
 
 def input_stages(text: str, *, size: int = 224) -> InputChain:
-    """The stages of a preset, or of a TOML file of ``[[stage]]`` tables.
+    """Return the stages of a preset, or of a TOML file of ``[[stage]]`` tables.
 
     Args:
         text: ``train`` (random crop, flip), ``eval`` (centre crop), or the path of a file.
-        size: Side in pixels of what a preset gives.
+        size: Side in pixels of a preset's output.
 
     Raises:
-        ConfigError: If there is no such preset and no such file, or the file is not right.
+        ConfigError: If the preset or the file does not exist, or the file is invalid.
     """
     from upriver.pipeline import InputChain, imagenet_eval, imagenet_train
 
@@ -44,7 +44,7 @@ def input_stages(text: str, *, size: int = 224) -> InputChain:
 
 
 def _whole(table: object) -> object:
-    """A stage with the defaults of what was left out; a file need not repeat them, a stored chain does."""
+    """Return a stage with its defaults filled in: a stored chain names every parameter, a file need not."""
     from upriver.pipeline.stages.registry import STAGES
 
     if not isinstance(table, Mapping) or table.get("stage") not in STAGES:

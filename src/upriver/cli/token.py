@@ -1,4 +1,4 @@
-"""``upriver token``: a token for a tenant, and the hash of it that a server is told."""
+"""``upriver token``: make a token for a tenant, and its hash for the server's configuration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from upriver.errors import ConfigError
 from upriver.secret_files import read_token_file
 
 TOKEN_BYTES = 32
-"""Of chance in a token: 256 bits, as many as its hash has."""
+"""Random bytes of a token: 256 bits, as many as its hash has."""
 
 LEAST_CHARS = 16
-"""Of a token that is hashed: if they are random, 96 bits, which nobody finds by trying; a short one is soon
-found from its hash."""
+"""Least characters of a token that is hashed. Random ones hold 96 bits, too many to guess; a short token is
+soon found from its hash."""
 
 
 def token(

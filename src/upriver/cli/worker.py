@@ -1,4 +1,4 @@
-"""``upriver worker``: a server that runs the user's own datasets, from options, a TOML file, or both."""
+"""``upriver worker``: run a server for the user's own datasets, from options, a TOML file, or both."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from upriver.cli.serve.options import (
 from upriver.errors import ConfigError
 
 PORT = 7001
-"""Beside a near-data server on the same machine."""
+"""Default port, next to a near-data server's on the same machine."""
 
 THREADS = 1
-"""As in the processes of PyTorch's own loader: with more, some kernels give other low bits."""
+"""Default threads, as in the processes of PyTorch's own loader: with more, some kernels give other low
+bits."""
 
 ADMITTED, ADMITTED_EACH = 8, 2
-"""Requests that may compute at once: as in a server's configuration, or for each process one that it makes
-and one whose answer is being sent, where that is more."""
+"""Requests that may compute at once: the larger of a server's default and two per process, one being computed
+and one being sent."""
 
 RANKS = 8
 """Training processes that may each ask for as much as computes at once: those of a machine with 8 GPUs."""
 
 REQUESTS, MOST_REQUESTS = 128, 512
-"""Requests that may be here: as in a server's configuration, and as many as it has connections."""
+"""Requests in any state: at least a server's default, at most its number of connections."""
 
 
 def worker(
@@ -87,7 +88,7 @@ def worker(
 
 
 def _defaults(file: Checked) -> dict[str, Any]:
-    """What a worker does otherwise than a server beside a store, where nobody says."""
+    """Return a worker's defaults that differ from those of a near-data server."""
     from upriver.profile.resources import available_cpus
 
     workers = file.plain.workers if file.plain.workers is not None else available_cpus()

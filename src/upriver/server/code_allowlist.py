@@ -177,7 +177,7 @@ def _covered(module: str, allow: Sequence[str]) -> bool:
     return any(":" not in each and f"{module}.".startswith(f"{each}.") for each in allow)
 
 
-# ------------------------------------------------------------------- objects, looked at without their help
+# ----------------------------------------------------------- objects, inspected without running their code
 
 
 def _is_a(value: object, kind: type) -> bool:
@@ -248,7 +248,7 @@ def _is_own(found: Any, allow: Sequence[str]) -> bool:
 
 
 def _home(function: Any) -> str | None:
-    """Return the module that holds a function's source and globals, or None if they differ."""
+    """Return the module that holds both a function's source and its globals, or None."""
     if type(function) is not FunctionType:
         return None
     name = dict.get(function.__globals__, "__name__")

@@ -141,7 +141,7 @@ class ServerConfig:
             measurement takes 0.05 ms of a CPU for two cores, 1.5 ms for 256.
         load_free_below: Utilisation below which earlier load factors are forgotten; 0.9 as in LoADPart.
         cold_start: "stream" runs a program's stages as soon as their own weights are there; "whole" waits
-            until all are there and match their graph's names.
+            until all are there and checked against their graph.
         cold_bytes_per_s: Most bandwidth of one program's streamed weights; None uses all of the link.
         sandbox: How workers are confined: "bubblewrap" requires it, "auto" uses it where it works, "none"
             uses namespaces alone.

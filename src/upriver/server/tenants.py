@@ -30,8 +30,8 @@ from upriver.types import require_finite
 _Rows = np.ndarray[Any, np.dtype[np.bool_]]
 
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
-"""Range of weights. At its ends a tenant gets one turn in a million while the other has work; smaller shares
-would be a mistake."""
+"""Range of weights. Between its ends one tenant gets one turn in a million while the other has work. A
+smaller share is next to none, and a mistake."""
 
 _outside: weakref.WeakKeyDictionary[Dataset, dict[tuple[str, ...], _Rows | None]] = (
     weakref.WeakKeyDictionary()

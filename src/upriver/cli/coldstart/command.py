@@ -1,4 +1,4 @@
-"""``upriver coldstart``: load a model or a program while it answers, and show what came when."""
+"""``upriver coldstart``: load a model or a program while it answers, and show the load's history."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from upriver.program.graph.schema import Graph
 
 LOOK_S = 0.1
-"""How often the bar moves."""
+"""Seconds between two updates of the bar."""
 
 WRITING_S = 5.0
-"""For what the next load can use, which a store may take its time to write."""
+"""Seconds to wait for files that speed up the next load; a store may write them slowly."""
 
 
 def coldstart(
@@ -119,10 +119,10 @@ def coldstart(
 
 
 def _check_options(model: str | None, of_model: Mapping[str, object], stop: int | None) -> None:
-    """Options of the one kind do not go with the other.
+    """Check that options of models and of programs do not mix.
 
     Raises:
-        ConfigError: If one does.
+        ConfigError: If they do.
     """
     if model is not None and stop is not None:
         raise ConfigError("--stop is for a program; leave MODEL out")
@@ -132,20 +132,20 @@ def _check_options(model: str | None, of_model: Mapping[str, object], stop: int 
 
 
 Ask: TypeAlias = "Callable[[], list[torch.Tensor]]"
-"""Gives an answer; waits for what that takes."""
+"""Function that waits for an answer and returns it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Begun:
-    """A load that is under way.
+    """A load in progress.
 
     Attributes:
-        title: Of a picture.
-        began_s: When, by ``time.monotonic``.
-        handle: Tells of it; None where everything has been read already.
-        told: What is known of it, in JSON.
-        ask: It.
-        plainly: Loads the same one step after the other; gives what asks that.
+        title: Title of a picture.
+        began_s: Start of the load by ``time.monotonic``.
+        handle: Handle of the load; None if everything has been read already.
+        told: Facts about the load, in JSON.
+        ask: Function that asks the loaded model or program.
+        plainly: Function that loads the same without overlap, and returns the function that asks it.
     """
 
     title: str
@@ -160,7 +160,7 @@ class _Begun:
 
 
 class _Builder:
-    """Makes the named model; what it takes is known once it has."""
+    """Build the named model; its inputs are known after the first build."""
 
     inputs: ModelInputs
 
@@ -221,17 +221,17 @@ def _asked(network: nn.Module, call: Example) -> list[torch.Tensor]:
 def _first_asked(
     network: nn.Module, call: Example, file: Path | None, shape: tuple[int, ...] | None
 ) -> list[torch.Tensor]:
-    """:func:`_asked`, where nobody knows yet whether the model takes such a call.
+    """Ask as :func:`_asked` does, when it is not known yet whether the model accepts the call.
 
     Raises:
-        ConfigError: If it does not.
-        UpriverError: If weights do not come.
+        ConfigError: If the model does not accept it.
+        UpriverError: If weights do not arrive.
     """
     try:
         return _asked(network, call)
     except UpriverError:
         raise
-    except Exception as error:  # whatever the user's forward raises
+    except Exception as error:  # the user's forward may raise anything
         if file is not None:
             what = f"--input {file}"
         elif shape is not None:
@@ -289,7 +289,7 @@ def _program(
 
 
 def _from_file(file: Path, program: Program) -> list[torch.Tensor]:
-    """What a program takes, from a file with any number of samples: they are repeated, or cut."""
+    """Return a program's inputs from a file with any number of samples. Samples are repeated or cut."""
     from upriver.program.capture.input_spec import InputSpec, ModelInputs
     from upriver.program.example_inputs import Example
     from upriver.program.graph.schema import DTYPES
@@ -301,7 +301,7 @@ def _from_file(file: Path, program: Program) -> list[torch.Tensor]:
 
 
 def _weight_bytes(graph: Graph) -> int:
-    """Of all weights that a program reads; one that has several names counts once."""
+    """Return the bytes of all weights that a program reads; a weight with several names counts once."""
     return sum({weight.key: weight.spec.nbytes for weight in graph.weights}.values())
 
 
@@ -313,11 +313,11 @@ def _until_there(handle: Arriving | Loading) -> None:
         task = bar.add_task("loading", total=handle.nbytes)
         while not handle.wait(LOOK_S):
             bar.update(task, completed=handle.nbytes_here())
-    handle.wait(WRITING_S)  # what the next load can use is written down
+    handle.wait(WRITING_S)  # files for the next load are written
 
 
 def _compared(plainly: Callable[[], Ask], given: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Everything one after the other: what that took, and whether the answer is the same."""
+    """Load without overlap, time it, and compare the answers bit by bit."""
     from upriver.program.tensor_layouts import same_bits
 
     began_s = time.monotonic()

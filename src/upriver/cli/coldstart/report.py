@@ -1,4 +1,4 @@
-"""What ``upriver coldstart`` says of a load: as a document, for people, and as a picture."""
+"""Report a load of ``upriver coldstart``: as a document, for people, and as a picture."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def streamed(handle: Arriving | Loading, moments: Sequence[LoadEvent], answer_s: float) -> dict[str, Any]:
-    """What came when, in JSON.
+    """Return the load's history in JSON.
 
     Args:
-        handle: Of a load that is over.
-        moments: Its history.
-        answer_s: Seconds from its beginning to the first answer.
+        handle: Handle of a finished load.
+        moments: History of the load.
+        answer_s: Seconds from its start to the first answer.
     """
     at = {moment.kind: moment.at_s for moment in reversed(moments)}
     requests = [moment for moment in moments if moment.kind == "request"]
@@ -45,7 +45,7 @@ def streamed(handle: Arriving | Loading, moments: Sequence[LoadEvent], answer_s:
 
 
 def print_load(document: Mapping[str, Any]) -> None:
-    """The document, for people."""
+    """Print the document for people."""
     fields = _of_model(document) if "model" in document else _of_program(document)
     fields |= _times(document) if document["streamed"] else {"first answer": f"{document['answer_s']:.3f} s"}
     if (plain := document.get("plain")) is not None:
@@ -92,7 +92,7 @@ def _times(document: Mapping[str, Any]) -> dict[str, str]:
 def picture(
     handle: Arriving | Loading, moments: Sequence[LoadEvent], *, answer_s: float, title: str, suffix: str
 ) -> bytes:
-    """The load as a picture, in the form that a file of that ending has."""
+    """Draw the load as a picture of the kind that a file's suffix names."""
     from upriver.report.cold_plot import plot_ways
 
     image_format = suffix.lower().removeprefix(".")
@@ -100,7 +100,7 @@ def picture(
 
 
 def _ways(handle: Arriving | Loading, moments: Sequence[LoadEvent]) -> list[WeightSpans]:
-    """Of each weight, in the order in which something read them, then in that of the file."""
+    """Return the times of each weight: weights in the order of their reads, then those of the file."""
     from upriver.report.cold_plot import WeightSpans
 
     asked: dict[str, float] = {}

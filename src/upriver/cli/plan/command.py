@@ -1,4 +1,4 @@
-"""``upriver plan``: what each policy would choose, from files alone or from a model measured here."""
+"""``upriver plan``: show each policy's choice, from files alone or from a model measured here."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from upriver.types import Cluster, Plan, Workload
 
 ALL = "all"
-"""In place of a policy's name."""
+"""Value of ``--policy`` that asks all of them."""
 
 EXIT_NO_FIT = 1
-"""When the one policy that was asked for has no answer: nothing was wrong with the question."""
+"""Exit code if the one requested policy has no plan that fits; the input was valid."""
 
 MOST_SAMPLES = 2**53
-"""The largest whole number that times of samples are exact up to."""
+"""Largest number of samples: whole numbers are exact up to it as floats."""
 
 STAGES_ALONE = (
     "Only the stages and the tail were measured, on this machine, and the stages are taken to be as fast on "
     "the storage tier; memory, rates, load and micro-batch are those of --cluster."
 )
-"""What a reader must know of a plan for a model and the machines of a file."""
+"""Note on plans for a measured model and the machines of a file."""
 
 
 def plan(
@@ -174,7 +174,7 @@ def plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInputs:
-    """Where profile and cluster come from: files, or a model and a bandwidth."""
+    """Sources of profile and cluster: files, or a model and a bandwidth."""
 
     profile: Path | None
     cluster: Path | None
@@ -187,7 +187,7 @@ class PlanInputs:
     autocast: str | None
 
     def check(self) -> None:
-        """Everything that is needed was given, and nothing that would not count.
+        """Check that all needed options were given, and no option without effect.
 
         Raises:
             ConfigError: If not.
@@ -208,7 +208,7 @@ class PlanInputs:
             raise ConfigError(f"{', '.join(idle)} would not count with --profile, only with --model")
 
     def question(self, *, batch_size: int, num_samples: int) -> PlanQuestion:
-        """Read, or measure, what is to be planned for."""
+        """Read or measure the plan's inputs."""
         from upriver.cli.plan.question import PlanQuestion, read_cluster, read_profile
         from upriver.types import Workload
 
@@ -221,7 +221,7 @@ class PlanInputs:
         return question if self.bandwidth is None else question.at(self.bandwidth)
 
     def _measured(self, machines: Cluster | None, workload: Workload) -> PlanQuestion:
-        """Measure the model; the machines are those of the file where there is one."""
+        """Measure the model; a cluster file gives the machines."""
         from upriver.cli.plan.model import SAME_MACHINE, MeasureOptions, measured_profile, same_machine
         from upriver.cli.plan.question import PlanQuestion
         from upriver.program.graph.autocast import autocast_dtype
@@ -242,7 +242,7 @@ class PlanInputs:
         )
 
     def _micro_batch(self, machines: Cluster | None) -> int:
-        """The size that is planned for and so must be measured: that of the file where there is one."""
+        """Return the micro-batch size to plan for and measure; a cluster file decides it."""
         from upriver.types import DEFAULT_MICRO_BATCH
 
         if machines is None:
@@ -260,7 +260,7 @@ class PlanInputs:
 
 
 def _policies(name: str) -> Mapping[str, Policy]:
-    """Those to ask; all of them are those for training, since a request is another question."""
+    """Return the policies to ask. "all" means those for training: a single request is another question."""
     from upriver.policies import POLICIES, REQUEST_POLICIES
 
     if name == ALL:
@@ -284,13 +284,13 @@ def _of_request(policies: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanAnswer:
-    """What each policy that was asked says, and what at other bandwidths."""
+    """Each requested policy's plan, and the plans at other bandwidths."""
 
     plans: Mapping[str, Plan]
     points: Sequence[SweepPoint]
 
     def document(self, policy: str) -> dict[str, Any]:
-        """One plan as the document itself, all of them under ``plans``; a sweep under ``sweep``."""
+        """Return one plan as the document itself, or all under ``plans``; a sweep goes under ``sweep``."""
         from upriver.report.plan import to_dict
         from upriver.report.sweep import sweep_to_dict
 
@@ -332,7 +332,7 @@ def _tell(question: PlanQuestion, answer: PlanAnswer, policy: str, *, as_json: b
 
 
 def _exit_code(answer: PlanAnswer, policy: str) -> int:
-    """Say on stderr what is short where nothing fits."""
+    """Return the exit code, and print on stderr what is missing if no plan fits."""
     if any(plan.feasible for plan in answer.plans.values()):
         return 0
     last = answer.plans[policy] if policy != ALL else list(answer.plans.values())[-1]
@@ -348,7 +348,7 @@ def _exit_code(answer: PlanAnswer, policy: str) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outputs:
-    """Files to write, each if it is wanted."""
+    """Files to write, each of them optional."""
 
     plot: Path | None
     html: Path | None
@@ -356,7 +356,7 @@ class Outputs:
     save_cluster: Path | None
 
     def check(self) -> None:
-        """Find out before any work whether they can be written.
+        """Check before any work that the files can be written.
 
         Raises:
             ConfigError: If one cannot, or two are the same.
@@ -369,7 +369,7 @@ class Outputs:
             raise ConfigError("two of --plot, --html, --save-profile and --save-cluster name one file")
 
     def write(self, question: PlanQuestion, answer: PlanAnswer) -> None:
-        """Write them, whole or not at all.
+        """Write the files, each whole or not at all.
 
         Raises:
             StoreError: If one cannot be written.

@@ -1,4 +1,4 @@
-"""``upriver plan --metrics``: whether an input pipeline is to be offloaded, and how much of it."""
+"""``upriver plan --metrics``: decide whether to offload an input pipeline, and how much of it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ ALL = "all"
 
 
 def plan_metrics(path: Path, policy: str, *, idle: Sequence[str], as_json: bool) -> int:
-    """Read the metrics, decide, and say why.
+    """Read the metrics, decide, and explain the decision.
 
     Args:
-        path: The file.
-        policy: Name of one that goes by metrics, or ``all`` of them.
-        idle: Options that were given and do not count here.
-        as_json: Print the document that programs read.
+        path: The metrics file.
+        policy: Name of a policy for metrics, or ``all``.
+        idle: Given options that have no effect here.
+        as_json: Whether to print the document for programs.
 
     Raises:
-        ConfigError: If the file cannot be read, another policy is asked for, or an option does not count.
+        ConfigError: If the file cannot be read, another policy is asked for, or an option has no effect.
     """
     if idle:
         raise ConfigError(f"--{', --'.join(idle)} would not count with --metrics")

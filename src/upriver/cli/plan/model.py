@@ -1,4 +1,4 @@
-"""A profile and a cluster for a model that nobody has measured: measured on this machine, for both tiers."""
+"""Measure a model's profile on this machine, and assume a cluster of two such machines."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ SAME_MACHINE = (
     "Measured on this machine alone: the storage tier is taken to be equal to it in speed and memory, and "
     "reading, encoding and decoding to be free. Save the files and put in what the real machines are."
 )
-"""What a reader must know of such a plan."""
+"""Note on plans without a cluster file."""
 
 TAIL_REPEATS = 3
-"""Measurements of forward and backward, each warmed up, of which the median counts."""
+"""Measurements of forward and backward, each warmed up; their median counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
-    """What is to be measured.
+    """Options of a measurement.
 
     Attributes:
-        model: As for ``upriver cuts``.
-        freeze_to: Last frozen module; None where the model freezes parameters itself.
-        stored_bytes: Of one sample; None takes the size of the model's input.
+        model: Name of the model, as for ``upriver cuts``.
+        freeze_to: Last frozen module; None if the model freezes parameters itself.
+        stored_bytes: Bytes of one stored sample; None takes the size of the model's input.
     """
 
     model: str
@@ -68,8 +68,8 @@ class MeasureOptions:
 
 
 def same_machine(bandwidth_bytes_per_s: float, micro_batch: int) -> Cluster:
-    """Two machines like this one, and a link without a round trip between them."""
-    memory = float(available_bytes(torch.device("cpu")))  # where a model is loaded
+    """Return a cluster of two machines like this one, with a link without latency between them."""
+    memory = float(available_bytes(torch.device("cpu")))  # of the device on which a model is loaded
     return Cluster(
         link=Link(bandwidth_bytes_per_s=bandwidth_bytes_per_s),
         storage=StorageTier(memory_bytes=memory, micro_batch=micro_batch),
@@ -78,11 +78,11 @@ def same_machine(bandwidth_bytes_per_s: float, micro_batch: int) -> Cluster:
 
 
 def measured_profile(wanted: MeasureOptions) -> Profile:
-    """Capture the frozen part, prove its cuts, and measure stages and tail at two sizes of micro-batch.
+    """Capture the frozen part, prove its cuts, and measure stages and tail at two micro-batch sizes.
 
     Raises:
-        ConfigError: If nothing says what is frozen.
-        CaptureError: If the model runs unsplit, and there is no cut to choose.
+        ConfigError: If no option says which modules are frozen.
+        CaptureError: If the model cannot be split, so that there is no cut to choose.
     """
     network, inputs = load_model(wanted.model, input_shape=wanted.input_shape)
     _freeze(network, wanted)
@@ -149,7 +149,7 @@ def _tail(
     programs: Sequence[Program],
     tensors: Sequence[Sequence[torch.Tensor]],
 ) -> TailProfile:
-    """Forward and backward of what trains, at the same sizes, and its memory."""
+    """Measure forward and backward of the tail at the same sizes, and its memory."""
     points, given = [], []
     for program, inputs in zip(programs, tensors, strict=True):
         given.append(program.run(inputs, 0, program.num_stages))

@@ -1,4 +1,4 @@
-"""What ``upriver plan`` plans for: a profile, a cluster and a workload, from files or measured."""
+"""Hold the inputs of ``upriver plan``: a profile, a cluster and a workload, from files or measured."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from upriver.types import Cluster, CutRow, Profile, StageProfile, Workload
 _Noun = TypeVar("_Noun")
 
 NAME_LENGTH = 200
-"""Characters of a name from a file that are shown."""
+"""Characters of a file's name for a stage or model that are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanQuestion:
-    """What is planned for.
+    """Inputs of a plan.
 
     Attributes:
-        notes: What must be known of where the numbers come from.
+        notes: Remarks on the origin of the numbers.
     """
 
     profile: Profile
@@ -38,18 +38,18 @@ class PlanQuestion:
     notes: tuple[str, ...] = ()
 
     def at(self, bandwidth_bytes_per_s: float) -> PlanQuestion:
-        """The same with another bandwidth of the link."""
+        """Return the same question at another bandwidth of the link."""
         link = replace(self.cluster.link, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
         return replace(self, cluster=replace(self.cluster, link=link))
 
     def check_finite(self, *, of_request: bool = False) -> None:
-        """Numbers that are each allowed can still multiply to more than a number can hold.
+        """Check that predicted times are finite: allowed numbers can multiply to more than a float holds.
 
         Args:
-            of_request: Whether one request is planned for, and not an epoch.
+            of_request: Whether the plan is for one request, not for an epoch.
 
         Raises:
-            ConfigError: If they do, at some cut.
+            ConfigError: If a time at some cut is not finite.
         """
         with np.errstate(all="ignore"):
             for row in self._rows(of_request):
@@ -66,7 +66,7 @@ class PlanQuestion:
         return model.table(model.request_s)
 
     def request_facts(self) -> dict[str, str]:
-        """What counts for one request in a few lines for people, by name."""
+        """Return the inputs that count for one request as a few lines for people, by name."""
         profile, server, link = self.profile, self.cluster.storage, self.cluster.link
         down = link.download_bytes_per_s
         answer = "answers are free to fetch" if down is None else f"{rate_text(down)} down"
@@ -81,7 +81,7 @@ class PlanQuestion:
         }
 
     def facts(self) -> dict[str, str]:
-        """All of it in a few lines for people, by name."""
+        """Return all inputs as a few lines for people, by name."""
         profile, workload = self.profile, self.workload
         storage, compute, link = self.cluster.storage, self.cluster.compute, self.cluster.link
         requests = "request" if storage.concurrency == 1 else "requests"
@@ -103,10 +103,10 @@ def _memory(num_bytes: float) -> str:
 
 
 def read_profile(path: Path) -> Profile:
-    """A profile from a file; its names lose what a terminal would obey.
+    """Read a profile from a file; control characters in names become ``?``.
 
     Raises:
-        ConfigError: If the file cannot be read or is no profile; names the file and the field.
+        ConfigError: If the file cannot be read or is no profile; the message names the file and the field.
     """
     profile = _read(path, profile_from_json)
     return replace(
@@ -118,19 +118,20 @@ def read_profile(path: Path) -> Profile:
 
 
 def read_cluster(path: Path) -> Cluster:
-    """A cluster from a file.
+    """Read a cluster from a file.
 
     Raises:
-        ConfigError: If the file cannot be read or is no cluster; names the file and the field.
+        ConfigError: If the file cannot be read or is no cluster; the message names the file and the field.
     """
     return _read(path, cluster_from_json)
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Metrics of an input pipeline from a file; names lose what a terminal would obey.
+    """Read the metrics of an input pipeline from a file; control characters in names become ``?``.
 
     Raises:
-        ConfigError: If the file cannot be read or holds no such metrics; names the file and the field.
+        ConfigError: If the file cannot be read or holds no such metrics; the message names the file and the
+            field.
     """
     metrics = _read(path, metrics_from_json)
     return replace(metrics, candidates=tuple(map(_shown, metrics.candidates)))

@@ -1,4 +1,4 @@
-"""What ``upriver plan`` prints for people."""
+"""Print the result of ``upriver plan`` for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from upriver.types import Plan
 
 
 def print_plans(facts: Mapping[str, str], notes: Sequence[str], plans: Mapping[str, Plan]) -> None:
-    """What was asked, what each policy chose, the table of cuts, and why each chose what it did."""
+    """Print the inputs, each policy's choice, the table of cuts, and the reason for each choice."""
     print_fields(facts)
     for note in notes:
         print(wrapped(f"note: {note}"))
@@ -27,7 +27,7 @@ def print_plans(facts: Mapping[str, str], notes: Sequence[str], plans: Mapping[s
 
 
 def print_sweep(points: Sequence[SweepPoint]) -> None:
-    """The choice of each policy at each bandwidth, and the seconds that follow from it."""
+    """Print each policy's choice at each bandwidth, and the predicted seconds."""
     print("\nchosen cut (- where none fits)\n" + choices_table(points))
     print(f"\npredicted seconds of one {unit_of(points[0].plans)}\n" + epochs_table(points))
 

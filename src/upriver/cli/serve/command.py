@@ -1,4 +1,4 @@
-"""``upriver serve``: the near-data server, from options, a TOML file, or both (options win)."""
+"""``upriver serve``: run the near-data server, from options, a TOML file, or both (options win)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def serve(
 
 
 def _check_served(file: Checked) -> None:
-    """A server beside a store serves that, and runs no code but clients' programs."""
+    """Check that a near-data server has a store, and runs no code but clients' programs."""
     if file.plain.allow is not None:
         raise ConfigError(
             "allow is for `upriver worker`, which runs code of its own machine; leave it out here"

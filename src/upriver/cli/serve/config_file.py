@@ -1,6 +1,6 @@
-"""The TOML file of ``upriver serve`` and ``upriver worker``: what may stand in it, and what it comes to.
+"""Define and read the TOML file of ``upriver serve`` and ``upriver worker``.
 
-Secrets need not stand in it: tokens may be given as hashes, credentials as names of variables or of files.
+The file need not hold secrets: it may give tokens as hashes, and credentials as names of variables or files.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from upriver.server.tenants import Tenant
 
 CREDENTIALS = ("access_key_id", "secret_access_key", "session_token")
-"""Options of a store that open it: what a file or the environment may hold."""
+"""Options of a store that grant access to it; a credentials file or the environment may hold them."""
 
 SECRETS = ("secret_access_key", "session_token")
-"""Those of them that nobody else may know."""
+"""Credentials that are secret."""
 
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
-"""Where the one token may stand, in place of a file."""
+"""Variable that may hold the single token, in place of a file."""
 
 TABLES = ("stores", "tenants", "caps", "tls")
 """Keys that are tables; each is checked by itself, so that an error can name it."""
@@ -45,13 +45,13 @@ Size = int | str
 
 
 class StoreSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """``[stores.NAME]``: where a store lies and how it is reached.
+    """``[stores.NAME]``: address of a store, and how to reach it.
 
     Attributes:
         uri: ``file://`` or ``s3://``.
         options: Endpoint and the like.
         credentials_file: JSON or TOML file of `CREDENTIALS` that only its owner may read.
-        environment: Option to the variable that holds its value.
+        environment: Variable that holds an option's value, by option.
     """
 
     uri: str
@@ -61,7 +61,7 @@ class StoreSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class TenantSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """``[tenants.NAME]``: see `upriver.server.tenants.Tenant`; ``token_file`` holds a token as it is."""
+    """``[tenants.NAME]``: see `upriver.server.tenants.Tenant`; ``token_file`` holds a token in plain text."""
 
     token_hashes: list[str] = []
     token_file: str | None = None
@@ -98,7 +98,7 @@ class TlsSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """The whole file; what is left out takes the server's own default."""
+    """The whole file; the server's own defaults apply to missing keys."""
 
     stores: dict[str, Any] = {}
     tenants: dict[str, Any] | None = None
@@ -145,10 +145,10 @@ class ServeFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """A file in which every key and every type is right.
+    """A file with valid keys and types.
 
     Attributes:
-        plain: What stands in no table.
+        plain: Values outside tables.
     """
 
     plain: ServeFile
@@ -160,14 +160,14 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAt:
-    """Where a store is and how it is reached, with credentials, which it never shows."""
+    """Address of a store with its credentials, which the representation hides."""
 
     uri: str
     options: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A file as plain values, with its paths made absolute: those are relative to its folder.
+    """Read a file as plain values, with paths made absolute: they are relative to the file's folder.
 
     Raises:
         ConfigError: If the file cannot be read, is not TOML, or holds credentials and is open to others.
@@ -189,11 +189,11 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check(document: Mapping[str, Any], *, where: str) -> Checked:
-    """Look at keys and types.
+    """Check keys and types.
 
     Args:
-        document: As `load` gives it.
-        where: Named in errors.
+        document: Result of `load`.
+        where: Name of the source, for errors.
 
     Raises:
         ConfigError: If a key is unknown, a value is of the wrong type, or a table of tenants is empty.
@@ -222,10 +222,10 @@ def check(document: Mapping[str, Any], *, where: str) -> Checked:
 
 
 def settings(file: Checked) -> dict[str, Any]:
-    """Keyword arguments of `upriver.server.ServerConfig`, those that the file says; no token.
+    """Return the file's keyword arguments of `upriver.server.ServerConfig`, without the token.
 
     Raises:
-        ConfigError: If a value cannot be meant, or a file or variable that it names cannot be used.
+        ConfigError: If a value is invalid, or a file or variable that it names cannot be used.
     """
     said = {name: getattr(file.plain, name) for name in file.plain.__struct_fields__}
     found: dict[str, Any] = {
@@ -244,10 +244,10 @@ def settings(file: Checked) -> dict[str, Any]:
 
 
 def size(name: str, value: Size) -> int:
-    """Bytes as a number or as text: ``4 GiB`` (binary), ``500 MB`` (decimal).
+    """Parse bytes from a number or from text: ``4 GiB`` (binary), ``500 MB`` (decimal).
 
     Raises:
-        ConfigError: If it is other text; names the key.
+        ConfigError: If it is other text; the message names the key.
     """
     if isinstance(value, int):
         return value
@@ -264,8 +264,8 @@ def check_options(options: Mapping[str, object], path: Path) -> None:
     """Check that a file that holds a store's keys is not open to others.
 
     Args:
-        options: Of the store.
-        path: Of the file.
+        options: Options of the store.
+        path: Path of the file.
 
     Raises:
         ConfigError: If it is.
@@ -295,7 +295,7 @@ def _store(name: str, section: str | StoreSection) -> str | StoreAt:
 
 
 def _variables(stores: Mapping[str, str | StoreSection]) -> tuple[str, ...]:
-    """Variables that hold credentials."""
+    """Return the names of variables that hold credentials."""
     named = (store.environment.values() for store in stores.values() if isinstance(store, StoreSection))
     return tuple(variable for variables in named for variable in variables)
 
@@ -340,7 +340,7 @@ def _read_credentials(path: Path) -> dict[str, str]:
 def _json(data: bytes, path: Path) -> object:
     try:
         return json.loads(data)
-    except (ValueError, RecursionError):  # what it says of the place may repeat what stands there
+    except (ValueError, RecursionError):  # the parser's message may repeat a part of the file
         raise ConfigError(f"{path} is not JSON") from None
 
 

@@ -1,4 +1,4 @@
-"""What commands that serve have in common: options, stores, the token, signals, a line when it listens."""
+"""Share options, stores, the token and signals between commands that serve."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from upriver.imports import uncollected
 from upriver.secret_files import read_token_file
 
 SHUTDOWN_GRACE_S = 5.0
-"""After its parent has gone, an embedded server may finish what it is doing for so long."""
+"""Seconds in which an embedded server may finish its work after its parent has ended."""
 
 EXIT_CODES: Mapping[int, int] = {signal.SIGTERM: 0, signal.SIGINT: 130}
-"""A server is ended with SIGTERM in its normal life: that is success, where Ctrl-C is an interruption."""
+"""Exit codes by signal. SIGTERM is a server's normal end and a success; Ctrl-C is an interruption."""
 
 StoresOption = Annotated[
     list[str] | None, typer.Option(metavar="[NAME=]URI", help="A store to serve; may be repeated.")
@@ -43,34 +43,34 @@ ParentPipeOption = Annotated[
 def told(
     config: Path | None, store: Sequence[str] | None, options: Mapping[str, Any], *, command: str
 ) -> tuple[dict[str, Any], Checked]:
-    """What a server is told: by a file, and by options, which win.
+    """Read a server's settings from a file and from options, which win.
 
     Args:
         config: The file.
-        store: Stores as options have them.
-        options: Others by their keys in a file; None where they were not given.
-        command: Named in errors where there is no file.
+        store: Stores as the options give them.
+        options: Other options by their keys in a file; None if not given.
+        command: Name for errors if there is no file.
 
     Returns:
-        As plain values, and as what they come to.
+        The settings as plain values, and checked.
 
     Raises:
-        ConfigError: If the file cannot be read, or something in it or in the options is not right.
+        ConfigError: If the file cannot be read, or the file or an option is invalid.
     """
     document = config_file.load(config) if config is not None else {}
     where = str(config) if config is not None else command
-    config_file.check(document, where=where)  # before options: what they win over is to be right, too
+    config_file.check(document, where=where)  # before options: overridden values must be valid, too
     document |= {name: value for name, value in options.items() if value is not None}
     document["stores"] = _stores(store or [], document.get("stores", {}))
     return document, config_file.check(document, where=where)
 
 
 def serve_here(settings: Mapping[str, Any], token: str | None) -> None:
-    """Run a server in this process, and say on stdout when it listens.
+    """Run a server in this process, and print on stdout when it listens.
 
     Args:
         settings: Keyword arguments of `upriver.server.ServerConfig`.
-        token: That clients must send.
+        token: Token that clients must send.
     """
     with uncollected():
         from upriver.server import ServerConfig
@@ -80,14 +80,14 @@ def serve_here(settings: Mapping[str, Any], token: str | None) -> None:
 
     config = ServerConfig(**settings, token=token)
     check_here(config.allow)
-    # People are told what they should look at, machines also what is as it should be.
+    # People see only warnings, machines also normal events.
     level = "INFO" if config.log_format == "json" else "WARNING"
     logging.configure(config.log_format, level, secrets=_secrets(token, settings))
     run_server(config, on_listening=_announce)
 
 
 def _secrets(token: str | None, settings: Mapping[str, Any]) -> list[str]:
-    """What must stand in no log, in whatever words: the token, and what opens the stores."""
+    """Return the secrets that no log may contain: the token, and the keys of the stores."""
     stores = [store for store in settings["stores"].values() if isinstance(store, config_file.StoreAt)]
     keys = [store.options.get(name, "") for store in stores for name in SECRETS]
     return [secret for secret in (token, *keys) if secret]
@@ -102,7 +102,7 @@ def _announce(document: Mapping[str, object]) -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT end this process while the block runs, also before there is a server to end."""
+    """End this process on SIGTERM and SIGINT while the block runs, even before a server exists."""
     before = {number: signal.signal(number, leave) for number in EXIT_CODES}
     try:
         yield
@@ -112,12 +112,12 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def leave(signum: int, frame: FrameType | None) -> None:
-    """End this process: nothing runs yet, or no more. An exception could be lost in an import."""
+    """End this process at once, as no server runs: an exception could be lost in an import."""
     os._exit(EXIT_CODES[signum])
 
 
 def stop_with_parent(fd: int) -> None:
-    """End this process when the other end of an inherited pipe is closed, however its owner died."""
+    """End this process when the other end of an inherited pipe closes, however its owner died."""
     try:
         os.fstat(fd)
     except OSError as error:
@@ -137,19 +137,19 @@ def stop_with_parent(fd: int) -> None:
 
 
 def _stores(given: Sequence[str], from_file: object) -> object:
-    """Stores by name: those of the file, then those of the command line."""
+    """Return stores by name: those of the file, then those of the command line."""
     from_options: dict[str, object] = {}
     for name, uri in map(split_store, given):
         if name in from_options:
             raise ConfigError(f"--store names {name!r} twice; give each its own: --store NAME=URI")
         from_options[name] = uri
     if not isinstance(from_file, dict):
-        return from_file  # the file's error, which says what was expected
+        return from_file  # checked later: the file's error says what was expected
     return {**from_file, **from_options}
 
 
 def split_store(text: str) -> tuple[str, str]:
-    """``NAME=URI`` or ``URI`` (then the name is "default")."""
+    """Split ``NAME=URI``, or ``URI`` with the name "default"."""
     name, separator, uri = text.partition("=")
     if not separator or "://" in name:
         return "default", text
@@ -159,14 +159,17 @@ def split_store(text: str) -> tuple[str, str]:
 
 
 def token_of(file: Checked) -> str | None:
-    """The one token: of a file, else of the environment. With tenants that one is left to clients."""
+    """Return the single token of the file, else of the environment.
+
+    With tenants the variable is for clients.
+    """
     if file.plain.token_file is not None:
         return read_token(Path(file.plain.token_file))
     return None if file.tenants else read_token(None)
 
 
 def read_token(path: Path | None) -> str | None:
-    """The token of a file, else of the environment, else none.
+    """Return the token of a file, else of the environment, else None.
 
     Raises:
         ConfigError: If the file cannot be read, is open to others or is empty.

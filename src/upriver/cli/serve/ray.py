@@ -1,4 +1,4 @@
-"""``upriver serve --engine ray``: the server as replicas on a Ray cluster."""
+"""``upriver serve --engine ray``: run the server as replicas on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from upriver.errors import ConfigError
 
 PORT = 8000
-"""Of the directory, where nobody says: Ray Serve's own."""
+"""Default port of the directory: Ray Serve's own."""
 
 GRACE_S = 25.0
-"""As in a server's own configuration: running requests end within 30 s of SIGTERM."""
+"""Seconds, as in a server's own configuration: running requests end within 30 s of SIGTERM."""
 
 MEMORY_RESERVE = 0.1
-"""As in a server's own configuration."""
+"""Share of memory, as in a server's own configuration."""
 
 OnListening = Callable[[Mapping[str, object]], None]
 
@@ -33,22 +33,21 @@ def run(
     queue_bytes: int | None = None,
     on_listening: OnListening | None = None,
 ) -> None:
-    """Serve with replicas until SIGTERM or SIGINT; returns when all of them have ended.
+    """Serve with replicas until SIGTERM or SIGINT, and return when all replicas have ended.
 
     Args:
-        config_document: The server's TOML file as plain values, with what options say in it and paths made
-            absolute; ``port`` is that of the directory. ``threads`` is 1 where it does not say: Ray hands out
-            cores one by one.
-        address: ``auto``, ``HOST:PORT`` or ``ray://HOST:10001`` of a running cluster, ``local`` to start one
-            on this machine; the variable ``RAY_ADDRESS``, else ``local``, if None.
-        replicas: How many, or at least and at most how many.
-        token: The one token that clients must send, where the document has no tenants.
-        num_cpus: Cores that Ray sets aside for a replica; ``workers`` times ``threads`` if None.
-        queue_bytes: Bytes that may wait at one replica before there are to be more.
-        on_listening: Told once the first replica serves; prints one JSON line if None.
+        config_document: The server's TOML file as plain values, with options included and paths made
+            absolute. ``port`` is the directory's. ``threads`` defaults to 1: Ray hands out cores one by one.
+        address: ``auto``, ``HOST:PORT`` or ``ray://HOST:10001`` of a running cluster, or ``local`` to start
+            one on this machine. None takes the variable ``RAY_ADDRESS``, or else ``local``.
+        replicas: Number of replicas, or its lower and upper limit.
+        token: The single token that clients must send, if the document has no tenants.
+        num_cpus: Cores that Ray reserves for a replica; None means ``workers`` times ``threads``.
+        queue_bytes: Bytes that may wait at one replica before more replicas are started.
+        on_listening: Called once the first replica serves; None prints one JSON line.
 
     Raises:
-        ConfigError: If an argument is outside what is allowed, Ray is not installed, or there is no cluster.
+        ConfigError: If an argument is out of range, Ray is not installed, or no cluster exists.
         ServerUnavailable: If no replica can serve.
     """
     from upriver.cluster.autoscale import TARGET_BYTES
@@ -86,15 +85,16 @@ def run(
         key=tls.get("key"),
     )
     announce = on_listening or _announcer()
-    # Ray prints what its processes say; standard output is for the one line that programs read.
+    # Ray prints the output of its processes; stdout is for the one line that programs read.
     with contextlib.redirect_stdout(sys.stderr):
         serve_on_ray(deployment, on_listening=announce)
 
 
 def _reserve_of_each(document: Mapping[str, object], most: int) -> float:
-    """What each of so many servers on one machine leaves alone of its memory: the others' parts, too.
+    """Return the share of memory that each server on one machine leaves free.
 
-    Each works its budget out from what is free when it starts, and knows nothing of those that come later.
+    The share includes the parts of the others, of ``most`` servers in all. Each server derives its budget
+    from the memory that is free when it starts, and cannot see later servers.
     """
     from upriver.cluster.document import seconds
 

@@ -1,4 +1,4 @@
-"""Where a training run stands, in one safetensors file: tensors as tensors, all else as JSON beside them."""
+"""Save and restore a training run in one safetensors file: tensors, and all other state as JSON metadata."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ SCHEMA = "upriver.checkpoint/1"
 _META = "upriver"
 
 MAY_BECOME = {("on_bad_sample", "fail", "skip")}
-"""Settings that may have become others: (name, then, now).
+"""Settings that may change when a run resumes: (name, saved value, new value).
 
-A run that fails at the first bad sample has trained what one that skips would have trained up to there; the
-other way round, samples may be missing already."""
+A run that fails at the first bad sample has trained the same steps as one that skips bad samples. In the
+other direction, samples may be missing already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What a run has done besides its tensors.
+    """State of a run besides its tensors.
 
     Attributes:
-        config: The settings that must be the same to go on.
-        job: The job's own state.
+        config: Settings that must be equal to resume.
+        job: State of the job.
         epochs: One record for each trained epoch; the last one has no ``accuracy`` before it is evaluated.
-        losses: (loss, samples) of each step of the epoch under way.
+        losses: (loss, samples) of each step of the present epoch.
     """
 
     config: Mapping[str, Any]
@@ -46,7 +46,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Saved:
-    """A checkpoint as it was read: what the run had done, and the tensors to go on from."""
+    """A checkpoint as read: the run's progress, and its tensors."""
 
     progress: Progress
     tensors: Mapping[str, torch.Tensor]
@@ -65,7 +65,7 @@ def save_tensors(
     from safetensors import SafetensorError
     from safetensors.torch import save, save_file
 
-    # Tied weights share memory, which the format does not know: each name gets its own copy.
+    # Tied weights share memory, which the format cannot express: each name gets its own copy.
     own = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
@@ -107,13 +107,13 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progres
 
 
 def check_room(path: Path, output: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that the disk has room for a run's files before anything is trained.
+    """Check that the disk has room for a run's files before training.
 
-    At its fullest it holds two checkpoints, as the old one stays until the new one is whole, or a checkpoint
-    and the trained model. Files that are there already take no further room.
+    The disk holds at most two checkpoints, as the old one stays until the new one is whole, or a checkpoint
+    and the trained model. Existing files need no further room.
 
     Raises:
-        StoreError: If there is too little; names what is free and needed.
+        StoreError: If room is missing; the message says how much is free and needed.
     """
     trainable = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     state = model.state_dict()
@@ -130,7 +130,7 @@ def check_room(path: Path, output: Path, model: nn.Module, optimizer: torch.opti
 
 
 def _states(optimizer: torch.optim.Optimizer) -> int:
-    """Count an optimizer's tensors for each parameter, by a step on a parameter of its own."""
+    """Count an optimizer's tensors per parameter, by a step on a parameter of its own."""
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
     parameter.grad = parameter.detach().clone()
     same = type(optimizer)([{**optimizer.param_groups[0], "params": [parameter]}])  # type: ignore[call-arg]
@@ -140,10 +140,11 @@ def _states(optimizer: torch.optim.Optimizer) -> int:
 
 
 def load(path: Path, *, config: Mapping[str, Any]) -> Saved:
-    """Read a checkpoint; nothing is changed by it.
+    """Read a checkpoint without changing anything.
 
     Raises:
-        ConfigError: If the file is no checkpoint, or of a run with other settings; names what differs.
+        ConfigError: If the file is no checkpoint, or of a run with other settings; the message names the
+            difference.
     """
     from safetensors.torch import load_file
 
@@ -179,7 +180,7 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def job_state(path: Path) -> Mapping[str, Any]:
-    """The job's own state in a checkpoint.
+    """Return the job's state in a checkpoint.
 
     Raises:
         ConfigError: If the file is no checkpoint.
@@ -190,14 +191,17 @@ def job_state(path: Path) -> Mapping[str, Any]:
 
 @torch.no_grad()
 def _restore(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
-    """Write what differs; a job watches its frozen tensors, and would take a write of the same bits amiss."""
+    """Write only tensors that differ.
+
+    A job watches its frozen tensors, and would report a write of equal bits.
+    """
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name in saved and not torch.equal(tensor.detach().cpu(), saved[name]):
             tensor.copy_(saved[name])
 
 
 def _document(path: Path) -> dict[str, Any]:
-    """All but the tensors, which are not read."""
+    """Return the checkpoint's document without reading the tensors."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -33,24 +33,26 @@ if TYPE_CHECKING:
 
 
 class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    """The TOML file.
+    """Settings of the TOML file.
 
     Attributes:
-        model: As for ``upriver cuts``.
-        freeze_to: Everything up to and including this module is frozen.
-        store: URI of the store; ``store_name`` is what the servers call it.
-        path: Folder of the training samples; ``heldout`` of those to evaluate on after each epoch.
-        output: Safetensors file for the trained model; ``OUTPUT.checkpoint`` lies beside it until then.
+        model: Name of the model, as for ``upriver cuts``.
+        freeze_to: Last frozen module: it and all before it are frozen.
+        store: URI of the store; ``store_name`` is its name on the servers.
+        path: Folder of the training samples; ``heldout`` is the folder of those to evaluate after each epoch.
+        output: Safetensors file for the trained model; ``OUTPUT.checkpoint`` lies next to it until the run
+            ends.
         weights: Safetensors file, index of several, or folder to start from.
         stages: Input stages, as for ``upriver index``.
-        classifier: Linear layer to replace when it tells another number of classes apart; the last if absent.
-        servers: Addresses; an embedded server without.
-        token_file: File with the token for them.
-        ca: File with the authorities that vouch for servers at https://; the system's if absent.
-        certificate: File with the certificate shown to servers that ask for one; ``key`` with its key.
-        on_left_out: What happens when an index would leave out files that may be samples.
+        classifier: Linear layer to replace if its number of classes differs; the last one by default.
+        servers: Addresses of servers; none means an embedded server.
+        token_file: File with the token for the servers.
+        ca: File with the authorities that vouch for servers at https://; the system's by default.
+        certificate: File with the certificate for servers that ask for one; ``key`` names its key.
+        on_left_out: "error" or "report" when an index would leave out files that may be samples.
         adapt_batch: Most samples that a server may run at once; with ``exact = "numeric"`` only.
-        micro_batch: ``auto`` chooses by what is measured, once: a run that goes on keeps what was chosen.
+        micro_batch: Samples per micro-batch. ``auto`` measures and chooses once; a resumed run keeps the
+            choice.
     """
 
     model: str
@@ -110,8 +112,8 @@ FREE_TO_CHANGE = {
     "heldout_stages",
     "on_left_out",
 }
-"""Settings that a resumed run may have others of: none of them changes a trained bit, but for what
-``exact = "numeric"`` leaves to servers in any case.
+"""Settings that may differ in a resumed run: none of them changes a trained bit, except for what ``exact =
+"numeric"`` leaves to servers in any case.
 
 With another ``output`` the checkpoint must be renamed along, or it is not found."""
 
@@ -204,11 +206,11 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
 
 @contextmanager
 def _owned(output: Path) -> Iterator[None]:
-    """Own the output and its checkpoint until the run is over; what killed runs left unfinished is removed.
+    """Lock the output and its checkpoint until the run ends, and remove unfinished files of killed runs.
 
     Raises:
-        ConfigError: If another run has them; names it.
-        StoreError: If that cannot be found out.
+        ConfigError: If another run holds them; the message names it.
+        StoreError: If the lock cannot be taken.
     """
     with ExitStack() as stack:
         try:
@@ -221,7 +223,7 @@ def _owned(output: Path) -> Iterator[None]:
 
 
 def _checked(settings: TrainFile, on_bad_sample: str | None) -> TrainFile:
-    """Values that need no model and no data to be wrong; the job checks the rest."""
+    """Check values that need neither model nor data; the job checks the rest."""
     if on_bad_sample is not None:
         if on_bad_sample not in ("skip", "fail"):
             raise ConfigError(f"--on-bad-sample must be skip or fail, got {on_bad_sample!r}")
@@ -237,7 +239,7 @@ def _checked(settings: TrainFile, on_bad_sample: str | None) -> TrainFile:
 
 
 def _datasets(settings: TrainFile) -> tuple[Dataset, Dataset | None]:
-    """Training and held-out samples, indexed where they lie."""
+    """Return training and held-out samples, indexed in their store."""
     from upriver.pipeline import index
     from upriver.store import Store
 
@@ -323,7 +325,7 @@ def _checkpoint_of(output: Path) -> Path:
 
 
 def _micro_batch(settings: TrainFile) -> MicroBatchSize:
-    """The size; that of the run before, where this one goes on with what was chosen then."""
+    """Return the micro-batch size; a resumed run with ``auto`` takes the earlier choice."""
     from upriver.cli.train.checkpoint import job_state
 
     path = _checkpoint_path(settings)
@@ -343,7 +345,7 @@ def _interrupted(checkpoint: Path, *, saved: bool) -> str:
 
 
 def _near(settings: TrainFile) -> Near:
-    """The servers, and what opens their doors."""
+    """Connect to the servers with their token and certificates."""
     from upriver.cli.serve.options import read_token
     from upriver.finetune.session import connect
 

@@ -1,4 +1,4 @@
-"""The training loop of ``upriver train``: an ordinary one, with a checkpoint it can go on from."""
+"""Run the training loop of ``upriver train``: an ordinary loop with a checkpoint from which it resumes."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 
 def fit_classifier(model: nn.Module, name: str | None, num_classes: int, *, seed: int) -> str | None:
-    """Give the model a new last layer when its own tells another number of classes apart.
+    """Replace the model's last layer if its number of classes differs.
 
     Args:
-        name: The layer; the last linear one of the model if None.
+        name: Name of the layer; None takes the model's last linear layer.
 
     Returns:
         Name of the layer that was replaced, or None.
 
     Raises:
-        ConfigError: If there is no such linear layer.
+        ConfigError: If no such linear layer exists.
     """
     linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
     if name is None and not linear:
@@ -53,7 +53,7 @@ def fit_classifier(model: nn.Module, name: str | None, num_classes: int, *, seed
 
 
 def make_optimizer(name: str, model: nn.Module, *, lr: float, momentum: float, weight_decay: float) -> Any:
-    """An optimizer over what is trainable."""
+    """Return an optimizer of the trainable parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
@@ -62,18 +62,18 @@ def make_optimizer(name: str, model: nn.Module, *, lr: float, momentum: float, w
 
 
 def accuracy(outputs: Any, targets: torch.Tensor) -> float:
-    """Share of samples told right."""
+    """Return the share of correctly classified samples."""
     return float((logits(outputs).argmax(1) == targets).float().mean())
 
 
 def logits(outputs: Any) -> torch.Tensor:
-    """What a classifier gives: a tensor, or an object that has it under ``logits``."""
+    """Return a classifier's logits: the output itself, or its attribute ``logits``."""
     result: torch.Tensor = getattr(outputs, "logits", outputs)
     return result
 
 
 class StopSignal:
-    """Turns the first Ctrl-C or SIGTERM into a request that is met between two steps; the second one ends."""
+    """Turn the first Ctrl-C or SIGTERM into a stop between two steps; the second one interrupts at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -95,11 +95,11 @@ class StopSignal:
 
 
 class Trainer:
-    """A run: epochs of an ordinary loop, a checkpoint after each, and when it is interrupted or fails.
+    """A run: epochs of an ordinary loop, with a checkpoint after each epoch, and on an interruption or error.
 
     Attributes:
         epochs: One record for each trained epoch; the last one has no ``accuracy`` before it is evaluated.
-        saved: Whether the last checkpoint could be written, or is not due yet.
+        saved: False if the last checkpoint could not be written.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Trainer:
         self._link_bytes, self._on_step, self._on_epoch = link_bytes, on_step, on_epoch
 
     def resume(self) -> bool:
-        """Go on from the checkpoint, if there is one.
+        """Resume from the checkpoint, if one exists, and return whether it did.
 
         Raises:
-            ConfigError: If it is of a run with other settings, or on other data.
+            ConfigError: If the checkpoint is of a run with other settings or other data.
         """
         if not self._path.exists():
             return False
@@ -142,11 +142,11 @@ class Trainer:
         return True
 
     def run(self, epochs: int) -> None:
-        """Train until that many epochs are done.
+        """Train until ``epochs`` epochs are done.
 
         Raises:
             KeyboardInterrupt: If it was interrupted; the checkpoint holds everything up to the last step.
-            UpriverError: What the job raises; the checkpoint holds everything up to the last step.
+            UpriverError: If the job raises one; the checkpoint holds everything up to the last step.
             ConfigError: If more epochs are trained already.
         """
         begun = len(self.epochs) + bool(self._losses)
@@ -164,9 +164,9 @@ class Trainer:
                     raise KeyboardInterrupt
 
     def _epoch(self, stop: StopSignal) -> None:
-        """Train what is left of an epoch."""
+        """Train the rest of an epoch."""
         began, bytes_before = time.perf_counter(), self._link_bytes()
-        if len(self._losses) < len(self._job):  # else the job, which has no step left, begins another epoch
+        if len(self._losses) < len(self._job):  # else the job has no step left, and would begin another epoch
             self._train(stop)
         losses, self._losses = self._losses, []
         self.epochs.append(
@@ -193,10 +193,13 @@ class Trainer:
                 raise KeyboardInterrupt
 
     def _batches(self) -> Iterator[tuple[Features, torch.Tensor]]:
-        """What the job yields. Where it fails, everything it has yielded is trained: a checkpoint first."""
+        """Yield the job's batches.
+
+        If the job fails, write a checkpoint first: all yielded batches are trained.
+        """
         try:
             yield from self._job
-        except FrozenChanged:  # then it is not known since when
+        except FrozenChanged:  # the moment of the change is unknown
             raise
         except UpriverError:
             if self._losses:
@@ -204,7 +207,7 @@ class Trainer:
             raise
 
     def _evaluate(self) -> None:
-        """Evaluate the last epoch, unless that was done; if it fails or is interrupted, no step is lost."""
+        """Evaluate the last epoch, once. If the evaluation fails or is interrupted, no step is lost."""
         if not self.epochs or "accuracy" in self.epochs[-1]:
             return
         record = self.epochs[-1]
@@ -217,7 +220,7 @@ class Trainer:
         self._on_epoch(record)
 
     def _save(self) -> None:
-        """Write a checkpoint; where it cannot be written the old one stays, and the next one may fit."""
+        """Write a checkpoint. If it cannot be written, the old one stays, and the next one may fit."""
         progress = checkpoint.Progress(
             config=self._config, job=self._job.state_dict(), epochs=self.epochs, losses=self._losses
         )

@@ -190,7 +190,7 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
         super().resume_writing()
         self._stop_write_clock()
 
-    # -------------------------------------------------------------------- what the parser has found
+    # ------------------------------------------------------------------------------- parser callbacks
 
     def on_message_begin(self) -> None:
         """Begin a head, and refuse one that was pipelined too early."""

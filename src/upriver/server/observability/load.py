@@ -31,7 +31,7 @@ from upriver.protocol import Load
 WINDOW_S = 5.0
 """Seconds that count as recent: LoADPart's monitoring period (sections III-C and V-A), so that a device knows
 of a load some seconds after it begins. The median of a longer window turns only when half of it is new. On a
-busy machine a window ends with the last micro-batch: so even on a slow network it holds one."""
+busy machine a window ends with the last micro-batch, so a slow model's window holds one, too."""
 
 FREE_BELOW = 0.9
 """Utilisation below which a machine is free: LoADPart's threshold, above which latency rose."""

@@ -95,7 +95,7 @@ class ServerMetrics:
         self._make_process()
         self._begin(tuple(tenants), tuple(stores))
 
-    # ------------------------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------------------------ construction
 
     def _make_requests(self) -> None:
         self.requests = self._counter("requests", "Requests answered", "route", "code")
@@ -179,7 +179,7 @@ class ServerMetrics:
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(f"upriver_{name}", text, labels, buckets=buckets, registry=self.registry)
 
-    # ------------------------------------------------------------------------------------ what happened
+    # ------------------------------------------------------------------------------------------ events
 
     def queue(self, requests: int, nbytes: int) -> None:
         """Set the number of requests that wait for admission, and the bytes that they ask for together."""
@@ -252,7 +252,7 @@ class ServerMetrics:
         """Add bytes sent of a response to a tenant."""
         self._bytes_out.labels(tenant).inc(n)
 
-    # ------------------------------------------------------------------------------------ what is shown
+    # ------------------------------------------------------------------------------------------ output
 
     @property
     def uptime_s(self) -> float:

@@ -255,7 +255,7 @@ def holds(path: str, folder: str) -> bool:
 
 
 def _executable(shown: Sequence[str]) -> Iterator[str]:
-    """Yield options that show an interpreter that lies apart. It finds its libraries link by link."""
+    """Yield options that show an interpreter that lies apart, with the links that lead to its libraries."""
     path = os.path.abspath(sys.executable)
     for _ in range(40):  # as many links as Linux follows
         covered = any(Path(path).is_relative_to(outer) for outer in shown)
