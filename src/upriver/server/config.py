@@ -126,8 +126,8 @@ class ServerConfig:
             network measured takes 11 s for 16 samples on one core.
         stall_timeout_s: Seconds after which a client that reads nothing is dropped, and a request whose body
             stops arriving.
-        head_timeout_s: Seconds in which a connection must finish its TLS handshake and send a whole request
-            head. 20 s: a head is one packet, which arrives after 7 s if it is lost three times in a row.
+        head_timeout_s: Seconds for a TLS handshake, and again for a whole request head; a slower connection
+            is closed. 20 s: a head is one packet, which arrives after 7 s if it is lost three times in a row.
         idle_timeout_s: Seconds after which a connection without a request is closed. 75 s: longer than any
             pause between two micro-batches of training.
         max_connections: Connections at once; a further one ends the connection that is longest without a

@@ -1,8 +1,8 @@
 """Run the application: uvicorn, a bound socket, and an orderly shutdown.
 
-A server that is told to stop accepts no new work from then on, and answers so, so that load balancers and
-clients go elsewhere. Running requests may finish within the operator's grace. Then the server exits, whatever
-still runs, with every process that it started.
+A server that is told to stop accepts no new work. It says so in its answers, so load balancers and clients go
+elsewhere. Running requests may finish within the operator's grace. Then the server exits, whatever still
+runs, with every process that it started.
 """
 
 from __future__ import annotations

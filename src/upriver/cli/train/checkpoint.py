@@ -109,8 +109,8 @@ def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progres
 def check_room(path: Path, output: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check that the disk has room for a run's files before training.
 
-    The disk holds at most two checkpoints, as the old one stays until the new one is whole, or a checkpoint
-    and the trained model. Existing files need no further room.
+    The disk holds at most two checkpoints, or a checkpoint and the trained model. An old checkpoint stays
+    until the new one is whole. Existing files need no further room.
 
     Raises:
         StoreError: If room is missing; the message says how much is free and needed.

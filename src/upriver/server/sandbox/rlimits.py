@@ -1,7 +1,8 @@
 """Limit the resources of processes: the front's descriptors, a worker's limits and its allocator.
 
-A worker's limits are a last resort. Admission keeps work within the memory budget. Work that exceeds it all
-the same (a decoder with a hole, a low estimate) should fail alone, before the machine is short of memory.
+A worker's limits are a last resort. Admission keeps work within the memory budget. Work that exceeds the
+budget all the same (a decoder with a hole, a low estimate) should fail alone. It must not leave the machine
+short of memory.
 """
 
 from __future__ import annotations
