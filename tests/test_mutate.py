@@ -1,0 +1,102 @@
+"""Check `scripts/mutate.py`: what it draws, and that it tells tests that notice from tests that do not."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+
+import mutate
+
+SOURCE = '''
+def largest(numbers: "list[int] | None", most: int = 3) -> int | None:
+    """Return the largest number up to a bound."""
+    found = [one for one in numbers if one <= most and not one < 0]
+    total = 0
+    for one in found:
+        if one == 2:
+            continue
+        total += one
+    print(total)
+    return max(found) + total
+'''
+
+
+def changes(tmp_path: Path) -> list[mutate.Mutant]:
+    path = tmp_path / "module.py"
+    path.write_text(SOURCE)
+    [found] = mutate.mutants_of("any", path, tmp_path)
+    return found
+
+
+def test_mutants_of_a_module_change_one_line_each_and_no_annotation(tmp_path: Path) -> None:
+    found = changes(tmp_path)
+    assert {(one.before, one.after) for one in found} >= {
+        ("if one == 2:", "if one != 2:"),
+        ("if one == 2:", "if one == 3:"),
+        ("if one == 2:", "if not (one == 2):"),
+        ("continue", "break"),
+        ("total += one", "pass"),
+        ("print(total)", "pass"),
+        ("total = 0", "total = 1"),
+        ("return max(found) + total", "return max(found) - total"),
+        ("return max(found) + total", "return min(found) + total"),
+        ("return max(found) + total", "return None"),
+    }
+    assert all(one.function == "largest" and one.before != one.after for one in found)
+    assert not any("list[int]" in one.before for one in found)
+    for one in found:
+        ast.parse(SOURCE.encode()[: one.start] + one.text.encode() + SOURCE.encode()[one.end :])
+
+
+def test_draw_is_decided_by_its_seed_and_takes_rooms_in_turns() -> None:
+    drawn = mutate.draw(3, 24, list(mutate.ROOMS))
+    assert drawn == mutate.draw(3, 24, list(mutate.ROOMS)) != mutate.draw(4, 24, list(mutate.ROOMS))
+    assert [one.room for one in drawn] == list(mutate.ROOMS) * 3
+    assert len({(one.path, one.start, one.end, one.text) for one in drawn}) == 24
+
+
+def test_every_room_names_code_and_tests_that_exist() -> None:
+    for room in mutate.ROOMS.values():
+        assert all((mutate.ROOT / "src" / "upriver" / path).exists() for path in room.code)
+        assert all((mutate.ROOT / "tests" / path).exists() for path in room.tests)
+
+
+@pytest.mark.parametrize(("test", "result"), [("assert twice(2) == 4", "killed"), ("twice(2)", "survived")])
+def test_judge_tells_a_test_that_notices_from_one_that_does_not(
+    test: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "repository"
+    package, tests = root / "src" / "upriver", root / "tests"
+    package.mkdir(parents=True)
+    tests.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "small.py").write_text("def twice(number):\n    return 2 * number + 0\n")
+    (tests / "conftest.py").write_text(
+        "from hypothesis import settings\nsettings.register_profile('quick')\n"
+        "def pytest_configure(config):\n    config.addinivalue_line('markers', 'full: slow')\n"
+    )
+    (tests / "test_small.py").write_text(f"from upriver.small import twice\n\n\ndef test_it():\n    {test}\n")
+    monkeypatch.setattr(mutate, "ROOT", root)
+    monkeypatch.setattr(mutate, "COPIED", ("src", "tests"))
+    monkeypatch.setattr(mutate, "ROOMS", {"small": mutate.Room(code=("small.py",), tests=("test_small.py",))})
+    [found] = mutate.mutants_of("small", package / "small.py", root)
+    mutant = next(one for one in found if one.after == "return 2 / number + 0")
+    (tmp_path / "copies").mkdir()
+    copies = mutate.Copies(tmp_path / "copies", 1)
+    assert copies.run("small", None, 60)[0] == 0
+    assert mutate.judge(copies, mutant, 60).result == ("survived" if result == "survived" else "killed")
+    assert (tmp_path / "copies" / "0" / mutant.path).read_bytes() == (root / mutant.path).read_bytes()
+
+
+def test_judge_of_an_equivalent_change_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = changes(tmp_path)[0]
+    monkeypatch.setattr(mutate, "EQUIVALENT", {mutant.key: "it is the same"})
+    monkeypatch.setattr(mutate, "COPIED", ())
+    outcome = mutate.judge(mutate.Copies(tmp_path, 1), mutant, 60)
+    assert (outcome.result, outcome.by) == ("equivalent", "it is the same")
+    assert mutate.summary([outcome])[1]
