@@ -1,4 +1,4 @@
-"""Refuse crowded folders, two public classes of one name, and tests that mirror no folder of the package."""
+"""Refuse crowded folders, classes of one name, tests that mirror no folder, and docstrings that are fragments."""
 
 from __future__ import annotations
 
@@ -13,6 +13,25 @@ MOST_MODULES = 20
 
 OWN_TESTS = {"benchmarks"}
 """Folders of tests that are not of the package."""
+
+
+FRAGMENTS = {
+    "What",
+    "Whether",
+    "Of",
+    "Where",
+    "How",
+    "Who",
+    "Which",
+    "Whose",
+    "Whom",
+    "When",
+    "Why",
+    "Errors",
+    "So",
+    "Such",
+}
+"""Words that open no sentence about a function."""
 
 
 def crowded(root: Path) -> Iterator[str]:
@@ -42,9 +61,19 @@ def astray(root: Path, tests: Path) -> Iterator[str]:
             yield f"{tests / folder}: there is no {root / folder}"
 
 
+def fragments(root: Path) -> Iterator[str]:
+    """Name docstrings that open with a word of `FRAGMENTS`."""
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+                words = (ast.get_docstring(node) or "").split()
+                if words and words[0].strip("`.,:") in FRAGMENTS:
+                    yield f"{path}:{getattr(node, 'lineno', 1)}: docstring opens with {words[0]!r}"
+
+
 def main(root: Path, tests: Path) -> int:
     """Print each problem; return 1 if there is any."""
-    found = [*crowded(root), *twice(root), *astray(root, tests)]
+    found = [*crowded(root), *twice(root), *astray(root, tests), *fragments(root)]
     print(
         "\n".join(found) or f"{root} and {tests} are laid out alike, and no two public classes share a name"
     )
