@@ -1,4 +1,4 @@
-"""Refuse crowded folders, classes of one name, tests that mirror no folder, and docstrings that are fragments."""
+"""Refuse crowded folders, shared class names, tests that mirror no folder, and docstrings that are fragments."""
 
 from __future__ import annotations
 
