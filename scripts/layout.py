@@ -1,4 +1,4 @@
-"""Refuse crowded folders, shared class names, tests that mirror no folder, and docstrings that are fragments."""
+"""Refuse crowded folders, shared class names, tests that mirror no folder, and docstrings without a verb."""
 
 from __future__ import annotations
 
