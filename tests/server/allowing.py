@@ -1,6 +1,6 @@
-"""A package whose allowed modules hold, beside what they define, other modules' code by every way there is.
+"""Write a package whose allowed modules hold other modules' code in every possible way.
 
-Foreign code writes its name into a file when it runs, or when it is imported: what ran is read from there.
+Foreign code writes its name into a file when it runs or is imported; the tests read that file.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ KINDS = _words(
 """Objects of the module that is not allowed."""
 
 PARTS = ("run", "made", "plain", "Inner", "Inner.made", "system", "func", "keys")
-"""What is asked of these as well."""
+"""Attributes that the tests also ask of these objects."""
 
 DEFINED = '''
 """
@@ -404,7 +404,7 @@ LEGITIMATE = _words(
     same_birds.made same_made beneath_alias
     """
 )
-"""What the allowed module opens of itself."""
+"""Names of its own that the allowed module opens."""
 
 WAYS = {
     "imported_{}": "from shop.admin import {} as imported_{}",
@@ -420,9 +420,7 @@ WAYS = {
     "shop.admin.{}": None,
     "sub:{}": None,
 }
-"""
-    How such an object comes into an allowed module: its name there, and the line for it.
-    """
+"""Ways in which such an object enters an allowed module: its name there, and the line for it."""
 
 
 def write(folder: Path) -> None:
@@ -470,7 +468,7 @@ def write(folder: Path) -> None:
 
 
 def foreign() -> Iterator[str]:
-    """Give the names of all foreign code in an allowed module, and of what it has."""
+    """Yield the names of all foreign code in an allowed module and in its objects."""
     for way in WAYS:
         for kind in KINDS:
             module, _, path = way.format(kind).rpartition(":")
@@ -497,4 +495,4 @@ OUTSIDE = _words(
     shop.data:note
     """
 )
-"""Names that lead past what is allowed."""
+"""Names that lead outside the allowed modules."""

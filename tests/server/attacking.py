@@ -1,4 +1,4 @@
-"""A server with two tenants, and what it takes to attack it and to see what came of that."""
+"""Start a server with two tenants, and provide the means to attack it and to check the outcome."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from upriver.server.http.errors import STATUS
 from upriver.types import MicroBatch
 
 PIXELS = 1_000_000
-"""What the operator of this server allows; stages allow 67 times as many."""
+"""Pixels that the operator of this server allows; stages allow 67 times as many."""
 
 BODY_BYTES = 8 << 20
 
 BUDGET_BYTES = 2 << 30
-"""Memory for requests and programs: enough for all that is good here, whatever machine this is."""
+"""Memory for requests and programs: enough for all valid requests, on any machine."""
 
 PATIENCE_S = 60.0
-"""For one answer; the longest takes a second or two."""
+"""Seconds for one answer; the longest takes a second or two."""
 
 STATUS_OF = {kind.code: status for kind, status in STATUS} | {"error": 500}
 
@@ -83,26 +83,26 @@ pixels = {pixels}
 
 
 def chunk(kind: bytes, body: bytes) -> bytes:
-    """One chunk of a PNG file."""
+    """Return one chunk of a PNG file."""
     return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
 
 def png(width: int, height: int, *more: bytes, packed: bytes = b"") -> bytes:
-    """A PNG of 8 bits grey that says it has this size, whatever it holds."""
+    """Return a PNG of 8 bits grey that claims this size, whatever it holds."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
     end = chunk(b"IDAT", packed) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(more) + end
 
 
 def zeros_packed(nbytes: int) -> bytes:
-    """As many zeros, a thousandth of their size."""
+    """Return ``nbytes`` zeros, compressed to a thousandth of their size."""
     packer, piece = zlib.compressobj(9), bytes(1 << 20)
     parts = [packer.compress(piece) for _ in range(nbytes >> 20)]
     return b"".join([*parts, packer.flush()])
 
 
 def bombs() -> dict[str, bytes]:
-    """Images that are small as files."""
+    """Return images that are small as files."""
     text = chunk(b"zTXt", b"comment\0\0" + zlib.compress(bytes(1_000_000)))
     return {
         "huge.png": png(50_000, 50_000, packed=zeros_packed(256 << 20)),
@@ -115,7 +115,7 @@ def bombs() -> dict[str, bytes]:
 
 
 def lying_arrays() -> dict[str, bytes]:
-    """``.npy`` files whose headers say more than there is."""
+    """Return ``.npy`` files whose headers claim more than they hold."""
     good = npy(np.zeros((4, 4), dtype=np.float32))
     lies = {"many": b"(4,1099511627776)", "deep": b"(" + b"1," * 60 + b")", "minus": b"(-1,-4)"}
     files = {f"{name}.npy": good.replace(b"(4, 4)", shape) for name, shape in lies.items()}
@@ -124,7 +124,7 @@ def lying_arrays() -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Stored:
-    """Two tenants' data in one store, one tenant's in another, and what should not be there."""
+    """Two tenants' data in one store, one tenant's in another, and objects that should not be there."""
 
     alice: Dataset
     bob: Dataset
@@ -134,7 +134,7 @@ class Stored:
 
 
 def make_stored(root: Path) -> Stored:
-    """Write and publish all of it."""
+    """Write and publish all data."""
     shared, private = root / "shared", root / "private"
     stages = [Decode(), Resize(18), CenterCrop(16), Normalize()]
     files = {f"{who}/{name}": data for who in ("alice", "bob") for name, data in images(6).items()}
@@ -158,7 +158,7 @@ def make_stored(root: Path) -> Stored:
 
 @dataclass(frozen=True)
 class Reply:
-    """How the server answered; an error frame counts as the status that its code has as HTTP."""
+    """Answer of the server; an error frame counts as the HTTP status of its code."""
 
     status: int
     code: str
@@ -167,13 +167,13 @@ class Reply:
 
 @dataclass(frozen=True)
 class Target:
-    """A server to attack.
+    """Server to attack.
 
     Attributes:
-        tokens: Of each tenant.
-        trap: A listening socket that nobody has a reason to connect to.
+        tokens: Token of each tenant.
+        trap: A listening socket that no request has a reason to connect to.
         program: Alice's, uploaded.
-        wanted: What a good request of hers is answered with.
+        wanted: The answer to a valid request of hers.
         processes: Front and workers, as they were at the start.
     """
 
@@ -187,12 +187,12 @@ class Target:
 
     @property
     def trap_address(self) -> str:
-        """``host:port`` of the trap."""
+        """Return ``host:port`` of the trap."""
         host, port = self.trap.getsockname()
         return f"{host}:{port}"
 
     def headers(self, who: str | None) -> dict[str, str]:
-        """With a tenant's token, or none."""
+        """Return headers with a tenant's token, or none."""
         return {} if who is None else {"Authorization": f"Bearer {self.tokens[who]}"}
 
     def ask(
@@ -204,7 +204,7 @@ class Target:
         who: str | None = "alice",
         headers: Mapping[str, str] | None = None,
     ) -> Reply:
-        """One request, whole."""
+        """Send one whole request."""
         connection = http.client.HTTPConnection(self.server.address, timeout=PATIENCE_S)
         try:
             connection.request(method, path, body=body, headers=headers or self.headers(who))
@@ -214,23 +214,23 @@ class Target:
             connection.close()
 
     def run(self, body: bytes, *, who: str | None = "alice") -> Reply:
-        """One run request."""
+        """Send one run request."""
         return self.ask("POST", "/v1/run", body, who=who)
 
     def put(self, graph: bytes, weights: bytes, *, who: str = "alice") -> Reply:
-        """One upload under the graph's own digest, so that it is looked at."""
+        """Upload under the graph's own digest, so that the server reads the graph."""
         body = program_head(len(graph)) + graph + weights
         return self.ask("PUT", f"/v1/programs/{hashlib.sha256(graph).hexdigest()}", body, who=who)
 
     @contextlib.contextmanager
     def raw(self) -> Iterator[socket.socket]:
-        """A bare connection."""
+        """Open a bare connection."""
         host, _, port = self.server.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as connection:
             yield connection
 
     def head(self, method: str, path: str, *lines: str) -> bytes:
-        """Request line and headers, with Alice's token."""
+        """Return request line and headers, with Alice's token."""
         token = self.headers("alice")["Authorization"]
         told = [
             f"{method} {path} HTTP/1.1",
@@ -243,15 +243,15 @@ class Target:
     # ----------------------------------------------------------------------------------- what came of it
 
     def running(self) -> frozenset[int]:
-        """Front and workers, now."""
+        """Return the current front and workers."""
         return frozenset(each.pid for each in family(self.server.process.pid))
 
     def memory(self) -> int:
-        """Bytes of front and workers together, what they share counted once."""
+        """Return the bytes of front and workers together; shared memory counts once."""
         return sum(map(pss, self.processes))
 
     def outward(self) -> list[str]:
-        """Connections that none of our requests began."""
+        """Return the connections that none of our requests began."""
         port = int(self.server.address.rpartition(":")[2])
         found = []
         for pid in self.processes:
@@ -267,7 +267,7 @@ class Target:
 
 
 def reply(status: int, body: bytes) -> Reply:
-    """What an answer comes to."""
+    """Turn an HTTP answer into a reply."""
     if status != 200 or body[:4] != b"UPRV":
         error = json.loads(body).get("error", {}) if status >= 400 and body else {}
         return Reply(status, error.get("code", ""), error.get("message", ""))
@@ -281,14 +281,14 @@ def reply(status: int, body: bytes) -> Reply:
 
 
 def first_reply(connection: socket.socket) -> Reply:
-    """The answer on a bare connection, as far as it needs to be read."""
+    """Read the answer on a bare connection, as much as is needed."""
     response = http.client.HTTPResponse(connection)
     response.begin()
     return reply(response.status, response.read())
 
 
 def send_until_answered(connection: socket.socket, parts: Iterator[bytes], most: int) -> int:
-    """Send until the other side answers or will have no more; the bytes that went."""
+    """Send until the other side answers or accepts no more; return the number of bytes sent."""
     sent = 0
     with suppress(ConnectionError):
         for part in parts:
@@ -300,7 +300,7 @@ def send_until_answered(connection: socket.socket, parts: Iterator[bytes], most:
 
 
 def good_request(stored: Stored, program: Program) -> RunRequest:
-    """One of Alice's."""
+    """Return a valid request of Alice's."""
     return RunRequest(
         micro_batches=((0, 1, 2), (4,)),
         start=stored.alice.chain.start,
@@ -312,7 +312,7 @@ def good_request(stored: Stored, program: Program) -> RunRequest:
 
 
 def good_answer(server: Running, token: str, request: RunRequest) -> list[MicroBatch]:
-    """What it is answered with."""
+    """Return the answer to a valid request."""
     connection = http.client.HTTPConnection(server.address, timeout=PATIENCE_S)
     try:
         headers = {"Authorization": f"Bearer {token}"}
@@ -332,7 +332,7 @@ def good_answer(server: Running, token: str, request: RunRequest) -> list[MicroB
 
 @contextlib.contextmanager
 def targeted(root: Path) -> Iterator[Target]:
-    """Start it all; nothing is left afterwards."""
+    """Start the server and the stores; remove everything afterwards."""
     stored, program = make_stored(root), make_program(0)
     tokens = {who: secrets.token_urlsafe(32) for who in ("alice", "bob")}
     hashes = {who: hashlib.sha256(token.encode()).hexdigest() for who, token in tokens.items()}
@@ -359,7 +359,7 @@ def targeted(root: Path) -> Iterator[Target]:
 def prepared(
     server: Running, stored: Stored, tokens: Mapping[str, str], trap: socket.socket, program: Program
 ) -> Target:
-    """The server with Alice's program, all workers there."""
+    """Return the server with Alice's program, all workers ready."""
     bare = Target(server, stored, tokens, trap, program, (), frozenset())
     assert bare.put(program.graph_bytes, bytes(program.weights_bytes)).status == 201
     for _ in range(4):  # both workers have loaded it then
@@ -368,7 +368,7 @@ def prepared(
 
 
 def assert_unharmed(target: Target) -> None:
-    """Ready, with the processes that it had, and with the same bytes for a good request."""
+    """Assert that the server is ready, with the same processes, and gives the same bytes as before."""
     assert target.ask("GET", "/readyz", who=None).status == 200
     answer = good_answer(target.server, target.tokens["alice"], good_request(target.stored, target.program))
     assert [batch.ids for batch in answer] == [batch.ids for batch in target.wanted]
@@ -381,38 +381,38 @@ def assert_unharmed(target: Target) -> None:
 
 
 def family(pid: int) -> list[psutil.Process]:
-    """A process and all that came of it."""
+    """Return a process and all its descendants."""
     front = psutil.Process(pid)
     return [front, *front.children(recursive=True)]
 
 
 def pss(pid: int) -> int:
-    """Bytes that a process has in memory, what it shares divided among those who share it."""
+    """Return the bytes that a process has in memory, with shared memory divided among its users."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
 class Peaks:
-    """The most memory that each of some processes had since this was made; None where nobody may look."""
+    """Peak memory of some processes since this was made; None where the kernel hides it."""
 
     def __init__(self, pids: frozenset[int]) -> None:
         self._before: dict[int, int] | None = {}
         for pid in pids:
             try:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
-            except OSError:  # not permitted here, or no such thing in this kernel
+            except OSError:  # not permitted here, or not in this kernel
                 self._before = None
                 return
             self._before[pid] = status_bytes(pid, "VmRSS")
 
     def grew(self) -> int | None:
-        """By how much they grew at their largest, all together."""
+        """Return by how much all of them together grew at their peaks."""
         if self._before is None:
             return None
         return sum(max(0, status_bytes(pid, "VmHWM") - was) for pid, was in self._before.items())
 
 
 def status_bytes(pid: int, name: str) -> int:
-    """One of the sizes in a process's status."""
+    """Return one of the sizes in a process's status."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

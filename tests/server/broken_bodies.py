@@ -1,6 +1,6 @@
-"""Broken run requests for the fuzzers: valid ones, and what is done to them.
+"""Make broken run requests for the fuzzers: valid ones, and mutations of them.
 
-Every body follows from a seed and its number alone, so that one can be made again.
+A seed and a number determine every body, so that each can be made again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CASES = int(os.environ.get("UPRIVER_FUZZ", "0"))
 """Cases of each fuzzer over HTTP, where more than a test run's few are wanted."""
 
 SEED = int(os.environ.get("UPRIVER_FUZZ_SEED", "0"))
-"""Another one gives other cases."""
+"""Seed of the cases."""
 
 INTEGERS = (0, 1, -1, 2, 3, 63, 64, 65, 255, 1023, 1024, 1025, 65536, 1 << 20, 1 << 30, 1 << 31, 1 << 32)
 INTEGERS += (
@@ -77,11 +77,11 @@ RAW += (b"", b"null", b"{", b"[]", b"[[]]", b"\x00", b'"' + b"x" * 100_000 + b'"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What a server is sent.
+    """Body that a server is sent.
 
     Attributes:
-        name: Seed and number, with which it can be made again.
-        kind: What was done to a valid body.
+        name: Seed and number, which reproduce the body.
+        kind: Mutation of a valid body.
     """
 
     name: str
@@ -99,13 +99,13 @@ class Frame:
     prefix: bytes = b""
 
     def wire(self) -> bytes:
-        """Its bytes; the prefix says the truth unless another was given."""
+        """Return the frame's bytes; the prefix is true unless another was given."""
         said = PREFIX.pack(b"UPRV", VERSION, self.kind, 0, len(self.header), len(self.payload))
         return (self.prefix or said) + self.header + self.payload
 
 
 def frames_of(body: bytes) -> list[Frame]:
-    """A valid body's frames."""
+    """Return a valid body's frames."""
     found, at = [], 0
     while at < len(body):
         _, _, kind, _, header_nbytes, payload_nbytes = PREFIX.unpack_from(body, at)
@@ -116,12 +116,12 @@ def frames_of(body: bytes) -> list[Frame]:
 
 
 def wire(frames: Sequence[Frame]) -> bytes:
-    """A body of these frames."""
+    """Return a body of these frames."""
     return b"".join(frame.wire() for frame in frames)
 
 
 def valid_bodies(*requests: RunRequest) -> list[bytes]:
-    """Some requests as they are sent, and some of tensors of all sorts that are sent along."""
+    """Return some requests as they are sent, among them tensors of all sorts that are sent along."""
     torch.manual_seed(0)
     base = torch.arange(96.0).reshape(4, 4, 6)
     sent = [
@@ -143,7 +143,7 @@ def valid_bodies(*requests: RunRequest) -> list[bytes]:
 
 
 def made_up_request() -> RunRequest:
-    """One that names what no server has."""
+    """Return a request that names a dataset and a program that no server has."""
     return RunRequest(
         micro_batches=((0, 1, 2), (3,)),
         start=-5,
@@ -155,7 +155,7 @@ def made_up_request() -> RunRequest:
 
 
 def wire_of(*messages: RunRequest | MicroBatch) -> bytes:
-    """Messages as they are sent."""
+    """Return messages as they are sent."""
     return b"".join(bytes(part) for message in messages for part in encode(message))
 
 
@@ -163,7 +163,7 @@ def wire_of(*messages: RunRequest | MicroBatch) -> bytes:
 
 
 def flipped(rng: random.Random, body: bytes) -> bytes:
-    """Some bits changed, near the start as a rule: there stands what decides."""
+    """Flip some bits, mostly near the start, where the lengths and headers stand."""
     broken = bytearray(body)
     for _ in range(rng.choice((1, 1, 1, 2, 8))):
         most = len(broken) if rng.random() < 0.5 else min(len(broken), 400)
@@ -182,12 +182,12 @@ def extended(rng: random.Random, body: bytes) -> bytes:
 
 
 def spliced(rng: random.Random, body: bytes, other: bytes) -> bytes:
-    """The head of one and the tail of another, cut anywhere."""
+    """Join the head of one body and the tail of another, cut anywhere."""
     return body[: rng.randrange(len(body) + 1)] + other[rng.randrange(len(other)) :]
 
 
 def rearranged(rng: random.Random, body: bytes) -> bytes:
-    """Frames doubled, left out or in another order."""
+    """Repeat, drop or reorder frames."""
     frames = frames_of(body)
     match rng.randrange(3):
         case 0:
@@ -200,7 +200,7 @@ def rearranged(rng: random.Random, body: bytes) -> bytes:
 
 
 def lied(rng: random.Random, body: bytes) -> bytes:
-    """A prefix that says something else than what follows."""
+    """Make a prefix that contradicts its frame."""
     frames = frames_of(body)
     at = rng.randrange(len(frames))
     frame = frames[at]
@@ -214,7 +214,7 @@ def lied(rng: random.Random, body: bytes) -> bytes:
 
 
 def edited(rng: random.Random, body: bytes) -> bytes:
-    """A header with another value, an unknown field, or one field less; lengths are put right."""
+    """Change a value of a header, add an unknown field or drop one; correct the lengths."""
     frames = frames_of(body)
     at = rng.randrange(len(frames))
     header = json.loads(frames[at].header)
@@ -243,7 +243,7 @@ def edit(rng: random.Random, header: Any) -> None:
 
 
 def places(value: Any) -> list[tuple[Any, Any]]:
-    """Every container in a JSON value with each of its keys."""
+    """Return every container in a JSON value with each of its keys."""
     keys = (
         list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
     )
@@ -251,7 +251,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def raw_text(rng: random.Random, body: bytes) -> bytes:
-    """A header that JSON has no value for, or not for what it is read as."""
+    """Make a header that is not JSON, or not JSON of the expected form."""
     frames = frames_of(body)
     at = rng.randrange(len(frames))
     text = frames[at].header
@@ -265,7 +265,7 @@ def raw_text(rng: random.Random, body: bytes) -> bytes:
 
 
 def repaid(rng: random.Random, body: bytes) -> bytes:
-    """Other bytes in a payload, or more, or fewer, with the checksum put right."""
+    """Change, add or remove bytes of a payload, and correct the checksum."""
     frames = frames_of(body)
     data = [index for index, frame in enumerate(frames) if frame.kind == FrameKind.DATA and frame.payload]
     if not data:
@@ -299,7 +299,7 @@ KINDS = (*CHANGES, "two spliced", "random bytes", "as it was")
 
 
 def make(number: int, bodies: Sequence[bytes], *, seed: int = SEED) -> Case:
-    """The body of this number."""
+    """Return the body of this number."""
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choices(KINDS, weights=[*[4] * len(CHANGES), 4, 1, 1])[0]
     body = rng.choice(bodies)
@@ -313,7 +313,7 @@ def make(number: int, bodies: Sequence[bytes], *, seed: int = SEED) -> Case:
 
 
 def pieces(number: int, body: bytes) -> list[bytes]:
-    """The same in pieces of any size, as a network gives them."""
+    """Cut a body into pieces of any size, as a network does."""
     rng = random.Random(number)
     found, at = [], 0
     while at < len(body):
@@ -324,7 +324,7 @@ def pieces(number: int, body: bytes) -> list[bytes]:
 
 
 def note(line: str) -> None:
-    """Say what came of it, to whoever looks at the output and to ``scripts/fuzz``."""
+    """Print an outcome for readers of the output and for ``scripts/fuzz``."""
     print(line)
     if path := os.environ.get("UPRIVER_FUZZ_REPORT"):
         with Path(path).open("a", encoding="utf-8") as report:

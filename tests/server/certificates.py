@@ -1,4 +1,4 @@
-"""Certificates for tests, made by the openssl command."""
+"""Make certificates for tests with the openssl command."""
 
 import shutil
 import ssl
@@ -34,14 +34,14 @@ _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
 
 @dataclass(frozen=True)
 class Identity:
-    """A certificate and its key."""
+    """Certificate and its key."""
 
     certificate: Path
     key: Path
 
 
 class Authority:
-    """Issues certificates into a folder of its own."""
+    """Issue certificates into a folder of its own."""
 
     def __init__(self, folder):
         folder.mkdir()
@@ -54,7 +54,7 @@ class Authority:
         )
 
     def issue(self, name, *, alternatives="IP:127.0.0.1,DNS:localhost"):
-        """A certificate with this common name and these alternative names."""
+        """Issue a certificate with this common name and these alternative names."""
         found = Identity(self._folder / f"{name}.pem", self._folder / f"{name}.key")
         asked = self._folder / f"{name}.csr"
         config = self._config(alternatives)
@@ -69,7 +69,7 @@ class Authority:
         return found
 
     def client(self, identity=None):
-        """What a client connects with that trusts this authority, and shows a certificate if it has one."""
+        """Return a client context that trusts this authority, and shows a certificate where one is given."""
         context = ssl.create_default_context(cafile=self.certificate)
         if identity is not None:
             context.load_cert_chain(identity.certificate, identity.key)

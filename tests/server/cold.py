@@ -1,4 +1,4 @@
-"""What tests of cold programs share: a network of some MiB, a store behind a gate, a server in here."""
+"""Share parts of tests of cold programs: a network of some MiB, a gated store, a server in this process."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ OPTIONS = {"access_key_id": "a", "secret_access_key": "b"}
 
 
 class Wide(nn.Module):
-    """Layers of 1 MiB each."""
+    """Network of layers of 1 MiB each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, WIDTH)."""
+        """Apply the layers to `x` of shape `(rows, WIDTH)`."""
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
@@ -81,7 +81,7 @@ class Place:
 
 
 class Served(Running):
-    """A server in this process, its workers in processes of their own."""
+    """Server in this process, with its workers in their own processes."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(None, f"http://127.0.0.1:{server.socket.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""A server from a TOML file, as an operator starts it, and requests with a token."""
+"""Start a server from a TOML file, as an operator does, and send requests with a token."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from upriver.server.tenants import hash_token
 
 @contextmanager
 def configured(folder, text, **environment):
-    """A server process that a file describes; nothing of it is left afterwards."""
+    """Start a server process from a configuration file; remove everything afterwards."""
     path = folder / "server.toml"
     path.write_text(text)
     known = {name: value for name, value in os.environ.items() if name != "UPRIVER_TOKEN"}
@@ -32,7 +32,7 @@ def configured(folder, text, **environment):
 
 
 def tenant(name, token, **stores):
-    """A tenant's part of the file: by store, what it may read."""
+    """Return a tenant's part of the file: the prefixes that it may read, by store."""
     lines = [f"[tenants.{name}]", f'token_hashes = ["{hash_token(token)}"]', f"[tenants.{name}.stores]"]
     lines += [f"{store} = {json.dumps(prefixes)}" for store, prefixes in stores.items()]
     return "\n".join([*lines, ""])
@@ -43,18 +43,18 @@ def bearer(token):
 
 
 def post_run(server, request, token):
-    """Status and body of a run request."""
+    """Return status and body of a run request."""
     status, _, body = ask(server, "POST", "/v1/run", body_of(request), bearer(token))
     return status, body
 
 
 def read_run(body):
-    """The messages in the body of an answer."""
+    """Return the messages in the body of an answer."""
     return messages(Whole(body))
 
 
 class Whole:
-    """A body that is here already, as if it came."""
+    """Body that is complete, served as if it arrived."""
 
     def __init__(self, body):
         self._rest = memoryview(body)

@@ -1,4 +1,4 @@
-"""One dataset, one program and one server for most tests."""
+"""Share one dataset, one program and one server among most tests."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ def images(count):
 
 @dataclass(frozen=True)
 class World:
-    """A store with a dataset, and a program that is not in it."""
+    """Store with a dataset, and a program that is not in the store."""
 
     store: Store
     dataset: Dataset
@@ -52,7 +52,7 @@ class World:
         )
 
     def here(self, ids, stop, **fields):
-        """The same, computed in this process."""
+        """Compute the same request in this process."""
         engine = Engine(
             chain=self.dataset.chain, program=self.program if stop > 0 else None, micro_batch=MICRO_BATCH
         )

@@ -1,4 +1,4 @@
-"""One worker, shut in as a server's would be, and this process in the front's place."""
+"""Run one worker in a sandbox as a server does, with this process in the place of the front."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from upriver.server.ipc.messages import Run, Setup
 from upriver.server.sandbox.bubblewrap import NOT_SHUT_IN
 
 SMALL = npy(pixels(8, 8))
-"""A stored sample that hardly takes any memory."""
+"""Stored sample that needs hardly any memory."""
 
 
 @contextmanager
 def worker(enclosure=NOT_SHUT_IN):
-    """A worker that is ready, and what it said first."""
+    """Start a worker; yield it with its first message."""
     handle = WorkerHandle.start(threads=1, enclosure=enclosure)
     try:
         setup = Setup(threads=1, device="cpu", caps=DEFAULT_CAPS, memory_bytes=1 << 30)
@@ -32,18 +32,18 @@ def worker(enclosure=NOT_SHUT_IN):
 
 
 def inner(pid):
-    """The process that computes: under bubblewrap the last of those that it has started."""
+    """Return the process that computes: under bubblewrap, the last of its descendants."""
     children = psutil.Process(pid).children(recursive=True)
     return children[-1].pid if children else pid
 
 
 def give_back(handle, data=SMALL):
-    """Have the stored bytes of a sample back from a worker."""
+    """Read the stored bytes of a sample back from a worker."""
     return payload(handle.run(job(data, InputChain((LoadTensor("npy"),)), stop=-1)))
 
 
 def job(data, chain, *, stop=0):
-    """Take one sample from its stored bytes to ``stop``."""
+    """Describe a job that runs one sample from its stored bytes to ``stop``."""
     run = Run(
         program=None,
         micro_batch=1,
@@ -59,19 +59,19 @@ def job(data, chain, *, stop=0):
 
 
 def large(side):
-    """A job that takes 7 bytes of memory for each of side x side pixels, and gives next to nothing."""
+    """Describe a job that needs 7 bytes of memory for each of side x side pixels, with a tiny answer."""
     image = encoded(Image.new("RGB", (side, side), (200, 10, 90)), "PNG")
     return job(image, InputChain((Decode(), Resize(8))))
 
 
 def payload(result):
-    """What a worker answered."""
+    """Return the payload of a worker's answer."""
     ((_, found),) = result.frames
     return bytes(found)
 
 
 def status(pid, name):
-    """One field of what the kernel tells of a process."""
+    """Return one field of the kernel's status of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return line.partition(":")[2].strip()

@@ -1,7 +1,7 @@
-"""What is kept of a cold weights file of many small tensors: prints the bytes, and what they are said to be.
+"""Print the bytes kept of a cold weights file of many small tensors, and the bytes that it reports.
 
-A process of its own, which ends without `tracemalloc.stop`: in CPython 3.11 that breaks the process where
-another thread, as a store's, is at an allocation meanwhile.
+This runs in its own process, which ends without `tracemalloc.stop`: in CPython 3.11 that call breaks the
+process while another thread, such as a store's, allocates memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NUM_TENSORS = 3000
 
 
 async def kept(store: Store, program: Any) -> int:
-    """Bytes, beside the weights themselves."""
+    """Return the bytes kept, without the weights themselves."""
     tracemalloc.start()
     file = cold_file(store, program, StreamLimits(), [])
     file.ask(range(NUM_TENSORS))
@@ -37,7 +37,7 @@ async def kept(store: Store, program: Any) -> int:
 
 
 def main() -> None:
-    """Print both."""
+    """Print both numbers."""
     weights = {f"layer.{at}.weight": torch.full((16,), float(at)) for at in range(NUM_TENSORS)}
     store = Store.open("memory://cold-kept")
     manifest = layout.publish(weights, store, "many.safetensors")

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and plain HTTP to talk to it."""
+"""Run a real server in a process of its own, and talk plain HTTP to it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ serve(ServerConfig(**settings), on_listening=lambda found: print(json.dumps(dict
 
 
 class Running:
-    """A server process."""
+    """Server process."""
 
     def __init__(self, process, url):
         self.process = process
@@ -58,7 +58,7 @@ class Running:
         return self
 
     def wait_workers(self):
-        """Processes of its workers, once all of them are there to compute; the end of others was noticed."""
+        """Return the worker processes, once all are ready to compute and ended ones were noticed."""
         self.wait_ready()
 
         def found():
@@ -68,7 +68,7 @@ class Running:
         return wait_for(found)
 
     def metric(self, name, label=""):
-        """The sum of a metric over all labels, or those that ``label`` is part of."""
+        """Return the sum of a metric over all labels, or over those that contain ``label``."""
         lines = ask(self, "GET", "/metrics")[2].decode().splitlines()
         named = (line for line in lines if line.partition("{")[0].partition(" ")[0] == name)
         return sum(float(line.rpartition(" ")[2]) for line in named if label in line)
@@ -79,7 +79,7 @@ class Running:
 
 
 def free_port():
-    """One at which nobody listens, and that the kernel gives to nobody: it has others for that."""
+    """Return a port on which nothing listens, and that the kernel does not assign by itself."""
     while True:
         port = random.SystemRandom().randrange(20_000, 30_000)
         with suppress(OSError), socket.socket() as sock:
@@ -89,7 +89,7 @@ def free_port():
 
 @contextmanager
 def running(store_uri, **settings):
-    """Start a server; nothing of it is left afterwards."""
+    """Start a server; remove everything afterwards."""
     config = {"stores": {"default": store_uri}, "port": 0, "threads": 1, "grace_s": 2, **settings}
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, json.dumps(config)],
@@ -107,7 +107,7 @@ def running(store_uri, **settings):
 
 @contextmanager
 def in_thread(store_uri, **settings):
-    """A server in a thread of this process, without waiting for its workers."""
+    """Run a server in a thread of this process, without waiting for its workers."""
     server = Server(ServerConfig(stores={"default": store_uri}, port=0, grace_s=0, **settings))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [server.socket]})
     thread.start()
@@ -121,7 +121,7 @@ def in_thread(store_uri, **settings):
 
 
 def alive(pid):
-    """Whether a process runs; it may end between two looks at it."""
+    """Return whether a process runs; it may end between two checks."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -129,7 +129,7 @@ def alive(pid):
 
 
 def wait_for(condition, *, seconds=180):
-    """Until ``condition()`` is true."""
+    """Wait until ``condition()`` is true; return its value."""
     end = time.monotonic() + seconds
     while True:
         found = condition()
@@ -141,7 +141,7 @@ def wait_for(condition, *, seconds=180):
 
 @contextmanager
 def stopped(server):
-    """The workers stand still, so what is asked stays under way."""
+    """Stop the workers, so that requests stay in flight."""
     for process in _family(server):
         process.send_signal(signal.SIGSTOP)
     try:
@@ -151,7 +151,7 @@ def stopped(server):
 
 
 def go_on(server):
-    """The workers stand still no more."""
+    """Let stopped workers continue."""
     for process in _family(server):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGCONT)
@@ -166,7 +166,7 @@ def connect(server):
 
 
 def ask(server, method, path, body=None, headers=None):
-    """Status, headers and body of an answer."""
+    """Return status, headers and body of an answer."""
     connection = connect(server)
     try:
         connection.request(method, path, body=body, headers=headers or {})
@@ -181,7 +181,7 @@ def body_of(*messages):
 
 
 def refused(server, body, path="/v1/run", method="POST"):
-    """Status and error of an answer that is an error."""
+    """Return status and error of an error answer."""
     status, _, answer = ask(server, method, path, body)
     assert status >= 400, answer[:200]
     return status, json.loads(answer)["error"]
@@ -189,7 +189,7 @@ def refused(server, body, path="/v1/run", method="POST"):
 
 @contextmanager
 def answering(server, request, batches=()):
-    """The response to a run request, unread."""
+    """Open the response to a run request, unread."""
     connection = connect(server)
     try:
         connection.request("POST", "/v1/run", body=body_of(request, *batches))
@@ -201,7 +201,7 @@ def answering(server, request, batches=()):
 
 
 def messages(response):
-    """Every message of an answer, with or without an end."""
+    """Yield every message of an answer, with or without an end."""
     found = []
     while True:
         message = read_frame(response)
@@ -212,7 +212,7 @@ def messages(response):
 
 
 def run(server, request, batches=()):
-    """The micro-batches of an answer."""
+    """Return the micro-batches of an answer."""
     with answering(server, request, batches) as response:
         found = messages(response)
     if isinstance(found[-1], UpriverError):

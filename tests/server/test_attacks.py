@@ -1,4 +1,4 @@
-"""Attacks on a server with two tenants: each is refused, reaches nobody, and leaves nothing behind."""
+"""Test attacks on a server with two tenants: each is refused, reaches nobody, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ from upriver.types import MicroBatch
 pytestmark = pytest.mark.slow
 
 LIMIT_BYTES = 64 << 20
-"""By which the server's memory may have grown: what an allocator keeps for itself, and no attack's own."""
+"""Bytes by which the server's memory may have grown: an allocator keeps some; no attack does."""
 
 Attack = Callable[[Target], list[Reply]]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """An attack, and how it may be answered.
+    """Attack, and its allowed answers.
 
     Attributes:
-        held: Whether it sends much that may be held until it is refused: then only what stays counts.
+        held: Whether the server may hold much until it refuses: then only the memory that stays counts.
     """
 
     attack: Attack
@@ -67,7 +67,7 @@ ATTACKS: dict[str, Kind] = {}
 
 
 def attack(*statuses: int, held: bool = False) -> Callable[[Attack], Attack]:
-    """Put it on the list."""
+    """Register an attack."""
 
     def listed(function: Attack) -> Attack:
         ATTACKS[function.__name__] = Kind(function, frozenset(statuses), held)
@@ -86,7 +86,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
 
 
 def closed_operations() -> list[tuple[str, str]]:
-    """Method and path of every route that is not for anyone."""
+    """Return method and path of every route that needs a token."""
     return [
         (method.upper(), path.replace("{digest}", "0" * 64))
         for path, item in document()["paths"].items()
@@ -116,7 +116,7 @@ def a_wrong_token(target: Target) -> list[Reply]:
 
 @attack(401)
 def a_password_for_what_changes_something(target: Target) -> list[Reply]:
-    """A browser adds a password by itself, also where a page from elsewhere has it ask."""
+    """Use the password alone: a browser adds it even when a foreign page makes it send the request."""
     password = base64.b64encode(f"alice:{target.tokens['alice']}".encode()).decode()
     headers = {"Authorization": f"Basic {password}"}
     changing = [each for each in closed_operations() if each[0] in ("PUT", "POST")]
@@ -138,7 +138,7 @@ def another_tenants_store(target: Target) -> list[Reply]:
     digest = target.stored.private.digest
     missing = target.run(request_for(target, "nowhere", digest))
     theirs = target.run(request_for(target, "private", digest))
-    assert missing.message.replace("nowhere", "private") == theirs.message  # nor is it told that there is one
+    assert missing.message.replace("nowhere", "private") == theirs.message  # nor is its existence revealed
     return [missing, theirs]
 
 
@@ -248,7 +248,7 @@ ALONG = RunRequest(micro_batches=((1,),), start=0, stop=0, micro_batch=4)
 
 
 def with_header(change: Callable[[Any], object], payload: bytes | None = None) -> bytes:
-    """A request and a data frame whose header says something else."""
+    """Return a request and a data frame whose header is changed."""
     request, data = frames_of(wire_of(ALONG, SENT))
     header = json.loads(data.header)
     change(header)
@@ -257,7 +257,7 @@ def with_header(change: Callable[[Any], object], payload: bytes | None = None) -
 
 
 def with_prefix(header_nbytes: int, payload_nbytes: int) -> bytes:
-    """A request and a data frame whose prefix says something else."""
+    """Return a request and a data frame whose prefix is wrong."""
     request, data = frames_of(wire_of(ALONG, SENT))
     prefix = PREFIX.pack(b"UPRV", VERSION, FrameKind.DATA, 0, header_nbytes, payload_nbytes)
     return wire([request, Frame(data.kind, data.header, data.payload, prefix)])
@@ -338,7 +338,7 @@ def a_body_of_10_gb_that_is_only_announced(target: Target) -> list[Reply]:
 
 
 def chunked(first: bytes, then: bytes) -> Iterator[bytes]:
-    """Chunks for ever."""
+    """Yield chunks for ever."""
     for data in itertools.chain([first] if first else [], itertools.repeat(then)):
         yield b"%x\r\n%s\r\n" % (len(data), data)
 
@@ -380,7 +380,7 @@ def bodies_that_never_end(target: Target) -> list[Reply]:
 
 
 def samples(target: Target, name: str, dataset: Any, *, stop: int = 0, **fields: Any) -> Reply:
-    """One sample of a dataset, by the name of its file."""
+    """Request one sample of a dataset by the name of its file."""
     row = next(row for row in range(len(dataset)) if dataset.locate([row])[0].object.endswith(f"/{name}"))
     request = RunRequest(
         micro_batches=((row,),),
@@ -433,7 +433,7 @@ def indexes_that_would_fill_the_memory(target: Target) -> list[Reply]:
 def an_image_beyond_what_the_operator_allows(target: Target) -> list[Reply]:
     replies = [
         samples(target, "large.png", target.stored.bombs),
-        samples(target, "large.png", target.stored.bombs, on_bad_sample="skip"),  # it is no bad sample
+        samples(target, "large.png", target.stored.bombs, on_bad_sample="skip"),  # the sample is not bad
     ]
     assert all(f"at most {PIXELS}" in each.message for each in replies)
     return replies
@@ -446,7 +446,7 @@ def arrays_that_say_more_than_there_is(target: Target) -> list[Reply]:
 
 @attack(400, 413)
 def more_rows_than_memory_has(target: Target) -> list[Reply]:
-    """Few samples in a micro-batch of many rows, and many micro-batches."""
+    """Request few samples in a micro-batch of many rows, and many micro-batches."""
     request = good_request(target.stored, target.program)
     return [
         target.run(body_of(changed(request, micro_batch=65_536, program=None, stop=0))),
@@ -474,7 +474,7 @@ def use_operator(name: str) -> Callable[[Any], None]:
 
 
 def go_round(graph: Any) -> None:
-    """The first operator reads what the last one makes."""
+    """Let the first operator read the output of the last one."""
     graph["nodes"][0]["args"][0] = {"tensor": graph["nodes"][-1]["outputs"][0]["name"]}
 
 
@@ -526,7 +526,7 @@ def a_graph_of_a_million_nodes(target: Target) -> list[Reply]:
 
 @attack(400, 413)
 def a_constant_that_would_fill_the_memory(target: Target) -> list[Reply]:
-    """A few hundred bytes that stand for more than the budget, made when the program is loaded."""
+    """Upload a few hundred bytes that make more than the budget when the program is loaded."""
     elements = BUDGET_BYTES // 4 + (256 << 20)
     nodes = [
         node("full.default", [[elements], 1.0], "table", [elements]),
@@ -585,7 +585,7 @@ def weights_that_are_not_what_their_header_says(target: Target) -> list[Reply]:
 
 
 def put_together(header: dict[str, Any], body: bytes) -> bytes:
-    """A weights file with this header, its tensors on 64-byte boundaries."""
+    """Return a weights file with this header, its tensors on 64-byte boundaries."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)
     return struct.pack("<Q", len(text)) + text + body
@@ -597,7 +597,7 @@ def put_together(header: dict[str, Any], body: bytes) -> bytes:
 @pytest.mark.parametrize("name", sorted(ATTACKS))
 def test_it_is_refused_and_leaves_nothing_behind(target: Target, name: str) -> None:
     kind = ATTACKS[name]
-    expect(kind, kind.attack(target))  # whatever is loaded for it the first time is there from now on
+    expect(kind, kind.attack(target))  # the first run loads whatever is loaded once
     before, peaks = target.memory(), Peaks(target.processes)
     expect(kind, kind.attack(target))
     grew = peaks.grew()
@@ -609,14 +609,14 @@ def test_it_is_refused_and_leaves_nothing_behind(target: Target, name: str) -> N
 
 
 def expect(kind: Kind, replies: list[Reply]) -> None:
-    """All of them refused, in words that give nothing away but what was asked."""
+    """Assert that all were refused, with errors that reveal nothing but the request's own words."""
     assert replies
     unlike = [each for each in replies if each.status not in kind.statuses]
     assert not unlike, unlike[:5]
 
 
 def test_no_refusal_tells_a_token_or_a_place(target: Target) -> None:
-    """Where a store lies is the operator's business, and what opens the door its owner's."""
+    """The location of a store belongs to the operator, and a token to its owner."""
     secret = [*target.tokens.values(), target.stored.alice.store.uri, target.stored.private.store.uri]
     missing = request_for(target, "shared", "0" * 64)
     replies = [
@@ -652,7 +652,7 @@ def test_a_bomb_that_may_be_skipped_is(target: Target) -> None:
 
 
 def test_strides_that_overlap_are_read_as_they_stand(target: Target) -> None:
-    """They are no lie: a kernel may leave its result so, and its bits depend on it."""
+    """Overlapping strides are valid: a kernel may leave its result so, and its bits depend on them."""
     reply = target.run(first_tensor(strides=[1, 1]))
     assert (reply.status, reply.code) == (200, "")
 

@@ -1,4 +1,4 @@
-"""Audio through a real server: cut after any input stage, the same bits as here."""
+"""Test audio through a real server: cut after any input stage, the bits equal those computed here."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Admission by memory through a real server: many requests, little memory, every answer right."""
+"""Test admission by memory through a real server: many requests, little memory, every answer right."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +50,7 @@ def load_of(server):
 
 
 def idle(server):
-    """What a server holds when nobody asks for anything."""
+    """Return what a server holds while no request runs."""
     wait_for(lambda: load_of(server)["running"] == 0)
     return load_of(server)["reserved_bytes"]
 
@@ -67,17 +67,17 @@ def batches_of(found):
 
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory):
-    """Samples of 2 MiB, so that a request takes more than what one server and another differ by."""
+    """Use samples of 2 MiB: a request then needs more than the difference between two servers."""
     return make_world(tmp_path_factory.mktemp("heavy"), padding=bytes(2 << 20))
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a server of one worker holds.
+    """Memory that a server of one worker holds.
 
     Attributes:
-        kept: With nothing to do, and one program.
-        request: For one request more.
+        kept: With one program and no request.
+        request: For one more request.
     """
 
     kept: int
@@ -85,7 +85,7 @@ class Needs:
 
     @property
     def budget(self):
-        """Room for two requests at once."""
+        """Return the memory for two requests at once."""
         return self.kept + 2 * self.request + self.request // 2
 
 
@@ -107,7 +107,7 @@ def needs(heavy):
 
 @pytest.fixture(scope="module")
 def small(heavy, needs):
-    """A server with room for two; each test leaves it as it was."""
+    """Start a server with memory for two requests; each test leaves it unchanged."""
     with running(heavy.store.uri, memory_budget_bytes=needs.budget, **SETTINGS) as server:
         server.wait_ready()
         put(server, heavy.program)
@@ -192,7 +192,7 @@ def test_memory_is_held_as_long_as_a_worker_is_at_it(heavy, small, needs):
     kept = idle(small)
     with stopped(small):
         with answering(small, request):
-            wait_for(lambda: load_of(small)["queue"] == 1)  # for the worker, which has the one before it
+            wait_for(lambda: load_of(small)["queue"] == 1)  # for the worker, which runs the request before it
         wait_for(lambda: load_of(small)["running"] == 0)
         assert load_of(small)["reserved_bytes"] == kept + needs.request
     wait_for(lambda: idle(small) == kept)
@@ -213,7 +213,7 @@ def test_a_deadline_ends_a_request(heavy, small):
 
 @pytest.mark.full
 def test_a_reader_that_takes_nothing_is_cut_off_at_its_deadline(tmp_path):
-    """And not when it has stalled for two minutes, in which its connection would hold what was not sent."""
+    """Otherwise a stalled client would hold unsent bytes in its connection for two minutes."""
     dataset = index(
         write(tmp_path, {"a/0.npy": npy(np.zeros(1 << 20, dtype=np.float32))}), stages=[LoadTensor("npy")]
     )
@@ -240,7 +240,7 @@ def test_a_reader_that_takes_nothing_is_cut_off_at_its_deadline(tmp_path):
 
 
 def ports_of(server):
-    """Of the clients that a server has a connection with."""
+    """Return the ports of the clients connected to a server."""
     connections = psutil.Process(server.process.pid).net_connections("tcp")
     return {connection.raddr.port for connection in connections if connection.raddr}
 
@@ -262,9 +262,7 @@ def test_numeric_jobs_may_be_joined_into_larger_batches(world):
         for batch, ids in zip(found, BATCHES, strict=True):
             for got, wanted in zip(batch.tensors, world.here(ids, 3).tensors, strict=True):
                 torch.testing.assert_close(got[: len(ids)], wanted[: len(ids)])
-        assert (
-            server.metric("upriver_forward_rows_sum") == 10
-        )  # eight rows at once, and the two that are left
+        assert server.metric("upriver_forward_rows_sum") == 10  # eight rows at once, and the remaining two
         assert server.metric("upriver_forward_rows_count") == 2
         alone = run(server, world.request(*BATCHES, stop=3))
         same(alone, [world.here(ids, 3) for ids in BATCHES])
@@ -278,7 +276,7 @@ def test_larger_programs_that_do_not_fit_the_request_are_refused(heavy, small):
 
 
 def test_an_answer_among_the_input_stages_asks_for_what_it_takes(heavy, small):
-    """Some kilobytes that are decoded to megabytes: more than was held for the request."""
+    """Some kilobytes are decoded to megabytes: more than was held for the request."""
     root = Path(heavy.store.uri.removeprefix("file://"))
     write(root, {"plain/a/0.png": encoded(Image.new("RGB", (1000, 900), (9, 99, 199)), "PNG")})
     dataset = index(heavy.store, "plain", stages=[Decode(), Resize(8)])
@@ -302,12 +300,12 @@ def test_an_answer_among_the_input_stages_asks_for_what_it_takes(heavy, small):
 
 
 LITTLE = 12 * 30_000_000 - DECODING_BYTES
-"""Beside what a request takes, not enough to decode 30 megapixels."""
+"""Memory that, next to the request's own, is too little to decode 30 megapixels."""
 
 
 @pytest.mark.full
 def test_a_large_image_asks_for_what_decoding_it_takes(tmp_path, needs):
-    """Beyond what each worker has for that; a server with less refuses, and lives on."""
+    """The request asks beyond what each worker holds for decoding; a smaller server refuses and runs on."""
     megapixels = {"0": 4, "1": 20, "2": 30, "3": 1}
     for name, million in megapixels.items():
         image = Image.new("RGB", (1000 * million, 1000), (9, 99, 199))

@@ -1,4 +1,4 @@
-"""What a worker's clients may have run: code that an allowed module defines, and no other code."""
+"""Test that workers run only code that an allowed module defines."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ LEGITIMATE = [
 
 
 class Shop:
-    """A worker's process, as far as names are concerned, and a diary of the foreign code that has run."""
+    """Resolve names as a worker's process does, and keep a diary of the foreign code that has run."""
 
     def __init__(self, diary: Path) -> None:
         self._diary, self.code = diary, Code(allowing.ALLOW)
 
     def ran(self) -> list[str]:
-        """What has run since this was asked."""
+        """Return the code that has run since the last call."""
         lines = self._diary.read_text().split() if self._diary.exists() else []
         self._diary.write_text("")
         return lines
 
     def ask(self, name: str, *, collate: bool = False, arguments: bytes = b"{}") -> Any:
-        """Have samples made as a request of that name would.
+        """Make samples as a request of that name would.
 
         Raises:
             UpriverError: As the client is told.
@@ -81,14 +81,14 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         patch.setenv("DIARY", str(folder / "diary"))
         found = Shop(folder / "diary")
         found.ask("shop.data:make")
-        found.ran()  # what importing the module has run, which is its own affair
+        found.ran()  # code that the import runs is the module's own affair
         yield found
         for name in [name for name in sys.modules if name.partition(".")[0] == "shop"]:
             del sys.modules[name]
 
 
 def refused(shop: Shop, name: str, **how: Any) -> bool:
-    """Whether the client is told that it may not, or that there is no such thing."""
+    """Return whether the client is told that the code is forbidden or does not exist."""
     try:
         shop.ask(name, **how)
     except Forbidden:
@@ -96,7 +96,7 @@ def refused(shop: Shop, name: str, **how: Any) -> bool:
     except CodeFailed as error:
         return any(said in str(error) for said in ("there is no ", "must be callable", "cannot be imported"))
     except UpriverError as error:
-        return "matching regex" in str(error)  # no name, by the protocol
+        return "matching regex" in str(error)  # no valid name in the protocol
     return False
 
 

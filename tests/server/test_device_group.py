@@ -1,4 +1,4 @@
-"""Several devices: requests are dealt over them evenly, and each has a memory and a line of its own."""
+"""Test several devices: requests are dealt evenly, and each has its own memory and queue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from upriver.types import MicroBatch
 
 
 class Runner:
-    """What is counted of requests on one device."""
+    """Counts of the requests on one device."""
 
     def __init__(self) -> None:
         self.of: Counter[str] = Counter()
@@ -100,7 +100,7 @@ def test_a_budget_of_more_than_there_is_is_told(
 
 @pytest.mark.slow
 def test_two_memory_pools_admit_each_by_itself(world: Any) -> None:
-    """One request each is admitted, so both are there only if they are on two devices."""
+    """Each pool admits one request, so both run only if they are on two devices."""
     settings = {"memory_budget_bytes": 1 << 30, "max_admitted": 1, "caps": CAPS}
     with running(world.store.uri, device="cpu,cpu", **settings) as server, ExitStack() as stack:
         server.wait_ready()
@@ -109,9 +109,9 @@ def test_two_memory_pools_admit_each_by_itself(world: Any) -> None:
         info = json.loads(ask(server, "GET", "/v1/info")[2])
         assert (info["device"], info["devices"], info["workers"]) == ("cpu", 2, 2)
         request = world.request((0, 1, 2, 3), (4, 5), stop=2)
-        for _ in range(2):  # what it takes is worked out on each device
+        for _ in range(2):  # its footprint is computed on each device
             run(server, request)
-        with stopped(server):  # an answer begins when its request is admitted, and ends when workers go on
+        with stopped(server):  # an answer begins at admission, and ends when workers continue
             responses = [stack.enter_context(answering(server, request)) for _ in range(2)]
             load = json.loads(ask(server, "GET", "/v1/load")[2])
             assert (load["running"], load["waiting"], load["budget_bytes"]) == (2, 0, 2 << 30)

@@ -1,4 +1,4 @@
-"""A server's end: told to stop it lets nobody down, and killed it leaves nothing behind."""
+"""Test the end of a server: a stopped server fails no request, and a killed server leaves nothing behind."""
 
 import http.client
 import json
@@ -39,12 +39,12 @@ from upriver.types import MicroBatch
 pytestmark = pytest.mark.slow
 
 ANSWERS = 64
-"""Of 4 MB each: more than the buffers between a server and a client that does not read can hold."""
+"""Answers of 4 MB each: more than the buffers between a server and a client that does not read can hold."""
 
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
-    """A store, a request whose answer takes a while to read, and what it is."""
+    """Return a store, a request whose answer takes a while to read, and that answer."""
     rng = np.random.default_rng(0)
     arrays = [rng.random((1 << 20,), dtype=np.float32) for _ in range(4)]
     files = {f"a/{row}.npy": npy(array) for row, array in enumerate(arrays)}
@@ -61,12 +61,12 @@ def long(tmp_path_factory):
 
 
 def family(server):
-    """All processes that a server has started, and those that they have."""
+    """Return all processes that a server has started, and their descendants."""
     return [child.pid for child in psutil.Process(server.process.pid).children(recursive=True)]
 
 
 def is_free(server):
-    """Whether another server could take the address."""
+    """Return whether another server could bind the address."""
     host, _, port = server.address.partition(":")
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -75,7 +75,7 @@ def is_free(server):
 
 
 def unready(server):
-    """Wait until a server says that it is not for new work, and why."""
+    """Wait until a server reports that it is not ready for new work; return its reason."""
 
     def refusal():
         status, headers, body = ask(server, "GET", "/readyz")
@@ -85,7 +85,7 @@ def unready(server):
 
 
 def breaks_off(response):
-    """Whether an answer has no end."""
+    """Return whether an answer ends early."""
     try:
         while not isinstance(read_frame(response), End):
             pass
@@ -136,7 +136,7 @@ def test_a_server_without_work_ends_without_waiting(world):
 
 @pytest.mark.full
 def test_signals_to_everybody_end_no_worker(world):
-    """From a terminal they go to a whole group, from a service's manager to all of its processes."""
+    """A terminal signals a whole group, and a service manager signals all processes of the service."""
     with running(world.store.uri) as server:
         (worker,) = server.wait_ready().workers()
         group = os.getpgid(server.process.pid)
@@ -174,7 +174,7 @@ def test_connections_without_a_request_are_closed(long):
 
 @pytest.mark.full
 def test_a_connection_with_a_request_is_closed_when_that_is_answered(long):
-    """It could be used again otherwise, and keep the server from its end."""
+    """Without this the client could reuse the connection and keep the server from its end."""
     uri, request, _ = long
     with running(uri, grace_s=600) as server:
         server.wait_ready()
@@ -248,7 +248,7 @@ WorkerPool.close = close
 
 @pytest.mark.full
 def test_what_is_in_the_way_of_the_end_is_left_behind(world):
-    """Here the loop itself stands still."""
+    """Here the event loop itself is blocked."""
     config = {"stores": {"default": world.store.uri}, "port": 0, "threads": 1, "grace_s": 0}
     command = [sys.executable, "-c", HANGS + SERVE, json.dumps(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -284,7 +284,7 @@ def test_nothing_is_left_whatever_killed_a_server(long, tmp_path, monkeypatch):
 
 
 def groups_of(pid):
-    """Control groups of a front, once the next one has looked for what dead ones left."""
+    """Return the control groups of a front, once the next front has looked for leftovers."""
     groups = Groups.find()
     if groups is None:
         return []

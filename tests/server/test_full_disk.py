@@ -1,4 +1,4 @@
-"""A server whose disk is full answers as before, and says what it cannot keep."""
+"""Check that a server with a full disk answers as before, and reports what it cannot keep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def serving(config, log):
-    """``upriver serve`` with its log in a file, as a service manager starts it."""
+    """Run ``upriver serve`` with its log in a file, as a service manager starts it."""
     command = [sys.executable, "-m", "upriver", "serve", "--port", "0", "--threads", "1", "--config", config]
     with open(log, "ab") as stderr:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr)
@@ -67,7 +67,7 @@ def test_a_server_goes_on_with_store_audit_log_and_log_on_a_full_disk(tmp_path, 
         wait_for(lambda: whole(log))
         logged = len(whole(log))
         filler = fill(small_disk)
-        # Appending files fill what is left of their last pages before writes to them fail.
+        # Appending files fill the rest of their last pages before writes to them fail.
         while not server.metric("upriver_audit_failures_total"):
             assert answered(server) == first
         log_before = log.read_bytes()
@@ -95,14 +95,14 @@ def test_a_server_goes_on_with_store_audit_log_and_log_on_a_full_disk(tmp_path, 
 
 
 def lose_worker(server):
-    """Kill a worker, of which the log says something, and wait for the next one."""
+    """Kill a worker, which the log reports, and wait for the next one."""
     [worker] = server.wait_workers()
     os.kill(worker, signal.SIGKILL)
     wait_for(lambda: server.wait_workers() not in ([], [worker]))
 
 
 def whole(path):
-    """Lines of JSON, without those that were cut off where the disk was full."""
+    """Return the lines of JSON, without those cut off where the disk was full."""
     found = []
     for line in path.read_text().splitlines():
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Samples that are sent along, from wherever they stand before the model to anywhere."""
+"""Test samples that are sent along, from any position before the model to any other."""
 
 from __future__ import annotations
 

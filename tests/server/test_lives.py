@@ -1,4 +1,4 @@
-"""Whatever is killed, stalled or gone: the server stays, answers stay right, nothing is left behind."""
+"""Check that the server survives killed, stalled and lost peers: answers stay right, nothing is left."""
 
 import json
 import os
@@ -53,7 +53,7 @@ def test_workers_that_die_idle_are_replaced_before_anyone_asks(world):
             (worker,) = server.wait_workers()
             os.kill(worker, signal.SIGKILL)
             wait_for(lambda: server.metric("upriver_worker_restarts_total") > number)  # noqa: B023
-        server.wait_workers()  # meanwhile jobs are refused: a worker that replaced another has died soon
+        server.wait_workers()  # meanwhile jobs are refused: a replacement worker has died soon
         assert len(run(server, world.request((0, 1), (2, 3)))) == 2
 
 
@@ -128,13 +128,13 @@ def test_programs_beyond_the_budget_go_and_come_back(own):
             )
             (got,) = run(server, request, [sent])
             assert torch.equal(got.tensors[0], program.run(sent.tensors, 0, 2)[0])
-        # Loaded they take more than their files: none is kept when nobody uses it.
+        # Loaded, they need more memory than their files: unused ones are not kept.
         wait_for(lambda: server.metric("upriver_program_bytes") <= budget)
         assert server.metric("upriver_program_requests_total", 'found="read"') >= 3
 
 
 def test_a_reader_that_stalls_holds_back_the_work_and_others_are_told_to_come_back(tmp_path):
-    """64 answers of 4 MB each: what is computed ahead is bounded, and so is who may ask."""
+    """Answers are 64 times 4 MB: the work computed ahead is bounded, and so are the admitted requests."""
     rng = np.random.default_rng(0)
     files = {f"a/{row}.npy": npy(rng.random((1 << 20,), dtype=np.float32)) for row in range(4)}
     dataset = index(write(tmp_path, files), stages=[LoadTensor("npy")])
@@ -151,20 +151,20 @@ def test_a_reader_that_stalls_holds_back_the_work_and_others_are_told_to_come_ba
         with answering(server, request):
             wait_for(lambda: server.metric("upriver_micro_batches_total") >= 1)
             settled = settle(lambda: server.metric("upriver_bytes_out_total"))
-            assert settled < 40e6  # what the kernel's buffers took, a few answers at most
+            assert settled < 40e6  # the kernel's buffers, and at most a few answers
             assert server.metric("upriver_micro_batches_total") < 12
             status, headers, body = ask(server, "POST", "/v1/run", body_of(request))
             assert (status, json.loads(body)["error"]["code"]) == (503, "overloaded")
             assert int(headers["retry-after"]) >= 1
             assert ask(server, "GET", "/livez")[0] == 200
-        # The client is gone: its place is free again, and the rest of its work is not done.
+        # The client has left: its place is free again, and the rest of its work is not done.
         wait_for(lambda: server.metric("upriver_running_requests") == 0)
         assert server.metric("upriver_micro_batches_total") < 16
         assert len(run(server, request)) == 64
 
 
 def settle(value):
-    """``value()`` once it has been the same for a second."""
+    """Return ``value()`` once it has been the same for a second."""
     while True:
         before = value()
         time.sleep(1)
@@ -191,7 +191,7 @@ def test_a_reader_that_stalls_too_long_is_dropped(tmp_path):
             wait_for(lambda: server.metric("upriver_running_requests") == 0)
         assert server.metric("upriver_micro_batches_total") < 32
         host, _, port = server.address.partition(":")
-        with socket.create_connection((host, int(port))) as raw:  # one that does not even ask to the end
+        with socket.create_connection((host, int(port))) as raw:  # a client that sends no whole request
             raw.sendall(f"POST /v1/run HTTP/1.1\r\nHost: {host}\r\nContent-Length: 99\r\n\r\nUPRV".encode())
             assert raw.recv(12) == b"HTTP/1.1 400"
         assert server.metric("upriver_running_requests") == 0

@@ -1,4 +1,4 @@
-"""A server measures model stages on request, one profile at a time, and says how busy it is."""
+"""Test profiles: a server measures model stages on request, one at a time, and reports its load."""
 
 import contextlib
 import json
@@ -141,7 +141,7 @@ def test_bodies_that_are_no_request(client, server):
 def test_a_body_that_says_it_is_too_long_is_not_waited_for(server):
     host, _, port = server.address.partition(":")
     head = f"POST /v1/profile HTTP/1.1\r\nHost: {server.address}\r\nContent-Length: {10**10}\r\n\r\n"
-    with socket.create_connection((host, int(port)), timeout=20) as raw:  # less than a body may stand still
+    with socket.create_connection((host, int(port)), timeout=20) as raw:  # less time than a body may pause
         raw.sendall(head.encode() + b"{")
         assert raw.recv(12) == b"HTTP/1.1 413"
 
@@ -174,7 +174,7 @@ def test_both_routes_want_the_token(world):
 
 @pytest.fixture(scope="module")
 def one_worker(world, sizes):
-    """One worker and room for two requests."""
+    """Start a server with one worker and memory for two requests."""
     with running(world.store.uri, caps=CAPS, max_requests=2) as server:
         server.wait_ready()
         with ServerClient(server.url) as client:
@@ -185,7 +185,7 @@ def one_worker(world, sizes):
 
 @contextlib.contextmanager
 def meanwhile(*calls):
-    """Call each in a thread of its own; what they return, once all have."""
+    """Run each call in its own thread; return their results once all have ended."""
     results = [None] * len(calls)
 
     def call(number):
@@ -232,7 +232,7 @@ def test_who_is_slow_to_ask_keeps_nobody_from_it(one_worker, sizes):
 
 def test_a_profile_is_admitted_as_a_run_request_is(one_worker, sizes, world):
     request = world.request((0, 1), stop=1, program=sizes[1].digest)
-    run(one_worker, request)  # a worker has said what it takes: that is known from here on
+    run(one_worker, request)  # the worker has measured the footprint, which is known from here on
     with ServerClient(one_worker.url) as client:
         wait_for(lambda: client.load().running == 0)
         with stopped(one_worker), answering(one_worker, request), answering(one_worker, request):
@@ -271,7 +271,7 @@ def test_load_shows_what_waits(one_worker, sizes, world):
             answering(one_worker, request) as first,
             answering(one_worker, request) as second,
         ):
-            wait_for(lambda: client.load().queue == 2)  # the second one, and what the first one has ahead
+            wait_for(lambda: client.load().queue == 2)  # the second request, and the one ahead of the first
             busy = client.load()
             assert busy.running == 2
             assert busy.expected_wait_s > 0

@@ -1,4 +1,4 @@
-"""How a request is answered: in order, one micro-batch computed at a time, the next one read meanwhile."""
+"""Test run requests: in order, one micro-batch computed at a time, the next one read meanwhile."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -31,7 +31,7 @@ PARTS = 5
 
 
 class Workers:
-    """Stands for the workers: notes what they compute and when."""
+    """Stand-in for the workers that records what they compute, and when."""
 
     def __init__(self, log, computing, nbytes, broken=None):
         self.log, self._computing, self._nbytes, self._broken = log, computing, nbytes, broken
@@ -54,7 +54,7 @@ class Workers:
 
 
 async def turns(count):
-    """Let others go on so many times."""
+    """Yield to other tasks ``count`` times."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -103,7 +103,7 @@ def order_of(deadline=float("inf"), *, ahead=False):
 
 
 async def sent(runner, log, order, *, slow=0):
-    """Every buffer, as a socket takes it."""
+    """Collect every buffer, as a socket takes it."""
     buffers = []
     async for buffer in runner.answer(order):
         log.append(f"send {len(buffer)}")
@@ -135,7 +135,7 @@ def test_answers_come_in_order_and_nothing_is_computed_before_the_last_one_is_al
         for index in range(1, PARTS):
             before = log[: log.index(f"compute {index}")]
             assert before.count(f"send {nbytes - TAIL_BYTES}") == index, log
-    for index in range(1, PARTS):  # what comes next is read while one is computed, and no more than that
+    for index in range(1, PARTS):  # while one is computed, the next one is read, and no more
         assert log.index(f"read {index}") <= log.index(f"compute {index}")
         if index > 1:
             assert log.index(f"read {index}") > log.index(f"compute {index - 2}")
@@ -146,7 +146,7 @@ def test_small_answers_are_computed_ahead_by_one_and_no_more_for_a_reader_that_s
         log = []
         runner = runner_of(log, [0] * PARTS, [3] * PARTS, JOINED_BYTES + 1)
         answer = runner.answer(order_of(ahead=True))
-        await anext(answer)  # the first head, and nothing of it is taken
+        await anext(answer)  # the first head, and nothing after it
         await turns(200)
         assert [at for at in log if at.startswith("compute")] == ["compute 0", "compute 1"]
         rest = [bytes(buffer) async for buffer in answer]
@@ -217,7 +217,7 @@ def test_the_first_group_alone_has_the_seconds_in_which_what_was_sent_came():
 
 
 def test_with_several_workers_a_request_still_computes_one_micro_batch_at_a_time():
-    """Memory is held for one."""
+    """Memory is reserved for one."""
 
     async def go():
         log = []
@@ -233,7 +233,7 @@ def test_with_several_workers_a_request_still_computes_one_micro_batch_at_a_time
 
 
 def test_who_sends_slowly_takes_no_more_places_than_twice_its_own():
-    """Before they are read, requests are in no line that knows a quota."""
+    """Requests that are still being read stand in no queue that knows a quota."""
 
     async def go():
         runner = runner_of([], [0] * PARTS, [0] * PARTS, 3)
@@ -301,7 +301,7 @@ def test_work_that_fails_is_charged_and_work_that_is_given_up_is_not_refunded():
         await turns(500)
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
-        assert len(charged) == 4  # of the first two; the third is still at it
+        assert len(charged) == 4  # for the first two; the third is still being computed
 
     asyncio.run(go())
 
@@ -363,6 +363,6 @@ def test_bodies_leave_half_of_the_memory_to_what_computes():
     assert budget.reserved_bytes == sum(asked) == 50 * Coming.STEP_BYTES
     first.release()
     first.release()
-    second.room(90 * Coming.STEP_BYTES)  # nobody else's is here
+    second.room(90 * Coming.STEP_BYTES)  # no other request's bytes are here
     second.release()
     assert budget.reserved_bytes == 0

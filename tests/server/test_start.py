@@ -1,4 +1,4 @@
-"""Workers that cannot start: a server that never can says so and ends, one that could waits and says why."""
+"""Test workers that cannot start: a server that never had one ends; another waits and says why."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ sys.exit(main())
 
 
 class Python:
-    """Starts Python for the workers, unless it is broken."""
+    """Start Python for the workers, unless it is broken."""
 
     def __init__(self, folder):
         self.path = folder / "python"
@@ -49,7 +49,7 @@ class Python:
         return self._starts.stat().st_size if self._starts.exists() else 0
 
     def wait(self):
-        """Never begin with what it is told to do."""
+        """Hang at each start."""
         self.path.write_text(f"#!/bin/sh\necho >>{self._starts}\nexec sleep 600\n")
 
     def damage(self):
@@ -149,7 +149,7 @@ def test_workers_that_stop_starting_are_tried_again_and_the_reason_is_told(world
         assert wait_for(lambda: "libxyz" in why() and why()) == (
             "the last worker did not start: it ended with exit code 3: libxyz is broken"
         )
-        wait_for(lambda: python.starts > 3)  # more often than a server tries that never had one
+        wait_for(lambda: python.starts > 3)  # a server that never had a worker tries fewer times
         assert ask(server, "GET", "/livez")[0] == 200
         python.repair()
         server.wait_ready()
@@ -157,7 +157,7 @@ def test_workers_that_stop_starting_are_tried_again_and_the_reason_is_told(world
 
 
 def refuse_pidfds(monkeypatch, numbers):
-    """Let the opening of these pidfds fail, counted from 0; the processes asked for, as they come."""
+    """Fail to open the pidfds with these numbers, counted from 0; return the processes in order."""
     pids, pidfd_open = [], os.pidfd_open
 
     def refusing(pid, flags=0):

@@ -1,4 +1,4 @@
-"""What tenants store: counted in the store, refused beyond their number, and removed when nobody uses it."""
+"""Test what tenants store: counted in the store, refused above their quota, removed when unused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from upriver.text import bytes_text
 MONTH_S = 30 * 86400.0
 ALICE = ".upriver/tenants/alice"
 QUOTA = 80_000
-"""Two programs of these tests fit, and three do not."""
+"""Bytes that hold two programs of these tests, and not three."""
 
 TENANTS = (
     Tenant(name="alice", token_hashes=(hash_token("a"),), stored_bytes=QUOTA),
@@ -65,7 +65,7 @@ def test_a_quota_counts_what_is_stored_whoever_took_it_and_until_it_is_removed(p
             assert put(server, third, "b")[0] == 201, "others have a number of their own"
             assert not list(store.list(f"{ALICE}/uploads"))
             assert len(list(store.list(f"{ALICE}/used"))) == 4
-        with in_thread(place, threads=1, tenants=TENANTS) as server:  # another front, or the same anew
+        with in_thread(place, threads=1, tenants=TENANTS) as server:  # another front, or the same restarted
             ready(server)
             assert put(server, third)[0] == 507
             for path in s3.objects:
@@ -88,7 +88,7 @@ def test_a_server_notes_what_it_uses_so_that_it_stays_and_tells_of_what_was_remo
         os.utime(path, (1e9, 1e9))
     used, other = (body_of(world.request((0, 1), stop=1, program=program.digest)) for program in programs[:2])
     notes = [f".upriver/used/{digest}" for digest in (programs[0].digest, programs[0].weights_digest)]
-    # Next to nothing is kept of a program that nobody uses: the next request reads it again.
+    # Almost nothing is kept of an unused program: the next request reads it again.
     with in_thread(store.uri, threads=1, program_budget_bytes=40_000) as server:
         ready(server)
         assert ask(server, "POST", "/v1/run", used)[0] == 200

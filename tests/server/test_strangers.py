@@ -1,4 +1,4 @@
-"""Strangers, and tenants who only look, take a bounded share of the front from those who work."""
+"""Check that strangers, and tenants who only look, use a bounded share of the front."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ASKING = b"GET /v1/info HTTP/1.1\r\nHost: server\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def crowded(world, tmp_path_factory):
-    """A server that may open few files, and its log, in which every import shows."""
+    """Start a server that may open few files; its log shows every import."""
     folder = tmp_path_factory.mktemp("crowded")
     text = 'port = 0\nthreads = 1\nmemory_budget_bytes = "700 MB"\n[caps]\nbody_bytes = "4 GB"\n'
     text += f'[stores.default]\nuri = "{world.store.uri}"\n'
@@ -154,7 +154,7 @@ def test_as_many_connections_as_there_are_descriptors_for(
 
 
 class Here(HeldConnection):
-    """A connection that can be ended."""
+    """Connection that a test can end."""
 
     def __init__(self, since, *, known=False, busy=False):
         self.since, self.known, self._busy = since, known, busy
@@ -188,10 +188,10 @@ TENANTS = tuple(Tenant(name=name, token_hashes=(hash_token(f"token-{name}"),)) f
 
 
 class Asked:
-    """Requests that go through the door into an application that takes some time for each.
+    """Send requests through the door to an application that spends some time on each.
 
     Attributes:
-        through: Who was answered, with the status, in order.
+        through: The answered requests with their status, in order.
     """
 
     def __init__(self, *, looks=None, max_connections=512, **status):

@@ -1,4 +1,4 @@
-"""Tenants: what each may read, and that nothing of anyone else's is touched on the way to a refusal."""
+"""Test tenants: what each may read, and that a refusal touches no other tenant's data."""
 
 import json
 from hashlib import sha256
@@ -27,7 +27,7 @@ STAGES = [Decode(), Resize(18), CenterCrop(16), Normalize()]
 
 
 def dataset_of(objects):
-    """A dataset whose samples lie in these objects, which need not be there."""
+    """Make a dataset whose samples lie in these objects, which need not exist."""
     count = len(objects)
     zeros = pa.array([0] * count, pa.int64())
     data = encode_index(
@@ -206,7 +206,7 @@ def test_names_of_a_dataset_are_looked_at_once(monkeypatch):
 
 
 def test_of_a_dataset_of_others_not_even_its_length_is_told():
-    """A row that is none is somebody else's error, which says how many there are."""
+    """An error for a missing row would reveal the number of rows to another tenant."""
     dataset = dataset_of(["bob/1", "bob/2"])
     assert not may_read(reader("alice"), dataset, [99])
     assert may_read(reader("alice", "bob/1"), dataset, [99])
@@ -222,7 +222,7 @@ def test_no_tenant_is_called_what_owns_things_that_are_no_tenants(name):
 
 
 def test_one_for_all_may_be_called_so_beside_who_reads_nothing():
-    """As replicas of a cluster have it: one token, and a tenant of the replica's own."""
+    """Replicas of a cluster use both: one token, and a tenant of the replica's own."""
     everyone = Tenant(name="anyone", token_hashes=(hash_token("token-a"),))
     keeper = Tenant(name="keeper", token_hashes=(hash_token("token-b"),), stores={})
     config = ServerConfig(stores={"images": "memory://tenants"}, tenants=(everyone, keeper))
@@ -231,7 +231,7 @@ def test_one_for_all_may_be_called_so_beside_who_reads_nothing():
 
 @pytest.mark.slow
 def test_an_upload_of_a_tenant_without_a_store_is_forbidden(tmp_path):
-    """That its program is not found is no reason to send more of it."""
+    """A program that is not found is no reason to send more of the upload."""
     keeper = Tenant(name="keeper", token_hashes=(hash_token("token-a"),), stores={})
     path, headers = f"/v1/programs/{'0' * 64}", {"Authorization": "Bearer token-a"}
     with in_thread(tmp_path.as_uri(), tenants=(keeper,), threads=1) as server:
@@ -266,7 +266,7 @@ def test_a_refusal_names_no_object_of_others():
 
 
 class Shared:
-    """A server of two tenants over one bucket, and of a store for one of them alone."""
+    """Server of two tenants over one bucket, and of a store for one of them alone."""
 
     def __init__(self, s3, server, datasets, private):
         self.s3, self.server, self.datasets, self.private = s3, server, datasets, private
@@ -281,7 +281,7 @@ class Shared:
         )
 
     def seen(self, since):
-        """Paths that the store was asked for."""
+        """Return the paths that the store was asked for."""
         return [path for _, path, _ in self.s3.requests[since:]]
 
 

@@ -1,4 +1,4 @@
-"""Datasets as users have them on a worker's machine, good and bad: clients name what is here."""
+"""Provide datasets as users have them on a worker's machine, good and bad; clients name them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ NAME = __name__
 
 
 def drawing(samples: list[Any]) -> dict[str, Any]:
-    """A way to collate that draws by chance itself."""
+    """Collate with random draws of its own."""
     return {"rows": [sample["torch"] for sample in samples], "noise": torch.rand(3), "more": np.random.rand()}
 
 
 def failing(samples: list[Any]) -> Any:
-    """One that does not work."""
+    """Raise instead of collating."""
     raise KeyError("label")
 
 
 def broken(count: int, bad: list[int]) -> Broken:
-    """A dataset of which some samples cannot be made; a function, as factories are."""
+    """Make a dataset in which some samples fail; a function, as factories are."""
     return Broken(count, set(bad))
 
 
 class Names:
-    """What holds another way to make a dataset."""
+    """Namespace with another factory of datasets."""
 
     @classmethod
     def plain(cls, count: int) -> Plain:
@@ -45,7 +45,7 @@ class Names:
 
 
 class Unmade:
-    """It cannot be made, or none of its samples."""
+    """Dataset that cannot be constructed, or none of whose samples can."""
 
     def __init__(self, password: str = "", leave: bool = False, later: bool = False) -> None:
         if leave:
@@ -59,7 +59,7 @@ class Unmade:
 
 
 class Endless:
-    """Says all that it knows, from deep within."""
+    """Dataset whose error is endless and comes from a deep stack."""
 
     def __init__(self, variable: str, chars: int = 0) -> None:
         self.variable, self.chars = variable, chars
@@ -77,7 +77,7 @@ class Endless:
 
 
 class Nothing:
-    """It has no samples by index."""
+    """Object without samples by index."""
 
 
 NOT_CALLABLE = 3
@@ -88,14 +88,14 @@ def _hidden() -> Plain:
 
 
 class Mute(Exception):
-    """An error that cannot say what it is."""
+    """Error whose `str` fails."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
 
 
 class Odd:
-    """Each sample is wrong in a way of its own."""
+    """Dataset in which each sample is wrong in its own way."""
 
     def __getitem__(self, index: int) -> Any:
         from PIL import Image
@@ -121,7 +121,7 @@ class Odd:
 
 
 class Killer:
-    """Kills its process at some samples, with a child of it that would live on."""
+    """Dataset that kills its process at some samples, and leaves a child that would live on."""
 
     def __init__(self, bad: list[int], note: str = "") -> None:
         self.bad, self.note = bad, note
@@ -136,7 +136,7 @@ class Killer:
 
 
 class Slow:
-    """Takes its time."""
+    """Dataset with slow samples."""
 
     def __init__(self, seconds: float, only: list[int] | None = None) -> None:
         self.seconds, self.only = seconds, only
@@ -148,7 +148,7 @@ class Slow:
 
 
 class Large:
-    """Samples of so many bytes."""
+    """Dataset with samples of ``nbytes`` bytes."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -158,7 +158,7 @@ class Large:
 
 
 class Rows:
-    """Samples that are rows of one large tensor, or lie askew in their memory."""
+    """Dataset whose samples are rows of one large tensor, or strided views."""
 
     def __init__(self, count: int) -> None:
         self.rows = torch.arange(count * 256, dtype=torch.float64).reshape(count, 256)
@@ -169,7 +169,7 @@ class Rows:
 
 
 class Hoard:
-    """Keeps what it is given, and gives back the first that it got."""
+    """Dataset that keeps its samples, and returns the first one again."""
 
     def __init__(self) -> None:
         self.first: Any = None
@@ -186,7 +186,7 @@ class Hoard:
 
 
 class Surroundings:
-    """What a dataset sees of the machine, and may do there."""
+    """Dataset that reports the worker's environment and permissions."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)

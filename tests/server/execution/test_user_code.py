@@ -1,4 +1,4 @@
-"""A user's own code on a worker: what it makes is what would be made here, and what it breaks is told."""
+"""Test user code on a worker: its results equal those made here, and its errors are reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ MARK += "    def __getitem__(self, index):\n        return index\n"
 
 
 def asking(name, *micro_batches, collate=None, numbers=None, arguments=None, **fields):
-    """A request for samples of a dataset among the workloads, or elsewhere."""
+    """Make a request for samples of a dataset among the workloads, or elsewhere."""
     micro_batches = micro_batches or ((0, 1, 2),)
     if collate is not None:
         collate = Collate(name=collate, batches=tuple(numbers or range(len(micro_batches))))
@@ -99,12 +99,12 @@ def asking(name, *micro_batches, collate=None, numbers=None, arguments=None, **f
 
 
 def made(client, request, batches=()):
-    """What an answer holds, put together again: samples of each micro-batch, or each batch."""
+    """Return an answer's samples of each micro-batch, or each batch."""
     return [build(batch.tree, batch.tensors) for batch, _ in client.run(request, batches)]
 
 
 def here(dataset, request, collate=None):
-    """The same, made in this process."""
+    """Make the same samples in this process."""
     source, found = MapStyle(dataset, request.seed), []
     for at, ids in enumerate(request.micro_batches):
         samples = [source.make(index, epoch=request.epoch, sample=index) for index in ids]
@@ -116,7 +116,7 @@ def here(dataset, request, collate=None):
 
 
 def read_here(dataset, request):
-    """What is sent along of a dataset that is read here."""
+    """Return the micro-batches that are sent along for a dataset that is read here."""
     source = MapStyle(dataset, request.seed)
     for ids in request.micro_batches:
         raws = [source.make(sample, epoch=request.epoch, sample=sample, stop=RAW) for sample in ids]
@@ -125,7 +125,7 @@ def read_here(dataset, request):
 
 
 def failure(client, request, kind=CodeFailed, batches=()):
-    """What an answer says that is an error: one line."""
+    """Return the error of an answer, which is one line."""
     with pytest.raises(kind) as caught:
         made(client, request, batches)
     assert type(caught.value) is kind
@@ -136,7 +136,7 @@ def failure(client, request, kind=CodeFailed, batches=()):
 
 @contextmanager
 def working(allow=OURS, **settings):
-    """A worker, and a client of it."""
+    """Start a server; yield it with a client."""
     with running("", stores={}, allow=allow, **settings) as server, ServerClient(server.url) as client:
         yield server.wait_ready(), client
 
@@ -154,7 +154,7 @@ def client(worker):
 
 @pytest.fixture
 def mark(tmp_path, monkeypatch):
-    """A module that notes that it was imported, and where."""
+    """Write two modules that record where they are imported; return the path of the record."""
     (tmp_path / "marking.py").write_text(MARK)
     (tmp_path / "marking_too.py").write_text(MARK)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -311,7 +311,7 @@ def test_without_code_there_must_be_a_store_and_with_it_no_bubblewrap():
 
 def test_what_a_module_has_imported_is_not_allowed_along_with_it():
     class Callable:
-        """An object of the module's own, which may hold anybody's code."""
+        """Object of the module's own, which may hold any code."""
 
         def __call__(self):
             pass
@@ -458,7 +458,7 @@ def test_a_dataset_that_kills_its_process_takes_nothing_with_it(tmp_path):
 
 @pytest.mark.slow
 def test_a_sample_that_takes_for_ever_is_given_up():
-    with working(workers=2, job_timeout_s=6) as (server, client):  # one is there for the second try
+    with working(workers=2, job_timeout_s=6) as (server, client):  # one worker is ready for the second try
         request = asking("Slow", (0, 1), arguments={"seconds": 3600, "only": [1]})
         assert "timed out" in failure(client, request, WorkerCrashed)
         assert server.metric("upriver_worker_restarts_total", 'reason="timeout"') == 2
@@ -638,7 +638,7 @@ def test_a_dataset_sees_what_the_user_does_but_for_secrets(tmp_path, monkeypatch
     with working(hidden_variables=["SWIFT_SECRET"]) as (_, client):
         (((seen,),),) = [made(client, asking("Surroundings", (0,), arguments={"folder": str(tmp_path)}))]
     environment = seen["environment"]
-    assert environment["SOME_SECRET"] == "known to the front alone"  # which is the user's, as this code is
+    assert environment["SOME_SECRET"] == "known to the front alone"  # it is the user's, as this code is
     assert not {"UPRIVER_TOKEN", "SWIFT_SECRET"} & environment.keys()
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["PATH"] == os.environ["PATH"]
@@ -733,7 +733,7 @@ def test_a_traceback_is_told_in_its_last_lines_without_secrets(monkeypatch):
 
 def test_a_traceback_of_anybodys_is_held_to_ours():
     body = {"error": {"code": "code_failed", "message": "x"}}
-    assert error_from(body).trace == ""  # from a worker of before
+    assert error_from(body).trace == ""  # from a worker of an earlier version
     body["error"] |= {"traceback": "first\n" + "\x1b[2Jline\tof\udc00code\n" * 10_000 + "last\n"}
     trace = error_from(body).trace
     assert len(trace) <= TRACE_CHARS and trace.startswith("…\n") and trace.endswith("\nlast")

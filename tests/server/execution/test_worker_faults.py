@@ -1,4 +1,4 @@
-"""Workers that are killed, hang or run out of memory: one more try for one job, and the server stays."""
+"""Test workers that die, hang or run out of memory: one job is retried once, and the server survives."""
 
 import os
 import resource
@@ -28,13 +28,13 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module", autouse=True)
 def no_groups_are_left():
-    """Servers in tests are killed; what they leave a next one removes."""
+    """Remove the groups of killed servers, as the next server would."""
     yield
     Groups.find()
 
 
 def asking(folder, files, *micro_batches, micro_batch):
-    """A store with a dataset of images, and a request for some of them, scaled down."""
+    """Return a store with a dataset of images, and a request for some of them, scaled down."""
     dataset = index(write(folder, files), stages=[Decode(), Resize(8)])
     dataset.publish()
     request = RunRequest(
@@ -49,20 +49,20 @@ def asking(folder, files, *micro_batches, micro_batch):
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory):
-    """Decoding 64 times 4 megapixels takes long enough to be disturbed in the middle."""
+    """Decode 64 times 4 megapixels, long enough to be interrupted in the middle."""
     photo = encoded(pixels(2000, 2000))
     return asking(tmp_path_factory.mktemp("busy"), {"a/0.jpg": photo}, (0,) * 64, micro_batch=64)
 
 
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory):
-    """One image whose pixels take 250 MB, and which hardly takes any room in the store."""
+    """Use one image whose pixels need 250 MB, and whose file is tiny."""
     image = encoded(Image.new("RGB", (6000, 6000), (200, 10, 90)), "PNG")
     return asking(tmp_path_factory.mktemp("heavy"), {"a/0.png": image}, (0,), micro_batch=1)
 
 
 def worker_of(server):
-    """The process that computes, of a server that has one."""
+    """Return the process that computes, of a server with one worker."""
     (found,) = server.wait_workers()
     return inner(found)
 
@@ -128,7 +128,7 @@ def test_a_job_that_takes_two_workers_with_it_is_refused_with_its_reason(busy):
 
 
 def test_a_server_without_a_worker_refuses_what_would_wait_for_one_that_may_die_soon(busy):
-    """Its clients go on elsewhere, or by themselves."""
+    """Its clients use another server, or compute locally."""
     uri, request = busy
     request = changed(request, micro_batches=((0,) * 2,))
     with running(uri) as server:
@@ -146,7 +146,7 @@ def test_a_server_without_a_worker_refuses_what_would_wait_for_one_that_may_die_
 
 @pytest.mark.full
 def test_a_worker_that_hangs_is_ended_and_its_job_done_again(busy):
-    """A new worker has to be there within the time of a job: hence a long one."""
+    """A new worker has to be ready within the time of a job: hence a long one."""
     uri, request = busy
     request = changed(request, micro_batches=((0,) * 2, (0,)))
     with running(uri, job_timeout_s=30) as server:
@@ -176,7 +176,7 @@ def test_a_job_that_reaches_its_workers_limit_is_an_error_and_no_crash(heavy):
 
 
 def group_of(pid):
-    """The folder of a worker's own control group."""
+    """Return the folder of a worker's own control group."""
     for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if path.rpartition("/")[2].startswith(f"{PREFIX}-"):
@@ -216,6 +216,6 @@ def test_a_job_that_runs_out_of_memory_twice_is_refused_with_its_reason(heavy):
 
 
 def groups_beside(folder):
-    """Other groups of the same front."""
+    """Return other groups of the same front."""
     same_front = folder.name.rpartition("-")[0] + "-"
     return (path for path in folder.parent.iterdir() if path.name.startswith(same_front) and path != folder)

@@ -1,4 +1,4 @@
-"""A worker at its end of the channel: what has no answer gets none, or all later ones are off by one."""
+"""Test a worker's end of the channel: a job without an answer must not shift later answers."""
 
 import os
 import resource
@@ -25,7 +25,7 @@ from upriver.server.sandbox.environment import worker_environment
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = npy(pixels(160, 160))  # more than goes with `Done`
+SAMPLE = npy(pixels(160, 160))  # more than fits into `Done`
 READ = Run(
     program=None,
     micro_batch=1,
@@ -38,11 +38,11 @@ READ = Run(
     object_names=("a/0.npy",),
     blobs=((0, len(SAMPLE)),),
 )
-"""A job that gives the stored bytes back."""
+"""Job that returns the stored bytes."""
 
 
 class Worker:
-    """A worker process, and this test in the front's place."""
+    """Worker process, with this test in the front's place."""
 
     def __init__(self, process, channel):
         self.process = process
@@ -58,7 +58,7 @@ class Worker:
         return self.channel.receive()[0]
 
     def ended(self):
-        """Exit code, and what it printed, once it has closed the channel without another word."""
+        """Return exit code and output, once the worker has closed the channel without another message."""
         with pytest.raises(ChannelClosed):
             self.receive()
         return self.process.wait(timeout=60), self.process.stdout.read()
@@ -92,7 +92,7 @@ def worker():
 
 @pytest.fixture
 def slot():
-    """A slot that holds the sample."""
+    """Make a slot that holds the sample."""
     slot = SlotPool().take(len(SAMPLE))
     slot.array(len(SAMPLE))[:] = memoryview(SAMPLE)
     return slot
@@ -114,7 +114,7 @@ def test_so_does_one_without_memory(worker):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_an_answer_that_finds_no_room_ends_the_worker_too(worker, slot, whole):
-    """It waits for a slot in the middle of its job then."""
+    """The worker waits for a slot in the middle of its job."""
     worker.map(slot)
     worker.channel.send(msgspec.structs.replace(READ, slot=slot.id))
     asked = worker.receive()
@@ -131,7 +131,7 @@ def test_an_answer_that_finds_no_room_ends_the_worker_too(worker, slot, whole):
 
 
 def test_a_worker_without_memory_for_a_slot_is_replaced_and_everyone_gets_their_own_answer(tmp_path):
-    """What follows an image's end is nothing to its decoder, and makes the slot of its job large."""
+    """A decoder ignores bytes after an image's end, and these bytes make the slot of its job large."""
     own = make_world(tmp_path, 6, padding=bytes(8 << 20))
     jobs = [(0, 1, 2, 3), (4, 5), (3,), (5, 0)]
     with running(own.store.uri) as server:
@@ -145,6 +145,6 @@ def test_a_worker_without_memory_for_a_slot_is_replaced_and_everyone_gets_their_
 
 
 def allow_no_more(pid, *, nbytes):
-    """Let a process have so much more address space than it has."""
+    """Let a process have only ``nbytes`` more address space than it has."""
     limit = psutil.Process(pid).memory_info().vms + nbytes
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))

@@ -1,4 +1,4 @@
-"""The pool alone; in its workers' place are processes that do nothing."""
+"""Test the pool alone; idle processes take the place of its workers."""
 
 import asyncio
 import os
@@ -25,13 +25,13 @@ SETUP = Setup(threads=1, device="cpu", caps=DEFAULT_CAPS, memory_bytes=1 << 30)
 
 
 class Scene:
-    """What becomes of workers that are started.
+    """State of the started workers.
 
     Attributes:
-        gate: Closed, they are not ready.
-        broken: They are not ready ever.
-        loading: Set when one begins to load a program.
-        may_load: It goes on then.
+        gate: While it is closed, no worker is ready.
+        broken: No worker is ever ready.
+        loading: Set when a worker begins to load a program.
+        may_load: The worker waits for this event before it loads.
     """
 
     def __init__(self):
@@ -44,7 +44,7 @@ class Scene:
 
 
 class Idle:
-    """A worker that does nothing."""
+    """Worker that does nothing."""
 
     restarts, busy_since, program, out_of_memory = 0, None, "", False
 
@@ -100,7 +100,7 @@ async def open_pool(count=1):
 
 
 async def until(condition):
-    """Until ``condition()`` is true."""
+    """Wait until ``condition()`` is true."""
     async with asyncio.timeout(60):
         while not (found := condition()):
             await asyncio.sleep(0.01)
@@ -108,12 +108,12 @@ async def until(condition):
 
 
 def idle(pool):
-    """Process numbers of the workers that are there."""
+    """Return the process numbers of the current workers."""
     return [row.pid for row in pool.rows() if row.pid]
 
 
 async def lose_one(pool):
-    """Kill a worker that is there; when its end has been noticed."""
+    """Kill a worker, and wait until the pool has noticed its end."""
     (pid,) = await until(lambda: idle(pool))
     os.kill(pid, signal.SIGKILL)
     await until(lambda: pid not in idle(pool))
@@ -156,7 +156,7 @@ def test_a_pool_is_not_ready_before_its_first_worker_nor_when_none_can_be_had_an
 
 @pytest.mark.parametrize(("settled_s", "ready"), [(0.0, True), (3600.0, False)])
 def test_only_workers_that_die_soon_make_a_pool_unready(scene, monkeypatch, settled_s, ready):
-    """Each was there for more than 0 s and less than an hour, and had nothing to do."""
+    """Each worker lived for more than 0 s and less than an hour, and had no job."""
     monkeypatch.setattr(pools, "SETTLED_S", settled_s)
 
     async def die_again_and_again():
@@ -175,7 +175,7 @@ def test_only_workers_that_die_soon_make_a_pool_unready(scene, monkeypatch, sett
 
 
 def asked(pool):
-    """A job that waits for a worker."""
+    """Start a job that waits for a worker."""
     return asyncio.create_task(pool.weigh(None, None))
 
 
@@ -193,7 +193,7 @@ def test_a_job_waits_for_the_worker_that_replaces_the_first_or_a_settled_one(sce
     async def replace():
         async with open_pool() as pool:
             for _ in range(1 if settled_s else 3):
-                pool._start_s = 60.0  # as where starting takes long
+                pool._start_s = 60.0  # as where a start takes long
                 scene.gate.clear()
                 await lose_one(pool)
                 job = asked(pool)

@@ -1,4 +1,4 @@
-"""The front's hold on a worker: what it takes from one that misbehaves, and how it lets go of one."""
+"""Test the front's handle of a worker: what it accepts from a misbehaving worker, and how it releases one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FULL = {"code": "overloaded", "message": "no room"}
 
 
 class There:
-    """A process that neither a signal nor time can end."""
+    """Process that neither a signal nor time can end."""
 
     pid = 7
     stdout = None
@@ -76,7 +76,7 @@ class There:
 
 @contextmanager
 def talking(script, *, group=None):
-    """A handle, and in its worker's place a thread that does what ``script`` says with its end."""
+    """Yield a handle whose worker is a thread that runs ``script`` with its end of the channel."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     process = There()
     channel, other = Channel(ours, FromWorker), Channel(theirs, FromFront)
@@ -106,7 +106,7 @@ def job(*ids, rows=1, room=lambda nbytes: True, beside=lambda nbytes: True):
 
 
 def next_of(channel, kind):
-    """The next message of a kind; what comes with others is let go."""
+    """Return the next message of a kind; drop the files that came with others."""
     while True:
         message, fds = channel.receive()
         for fd in fds:
@@ -119,7 +119,7 @@ def next_of(channel, kind):
 
 
 def asking(*sizes, then):
-    """Ask for a slot of each size, whatever is answered."""
+    """Make a script that asks for a slot of each size, ignoring the answers."""
 
     def script(channel):
         next_of(channel, Run)
@@ -132,7 +132,7 @@ def asking(*sizes, then):
 
 
 def imagining(*sizes, then, answers):
-    """A worker that asks for room for images of these sizes and ends like that."""
+    """Make a worker that asks for memory for images of these sizes, and then ends with ``then``."""
 
     def script(channel):
         next_of(channel, Run)
@@ -191,7 +191,7 @@ def test_all_that_a_job_gives_has_to_find_room_together():
 
 
 def answering(*frames):
-    """A worker that answers so at once."""
+    """Make a worker that answers with these frames at once."""
 
     def script(channel):
         next_of(channel, Run)
@@ -242,7 +242,7 @@ def test_a_worker_that_asks_for_more_slots_than_its_job_has_frames_gets_none():
 
 
 class Coming(ColdFile):
-    """Weights that are still to come, and here as soon as somebody waits for them."""
+    """Weights that have not arrived yet, and arrive as soon as a worker waits for them."""
 
     def __init__(self, count):
         self._file = SealedFile()
@@ -259,7 +259,7 @@ def coming(count):
 
 
 def wanting(*questions):
-    """A worker that asks for weights like that, and then is done."""
+    """Make a worker that asks for weights with these questions, and then is done."""
 
     def script(channel):
         next_of(channel, LoadProgram)
@@ -306,7 +306,7 @@ def test_a_slot_of_less_than_nothing_is_nonsense():
 
 
 def test_a_job_that_is_too_long_to_tell_is_refused_and_the_worker_goes_on():
-    """The chain of a dataset is as long as whoever wrote it likes: it must not cost workers."""
+    """A dataset's chain may be arbitrarily long: a long one must not end workers."""
 
     def script(channel):
         next_of(channel, Run)
@@ -324,7 +324,7 @@ def refuse(pool, nbytes, *, owner):
 
 
 def test_a_front_without_descriptors_does_not_blame_its_worker(monkeypatch):
-    """Before a job is sent, and when its answer needs a place."""
+    """Check before a job is sent, and when its answer needs a descriptor."""
     answers = []
 
     def script(channel):
@@ -391,7 +391,7 @@ def test_a_worker_without_a_thread_to_read_what_it_prints_is_not_left(monkeypatc
 
 
 class Gone:
-    """A worker that is gone, as far as the pool needs to know."""
+    """Worker that has ended, for the pool's purposes."""
 
     pid, restarts, out_of_memory = 7, 0, True
 
@@ -429,7 +429,7 @@ def test_the_log_says_what_a_worker_died_of(caplog, ending, told):
 
 
 class Left:
-    """A group that can be removed at the third try."""
+    """Group that can be removed at the third attempt."""
 
     def __init__(self):
         self.tried = 0

@@ -1,4 +1,4 @@
-"""Who may come in."""
+"""Test which requests are let in."""
 
 import asyncio
 import base64
@@ -144,7 +144,7 @@ def test_the_token_opens_everything_but_health():
 
 
 def test_without_a_token_other_names_for_this_machine_are_refused():
-    """A web page can make its own name mean 127.0.0.1, and a browser here would ask on its behalf."""
+    """A web page can point its own name at 127.0.0.1, and a local browser would send requests for it."""
     with in_thread(STORE) as server:
         for host in ("evil.example", "evil.example:80", ""):
             assert ask(server, "GET", "/v1/probe?bytes=1", headers={"Host": host})[0] == 401
@@ -186,7 +186,7 @@ def test_a_browser_gives_the_token_as_a_password():
     ("method", "path"), [("POST", "/v1/run"), ("POST", "/v1/profile"), ("PUT", f"/v1/programs/{'0' * 64}")]
 )
 def test_a_password_changes_nothing(method, path):
-    """A browser adds it by itself, also where a page from elsewhere has it send a form."""
+    """A browser adds the password by itself, even when a foreign page makes it send a form."""
     with in_thread(STORE, tenants=(ALICE,)) as server:
         headers = {"Authorization": basic("alice", "token-a"), "Accept": "text/html"}
         status, answer, body = ask(server, method, path, b"UPRV", headers)
@@ -222,7 +222,7 @@ def test_what_is_a_token():
 
 
 def asked(config, *, audit=None, certificate=None, path="/v1/run", method="POST", **headers):
-    """The tenant whose request it is, or the status of the refusal."""
+    """Return the tenant of a request, or the status of the refusal."""
     seen = []
 
     async def app(scope, receive, send):
@@ -247,7 +247,7 @@ def asked(config, *, audit=None, certificate=None, path="/v1/run", method="POST"
 
 
 def certificate(common_name, *alternatives):
-    """As the ssl module tells it."""
+    """Return a certificate as the ssl module represents it."""
     return {
         "subject": ((("organizationName", "bob"),), (("commonName", common_name),)),
         "subjectAltName": alternatives,

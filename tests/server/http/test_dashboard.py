@@ -1,4 +1,4 @@
-"""The page for people: right, escaped, harmless, and readable in a real browser."""
+"""Test the dashboard: correct, escaped, harmless, and readable in a real browser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOID = frozenset({"meta", "rect", "link", "br", "img", "input"})
 
 
 class Page(HTMLParser):
-    """A page taken apart: tables by id as dictionaries, and everything that a harmless page has not."""
+    """Parse a page: tables by id as dictionaries, and everything that a harmless page lacks."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_a_browser_sends_the_token_as_a_password(world):
         assert ask(server, "GET", "/ui", headers=basic("wrong"))[0] == 401
         assert ask(server, "GET", "/ui", headers={"Authorization": "Bearer open-sesame"})[0] == 200
         assert ask(server, "GET", "/ui", headers=basic("open-sesame"))[0] == 200
-        # Or a page from elsewhere could have a browser that was once let in start work here.
+        # Otherwise a foreign page could start work here through a browser that was once let in.
         assert ask(server, "POST", "/v1/run", b"", headers=basic("open-sesame"))[0] == 401
 
 
@@ -259,11 +259,11 @@ def test_a_browser_sends_the_token_as_a_password(world):
 
 
 def browse(url, folder, *options):
-    """The page as Chromium has it after loading (or what ``options`` ask for), and its complaints."""
+    """Return the page as Chromium shows it (or the output for ``options``), and the browser's complaints."""
     command = [
         CHROMIUM,
         "--headless",
-        "--no-sandbox",  # as root it has none to offer, and the page is our own
+        "--no-sandbox",  # root has no sandbox, and the page is our own
         "--disable-gpu",
         "--disable-dev-shm-usage",
         "--no-first-run",

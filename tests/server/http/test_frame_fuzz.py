@@ -1,7 +1,7 @@
-"""Broken run requests: refused as what they are, and nothing else happens.
+"""Check that broken run requests are refused with the right error, and nothing else happens.
 
-10,000 of them go to the reader in this process, some hundred over real connections that are kept. With
-``UPRIVER_FUZZ=10000`` as many go over connections (``scripts/fuzz``); ``UPRIVER_FUZZ_SEED`` gives others.
+The reader in this process gets 10,000 of them; real, reused connections carry some hundred. With
+``UPRIVER_FUZZ=10000`` that many go over connections (``scripts/fuzz``); ``UPRIVER_FUZZ_SEED`` selects others.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ IN_PROCESS = max(CASES, 10_000)
 OVER_HTTP = CASES or 500
 
 CAPS = Caps(header_bytes=1 << 17, payload_bytes=1 << 20, body_bytes=1 << 20, samples=4096)
-"""As small as the bodies are, so that what goes beyond them shows."""
+"""Caps as small as the bodies, so that anything beyond the caps shows."""
 
 PATIENCE_S = 60.0
-"""For one answer; the slowest takes some milliseconds."""
+"""Seconds for one answer; the slowest takes some milliseconds."""
 
 CLIENTS_FAULT = {kind.code for kind, status in STATUS if status < 500} | {DeadlineExceeded.code}
-"""A deadline is among what is changed: whoever asks for half a second may get no more."""
+"""Errors that the client's own fault explains. A changed deadline of half a second may expire."""
 
 
 # ------------------------------------------------------------------------------------- in this process
 
 
 async def read_all(count: int) -> Counter[str]:
-    """How the reader took so many bodies: accepted or refused."""
+    """Count the bodies that the reader accepts or refuses."""
     bodies = valid_bodies(made_up_request())
     outcomes: Counter[str] = Counter()
     for number in range(count):
@@ -80,7 +80,7 @@ async def chunks(parts: Sequence[bytes]) -> AsyncIterator[bytes]:
 
 
 def check(request: RunRequest, batches: Sequence[MicroBatch], name: str) -> None:
-    """What was let through keeps to the caps, and its tensors lie in memory that is theirs."""
+    """Assert that an accepted body keeps to the caps, and its tensors lie in memory of their own."""
     request.check(CAPS)
     for batch in batches:
         assert len(batch.ids) <= request.micro_batch, name
@@ -98,13 +98,13 @@ def test_ten_thousand_broken_bodies_give_protocol_errors_and_nothing_else() -> N
     for kind in KINDS:
         assert outcomes[f"{kind}: {'accepted' if kind == 'as it was' else 'refused'}"] > 50, kind
     assert outcomes["as it was: refused"] == 0
-    # Checks behind the first ones have their turn only where not all that is changed is wrong.
+    # Later checks are reached only if some of the changed bodies are still valid.
     assert outcomes["header edited: accepted"] > 5
     assert outcomes["payload changed: accepted"] > 20
 
 
 def summary(outcomes: Counter[str]) -> str:
-    """Accepted and refused, over all kinds."""
+    """Return the accepted and refused bodies over all kinds."""
     whole: Counter[str] = Counter()
     for outcome, count in outcomes.items():
         whole[outcome.rpartition(": ")[2]] += count
@@ -158,13 +158,13 @@ def test_broken_bodies_over_kept_connections_do_the_server_no_harm(server: Any, 
 
 
 def put(server: Any, program: Program) -> None:
-    """Have a program there, so that a request may get as far as computing."""
+    """Upload a program, so that a request may get as far as computing."""
     body = program_head(len(program.graph_bytes)) + program.graph_bytes + bytes(program.weights_bytes)
     assert ask(server, "PUT", f"/v1/programs/{program.digest}", body)[0] == 201
 
 
 def own_faults(server: Any) -> tuple[float, float, float]:
-    """Workers that were lost, and errors that nobody else explains."""
+    """Return the counts of lost workers and of unexplained errors."""
     return (
         server.metric("upriver_worker_restarts_total"),
         server.metric("upriver_requests_total", 'code="500"'),
@@ -173,7 +173,7 @@ def own_faults(server: Any) -> tuple[float, float, float]:
 
 
 def told(connection: http.client.HTTPConnection, case: Case) -> str:
-    """Status and code of the answer, which is one that the client's own fault explains."""
+    """Return status and code of the answer; assert that the client's own fault explains it."""
     try:
         connection.request("POST", "/v1/run", body=case.body)
         response = connection.getresponse()
@@ -189,7 +189,7 @@ def told(connection: http.client.HTTPConnection, case: Case) -> str:
 
 
 def frames_told(body: bytes, case: Case) -> str:
-    """200, and the code of the error frame that ended the answer early, if one did."""
+    """Return 200, with the code of the error frame that ended the answer early, if any."""
     stream = io.BytesIO(body)
     while True:
         message = read_frame(stream)

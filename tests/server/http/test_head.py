@@ -1,4 +1,4 @@
-"""What a stranger can do with a connection, before anyone has looked at a token."""
+"""Test what a stranger can do with a connection before the server checks a token."""
 
 import contextlib
 import json
@@ -24,14 +24,14 @@ def server(world):
 
 @contextlib.contextmanager
 def raw(server):
-    """A bare connection."""
+    """Open a bare connection."""
     host, _, port = server.address.partition(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         yield connection
 
 
 def send_all(connection, parts):
-    """Send until everything is out or the other side will have no more; the bytes that went."""
+    """Send until all is sent or the other side accepts no more; return the number of bytes sent."""
     sent = 0
     with contextlib.suppress(ConnectionError):
         for part in parts:
@@ -41,7 +41,7 @@ def send_all(connection, parts):
 
 
 def rest_of(connection):
-    """What still comes until the other side closes."""
+    """Read until the other side closes."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(1 << 16):
@@ -50,7 +50,7 @@ def rest_of(connection):
 
 
 def status_and_code(answer):
-    """Of the only answer in these bytes."""
+    """Return status and code of the only answer in these bytes."""
     head, _, body = answer.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(body)["error"]["code"]
 
@@ -60,7 +60,7 @@ def memory(server):
 
 
 def head(size):
-    """A good head of exactly so many bytes."""
+    """Return a valid head of exactly ``size`` bytes."""
     start, end = b"GET /livez HTTP/1.1\r\nHost: a\r\nx: ", b"\r\n\r\n"
     return start + b"v" * (size - len(start) - len(end)) + end
 
@@ -81,7 +81,7 @@ def head(size):
 def test_60_mib_that_are_no_body_do_not_stay_in_memory(server, flood):
     start, more = flood
     with raw(server) as connection:
-        send_all(connection, [start, more])  # whatever is loaded for the first one
+        send_all(connection, [start, more])  # the first one loads whatever is loaded once
         rest_of(connection)
     before = memory(server)
     with raw(server) as connection:
@@ -112,7 +112,7 @@ def test_a_head_has_at_most_100_fields(server):
 
 
 def test_the_refusal_arrives_though_more_was_sent(server):
-    """Closing at once would reset the connection, and the answer with it."""
+    """Closing at once would reset the connection, and lose the answer."""
     with raw(server) as connection:
         assert send_all(connection, [b"GET / HTTP/1.1\r\na: ", *[b"v" * 60_000] * 100]) > 1 << 20
         assert status_and_code(rest_of(connection)) == (431, "too_large")
@@ -149,7 +149,7 @@ def test_a_connection_that_says_nothing_is_closed(server):
         assert rest_of(connection) == b""
     with raw(server) as connection:
         connection.sendall(head(100))
-        assert rest_of(connection).startswith(b"HTTP/1.1 200")  # and then the end: it was idle too long
+        assert rest_of(connection).startswith(b"HTTP/1.1 200")  # followed by the end: it was idle too long
     with raw(server) as connection:
         connection.sendall(head(100))
         connection.sendall(b"GET")  # the first bytes of a second head
@@ -158,7 +158,7 @@ def test_a_connection_that_says_nothing_is_closed(server):
 
 
 def test_empty_lines_are_no_requests(server):
-    """They may come before one, and a connection that sends nothing else is idle."""
+    """Empty lines may precede a request; a connection that sends nothing else is idle."""
     with raw(server) as connection:
         connection.settimeout(0.2)
 
@@ -178,7 +178,7 @@ def test_the_rest_of_a_refused_body_is_not_waited_for(server):
     with raw(server) as connection:
         connection.sendall(b"POST /v1/run HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\nUPRV")
         assert rest_of(connection).startswith(b"HTTP/1.1 401")
-    with raw(server) as connection:  # but one that comes may come, and the connection serves on
+    with raw(server) as connection:  # but a request that arrives is answered, and the connection stays open
         connection.sendall(b"POST /v1/run HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n")
         assert connection.recv(12) == b"HTTP/1.1 401"
         connection.sendall(bytes(1_000_000) + head(100))
@@ -207,7 +207,7 @@ MALFORMED = {
 
 @pytest.fixture(scope="module")
 def trusting(world):
-    """A server that reads the body of a request without a token."""
+    """Start a server that reads the body of a request without a token."""
     with running(world.store.uri) as found:
         yield found.wait_ready()
 
@@ -272,7 +272,7 @@ def test_strangers_who_hold_all_connections_make_room(world):
             connection.sendall(b"GET /livez HTTP/1.1\r\n")
         assert ask(server, "GET", "/livez")[0] == 200
         assert rest_of(held[0]) == b""
-        held[7].sendall(b"\r\n")  # the others may go on
+        held[7].sendall(b"\r\n")  # the others may continue
         assert held[7].recv(12) == b"HTTP/1.1 200"
 
 

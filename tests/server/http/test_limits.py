@@ -1,4 +1,4 @@
-"""The routes, over real HTTP: what is right is answered to the bit, what is wrong is named."""
+"""Test the routes over real HTTP: correct requests get exact answers, wrong ones get a named error."""
 
 import hashlib
 import json
@@ -138,7 +138,7 @@ def test_other_paths_and_methods_are_refused_in_the_same_form(server):
 
 
 def test_an_address_of_bytes_that_are_no_text_is_none_of_ours(server):
-    """Nothing may be made of the query, or of the host, to say so."""
+    """The error must quote neither the query nor the host."""
     host, _, port = server.address.partition(":")
     with socket.create_connection((host, int(port)), timeout=60) as raw:
         raw.sendall(b"GET /v1/nothing?\xff\xfe HTTP/1.1\r\nHost: " + server.address.encode() + b"\r\n\r\n")
@@ -257,7 +257,7 @@ def test_metrics_count(server, world):
 
 @pytest.fixture(scope="module")
 def spoilt(world, tmp_path_factory):
-    """A dataset in the same store with a truncated image at row 1."""
+    """Make a dataset in the same store with a truncated image at row 1."""
     files = {f"spoilt/{name}": data for name, data in images(4).items()}
     files["spoilt/cat/001.png"] = files["spoilt/cat/001.png"][:60]
     root = world.store.uri.removeprefix("file://")
@@ -432,7 +432,7 @@ def test_a_program_of_two_inputs_gets_only_what_is_sent_along(uploaded, world):
 
 
 def test_a_sample_that_the_program_does_not_take_is_a_bad_one(uploaded, world):
-    """What input stages give is known when they have run."""
+    """The input stages' output is known only once they have run."""
     root = Path(world.store.uri.removeprefix("file://"))
     write(root, {f"wide/{name}": data for name, data in images(2).items()})
     dataset = index(world.store, "wide", stages=[Decode(), Resize(20), CenterCrop(18), Normalize()])
@@ -467,7 +467,7 @@ def test_head_after_put(server, world):
 
 
 def alone(graph: bytes) -> bytes:
-    """An upload without weights."""
+    """Return an upload without weights."""
     return program_head(len(graph)) + graph
 
 

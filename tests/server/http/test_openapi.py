@@ -1,4 +1,4 @@
-"""The OpenAPI document: well-formed, and about this server and no other."""
+"""Test the OpenAPI document: well-formed, and true of this server."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from upriver.server.http.response_stream import FrameStream
 
 PROTOCOL_PAGE = Path(__file__).parents[3] / "docs" / "protocol.md"
 HTTP_ITSELF = {408, 431, 500}
-"""What no error of ours is mapped to by name: the first two are HTTP's, the last is for the rest."""
+"""Statuses to which no error is mapped by name: the first two are HTTP's, the last is for the rest."""
 
 
 def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Path, method and description of each operation."""
+    """Yield path, method and description of each operation."""
     for path, item in document()["paths"].items():
         for method, operation in item.items():
             if method != "parameters":
@@ -34,7 +34,7 @@ def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def nodes(value: Any) -> Iterator[dict[str, Any]]:
-    """Every object in the document."""
+    """Yield every object in the document."""
     if isinstance(value, dict):
         yield value
     for each in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

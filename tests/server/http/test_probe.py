@@ -1,4 +1,4 @@
-"""The way to a server is measured by bytes that it throws away: counted, bounded, and held by nobody."""
+"""Test probes of the link: the server discards their bytes, counts and bounds them, and holds no memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STORE = "memory://probe"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """Probes need no worker, but one that starts meanwhile would open files."""
+    """Start a server. Probes need no worker, but a worker that starts meanwhile would open files."""
     with in_thread(STORE) as found:
         yield found.wait_ready()
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
-    """As many bytes as servers of this process take now."""
+    """Lower the number of bytes that servers of this process accept; return it."""
     monkeypatch.setattr(app, "PROBE_BYTES", 100_000)
     return 100_000
 
@@ -45,7 +45,7 @@ def posted(server: Running, body: Any, **headers: str) -> dict[str, Any]:
 
 @contextmanager
 def begun(server: Running, nbytes: int, first: bytes) -> Iterator[http.client.HTTPConnection]:
-    """A probe of which so much has come, and no more."""
+    """Begin a probe of ``nbytes``, of which only ``first`` is sent."""
     before = server.metric("upriver_bytes_in_total")
     connection = connect(server)
     try:
@@ -153,7 +153,7 @@ def test_a_client_measures_the_way_up(server: Running, nbytes: int) -> None:
     before = server.metric("upriver_bytes_in_total")
     with ServerClient(server.url) as client:
         probe = client.probe_upload(nbytes)
-        assert client.meter.total_bytes == 0  # which is the way down
+        assert client.meter.total_bytes == 0  # which counts the way down
     assert probe.num_bytes == nbytes == server.metric("upriver_bytes_in_total") - before
     assert probe.seconds >= 0 and probe.first_byte_s >= 0 and probe.bytes_per_s > 0
 

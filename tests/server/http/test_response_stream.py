@@ -1,4 +1,4 @@
-"""An answer to a client that goes: not much more of it is sent, however fast the socket takes it."""
+"""Check that a client that leaves is sent little more, however fast the socket accepts data."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -13,11 +13,11 @@ from upriver.server.http.response_stream import CHUNK_BYTES, FrameStream, Last
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
 CHUNKS = 64
 MORE = 5
-"""So many may be on their way until everybody knows that nobody reads them."""
+"""Messages that may be in flight until the server notices that the client has left."""
 
 
 async def sent_until_gone(response, *, after):
-    """Messages that were sent to a client that goes when it has so many; a socket that takes all at once."""
+    """Return the messages sent to a client that leaves after some; the socket accepts all at once."""
     sent, gone = [], asyncio.Event()
 
     async def send(message):
@@ -57,7 +57,7 @@ def test_frames_are_not_sent_to_nobody():
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_the_head_of_an_answer_goes_with_the_first_of_its_body(ends):
-    """And nothing is held back from then on."""
+    """Check also that nothing is held back from then on."""
 
     async def buffers():
         if not ends:

@@ -1,6 +1,6 @@
-"""Requests made up from the OpenAPI document: every answer is one that the document has, and none a fault.
+"""Test requests generated from the OpenAPI document: each answer is documented, and none is a fault.
 
-Some hundred in a test run; with ``UPRIVER_FUZZ=10000`` as many (``scripts/fuzz``).
+A test run sends some hundred; with ``UPRIVER_FUZZ=10000`` it sends that many (``scripts/fuzz``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from upriver.protocol import program_head
 from upriver.server.http.openapi import FRAMES, document
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # what it warns of when it is imported is its own affair
+    warnings.simplefilter("ignore")  # its warnings at import are its own affair
     schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
     import requests
     from schemathesis.generation import GenerationMode
@@ -71,10 +71,12 @@ SHARES = {
     ("GET", "/v1/probe", "negative"): 0.05,
     ("POST", "/v1/probe", "positive"): 0.05,
 }
-"""Of all requests, by what there is to be made up. Any bytes are a body of bytes, so none is "negative"."""
+"""Shares of all requests, by what can be generated. Any bytes are a valid body of bytes, so none is
+"negative".
+"""
 
 FAULTS = {500, 502}
-"""What no request may bring about. 503 and 504 may come: a deadline is among what is made up."""
+"""Statuses that no request may cause. 503 and 504 may come: the generated values include deadlines."""
 
 PLAIN = sorted(
     (method.upper(), path)
@@ -82,7 +84,7 @@ PLAIN = sorted(
     for method in item
     if method != "parameters" and not any((method.upper(), path) == each[:2] for each in SHARES)
 )
-"""Nothing can be made up for these but headers."""
+"""Operations for which only headers can be generated."""
 
 sent: Counter[str] = Counter()
 statuses: Counter[int] = Counter()
@@ -91,13 +93,13 @@ began = time.monotonic()
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """A store of its own, for much is put into it."""
+    """Make a separate store, because the tests put much into it."""
     return make_world(tmp_path_factory.mktemp("made-up"))
 
 
 @pytest.fixture(scope="module")
 def served(world: World) -> Iterator[Running]:
-    """A server with a token, little memory, and the world's program."""
+    """Start a server with a token, little memory, and the world's program."""
     with running(world.store.uri, caps=CAPS, workers=2, token=TOKEN, memory_budget_bytes=2 << 30) as server:
         server.wait_ready()
         program = world.program
@@ -109,7 +111,7 @@ def served(world: World) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def schema(served: Running, world: World) -> Any:
-    """The document as the server hands it out, and how its bodies of bytes are made up."""
+    """Load the document that the server returns, and register how its bodies of bytes are generated."""
     bodies = valid_bodies(world.request((0, 3), (1,)), world.request((2, 5), stop=2))
     programs = valid_programs()
     numbers = st.integers(0, 2**32 - 1)
@@ -124,20 +126,20 @@ def schema(served: Running, world: World) -> Any:
 
 
 def upload(files: Any) -> bytes:
-    """A program as it is sent."""
+    """Return a program as it is sent."""
     return program_head(len(files.graph)) + files.graph + files.weights
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[requests.Session]:
-    """Connections that are kept."""
+    """Yield a session whose connections are kept."""
     with requests.Session() as found:
-        found.trust_env = False  # no proxy of the environment's, and no password
+        found.trust_env = False  # no proxy from the environment, and no password
         yield found
 
 
 def fuzzed(strategy: Any, count: int, check: Any) -> None:
-    """Hand so many cases to ``check``."""
+    """Pass ``count`` generated cases to ``check``."""
 
     @seed(SEED)
     @settings(
@@ -180,7 +182,7 @@ def test_what_takes_nothing_is_answered_as_documented(
 
 
 def adapt(case: Any, digest: str) -> None:
-    """Have more of what is made up reach what lies behind the first check."""
+    """Adapt a case so that more of them pass the first check."""
     if case.method == "POST" and case.path == "/v1/probe":
         return  # any bytes will do
     if case.path == "/v1/probe" and re.fullmatch(r"[0-9]{1,8}", str(case.query.get("bytes"))):
@@ -196,7 +198,7 @@ def adapt(case: Any, digest: str) -> None:
 
 
 def answered(case: Any, server: Running, session: requests.Session) -> None:
-    """Send it, and hold the answer against the document."""
+    """Send a case, and check the answer against the document."""
     response = case.call_and_validate(
         base_url=server.url, session=session, headers=AUTHORIZED, checks=CHECKS, timeout=PATIENCE_S
     )
@@ -218,7 +220,7 @@ def test_without_a_token_the_answer_is_documented_too(
 
 
 def test_the_server_is_as_it_was(served: Running, world: World) -> None:
-    """Last: after all of the others."""
+    """Run after all the other tests."""
     total = sum(sent.values())
     by_status = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
     seconds = time.monotonic() - began

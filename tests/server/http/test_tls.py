@@ -1,4 +1,4 @@
-"""HTTPS: who is spoken to, who is let in, and what a stranger can hold before either is known."""
+"""Test HTTPS: who is let in, and what a stranger can hold before authentication."""
 
 import contextlib
 import http.client
@@ -39,13 +39,13 @@ def authority(folder):
 
 @pytest.fixture(scope="module")
 def others(folder):
-    """Another authority, which nobody here trusts."""
+    """Return another authority, which neither side trusts."""
     return Authority(folder / "theirs")
 
 
 @pytest.fixture(scope="module")
 def own(authority):
-    """The server's certificate, as settings."""
+    """Return the server's certificate as settings."""
     identity = authority.issue("server")
     return {"tls_certificate": str(identity.certificate), "tls_key": str(identity.key)}
 
@@ -57,7 +57,7 @@ def server(own):
 
 
 def ask(server, context, path, method="GET", **headers):
-    """Status and body of an answer over TLS."""
+    """Return status and body of an answer over TLS."""
     connection = http.client.HTTPSConnection(server.address, timeout=60, context=context)
     try:
         connection.request(method, path, headers=headers)
@@ -69,14 +69,14 @@ def ask(server, context, path, method="GET", **headers):
 
 @contextlib.contextmanager
 def raw(server):
-    """A bare connection, not encrypted."""
+    """Open a bare connection, not encrypted."""
     host, _, port = server.address.partition(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         yield connection
 
 
 def rest_of(connection):
-    """What still comes until the other side closes."""
+    """Read until the other side closes."""
     found = b""
     with contextlib.suppress(ConnectionError):
         while part := connection.recv(1 << 16):
@@ -85,14 +85,14 @@ def rest_of(connection):
 
 
 class Encrypted:
-    """A client's side of TLS over a bare connection: what it sends, and when, is its own choice."""
+    """Client side of TLS over a bare connection: the test chooses what it sends, and when."""
 
     def __init__(self, connection, context):
         self._connection, self._out, self._in = connection, ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_hostname="localhost")
 
     def agree(self):
-        """The handshake, up to the last part of ours, which is not sent yet."""
+        """Run the handshake up to our last part, which is not sent yet."""
         self._until(self._tls.do_handshake)
 
     def write(self, data):
@@ -104,7 +104,7 @@ class Encrypted:
         return self._until(lambda: self._tls.read(1 << 16))
 
     def answer(self):
-        """One whole answer, which may come in any pieces."""
+        """Read one whole answer, which may arrive in any pieces."""
         found = b""
         while b"\r\n\r\n" not in found:
             found += self.read()
@@ -215,12 +215,12 @@ def test_a_request_that_comes_with_the_end_of_the_handshake_is_answered(server, 
     with raw(server) as connection:
         tls = Encrypted(connection, authority.client())
         tls.agree()
-        tls.write(REQUEST)  # goes out together with the client's last part of the handshake
+        tls.write(REQUEST)  # sent together with the client's last part of the handshake
         assert tls.read().startswith(b"HTTP/1.1 200")
 
 
 def test_a_refusal_arrives(server, authority):
-    """TLS cannot end one direction, as plain connections do behind a refusal."""
+    """TLS cannot close one direction, as plain connections do after a refusal."""
     with raw(server) as connection:
         tls = Encrypted(connection, authority.client())
         tls.agree()
@@ -257,7 +257,7 @@ def test_strangers_who_begin_no_handshake_make_room(own, authority):
         assert ask(server, authority.client(), "/livez")[0] == 200
         for connection in held[:8]:
             assert rest_of(connection) == b""
-        tls = Encrypted(held[-1], authority.client())  # those that are left may go on
+        tls = Encrypted(held[-1], authority.client())  # the remaining connections may continue
         tls.agree()
         tls.write(REQUEST)
         assert tls.read().startswith(b"HTTP/1.1 200")
@@ -289,7 +289,7 @@ def test_nothing_more_is_written_to_a_client_that_has_reset(own, authority, capl
 
 @pytest.fixture(scope="module")
 def strict(own, authority):
-    """A server that wants to see a certificate."""
+    """Start a server that requires a client certificate."""
     tenants = (
         Tenant(name="alice", certificates=("alice",)),
         Tenant(name="bob", certificates=("bob.example",), token_hashes=(hash_token("token-b"),)),

@@ -1,4 +1,4 @@
-"""What the front and a worker say to each other arrives message by message, however it was sent."""
+"""Check that messages between front and worker arrive one by one, however they were sent."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Shared memory between front and worker: never handed out while somebody still looks at it."""
+"""Check that shared memory between front and worker is never reused while a reader still holds it."""
 
 import gc
 import mmap
@@ -79,7 +79,7 @@ def test_large_slots_keep_their_memory_as_far_as_it_is_counted():
     assert kept_bytes(*slots) == KEPT_BYTES
     again = pool.take(KEPT_BYTES // 2)
     assert again is slots[0]
-    assert again.array(1)[0] == 1  # its pages are those it had
+    assert again.array(1)[0] == 1  # its pages are unchanged
 
 
 def test_a_slot_larger_than_all_that_is_kept_takes_nothing_while_it_is_free():

@@ -1,4 +1,4 @@
-"""The audit log: a line for each request, and never a reason for one to fail."""
+"""Test the audit log: a line for each request, and no request fails because of it."""
 
 import errno
 import json
@@ -29,7 +29,7 @@ RUN = RunRequest(
 
 
 class Clock:
-    """Says what time it is."""
+    """Clock that the test sets."""
 
     def __init__(self, now=0.0):
         self.now = now
@@ -216,7 +216,7 @@ def test_strangers_do_not_fill_the_disk(tmp_path):
     audit = Audit(tmp_path / "audit", now=clock)
     for _ in range(STRANGERS_PER_MINUTE + 25):
         audit.refused(None, path="/", status=401, code="not_authorized")
-    upload(audit)  # those who are known are written down
+    upload(audit)  # requests with a token are logged
     assert len(lines(tmp_path / "audit")) == STRANGERS_PER_MINUTE + 1
     clock.now += 60
     for _ in range(2):
@@ -259,7 +259,7 @@ def test_a_server_writes_down_who_asked_for_what_and_how_it_ended(tmp_path):
         graph = world.program.graph_bytes
         program = program_head(len(graph)) + graph + bytes(world.program.weights_bytes)
         path_of_it = f"/v1/programs/{world.program.digest}"
-        without = program_head(len(graph)) + graph  # as clients try it first
+        without = program_head(len(graph)) + graph  # as clients try first
         assert ask(server, "PUT", path_of_it, without, bearer("token-a"))[0] == 404
         assert ask(server, "PUT", path_of_it, program, bearer("token-a"))[0] == 201
         request = world.request((0, 1, 2, 3), (4, 5), stop=1)

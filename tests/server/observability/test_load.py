@@ -1,4 +1,4 @@
-"""What a server says of its own load, on a clock that the test moves."""
+"""Test the load that a server reports, on a clock that the test sets."""
 
 import math
 
@@ -45,7 +45,7 @@ def test_utilisation_counts_what_lies_in_the_window_and_what_is_under_way(meter,
     clock.now += 12
     meter.ended(1)  # 100 to 112
     meter.began(2)
-    clock.now += 4  # 112 to 116, and on
+    clock.now += 4  # from 112 to 116 and on
     load = meter.load(running=1)
     assert load.window_s == 10
     assert load.utilisation == pytest.approx((6 + 4) / 20)
@@ -66,7 +66,7 @@ def test_expected_wait_is_the_queue_at_the_rate_of_the_workers(meter, clock):
     clock.now += 2
     meter.ended(1)
     meter.began(1)
-    assert meter.load(running=1).expected_wait_s == 0  # the other one is free
+    assert meter.load(running=1).expected_wait_s == 0  # the other worker is free
     meter.began(2)
     with meter.waiting(), meter.waiting():
         load = meter.load(running=4)
@@ -127,7 +127,7 @@ BUSY, FREE = 0.95, 0.2
 
 
 def slowed(meter, worker=1, by=3.0):
-    """A worker has done the same work at its best, and then so many times as slowly."""
+    """Let a worker do the same work at its best, and then ``by`` times as slowly."""
     meter.saw(worker, "a", {1: 0.1})
     for _ in range(2):
         meter.saw(worker, "a", {1: 0.1 * by})
@@ -231,7 +231,7 @@ def test_a_prediction_counts_for_more_than_the_least_that_was_seen(clock):
 
     meter = LoadMeter(1, predicted=predicted, now=clock)
     meter.came(1)
-    meter.saw(1, "a", {0: 9.0, 1: 0.1, 2: 0.1})  # its best, and nobody has seen a better one
+    meter.saw(1, "a", {0: 9.0, 1: 0.1, 2: 0.1})  # its own best, and no worker has a better one
     assert meter.k == pytest.approx(4.0)
     meter.saw(1, "b", {1: 0.3})
     assert asked == [("a", [1, 2]), ("b", [1])]

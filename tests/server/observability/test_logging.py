@@ -1,4 +1,4 @@
-"""Lines that say which request they belong to, and nothing that is secret."""
+"""Test log lines: each names its request, and none holds a secret."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SECRET = "sEkReT-0123.abc"
 
 @contextmanager
 def written(formatter):
-    """A logger, and what it has written."""
+    """Return a logger and its output."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(formatter)
@@ -55,7 +55,7 @@ def written(formatter):
 
 @pytest.fixture
 def root():
-    """The root logger, as it was before."""
+    """Restore the root logger after a test."""
     logger, ours = logging.getLogger(), logging.getLogger("upriver")
     handlers, level, our_level = list(logger.handlers), logger.level, ours.level
     yield logger
@@ -106,7 +106,7 @@ def test_whatever_is_said_stays_one_line(text):
         with written(formatter) as (log, stream):
             log.warning("%s", text)
         assert stream.getvalue().endswith("\n") and stream.getvalue().count("\n") == 1
-    assert stream.getvalue().rstrip("\n").isprintable()  # for a terminal, too
+    assert stream.getvalue().rstrip("\n").isprintable()  # also for a terminal
 
 
 def test_a_name_that_is_no_text_can_be_said():
@@ -125,7 +125,7 @@ def test_requests_at_once_keep_their_ids():
                 await asyncio.sleep(0)
                 assert request_id() == mine
                 log.warning("%s", mine)
-                # what a request starts belongs to it
+                # Tasks that a request starts belong to it.
                 await asyncio.create_task(asyncio.to_thread(log.warning, "%s", mine))
             return mine
 
@@ -270,7 +270,7 @@ def test_warnings_go_into_the_log(root, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         logging.captureWarnings(False)
-        logging.captureWarnings(True)  # catch_warnings has put its own way back
+        logging.captureWarnings(True)  # catch_warnings has restored its own handler
         warnings.warn("mind the gap", stacklevel=1)
     assert "mind the gap" in json.loads(capsys.readouterr().err)["message"]
 
@@ -303,12 +303,12 @@ import logging
 from upriver.server.observability import logging as logs
 logs.configure("json", logging.WARNING, secrets=[{SECRET!r}])
 """
-"""As ``upriver serve`` does first."""
+"""Script that logs as ``upriver serve`` does first."""
 
 
 @contextmanager
 def logged(store_uri, **settings):
-    """A server, and the lines of its stderr as they come."""
+    """Start a server; yield it with the lines of its stderr as they come."""
     config = {"stores": {"default": store_uri}, "port": 0, "threads": 1, "grace_s": 2, **settings}
     process = subprocess.Popen(
         [sys.executable, "-c", LOGGED + SERVE, json.dumps(config)],
@@ -347,4 +347,4 @@ def test_every_request_has_an_id_of_its_own(server, world):
     answers = [ask(server, "GET", "/v1/info")[1]["x-request-id"] for _ in range(3)]
     assert len(set(answers)) == 3
     assert all(re.fullmatch(r"[0-9a-f]{16}", answer) for answer in answers)
-    assert run(server, world.request((0,)))  # a stream too has room for it
+    assert run(server, world.request((0,)))  # a stream has room for it too

@@ -1,4 +1,4 @@
-"""What is counted, and that the page and the dashboard speak of nothing else."""
+"""Test the metrics, and that the page and the dashboard mention no others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMINGS = Timings(phases={"queue": 0.5, "read": 0.2, "forward": 2.0})
 
 
 def filled() -> ServerMetrics:
-    """Everything has happened once."""
+    """Return metrics in which every event happened once."""
     metrics = ServerMetrics(tenants=["anna"], stores=["images"])
     metrics.requests.labels("/v1/run", 200).inc()
     metrics.running.inc()
@@ -54,7 +54,7 @@ def filled() -> ServerMetrics:
 
 
 def registered(metrics: ServerMetrics) -> dict[str, tuple[str, frozenset[str]]]:
-    """Type and labels by the name that Prometheus shows."""
+    """Return type and labels by the name that Prometheus shows."""
     found = {}
     for family in metrics.registry.collect():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -64,7 +64,7 @@ def registered(metrics: ServerMetrics) -> dict[str, tuple[str, frozenset[str]]]:
 
 
 def series(metrics: ServerMetrics) -> set[str]:
-    """Every name that a query can use."""
+    """Return every name that a query can use."""
     return {sample.name for family in metrics.registry.collect() for sample in family.samples}
 
 
@@ -273,7 +273,7 @@ def test_a_request_shows_on_its_whole_way(server, world):
         "restarts": ("upriver_worker_restarts_total", ""),
         "errors": ("upriver_errors_total", ""),
     }
-    wait_for(lambda: server.metric("upriver_running_requests") == 0)  # those of others
+    wait_for(lambda: server.metric("upriver_running_requests") == 0)  # those of other tests
     before = {what: server.metric(*name) for what, name in names.items()}
     assert len(run(server, world.request((0, 1), (2,)))) == 2
     wait_for(lambda: server.metric("upriver_running_requests") == 0)
@@ -322,7 +322,7 @@ def test_a_request_that_finds_no_worker_is_not_said_to_lack_memory(world):
 
 
 def test_what_a_request_held_is_given_back(server, world):
-    before = server.metric("upriver_memory_reserved_bytes")  # programs that others left
+    before = server.metric("upriver_memory_reserved_bytes")  # other tests left programs
     run(server, world.request((0, 1), (2, 3)))
     wait_for(lambda: server.metric("upriver_running_requests") == 0)
     wait_for(lambda: server.metric("upriver_memory_reserved_bytes") == before)

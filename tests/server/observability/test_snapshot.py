@@ -1,4 +1,4 @@
-"""What a server does at one moment, as plain data."""
+"""Test the snapshot of a server's state as plain data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces: nothing where nobody wants them, else one from the trainer's step to the read of a store."""
+"""Test traces: none unless configured, else one from the trainer's step to the read of a store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def off_again():
 
 @pytest.fixture
 def spans():
-    """What was traced in this process, as it is finished."""
+    """Return the finished spans of this process."""
     pytest.importorskip("opentelemetry.sdk.trace", reason="OpenTelemetry is not installed here")
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -53,13 +53,13 @@ def spans():
 
 
 class Spans:
-    """Finished spans by name; those of one trace, where one is given."""
+    """Finished spans by name, of one trace where one is given."""
 
     def __init__(self, exporter, trace=None):
         self._exporter, self._trace = exporter, trace
 
     def of(self, span):
-        """Those of the same trace."""
+        """Return the spans of the same trace."""
         return Spans(self._exporter, span.context.trace_id)
 
     def all(self, name=None):
@@ -107,7 +107,7 @@ def test_a_block_that_fails_fails_as_ever():
 
 
 def test_nothing_of_opentelemetry_is_imported():
-    """It costs a second, and what is not imported cannot be in the way."""
+    """Importing it costs a second, and an absent import cannot interfere."""
     code = (
         "import sys, upriver.server, upriver.rpc.client; from upriver import tracing\n"
         "with tracing.span('a'), tracing.apart('b'): tracing.record('c', 1, 2)\n"
@@ -231,7 +231,7 @@ def test_a_span_apart_may_be_left_in_another_thread(spans, caplog):
         request.context.trace_id,
         request.context.span_id,
     )
-    assert int(flags, 16) & 1  # sampled; the others are the SDK's own affair
+    assert int(flags, 16) & 1  # sampled; the other flags are the SDK's own affair
     assert not headers
     assert parent(spans.one("something else")) is None
     assert not caplog.records
@@ -349,7 +349,7 @@ def test_what_a_job_asks_while_it_is_planned_is_traced_on_both_sides(spans, tmp_
     with in_thread(own.store.uri, threads=1) as server, ServerClient(server.url) as client:
         server.wait_ready()
         assert not client.has_program(own.program.digest)
-        client.put_program(own.program)  # without its weights first, which are not there
+        client.put_program(own.program)  # first without its weights, which are not there
         client.profile([own.program.digest], repeats=1)
         wait_for(lambda: spans.all("POST /v1/profile"))
     for asked, served, count in (
@@ -408,7 +408,7 @@ def test_who_only_looks_is_not_traced(spans, world):
 
 @contextmanager
 def collector():
-    """Stands for an OpenTelemetry collector: what it was sent, decoded."""
+    """Run a stand-in for an OpenTelemetry collector; yield the decoded requests."""
     proto = pytest.importorskip(
         "opentelemetry.proto.collector.trace.v1.trace_service_pb2",
         reason="OpenTelemetry is not installed here",
@@ -438,7 +438,7 @@ def collector():
 
 
 def received(came):
-    """Service and span of all that a collector was sent."""
+    """Return service and span of everything that a collector received."""
     for request in list(came):
         for resource in request.resource_spans:
             [service] = [
@@ -454,7 +454,7 @@ def test_two_processes_make_one_trace_at_a_collector(world):
         tracing.configure("trainer", endpoint)
         for _ in tracing.each("step", [0]):
             asked(server.url, world.request((0, 1)))
-        tracing.configure("trainer", None)  # which sends what is still here
+        tracing.configure("trainer", None)  # which sends the rest
         wait_for(lambda: any(span.name == "POST /v1/run" for _, span in received(came)))
         found = {span.name: (service, span) for service, span in received(came)}
         (trainer, step), (_, request), (near, served) = (

@@ -1,4 +1,4 @@
-"""How busy everybody keeps a machine: the kernel's ticks, what a driver says, and a look now and then."""
+"""Test utilisation: the kernel's ticks, the driver's figures, and periodic sampling."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class NvmlError(Exception):
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Two devices: as torch numbers them, as the driver does, and how busy they are."""
+    """Pretend two devices: torch's numbers, the driver's numbers, and their utilisation."""
     found = SimpleNamespace(
         NVMLError=NvmlError,
         busy={"GPU-a": 30, "GPU-b": 90},
@@ -288,7 +288,7 @@ def test_a_look_that_fails_is_one_that_sees_nothing(caplog: pytest.LogCaptureFix
 
 
 def test_a_server_knows_how_busy_its_machine_is_soon_after_its_start() -> None:
-    """Nothing known is 0, which clients take for free."""
+    """An unknown utilisation counts as 0, which clients take for idle."""
     with in_thread("memory://utilisation", load_watch_s=3600.0) as server:
         assert 0 < wait_for(lambda: server.metric("upriver_machine_utilisation")) <= 1
 

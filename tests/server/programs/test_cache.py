@@ -1,4 +1,4 @@
-"""Programs that are kept, and the memory they hold."""
+"""Test the program cache and the memory that it holds."""
 
 import asyncio
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ def test_idle_programs_make_room_least_recently_used_first_and_those_in_use_stay
         assert evicted == ["a/1"]
         with pytest.raises(Overloaded):
             shelf.take("b/2", 40, owner="b")
-        assert evicted == ["a/1"]  # nothing goes where that is not enough
+        assert evicted == ["a/1"]  # nothing is evicted where that is not enough
         assert budget.reserved_bytes == 95
 
     asyncio.run(go())
@@ -153,7 +153,7 @@ def test_each_upload_holds_what_has_come_and_one_of_them_is_kept():
     for hold in (first, second):
         shelf.grow(hold, 10)
         shelf.grow(hold, 30)
-        shelf.grow(hold, 20)  # never less
+        shelf.grow(hold, 20)  # it never shrinks
     assert budget.reserved_bytes == 60 and not list(shelf)
     shelf.put(files("a/1"), first)
     shelf.put(files("a/1"), second)

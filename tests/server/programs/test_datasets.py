@@ -1,4 +1,4 @@
-"""Opened indexes: kept for the next request, and never for more memory than there is."""
+"""Test the cache of opened indexes: kept for the next request, never beyond the memory budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from upriver.store import DEFAULT_PREFIX, Store
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """Three datasets in one store; their indexes take about the same."""
+    """Publish three datasets in one store; their indexes have about the same size."""
     folder = tmp_path_factory.mktemp("store")
     store = write(folder, {f"{part}/one/{row}.npy": npy(np.zeros(4)) for part in "abc" for row in range(9)})
     found = [index(store, part, stages=[LoadTensor("npy")]) for part in "abc"]
@@ -152,7 +152,7 @@ def test_the_oldest_goes_when_others_need_the_memory(published):
 
 
 def asks(datasets, dataset, folder):
-    """A tenant that may read one folder asks for the first sample."""
+    """Ask for the first sample as a tenant that may read one folder."""
     request = RunRequest(
         micro_batches=((0,),),
         start=-1,

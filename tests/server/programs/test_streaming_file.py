@@ -1,4 +1,4 @@
-"""A weights file that is still to come: its memory, who waits for it, and what it leaves behind."""
+"""Test a weights file that is still arriving: its memory, its waiters, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_whatever_is_asked_for_in_whatever_order_comes_to_its_place(data: st.Dat
 
     async def go() -> None:
         cold = cold_file(store, program, limits, [])
-        view = map_privately(cold.fd, cold.nbytes)  # before a byte is there, as a worker does
+        view = map_privately(cold.fd, cold.nbytes)  # before any byte has arrived, as a worker does
         tensors = list(cold._tensors)
         assert view[: tensors[0].start] == file[: tensors[0].start]
         for some in asked:
@@ -84,7 +84,7 @@ def test_what_cannot_be_asked_for_is_an_error_of_all_who_wait(
     publish(program, store)
 
     def fail(*_: Any) -> None:
-        raise copy.copy(error)  # which holds what it has come through
+        raise copy.copy(error)  # the raised error keeps its traceback
 
     async def go() -> None:
         file = cold_file(store, program, StreamLimits(), [])
@@ -104,7 +104,7 @@ def path_of(program: Program) -> str:
 
 
 def damage(store: Store, path: str) -> None:
-    """One bit is another one, and the manifest is said to be that of the file."""
+    """Flip one bit; the manifest still claims to describe the file."""
     data = bytearray(store.get(path))
     data[len(data) // 2] ^= 1
     store.put(path, bytes(data))
@@ -115,7 +115,7 @@ def damage(store: Store, path: str) -> None:
 
 @pytest.mark.parametrize("what", ["part", "whole", "damaged", "cancelled"])
 def test_its_memory_goes_with_the_last_one_who_has_it(what: str) -> None:
-    """At once: a front has nothing that would make Python look for garbage soon."""
+    """Check that the memory is freed at once: a front rarely triggers Python's garbage collection."""
     program, well = wide(), what in ("part", "whole")
     store = Store.open(f"memory://cold-{what}")
     publish(program, store)
@@ -160,7 +160,7 @@ class Masked(nn.Module):
         self.register_buffer("mask", torch.arange(WIDTH) % 3 == 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, WIDTH)."""
+        """Apply the layers to `x` of shape `(rows, WIDTH)`."""
         return self.first(x).masked_fill(self.mask, 0.0)
 
 
@@ -234,7 +234,7 @@ def test_what_is_asked_for_together_is_chosen_beside_the_loop(
         monkeypatch.setattr(cold, "grouped", slow)
         file.ask([1, 7])
         waiting = asyncio.create_task(file.ready([7], [7], within_s=0.0))
-        await asyncio.sleep(0)  # it is in a hurry before there is a stream
+        await asyncio.sleep(0)  # urgent, before a stream exists
         assert file.coming and not waiting.done()
         if cancelled:
             file.cancel()
@@ -254,7 +254,7 @@ def test_what_is_asked_for_together_is_chosen_beside_the_loop(
 
 @pytest.mark.full
 def test_what_is_kept_of_a_file_is_no_more_than_is_said() -> None:
-    """Of many small tensors, whose bytes are the least of it."""
+    """Use many small tensors, whose bytes are the smallest part."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.server.kept"], capture_output=True, text=True, check=False
     )

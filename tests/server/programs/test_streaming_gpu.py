@@ -1,4 +1,4 @@
-"""A server whose stages run on an accelerator, while weights arrive and once they are there."""
+"""Test a server whose stages run on an accelerator, while weights arrive and after they have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that a server runs while their weights arrive: real processes, a real store behind a gate."""
+"""Test programs that a server runs while their weights arrive: real processes, a real store behind a gate."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ from upriver.types import MicroBatch, Timings
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work that nobody knows is taken to last so long that a worker may begin with the first weight."""
+    """Treat unknown work as so long that a worker may begin with the first weight."""
     monkeypatch.setattr(service_costs, "FIRST_GUESS_S", 1e6)
 
 
 @pytest.fixture
 def waiting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Workers that wait for weights, each when it begins to; one that weighs a program is busy as well."""
+    """List workers as each begins to wait for weights; one that weighs a program is busy as well."""
     pids, bring = [], WorkerHandle._bring
 
     def noted(worker: WorkerHandle, program: Any, asked: Any, *rest: Any) -> None:
@@ -78,7 +78,7 @@ def s3() -> Iterator[GatedServer]:
 
 
 def timings_of(server: Served, asked: RunRequest, batches: list[MicroBatch]) -> Timings:
-    """Where the seconds of an answer's only micro-batch went."""
+    """Return the stage seconds of an answer's only micro-batch."""
     with answering(server, asked, batches) as response:
         [found] = [message for message in messages(response) if isinstance(message, Timings)]
     return found
@@ -96,7 +96,7 @@ def test_stages_run_while_the_rest_arrives_and_the_answer_is_that_of_the_whole(
     s3.open_to(3 * LAYER_BYTES)
     with serving(s3) as server, ThreadPoolExecutor(1) as beside:
         answer = beside.submit(run, server, request(program), sent(program))
-        wait_for(lambda: waiting)  # a worker is through the first stages, the others' weights behind the gate
+        wait_for(lambda: waiting)  # a worker is past the first stages; other weights are gated
         assert not answer.done() and not server.is_whole(program)
         s3.open_to(None)
         assert same(answer.result(), here(program))
@@ -114,7 +114,7 @@ def test_the_wait_for_weights_is_no_part_of_the_stages(
 
     def late(worker: WorkerHandle, message: Any, *rest: Any) -> None:
         send(worker, message, *rest)
-        if isinstance(message, Here):  # whoever sent it is held up, while its worker goes on
+        if isinstance(message, Here):  # delays the sender, while its worker continues
             time.sleep(0.3)
 
     monkeypatch.setattr(WorkerHandle, "_send", late)
@@ -139,7 +139,7 @@ def test_only_the_weights_between_the_cuts_are_read(s3: GatedServer, start: int,
         found = run(server, request(program, stop, start), sent(program, start))
         assert same(found, here(program, stop, start))
         assert s3.weights_asked() < (stop - start + 1) * LAYER_BYTES
-        # More of them come when more is asked for, and what is here is not read again.
+        # More weights arrive when more are requested, and weights already here are not read again.
         assert same(run(server, request(program), sent(program)), here(program))
         assert s3.weights_asked() < 1.1 * program.weight_nbytes
 
@@ -165,7 +165,7 @@ def test_an_answer_up_to_a_cut_needs_nothing_that_another_asks_for(
 ) -> None:
     monkeypatch.setattr(
         ColdFile, "_bytes_per_s", lambda file: 1.0
-    )  # who asks for all begins when all is here
+    )  # a request for all stages begins when all weights have arrived
     program = wide()
     published(s3, program)
     with serving(s3) as server, ThreadPoolExecutor(1) as beside:
@@ -202,7 +202,7 @@ def test_weights_without_a_manifest_of_theirs_are_read_whole(s3: GatedServer, ma
 
 
 def failed(server: Any, asked: RunRequest, batches: list[MicroBatch]) -> tuple[int, UpriverError]:
-    """Micro-batches before the error, and the error."""
+    """Return the micro-batches before the error, and the error."""
     connection = http.client.HTTPConnection(server.address, timeout=60)
     try:
         connection.request("POST", "/v1/run", body=body_of(asked, *batches))
@@ -221,7 +221,7 @@ def held(server: Served) -> int:
 
 
 def changed(s3: GatedServer, path: str, data: bytes) -> None:
-    """Other bytes stand in the store, and the manifest is said to be theirs."""
+    """Replace the stored bytes; the manifest still claims to describe them."""
     beside = layout.manifest_path(path)
     s3.objects[path] = data
     etag = store_of(s3).head(path.removeprefix("bucket/data/")).etag
@@ -249,15 +249,13 @@ def test_weights_that_are_others_than_the_graph_names_never_end_an_answer_well(s
     program, other = wide(), wide(7)
     store = published(s3, program)
     path = weights_path(DEFAULT_PREFIX, program.weights_digest)
-    layout.publish(
-        other.weight_tensors, store, path, tied=False
-    )  # in its place, with a manifest that is right
+    layout.publish(other.weight_tensors, store, path, tied=False)  # replaced, with a correct manifest
     with serving(s3) as server:
         _, error = failed(server, request(program), sent(program))
         assert isinstance(error, ProgramError)
         assert "digest" in str(error)
         wait_for(lambda: held(server) == 0)
-        count, error = failed(server, request(program), sent(program))  # once was enough: nothing runs early
+        count, error = failed(server, request(program), sent(program))  # one was enough: nothing runs early
         assert count == 0
         assert isinstance(error, ProgramError)
         layout.publish(program.weight_tensors, store, path, tied=False)
@@ -265,7 +263,7 @@ def test_weights_that_are_others_than_the_graph_names_never_end_an_answer_well(s
 
 
 def memories(nbytes: int) -> int:
-    """Of programs, that this process has and that are so large."""
+    """Return the memories of programs of that size in this process."""
     found = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -308,7 +306,7 @@ class Small(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, WIDTH)."""
+        """Apply the layers to `x` of shape `(rows, WIDTH)`."""
         return self.layer(x)
 
 
@@ -316,7 +314,7 @@ class Small(nn.Module):
 def test_a_store_that_says_nothing_holds_up_cold_programs_alone(
     s3: GatedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = min(32, (os.cpu_count() or 1) + 4) + 1  # one more than there are threads for all else
+    count = min(32, (os.cpu_count() or 1) + 4) + 1  # one more than the threads for everything else
     torch.manual_seed(0)
     made = [capture(Small().eval(), (torch.randn(ROWS, WIDTH),), granularity="op") for _ in range(count)]
     for program in made:
@@ -356,9 +354,9 @@ def test_a_worker_that_dies_while_it_waits_is_replaced(s3: GatedServer, waiting:
     s3.open_to(3 * LAYER_BYTES)
     with serving(s3) as server, ThreadPoolExecutor(1) as beside:
         answer = beside.submit(run, server, request(program), sent(program))
-        pid = wait_for(lambda: list(waiting))[0]  # which may wait several times until it is at the gate
+        pid = wait_for(lambda: list(waiting))[0]  # it may wait several times before it reaches the gate
         psutil.Process(pid).kill()
-        wait_for(lambda: set(waiting) - {pid})  # what it waited for need not come before another one is at it
+        wait_for(lambda: set(waiting) - {pid})  # its weights may arrive after another waits
         assert not answer.done()
         s3.open_to(None)
         assert same(answer.result(), here(program))
@@ -420,7 +418,7 @@ def test_what_is_uploaded_can_be_streamed_afterwards(s3: GatedServer) -> None:
 
 
 def test_an_upload_leaves_stored_weights_as_they_are(tmp_path: Path) -> None:
-    """Others may be reading them, by the ETag that they were told."""
+    """Check that an upload changes no stored weights: others may be reading them, by their ETag."""
     program, larger = wide(), wide(0, 2 * ROWS)
     assert program.weights_digest == larger.weights_digest
     store, path = Store.open(tmp_path.as_uri()), weights_path(DEFAULT_PREFIX, program.weights_digest)

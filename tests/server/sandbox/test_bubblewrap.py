@@ -1,4 +1,4 @@
-"""What shuts workers in: which way is taken where, and what a worker can see and do then."""
+"""Test the sandbox of workers: which mechanism is chosen, and what a sandboxed worker can see and do."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ CUT_OFF = {"--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "
 
 
 def after(options, name):
-    """The values that follow each option of that name: the first one for each."""
+    """Return the values that follow the first occurrence of each option of that name."""
     return [options[index + 1] for index, option in enumerate(options) if option == name]
 
 
@@ -118,7 +118,7 @@ def test_of_folders_within_each_other_the_outermost_stay(names):
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """Puts a program named bwrap first on the path: it runs its command, unless ``unless`` ends it before."""
+    """Put a program named bwrap first on the path: it runs its command, unless ``unless`` ends it first."""
     folder = tmp_path / "path"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -235,7 +235,7 @@ def test_a_worker_has_no_rights_on_any_of_its_threads():
 
 @pytest.mark.slow
 def test_a_worker_behind_another_process_is_fed_and_its_end_is_told(fake):
-    """Descriptors pass through, and so does how it ended."""
+    """Check that descriptors and the exit status pass through the process between."""
     fake()
     with worker(Enclosure(sandbox=choose("bubblewrap", device="cpu"))) as (handle, hello):
         assert (hello.sandbox, hello.network) == ("bubblewrap", False)
@@ -264,7 +264,7 @@ def test_a_server_behind_bubblewrap_answers_and_leaves_nothing(world, fake):
 
 @pytest.fixture(scope="module")
 def boxed():
-    """A worker under bubblewrap itself, where that is installed and works."""
+    """Return a worker under bubblewrap itself, where bubblewrap is installed and works."""
     found = choose("auto", device="cpu")
     if found.kind != "bubblewrap":
         pytest.skip(found.warning)
@@ -288,7 +288,7 @@ def test_bubblewrap_shows_a_worker_nothing_of_this_machine(boxed, tmp_path):
 
 
 def writable(pid):
-    """Where a process could write, but for what lies in /proc and /dev."""
+    """Return the paths that a process could write, except those in /proc and /dev."""
     found = set()
     for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
         place, options = line.split()[4:6]

@@ -1,4 +1,4 @@
-"""Control groups of workers: where they can be made, that they limit, tell why, and go away."""
+"""Test control groups of workers: where they can be made, what they limit and report, and their removal."""
 
 import os
 import re
@@ -29,7 +29,7 @@ def groups():
 
 
 def folder_of(groups):
-    """Where they are made."""
+    """Return the folder in which control groups are made."""
     group = groups.make(64 * MIB)
     path = group._path
     groups.remove(group)
@@ -40,7 +40,7 @@ def folder_of(groups):
 
 
 def tree(root, *files):
-    """A hierarchy that is made of plain files: path to content."""
+    """Make a hierarchy of plain files from a map of path to content."""
     for name, content in files:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(content)
@@ -63,7 +63,7 @@ def test_version_1_is_divided_where_this_process_is(tmp_path):
 
 
 def test_version_1_without_hierarchy_is_let_be(tmp_path):
-    """What lies beneath would not count for the group around it."""
+    """Check that an unmounted hierarchy is left alone: its groups would not count for the group around it."""
     root = tree(tmp_path, ("memory/a/b/memory.use_hierarchy", "0\n"))
     assert place(root, "4:memory:/a/b\n") is None
 
@@ -84,7 +84,7 @@ def test_version_2_divides_the_root_of_all(tmp_path):
 
 
 def delegate(monkeypatch, folder):
-    """Have a folder look as if systemd had given it away."""
+    """Make a folder look as if systemd had delegated it."""
 
     def getxattr(path, name, **_):
         if Path(path) == folder and name == "user.delegate":
@@ -149,11 +149,11 @@ def test_a_group_is_made_and_goes(groups):
     }
     groups.remove(group)
     assert not path.exists()
-    assert group.remove()  # once more is no error
+    assert group.remove()  # a second removal is no error
 
 
 def enter(fd, *, then):
-    """A process in a group: ``then`` is what it does there."""
+    """Run a process in a group; ``then`` is what the process does there."""
     code = f"import os, sys\nos.write({fd}, b'0')\nprint('in', flush=True)\n{then}"
     return subprocess.Popen(
         [sys.executable, "-S", "-c", code],
@@ -185,7 +185,7 @@ def test_the_kernel_ends_what_takes_too_much_and_says_so(groups):
     assert process.returncode == -9
     assert group.oom_killed()
     wait_for(group.remove)
-    assert not group.oom_killed()  # it is not there any more
+    assert not group.oom_killed()  # the group no longer exists
 
 
 def test_groups_of_dead_fronts_are_removed_and_those_of_living_ones_are_not(groups):
@@ -210,7 +210,7 @@ def test_groups_of_dead_fronts_are_removed_and_those_of_living_ones_are_not(grou
 
 
 def held(path):
-    """Memory that a group has and could not drop, whichever version it is of."""
+    """Return the memory that a group holds and cannot drop, for either cgroup version."""
     usage = next(
         path / name for name in ("memory.current", "memory.usage_in_bytes") if (path / name).exists()
     )
@@ -219,7 +219,7 @@ def held(path):
 
 
 def limit(path, nbytes):
-    """Give a group another limit."""
+    """Set another limit on a group."""
     for name in ("memory.max", "memory.limit_in_bytes", "memory.memsw.limit_in_bytes"):
         if (path / name).exists():
             (path / name).write_text(str(nbytes))
@@ -236,7 +236,7 @@ def test_a_worker_is_in_a_group_of_its_own_as_long_as_it_lives(groups):
 
 
 def ended(handle):
-    """How a worker ended that is on its way out."""
+    """Return how an exiting worker ended."""
     wait_for(lambda: not handle.ending().startswith(BROKE_OFF))
     return handle.ending()
 

@@ -1,4 +1,4 @@
-"""What a worker may take, and that taking more is an error of its job and nobody else's."""
+"""Test the limits of a worker: exceeding one is an error of its job alone."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ from upriver.server.sandbox.rlimits import ALLOCATOR, MAX_FILES, OVERHEAD_BYTES,
 
 MIB = 1 << 20
 SIDE = 4000
-"""Of an image that takes 64 MB as Pillow decodes it, and 48 MB more as a tensor."""
+"""Side of an image that needs 64 MB as Pillow decodes it, and 48 MB more as a tensor."""
 
 
 def test_every_byte_that_may_be_admitted_may_be_taken():
@@ -74,7 +74,7 @@ def test_want_of_memory_is_told_as_what_may_be_otherwise_elsewhere(error, want):
     ],
 )
 def test_an_image_that_finds_no_memory_is_not_a_bad_one(monkeypatch, error):
-    """It could be skipped then, and nobody would ever see it."""
+    """Check that the sample is not treated as bad: it could be skipped then, and nobody would notice."""
 
     def refuse(*_, **__):
         raise error
@@ -123,7 +123,7 @@ def test_a_job_that_takes_too_much_fails_and_the_worker_goes_on():
 
 @pytest.mark.slow
 def test_what_a_job_took_goes_back_to_the_system():
-    """Tensors of some MiB are what stays with a process otherwise: larger ones never do."""
+    """Use tensors of a few MiB: a process tends to keep these, and never keeps larger ones."""
 
     def held(handle):
         return psutil.Process(inner(handle.pid)).memory_full_info().uss

@@ -1,4 +1,4 @@
-"""Who waits for memory, and who goes first when some comes free."""
+"""Test which requests wait for memory, and which goes first when some is released."""
 
 import asyncio
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from upriver.server.tenants import ANYONE, Tenant
 
 
 class Now:
-    """A clock that is set by hand."""
+    """Clock that the test sets."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -33,7 +33,7 @@ class Now:
 
 
 class Waiting:
-    """A line with its budget, and what became of those who stand in it."""
+    """Admission queue with its budget, and the outcome of each request that waits in it."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Waiting:
         self.gone_in = []
 
     def come(self, name, nbytes, tenant=ANYONE, program=None, sizes=None):
-        """Someone who stands in line, as a task."""
+        """Start a task that waits in the queue."""
         programs = {size: program for size in sizes or {1: 0}} if program is not None else {}
         return self.stand(
             name, AdmissionRequest(tenant=tenant, nbytes=sizes or {1: nbytes}, programs=programs)
@@ -78,7 +78,7 @@ class Waiting:
         return asyncio.create_task(wait(), name=name)
 
     async def keep(self, key, nbytes, owner=ANYONE.name):
-        """A program that is loaded, and that nobody uses."""
+        """Keep a loaded program that no request uses."""
 
         async def read():
             return SimpleNamespace(key=key)
@@ -232,7 +232,7 @@ def test_a_tenant_holds_at_most_its_share_but_always_gets_one():
         large = w.come("large", 80, Tenant(name="u", memory_share=0.5))
         w.budget.hold(0, owner="x").release()
         await settle()
-        if not large.done():  # r1 was through in the moment it was cancelled, or is still held
+        if not large.done():  # r1 was admitted at the moment of its cancellation, or still holds memory
             w.leave(tasks[1], tenant)
             await settle()
         assert large.done()
@@ -293,7 +293,7 @@ def test_what_is_only_kept_for_later_goes_where_nobody_could_go_otherwise():
 
 
 def with_body(w, name, nbytes, body_nbytes, tenant=ANYONE):
-    """Someone who stands in line with a body, which goes when they do."""
+    """Wait in the queue with a body, which is released when the request leaves."""
 
     async def stand():
         with w.budget.hold(body_nbytes, owner=tenant.name):
@@ -333,7 +333,7 @@ def test_no_more_are_sent_back_than_somebody_needs_and_none_for_memory_that_othe
         upload = w.budget.hold(45, owner="upload")
         tasks = [with_body(w, f"r{number}", 50, 10) for number in range(3)]
         await settle()
-        assert w.line.waiting == 3  # not even all bodies would do for the first
+        assert w.line.waiting == 3  # not even all bodies would suffice for the first
         upload.resize(30)
         await settle()
         assert w.gone_in == ["r0", "r1"]
@@ -390,7 +390,7 @@ def test_a_full_line_makes_room_for_a_tenant_with_less_of_it():
         await settle()
         assert w.line.waiting == 3
         with pytest.raises(Overloaded) as refused:
-            await many[2]  # who came last
+            await many[2]  # the request that came last
         assert isinstance(refused.value.__cause__, Full)
         with pytest.raises(Overloaded):
             await w.come("b1", 10, b)  # it would have as much as the other
@@ -410,7 +410,7 @@ def test_nobody_loses_a_place_to_a_request_that_does_not_get_one():
         many = [w.come(f"a{number}", 30, a) for number in range(2)]
         await settle()
         with pytest.raises(Overloaded):
-            await w.come("b0", 40, b)  # beside one of them it does not fit, and for both it is too large
+            await w.come("b0", 40, b)  # next to one of them it does not fit, and it is too large for both
         assert w.line.waiting == 2
         w.come("b1", 20, b)
         await settle()
@@ -465,7 +465,7 @@ def test_whoever_gives_up_leaves_nothing_behind():
         await settle()
         assert w.line.waiting == 2
         w.leave(block)
-        tasks[1].cancel()  # in the very moment in which it may be admitted
+        tasks[1].cancel()  # at the very moment in which it may be admitted
         await settle()
         assert w.gone_in[-1] == "r2"
         w.leave(tasks[2])
@@ -625,7 +625,7 @@ def test_retry_after_follows_the_rate_at_which_memory_comes_free():
         await settle()
         assert w.line.retry_after_s() == lines.LEAST_RETRY_S
         w.now.seconds = 7
-        assert w.line.retry_after_s() == 7  # nothing came free meanwhile
+        assert w.line.retry_after_s() == 7  # nothing was released meanwhile
         found = []
         for seconds, nbytes in ((10, 100), (20, 300), (30, 600)):
             w.now.seconds = seconds
@@ -646,7 +646,7 @@ def test_those_who_are_sent_away_are_told_to_come_back_one_after_another():
             w.come(f"r{number}", 100)
         await settle()
         w.line.freed(200)
-        w.now.seconds = 4  # 50 bytes a second: what waits takes 8 s, each 2 s
+        w.now.seconds = 4  # 50 bytes a second: the waiting requests need 8 s, each 2 s
 
         async def told():
             with pytest.raises(Overloaded) as refused:
@@ -654,7 +654,7 @@ def test_those_who_are_sent_away_are_told_to_come_back_one_after_another():
             return refused.value.retry_after_s
 
         assert [await told() for _ in range(3)] == [8, 10, 12]
-        w.now.seconds += 6  # nothing came free meanwhile: 20 bytes a second
+        w.now.seconds += 6  # nothing was released meanwhile: 20 bytes a second
         assert [await told() for _ in range(2)] == [20, 25]
         assert [await told() for _ in range(20)][-3:] == [60, 60, 60]
         w.line.freed(4800)
@@ -667,7 +667,7 @@ def test_those_who_are_sent_away_are_told_to_come_back_one_after_another():
 
 
 def test_the_first_of_a_tenant_goes_beside_as_many_as_may():
-    """However long others ask for, nobody waits for a place alone; what memory says holds as ever."""
+    """Check that no tenant waits for a place alone, however long others ask. Memory limits still hold."""
 
     async def go():
         w = Waiting(100, most=2)
@@ -680,7 +680,7 @@ def test_the_first_of_a_tenant_goes_beside_as_many_as_may():
         assert w.gone_in == ["g0", "g1", "m0"]
         w.leave(tasks[0], greedy)
         await settle()
-        assert len(w.gone_in) == 3  # two are there, as many as may
+        assert len(w.gone_in) == 3  # two are running, as many as allowed
         w.leave(mine[0], modest)
         await settle()
         assert w.gone_in[3:] == ["m1"]
@@ -704,7 +704,7 @@ def test_what_it_waited_for_others_is_told_and_what_it_waited_for_its_own_is_not
         w.now.seconds = 4.0
         w.leave(there[0], yours)
         await settle()
-        assert next_one.result().waited_s == pytest.approx(3.0)  # three quarters were others'
+        assert next_one.result().waited_s == pytest.approx(3.0)  # three quarters went to others
         own = w.come("own", 90, mine)
         await settle()
         w.now.seconds = 9.0

@@ -1,4 +1,4 @@
-"""Who is admitted, and at which batch: against all that could be chosen, and against a solver."""
+"""Test admission and batch choice against brute force and against a solver."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def data_bytes(asks: Sequence[Ask], batches: Sequence[int]) -> int:
 
 
 def num_fitting(asks: Sequence[Ask], batches: Sequence[int], free: int, loaded: frozenset[str]) -> int:
-    """The newest is left out, and so on until what remains fits."""
+    """Count the requests that fit: the newest is dropped until the rest fits."""
     count = len(asks)
     while count and nbytes(asks[:count], batches[:count], loaded) > free:
         count -= 1
@@ -60,13 +60,13 @@ def num_fitting(asks: Sequence[Ask], batches: Sequence[int], free: int, loaded: 
 
 
 def most_bytes(asks: Sequence[Ask], free: int, loaded: frozenset[str]) -> int:
-    """Of all batches that could be chosen for these, the most bytes of samples."""
+    """Return the most bytes of samples over all batches that could be chosen for these requests."""
     possible = (chosen for chosen in product(*map(batches_of, asks)) if nbytes(asks, chosen, loaded) <= free)
     return max(data_bytes(asks, chosen) for chosen in possible)
 
 
 def check(asks: Sequence[Ask], grants: Sequence[Grant], free: int, loaded: frozenset[str]) -> None:
-    """What every policy promises."""
+    """Assert what every policy promises."""
     taken, batches = asks[: len(grants)], [grant.batch for grant in grants]
     assert [grant.key for grant in grants] == [one.key for one in taken]
     assert all(batch in batches_of(one) for one, batch in zip(taken, batches, strict=True))
@@ -122,7 +122,7 @@ def test_adaptive_is_within_a_hundredth_of_the_best_choice(
 @settings(max_examples=300)
 @given(data=st.data())
 def test_few_large_requests_in_little_room(data: st.DataObject) -> None:
-    """One sample at least, so that hardly anything is sure, and steps of which a handful fit."""
+    """Allow one sample at least: little is guaranteed, and only a handful of steps fit."""
     steps = data.draw(st.lists(st.integers(1_000, 10_000), min_size=2, max_size=6))
     asks = []
     for key, step in enumerate(steps):
@@ -154,7 +154,7 @@ def test_two_middle_ones_before_the_largest() -> None:
 
 
 def solved(asks: Sequence[Ask], room: int) -> float:
-    """The most bytes beyond the smallest batches, as a solver finds them."""
+    """Return the most bytes beyond the smallest batches, as a solver finds them."""
     gains: list[float] = []
     bounds: list[float] = []
     rows: list[dict[int, float]] = [{}]
@@ -232,7 +232,7 @@ def test_hundreds_that_are_nearly_alike_and_of_which_two_fit() -> None:
 
 
 def test_many_nearly_alike_beside_a_large_one_that_is_in_their_way() -> None:
-    """The largest first would leave two fifths of the room; two of the others fill it, whichever."""
+    """The largest first would leave two fifths of the memory unused; any two of the others fill it."""
     asks = [ask(0, 600_000, 1, 2), *(ask(key, 495_000 + key, 1, 2) for key in range(1, 21))]
     sure = data_bytes(asks, [1] * len(asks))
     grants = adaptive(asks, sure + 1_000_000)

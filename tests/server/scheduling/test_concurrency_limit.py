@@ -1,4 +1,4 @@
-"""Places that tenants share."""
+"""Test the concurrency limit that tenants share."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +9,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def filled(places, tenant):
-    """How many one tenant can have."""
+    """Return how many places one tenant can have."""
     while places.take(tenant):
         pass
     return places.taken_by(tenant)

@@ -1,4 +1,4 @@
-"""Who computes next, without a clock: each turn lasts until the test ends it."""
+"""Test which request computes next, without a clock: each turn lasts until the test ends it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upriver.errors import ConfigError
 from upriver.server.scheduling.fair_queue import LEAST_S, Turns
 
 PASSES = 8
-"""Of the event loop for one turn to end, the next to be dealt, and its task to go on: three or four."""
+"""Passes of the event loop that end a turn, deal the next one and resume its task: three or four."""
 
 ROUNDING = 1e-6
 
@@ -43,7 +43,7 @@ class Given(NamedTuple):
 
 
 class Desk:
-    """Asks for turns, notes in which order they are given, and ends them."""
+    """Request turns, record the order in which they are given, and end them."""
 
     def __init__(self, slots: int = 1) -> None:
         self.turns = Turns(slots)
@@ -77,7 +77,7 @@ class Desk:
                 self.turns.spent(wanted.tenant, wanted.seconds, took)
 
     def end(self, which: int = 0, took: float | None = None) -> None:
-        """End one of the turns that are taken; whoever has it notices later."""
+        """End one of the current turns; its owner notices later."""
         number = list(self.holding)[which % len(self.holding)]
         over = self.holding.pop(number)
         if not over.done():
@@ -137,7 +137,7 @@ async def test_who_asks_for_the_next_turn_after_the_last_waits_for_one_turn_of_t
     for _ in range(5):
         desk.ask("modest")
         await settle()
-        await desk.finish()  # the greedy one's
+        await desk.finish()  # the turn of the greedy tenant
         assert desk.tenants[-1] == "modest"
         await desk.finish()
     assert desk.tenants == [*["greedy", "modest"] * 5, "greedy"]
@@ -199,7 +199,7 @@ async def test_a_request_has_one_turn_at_a_time_where_that_is_said() -> None:
         desk.ask("a", request=request)
     await settle()
     assert [each.request for each in desk.given] == ["x", "y"]
-    await desk.finish(1)  # a slot is free, and the one that waits has a turn already
+    await desk.finish(1)  # a slot is free, and the waiting request already has a turn
     assert (len(desk.given), desk.turns.taken, desk.turns.waiting) == (2, 1, 1)
     desk.ask("b", request="z")
     await settle()
@@ -263,7 +263,7 @@ async def test_a_turn_that_is_given_up_as_it_comes_goes_to_the_next() -> None:
     desk.ask("b")
     await settle()
     desk.end()
-    await asyncio.sleep(0)  # the first one ends, and "a" has the turn, but does not know yet
+    await asyncio.sleep(0)  # the first turn ends; "a" has the turn, but does not know yet
     assert (desk.turns.taken, desk.turns.waiting, desk.tenants) == (1, 1, ["first"])
     assert unlucky.cancel()
     await settle()
@@ -295,7 +295,7 @@ async def test_who_asks_again_while_another_turn_is_being_given_up_is_not_forgot
     await settle()
     desk.end()
     desk.ask("a")
-    assert unlucky.cancel()  # its task runs after the two others: the turn is gone by then, and "a" is back
+    assert unlucky.cancel()  # its task runs after the other two: by then its turn is gone, and "a" is back
     await settle()
     await desk.finish_all()
     assert (unlucky.cancelled(), desk.tenants) == (True, ["first", "b", "a"])
@@ -343,7 +343,7 @@ async def test_who_was_away_has_no_credit() -> None:
 
 @in_loop
 async def test_without_a_pause_the_same_turn_comes_sooner() -> None:
-    """The other side of the last test: what was granted counts while somebody waits."""
+    """Check the counterpart of the last test: a granted turn counts while another tenant waits."""
     desk = Desk()
     for request in range(30):
         desk.ask("a", request=request)
@@ -416,16 +416,16 @@ async def test_what_is_expected_of_a_further_request() -> None:
     assert desk.turns.expected_wait_s("a", 1.0) == 0
     desk.ask("a", seconds=2.0)
     await settle()
-    assert desk.turns.expected_wait_s("b", 1.0) == 1  # half of what is being computed
+    assert desk.turns.expected_wait_s("b", 1.0) == 1  # half of the current computation
     desk.ask("a", request="x", seconds=1.0)
     desk.ask("a", request="y", seconds=3.0)
     desk.ask("a", request="x", seconds=5.0)
     await settle()
-    assert desk.turns.expected_wait_s("b", 1.0) == 1 + 1  # and the next turn of the other
-    assert desk.turns.expected_wait_s("a", 1.0) == 1 + 1 + 3  # and one of each request of one's own
+    assert desk.turns.expected_wait_s("b", 1.0) == 1 + 1  # and the next turn of the other tenant
+    assert desk.turns.expected_wait_s("a", 1.0) == 1 + 1 + 3  # and one turn for each request of its own
     desk.ask("b", weight=2.0, request="z", seconds=2.0)
     await settle()
-    assert desk.turns.expected_wait_s("a", 1.0) == 1 + 4 + 2  # and all that waits of the other
+    assert desk.turns.expected_wait_s("a", 1.0) == 1 + 4 + 2  # and all waiting requests of the other tenant
     assert desk.turns.expected_wait_s("b", 2.0) == 1 + 2 + 1
 
 

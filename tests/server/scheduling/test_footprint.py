@@ -1,4 +1,4 @@
-"""What a program takes of a request, as its graph says, and what samples take before it."""
+"""Test the footprint of a request: of its program, from the graph, and of the samples before it."""
 
 from contextlib import contextmanager
 
@@ -32,7 +32,7 @@ from upriver.types import MicroBatch
 
 
 class Several(torch.nn.Module):
-    """Two inputs, and two tensors that cross after its first stage."""
+    """Network with two inputs, and with two tensors that cross after its first stage."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ def test_of_more_tensors_than_a_frame_has_by_default_only_the_number_is_kept():
         with pytest.raises(ProtocolError, match=f"takes {count} tensors at position 0, got {many}"):
             form.check_given(request, [batch])
     all_of_them = MicroBatch(ids=(0,), position=0, tensors=(torch.zeros(1),) * count)
-    form.check_given(request, [all_of_them])  # as an operator may allow
+    form.check_given(request, [all_of_them])  # an operator may allow this size
 
 
 def test_a_dataset_gives_one_tensor():
@@ -115,7 +115,7 @@ def test_a_graph_is_read_once_for_each_position_and_not_remembered_for_ever():
 
 
 def test_every_cut_of_some_networks_is_remembered_with_what_crosses_there(monkeypatch):
-    """A device divides each of its networks at a few places, and many devices have networks of their own."""
+    """A device divides each of its networks at a few places; many devices have networks of their own."""
     held = []
 
     @contextmanager
@@ -129,7 +129,7 @@ def test_every_cut_of_some_networks_is_remembered_with_what_crosses_there(monkey
             for position in (0, 1):
                 forms.of(f"anyone/{number}", graph, position, ANYONE)
     assert len(held) == 200
-    monkeypatch.setattr(footprint, "MAX_FORM_TENSORS", 150)  # these take one each
+    monkeypatch.setattr(footprint, "MAX_FORM_TENSORS", 150)  # each form needs one tensor
     forms.of("anyone/more", graph, 0, ANYONE)
     assert len(forms._known) == forms._num_tensors == 150
     monkeypatch.setattr(footprint, "MAX_FORM_TENSORS", 0)
@@ -160,7 +160,7 @@ def words(count=4, samples=100):
 
 
 def asked(dataset, ids, stop, *, micro_batch=4, weighed=None):
-    """What a request takes beyond what every one does."""
+    """Return what a request needs beyond the fixed part of every request."""
     ref = DatasetRef(store="default", digest=dataset.digest)
     request = RunRequest(
         micro_batches=ids, start=dataset.chain.start, stop=stop, micro_batch=micro_batch, dataset=ref
@@ -174,7 +174,7 @@ def test_a_few_short_sounds_that_are_to_be_long_are_counted_as_long(tmp_path):
     samples = 1_000_000
     dataset = dataset_of(tmp_path, words(), DecodeWav(16000), FixLength(samples))
     (found,) = asked(dataset, ((0, 1), (2,)), 0).values()
-    assert found > 2 * 4 * 4 * samples  # a row for each sample that there is room for, twice
+    assert found > 2 * 4 * 4 * samples  # a row for each sample that fits, twice
     (found,) = asked(dataset, ((0,),), -1).values()  # where there is no such padding
     assert found < 4 * samples
 

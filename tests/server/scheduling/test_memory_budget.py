@@ -1,4 +1,4 @@
-"""Memory that requests may take: how much there is, and that no more is ever held."""
+"""Test the memory budget of requests: its size, and that reservations never exceed it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OWNERS = ("alice", "bob", "carol")
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Devices that were asked for what they have: 1000 bytes."""
+    """Pretend that each device reports 1000 bytes."""
     asked: list[torch.device] = []
 
     def available(device: torch.device) -> int:

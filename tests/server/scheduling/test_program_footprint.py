@@ -1,4 +1,4 @@
-"""What stretches of a program take, from the graph alone."""
+"""Test the footprint of stage ranges of a program, computed from the graph alone."""
 
 import gc
 import tracemalloc
@@ -60,7 +60,7 @@ def test_a_program_counts_its_files_once_and_its_graph_in_each_worker():
     one, two = (program_bytes(10_000, graph_nbytes=1_000, workers=count) for count in (1, 2))
     assert 10_000 < one < two and two - one == one - 10_000
     apart = program_bytes(10_000, graph_nbytes=1_000, workers=2, copies=2)
-    assert apart - two == 9_000  # on an accelerator each has weights of its own
+    assert apart - two == 9_000  # on an accelerator each range has its own weights
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_program_counts_its_files_once_and_its_graph_in_each_worker():
     "network", ["alexnet", *(pytest.param(name, marks=pytest.mark.full) for name in ("resnet50", "vit_b_16"))]
 )
 def test_a_graph_takes_no_more_as_objects_than_is_counted(network):
-    """Weights are not traced: torch has them, and they lie in shared memory."""
+    """Leave the weights untraced: torch holds them, in shared memory."""
     ensure_torchvision()
     from torchvision import models
 
@@ -80,7 +80,7 @@ def test_a_graph_takes_no_more_as_objects_than_is_counted(network):
         lambda: Program.from_bytes(graph, weights),
         lambda: FootprintEstimator(graph, torch.device("cpu")),
     ):
-        take()  # what is imported and remembered once is nobody's
+        take()  # imports and caches that are made once do not count
         gc.collect()
         tracemalloc.start()
         try:
