@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Configure every test."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests import forked
 
-# Proofs are not remembered from test to test: each makes its own. Processes that tests start inherit this.
+# The cache of proofs is off: each test makes its own. Processes that tests start inherit this.
 os.environ["UPRIVER_CACHE"] = os.devnull
 
-# Tests run side by side, and start processes by the dozen. OpenMP's threads that spin while they wait for the
+# Tests run in parallel, and start processes by the dozen. OpenMP threads that spin while they wait for the
 # next operator take the cores from all of these: tests of whole jobs took a quarter more processor time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Servers have it, and their workers must not.
+# Servers have this variable, and their workers must not.
 os.environ["SOME_SECRET"] = "known to the front alone"
 
-# Tests assert results, never seconds: a busy machine is no failure. A tree is asked the same questions every
-# time, so that it passes or fails for what it is; ``--hypothesis-profile=search`` asks more, others each run.
-# ``make test`` asks fewer, by the profile ``quick``.
+# Tests assert results, never seconds: a busy machine is no failure. Each run of a tree uses the same
+# examples, so that the result depends on the tree alone; ``--hypothesis-profile=search`` tries more, others
+# each run. ``make test`` tries fewer, by the profile ``quick``.
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
 
 TOGETHER = "tests/cluster/"
-"""Some of its files start Ray, one at a time: beside each other they would only wait."""
+"""Folder whose files run one at a time: some start Ray, and in parallel they would only wait."""
 
 
 class Files(LoadFileScheduling):
-    """A file at a time to each process, and a folder of them to one."""
+    """Schedule a file at a time to each process, and the files of one folder to the same process."""
 
     def _split_scope(self, nodeid: str) -> str:
         return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
@@ -46,19 +46,19 @@ class Files(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Files | None:
-    """Where files are tested side by side."""
+    """Use the scheduler where files are tested in parallel."""
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage seldom, and not among modules and 10,000 tests, which took half a second each time."""
+    """Collect garbage seldom, and not among modules and 10,000 tests, which took half a second each time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 50)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Ask for a ledger, and for servers that start sooner."""
+    """Add the options for a ledger and for forked servers."""
     parser.addoption("--ledger", type=Path, help="write what each test costs into this file")
     parser.addoption("--fork", action="store_true", help="fork servers from a process that imported upriver")
 
@@ -76,7 +76,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Give a file system of its own with room for 1 MiB, whose writes fail with ENOSPC beyond."""
+    """Yield a file system with room for 1 MiB, whose writes fail with ENOSPC beyond."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
@@ -93,7 +93,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path, leave: int = 0) -> Path:
-    """Take all room of a small disk but some bytes, in whole pages; give the file that takes it."""
+    """Fill a small disk except for some bytes, in whole pages; return the file that fills it."""
     filler = disk / "filler"
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     filler.write_bytes(bytes(max(0, free - leave)))

@@ -1,9 +1,9 @@
-"""Start servers by forking a process that has imported the package: an import takes 1.4 processor seconds.
+"""Start servers by forking a process that has imported the package: an import costs 1.4 processor seconds.
 
 ``pytest --fork`` does so, and ``make test`` asks for it. ``make test-full`` gives each server an interpreter
 of its own, as users do.
 
-A forked process is a child of the process that asked for it, in every other way like one that was executed:
+A forked process is a child of the process that asked for it. In every other way it equals an executed one:
 environment, folder, files, cores, session, end.
 """
 
@@ -27,20 +27,21 @@ from typing import Any, ClassVar
 PR_SET_CHILD_SUBREAPER = 36
 
 READ_ONCE = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "TORCH_")
-"""Variables that an interpreter or a library reads at its start: a test that changes one gets a new one."""
+"""Variables that an interpreter or a library reads at its start: a test that changes one gets a new process.
+"""
 
 PYTHON = sys.executable
-"""Tests have servers start their workers with another one."""
+"""Interpreter of the tests; tests have servers start their workers with another one."""
 
 MESSAGE_BYTES = 1 << 17
 MOST_FDS = 64
 
 
 class Popen(subprocess.Popen[Any]):
-    """Fork what starts a server, and execute everything else."""
+    """Fork commands that start a server, and execute everything else."""
 
     at_start: ClassVar[dict[str, str] | None] = None
-    """The environment to begin with; None where nothing is forked."""
+    """Environment at the start; None where nothing is forked."""
 
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, *more: Any) -> None:
         close_fds, pass_fds, cwd, env, _, _, shell, *pipes = more[:13]
@@ -50,7 +51,7 @@ class Popen(subprocess.Popen[Any]):
         if unusual != [None, None, False, False, False, None, None, None, -1, -1] or not _forkable(args, env):
             super()._execute_child(args, executable, preexec_fn, *more)  # type: ignore[misc]
             return
-        given = dict(enumerate((pipes[0], pipes[3], pipes[5])))  # a number below 0 says: as it is here
+        given = dict(enumerate((pipes[0], pipes[3], pipes[5])))  # below 0: the one of this process
         fds = {number: number if fd < 0 else fd for number, fd in given.items()} | {fd: fd for fd in pass_fds}
         request = {
             "args": [os.fspath(arg) for arg in args[1:]],
@@ -83,7 +84,7 @@ def _read_once(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Zygote:
-    """A process that has imported the package, and does nothing but fork."""
+    """Process that has imported the package, and does nothing but fork."""
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -101,7 +102,8 @@ class Zygote:
     def fork(self, request: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Return the number of a new child of this process.
 
-        A child whose parent ends goes to the nearest process above that takes such: this one, for a moment.
+        A child whose parent ends goes to the nearest process above that adopts orphans: this one, for a
+        moment.
         """
         with self._lock:
             _set_subreaper(True)
@@ -130,13 +132,13 @@ def _zygote() -> Zygote:
 
 
 def install() -> None:
-    """Have this process fork servers from now on."""
+    """Make this process fork servers from now on."""
     Popen.at_start = dict(os.environ)
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
 def _requests(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork for each request until nobody can ask any more; return one in the new process."""
+    """Fork for each request until the control socket closes; return the request in the new process."""
     while True:
         message, fds, _, _ = socket.recv_fds(control, MESSAGE_BYTES, MOST_FDS)
         if not message:
@@ -154,7 +156,7 @@ def _requests(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _become(request: Mapping[str, Any], fds: Sequence[int]) -> None:
-    """Take over what a new interpreter would be given."""
+    """Take over what a new interpreter would receive."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     high = 1 + max([*request["fds"], *fds])
     above = [os.dup2(fd, high + number) for number, fd in enumerate(fds)]

@@ -1,8 +1,8 @@
-"""What each test costs: ``pytest --ledger FILE``, then read the file from its top.
+"""Measure the cost of each test: run ``pytest --ledger FILE``, then read the file from its top.
 
-A line for each test and a tab between fields: seconds, processor seconds of the test's own process, those of
-the processes below it, how many of these were new. What a fixture costs stands with the test that needed it
-first: a server that a whole file shares is started by the first.
+Each test has a line with tabs between its fields: seconds, processor seconds of the test's own process, those
+of the processes below it, and the number of new ones. The test that first needs a fixture carries its cost:
+the first test of a file starts the server that the file shares.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from pathlib import Path
 import pytest
 
 LOOK_S = 0.1
-"""Between two looks at the processes below this one: what one takes in its last moment is not counted."""
+"""Seconds between two looks at the processes below this one. Their last moments are not counted."""
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 COSTLIEST = 10
-"""So many files are told at the end."""
+"""Number of files listed at the end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What a test took, or a sum of these."""
+    """Cost of a test, or a sum of costs."""
 
     seconds: float = 0.0
     own_s: float = 0.0
@@ -58,10 +58,10 @@ class Cost:
 
 
 class Meter:
-    """Reads what this process and those below it have taken so far."""
+    """Read the costs so far of this process and those below it."""
 
     def __init__(self) -> None:
-        self._taken: dict[int, float] = {}  # by process, also by those that have ended
+        self._taken: dict[int, float] = {}  # by process, including ended ones
         threading.Thread(target=self._watch, name="ledger", daemon=True).start()
 
     def read(self) -> Cost:
@@ -75,11 +75,11 @@ class Meter:
 
     def _watch(self) -> None:
         never = threading.Event()
-        while not never.wait(LOOK_S):  # tests count who calls time.sleep
+        while not never.wait(LOOK_S):  # tests count the callers of time.sleep
             self._look()
 
     def _look(self) -> None:
-        """Ask the kernel: a process that is killed with its parent is waited for by nobody here."""
+        """Ask the kernel: no process here waits for one that is killed with its parent."""
         waiting = _children(os.getpid())
         while waiting:
             pid = waiting.pop()
@@ -101,7 +101,7 @@ def _children(pid: int) -> list[int]:
 
 
 class Ledger:
-    """Measures where tests run, and writes where they are reported: with xdist these are two processes."""
+    """Measure where tests run, and write where they are reported: with xdist these are two processes."""
 
     def __init__(self, path: Path, *, runs_tests: bool, reports: bool) -> None:
         self._path = path
@@ -111,13 +111,13 @@ class Ledger:
         self._tests: defaultdict[str, Cost] = defaultdict(Cost)
 
     def pytest_collection_finish(self) -> None:
-        """Count from here on: what imports took, and a process that one of them started, is no test's."""
+        """Count from here on: imports, and the processes that they started, belong to no test."""
         if self._meter:
             self._before = self._meter.read()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self) -> Iterator[None]:
-        """Write on each part's report what was taken since the last: a test has three."""
+        """Write on each part's report the cost since the last: a test has three."""
         report = yield
         if self._meter:
             now = self._meter.read()
@@ -126,7 +126,7 @@ class Ledger:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Add up."""
+        """Add up the reported costs."""
         if self._reports and hasattr(report, "cost"):
             seconds, own_s, below_s, processes = report.cost
             self._tests[report.nodeid] += Cost(
@@ -134,7 +134,7 @@ class Ledger:
             )
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Write the file, and tell which test files cost most."""
+        """Write the file, and list the most costly test files."""
         if not self._reports:
             return
         self._path.write_text("seconds\town_s\tbelow_s\tprocesses\ttest\n" + _lines(self._tests))
@@ -153,7 +153,7 @@ class Ledger:
 
 
 def _sorted(costs: dict[str, Cost]) -> list[tuple[str, Cost]]:
-    """Costliest first."""
+    """Sort costs, highest first."""
     return sorted(costs.items(), key=lambda item: item[1].processor_s, reverse=True)
 
 

@@ -37,7 +37,7 @@ def stage(
 
 
 def alexnet(*, storage_s: float = 2e-5, compute_s: float = 2e-5, stored_bytes: float = 602112) -> Profile:
-    """AlexNet frozen through stage 17, every stage equally fast."""
+    """Return AlexNet frozen through stage 17, every stage equally fast."""
     return Profile(
         model="alexnet",
         freeze=17,
@@ -67,7 +67,7 @@ _memory = st.one_of(st.just(math.inf), st.integers(0, 5 * 10**7).map(float))
 
 @st.composite
 def stages(draw: st.DrawFn, *, resources: tuple[str, ...] = ("",)) -> StageProfile:
-    """A stage that has its seconds on one of ``resources`` of each tier; "" is the main processor."""
+    """Draw a stage with its seconds on one of ``resources`` of each tier; "" is the main processor."""
     return StageProfile(
         name="s",
         kind="test",

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a file of the cache or its folder, the work goes on as without it."""
+"""Check that damage to a cache file or its folder never stops the work."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ from upriver.program.split.module_trace import Shape
 from upriver.program.split.proof_cache import is_proven, remember
 from upriver.store import Store
 
-pytestmark = pytest.mark.timeout(60)  # what waits for a pipe waits for ever
+pytestmark = pytest.mark.timeout(60)  # a read from a pipe would wait for ever
 
 
 @pytest.fixture
 def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user id without an entry in the password file, and no variable that names a folder."""
+    """Use a user id without an entry in the password file, and unset the variables that name a folder."""
 
     def nobody(uid: int) -> None:
         raise KeyError(uid)
@@ -86,12 +86,12 @@ def test_cache_folder_with_a_variable_is_the_folder_it_names(
 
 @dataclass(frozen=True)
 class Kept:
-    """One kind of finding, by the functions that keep and find it.
+    """One kind of cached result, by the functions that save and load it.
 
     Attributes:
-        save: Keeps it, and raises nothing.
-        load: Gives what was kept.
-        nothing: What ``load`` gives where nothing is kept.
+        save: Saves it, and raises nothing.
+        load: Returns the saved result.
+        nothing: The return value of ``load`` where nothing is saved.
     """
 
     save: Callable[[], object]
@@ -120,7 +120,7 @@ def program() -> Program:
 
 @lru_cache
 def models() -> Predictor:
-    """Latency models of two kinds, one with a correction."""
+    """Return latency models of two kinds, one with a correction."""
     measured = timed("conv") + timed("activation.relu")
     return Predictor(
         place=place_of("cpu"),
@@ -133,7 +133,7 @@ def models() -> Predictor:
 
 
 def keep_models() -> None:
-    with suppress(OSError):  # which ``upriver calibrate`` says
+    with suppress(OSError):  # ``upriver calibrate`` reports this
         serialization.keep(models())
 
 
@@ -173,7 +173,7 @@ KEPT = {
         nothing=lambda: KnownThroughput(),
     ),
 }
-"""All that upriver keeps in the cache folder but the demo's images, by the folder."""
+"""Everything that upriver keeps in the cache folder but the demo's images, by the folder."""
 
 
 def usual_pace() -> Pace:
@@ -181,7 +181,7 @@ def usual_pace() -> Pace:
 
 
 def test_no_cache_is_missing_here() -> None:
-    """What is made with a `Cache` in the package."""
+    """Find every `Cache` that the package makes."""
     source = Path(upriver.__file__).parent
     found = {
         name for path in source.rglob("*.py") for name in re.findall(r'Cache\("(\w+)"', path.read_text())
@@ -191,7 +191,7 @@ def test_no_cache_is_missing_here() -> None:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The cache folder, which is not there yet."""
+    """Return the cache folder, which does not exist yet."""
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -202,7 +202,7 @@ def kept(request: pytest.FixtureRequest) -> Kept:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What upriver has logged."""
+    """Return the log lines of upriver."""
     return [record.getMessage() for record in caplog.records if record.name.startswith("upriver")]
 
 
@@ -220,7 +220,7 @@ def _socket(path: Path) -> None:
 
 @contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """Names of sockets are short: bind them from their own folder."""
+    """Enter a folder: names of sockets are short, so they are bound from their own folder."""
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -253,7 +253,7 @@ INSTEAD: dict[str, Callable[[Path], object]] = {
     "deep objects": lambda path: path.write_text('{"asking":' * 100_000),
     "a terabyte": _sparse,
 }
-"""What a file may be replaced by."""
+"""Damages by name: each replaces a file by something else."""
 
 
 @pytest.mark.parametrize("damage", INSTEAD)
@@ -281,7 +281,7 @@ def test_a_file_that_cannot_be_used_is_as_none_and_is_replaced(
 def test_groupings_in_a_store_that_cannot_be_used_are_as_none(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The one cache that lies beside weights, for all who load them."""
+    """This cache alone lies next to the weights, for all clients that load them."""
     weights = Store.open(tmp_path.as_uri())
     publish_model(
         nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), weights, "net.safetensors", (torch.ones(1, 3),)
@@ -296,7 +296,7 @@ def test_groupings_in_a_store_that_cannot_be_used_are_as_none(
     with caplog.at_level(logging.INFO, "upriver"):
         assert groupings.kept(source) == {}
     assert len(said(caplog)) <= 1, caplog.text
-    with suppress(StoreError):  # which a load does not mind
+    with suppress(StoreError):  # a load ignores this error
         groupings.keep(source, known)
         assert groupings.kept(source) == known
 
@@ -315,7 +315,7 @@ values = st.recursive(
 
 
 def _changed(document: Any, data: st.DataObject) -> Any:
-    """A document in which one thing, somewhere, is gone, is doubled under another name, or is another."""
+    """Return a document in which one element is removed, duplicated under another name, or changed."""
     if not isinstance(document, dict | list) or not document or not data.draw(st.integers(0, 5)):
         return data.draw(values)
     where = data.draw(st.sampled_from(list(document) if isinstance(document, dict) else range(len(document))))

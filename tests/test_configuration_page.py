@@ -1,4 +1,4 @@
-"""The page that lists every key lists every key, with the default it has."""
+"""Check that the configuration page lists every key with its default."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INPUT = SECTIONS["Input stages"]
 
 
 def rows(section: str) -> dict[str, str]:
-    """The second column of a table by the first."""
+    """Return the second column of a table by the first."""
     lines = [line.split("|") for line in section.splitlines() if line.startswith("| `")]
     return {cells[1].strip().strip("`"): cells[2].strip() for cells in lines}
 

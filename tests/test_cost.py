@@ -1,4 +1,4 @@
-"""The cost model against definitions, against a simulated pipeline, and by hand."""
+"""Test the cost model against definitions, against a simulated pipeline, and by hand."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from upriver.types import (
 def chain(
     *, storage: float, out_bytes: float, compute: float, tail: tuple[float, float] = (0.0, 0.0)
 ) -> Profile:
-    """Two frozen stages: the first costs ``storage`` there, the second ``compute`` here."""
+    """Make two frozen stages: the first costs ``storage`` there, the second ``compute`` here."""
     return Profile(
         model="two",
         freeze=2,
@@ -43,9 +43,9 @@ def chain(
 
 
 def simulate(routes: Sequence[Route], profile: Profile, cluster: Cluster, workload: Workload) -> float:
-    """Seconds until the last training step ends.
+    """Return the seconds until the last training step ends.
 
-    Micro-batches take the routes that they are dealt, and keep their order on storage, link, the compute
+    Micro-batches follow the routes that they are dealt, and keep their order on storage, link, the compute
     tier's CPUs and its main processor.
     """
     model, size = CostModel(profile, cluster, workload), cluster.storage.micro_batch
@@ -103,7 +103,7 @@ def test_micro_batch_epoch_is_what_a_simulated_pipeline_takes(
 
 @st.composite
 def chains(draw: st.DrawFn) -> Profile:
-    """An input stage on the CPUs, and one to three frozen stages on the main processors."""
+    """Draw an input stage on the CPUs, and one to three frozen stages on the main processors."""
     pairs = st.tuples(st.just(0.0), per_sample)
     sizes = st.integers(0, 20_000).map(float)
     decode = stage("decode", draw(sizes), seconds={"storage.cpu": draw(pairs), "compute.cpu": draw(pairs)})
@@ -123,7 +123,7 @@ def chains(draw: st.DrawFn) -> Profile:
 
 @st.composite
 def mixes(draw: st.DrawFn, profile: Profile) -> list[Route]:
-    """One to three cuts with shares of the samples."""
+    """Draw one to three cuts with shares of the samples."""
     cuts = draw(st.lists(st.sampled_from(candidates(profile)), min_size=1, max_size=3, unique=True))
     weights = [draw(st.integers(1, 20)) for _ in cuts]
     return [
@@ -142,10 +142,10 @@ def mixes(draw: st.DrawFn, profile: Profile) -> list[Route]:
 def test_a_mix_takes_what_a_simulated_pipeline_takes_within_fill_and_drain(
     profile: Profile, rtt: float, size: int, per_batch: int, batches: int, data: st.DataObject
 ) -> None:
-    """On each resource the micro-batches dealt so far are within a few of their shares, at any moment.
+    """Check that on each resource the dealt micro-batches are always within a few of their shares.
 
-    Those few, one more of each phase to fill and drain, and the steps at both ends are all that can lie
-    between the pipeline and its busiest resource.
+    Only those few, one more of each phase to fill and drain, and the steps at both ends can lie between the
+    pipeline and its busiest resource.
     """
     routes = data.draw(mixes(profile))
     machines = Cluster(
@@ -185,9 +185,9 @@ def test_a_mix_takes_what_a_simulated_pipeline_takes_within_fill_and_drain(
 def test_several_requests_at_once_keep_storage_busy_no_longer_than_predicted(
     forward: float, others: float, size: int, at_once: int, count: int
 ) -> None:
-    """So many readers and one processor: forward passes take turns, and a request reads before it runs.
+    """Many readers share one processor: forward passes take turns, and a request reads before it runs.
 
-    The prediction lets nobody read while another one runs, so it may be up to twice as long.
+    The prediction lets no request read while another one runs, so it may be up to twice as long.
     """
     profile = chain(storage=forward, out_bytes=0, compute=0)
     read, samples = {"read": others / profile.input.stored_bytes}, size * count
@@ -218,7 +218,7 @@ def test_an_epoch_is_never_shorter_than_any_resource_is_busy(
 def test_streaming_micro_batches_never_busies_storage_for_longer(
     profile: Profile, cluster: Cluster, workload: Workload
 ) -> None:
-    """The same work, whole training batches: what differs is only how it overlaps."""
+    """The work is the same, whole training batches: only the overlap differs."""
     assume(workload.num_samples % workload.batch_size == 0)
     storage = replace(cluster.storage, concurrency=1, request_samples=1)
     streamed = replace(cluster, storage=storage, stream="micro_batch")
@@ -228,13 +228,13 @@ def test_streaming_micro_batches_never_busies_storage_for_longer(
             for stream in ("micro_batch", "request")
         )
         assert ours.storage_s == pytest.approx(theirs.storage_s)
-        # One after the other there, at once here: the compute tier's CPUs and its main processor.
+        # The compute tier's CPUs and its main processor: in turn there, at once here.
         cpus = workload.num_samples * CostModel(profile, streamed, workload).phases(cut).compute_cpu
         assert ours.compute_s == pytest.approx(max(theirs.compute_s - cpus, cpus))
 
 
 def compute_rows(cut: int, profile: Profile, cluster: Cluster, workload: Workload) -> tuple[float, ...]:
-    """Seconds of an epoch for which the compute tier's main processor is busy, and its CPUs beside it."""
+    """Return the seconds of an epoch that the compute tier's main processor is busy, and its CPUs."""
     phases = CostModel(profile, cluster, workload).phases(cut)
     samples, (fixed, each) = workload.num_samples, profile.tail.seconds
     tails = fixed * math.ceil(samples / workload.batch_size) + each * samples
@@ -268,7 +268,7 @@ def test_a_mix_is_busy_for_the_shares_of_its_routes(
 
 
 def test_a_mix_keeps_the_cpus_and_the_main_processor_busy_at_once() -> None:
-    """Unsplit, CPUs decode for 10 s beside 6 s of the model; at cut 0 the storage tier decodes."""
+    """Unsplit, CPUs decode for 10 s during 6 s of the model; at cut 0 the storage tier decodes."""
     decode = stage("decode", 6000, seconds={"storage.cpu": (0, 0.0), "compute.cpu": (0, 0.1)})
     profile = replace(
         chain(storage=0.0, out_bytes=0, compute=0.06),
@@ -365,7 +365,7 @@ def test_load_slows_the_storage_tiers_processor_alone() -> None:
 
 
 def test_requests_beyond_the_concurrency_wait_for_the_wave_before() -> None:
-    """Eight requests of 128, four at a time: two waves, as in the paper's example."""
+    """Use eight requests of 128, four at a time: two waves, as in the paper's example."""
     profile = chain(storage=0.0, out_bytes=2000, compute=0.0)
     machines = cluster(bandwidth=1e15, concurrency=4, seconds_per_byte={"read": 1e-6})
     eight, four = (

@@ -1,4 +1,4 @@
-"""Files that outlast a process: where they lie, how they take their place, and who owns them."""
+"""Test files that outlast a process: their place, their replacement, and their owner."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ with owned(Path(sys.argv[1])):
 
 
 def owner_of(path: Path) -> subprocess.Popen[str]:
-    """A process that owns an output."""
+    """Start a process that owns an output."""
     process = subprocess.Popen([sys.executable, "-c", OWNER, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "owned\n"
     return process

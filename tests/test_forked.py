@@ -1,4 +1,4 @@
-"""Servers that are forked end, print and fail as those that are executed."""
+"""Check that forked servers end, print and fail as executed ones do."""
 
 from __future__ import annotations
 

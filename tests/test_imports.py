@@ -1,4 +1,4 @@
-"""Whether garbage is looked for is left as it was found."""
+"""Check that the garbage collector is left as it was found."""
 
 from __future__ import annotations
 

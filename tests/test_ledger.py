@@ -1,4 +1,4 @@
-"""A ledger has every test with what it took, also of those that ran in another process."""
+"""Check that a ledger lists every test with its cost, including tests that ran in another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a window of transfers says of a link."""
+"""Test what a window of transfers tells about a link."""
 
 from __future__ import annotations
 

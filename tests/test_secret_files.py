@@ -1,4 +1,4 @@
-"""Files with secrets: who may read them, and what is said of one that others can."""
+"""Test files with secrets: their permissions, and the warning about readable ones."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_configuration_is_a_secret_where_it_holds_keys_of_a_store(tmp_path: Pa
 
 
 def test_of_a_link_the_file_counts_that_it_leads_to(tmp_path: Path) -> None:
-    """As Kubernetes mounts secrets: ``token`` leads to ``..data/token``, and ``..data`` to a folder."""
+    """Kubernetes mounts secrets so: ``token`` leads to ``..data/token``, and ``..data`` to a folder."""
     version = tmp_path / "..2026_01_01"
     version.mkdir()
     (version / "token").write_text("sesame")

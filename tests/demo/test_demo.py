@@ -1,4 +1,4 @@
-"""The demo, small: what it compares, what it prints, and what it is made of."""
+"""Test a small demo: its comparisons, its output, and its parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from upriver.report.demo_plot import Curve, plot_demo
 def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
-    (cache / f"demo-v{VERSION}-10-10-0").symlink_to("nowhere")  # images that are damaged are made again
+    (cache / f"demo-v{VERSION}-10-10-0").symlink_to("nowhere")  # damaged images are made again
     command = [sys.executable, "-m", "upriver", "demo", "--json", "--epochs", "1", "--images", "10"]
     command += [
         "--heldout",
@@ -37,7 +37,7 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
         "--batch-size",
         "5",
         "--link-mbit",
-        "3",  # so slow that a layer's output goes over it sooner than an image, however busy the cores are
+        "3",  # so slow that an image is always faster than a layer's output, however busy the cores are
         "--plot",
         str(tmp_path / "demo.png"),
     ]
@@ -62,7 +62,7 @@ def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
         assert 0 < way["bound_fraction"] <= 1.05  # clocks of two processes
     assert near["cut"] >= 1
     assert near["bytes"] < plain["bytes"] / 2
-    # Ten images of 320 to 390 KB each, and what lies between them in a shard.
+    # Ten images of 320 to 390 KB each, and the padding between them in a shard.
     assert 10 * 320_000 < plain["bytes"] < 10 * 390_000 + 100_000
     assert set(plain["samples"]) == {"local"}
     assert sum(near["samples"].values()) == sum(plain["samples"].values()) == 20
@@ -103,7 +103,7 @@ def test_a_picture_that_cannot_be_written_is_found_out_first(
 
 
 class Told:
-    """Keeps what it is told."""
+    """Record the reported values."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

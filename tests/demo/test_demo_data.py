@@ -1,4 +1,4 @@
-"""The demo's data set: sizes, balance, disjoint tiles, and the same bytes from the same seed."""
+"""Test the demo's data set: sizes, balance, disjoint tiles, and the same bytes from the same seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[demo.DemoData, list[
 
 
 def members(folder: Path) -> dict[str, bytes]:
-    """Every file in the shards of a folder, by name."""
+    """Return every file in the shards of a folder, by name."""
     files: dict[str, bytes] = {}
     for shard in sorted(folder.glob("*.tar")):
         with tarfile.open(shard) as tar:
@@ -73,7 +73,7 @@ def test_training_and_heldout_crops_share_no_pixel() -> None:
 
     assert not tiles("train") & tiles("heldout")
     assert tiles("heldout") == demo.HELDOUT_TILES
-    # In a photograph whose every pixel tells its tile, a tile must hold its own number only.
+    # Every pixel of the photograph holds its tile's number, so a tile must hold its own number only.
     numbered = Image.new("L", (640, 427))
     for row in range(demo.ROWS):
         for column in range(demo.COLUMNS):
@@ -196,7 +196,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.timeout(120)  # what waits for a pipe waits for ever
+@pytest.mark.timeout(120)  # a read from a pipe would wait for ever
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_images_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     monkeypatch.setattr(demo, "_take", lambda shot: str(shot).encode())

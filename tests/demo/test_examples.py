@@ -1,4 +1,4 @@
-"""What the README points at must run."""
+"""Check that the examples in the README run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_finetune_example_learns() -> None:
     assert len(losses) == 5
     assert losses[-1] < losses[0] / 2
     assert "accuracy 1.00" in done.stdout
-    # Where they come from is for the policy to decide, on the machine and at the moment of the run.
+    # The policy decides where they come from, on the machine and at the moment of the run.
     samples = ast.literal_eval(done.stdout.splitlines()[-1].partition("samples from ")[2])
     assert sum(samples.values()) == 5 * 64 + 16
 

@@ -1,4 +1,4 @@
-"""Every policy's plan for one question, and the same over some bandwidths."""
+"""Compute every policy's plan for one question, and over some bandwidths."""
 
 from __future__ import annotations
 

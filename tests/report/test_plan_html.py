@@ -1,4 +1,4 @@
-"""The page: whole by itself, well formed, everything in it escaped."""
+"""Test the HTML page: self-contained, well-formed, everything in it escaped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALLOWED = {
 
 
 class Page(HTMLParser):
-    """Checks that tags are closed in turn and collects what the page holds."""
+    """Check that tags are closed in turn, and collect the content of the page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

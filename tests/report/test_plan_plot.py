@@ -1,4 +1,4 @@
-"""The picture of plans: what the bars are, who is marked, and that no question breaks it."""
+"""Test the plot of plans: its bars, the marked plans, and that no question breaks it."""
 
 from __future__ import annotations
 

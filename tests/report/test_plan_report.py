@@ -1,4 +1,4 @@
-"""A plan as text and as JSON."""
+"""Test a plan as text and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EPOCH = Workload(batch_size=1000, num_samples=10_000)
 
 
 def small() -> Cluster:
-    """A training node that can hold no early cut."""
+    """Return a cluster whose training node cannot hold an early cut."""
     return replace(cluster(concurrency=4), compute=ComputeTier(memory_bytes=1.2e9), storage=StorageTier())
 
 

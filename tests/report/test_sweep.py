@@ -1,4 +1,4 @@
-"""Policies over bandwidths: the same as asking each time, as data, table and drawing."""
+"""Test policies over bandwidths: equal to asking each time, as data, table and drawing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of several ways to read have in common."""
+"""Share fixtures among tests of several ways to read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read by obstore."""
+    """Keep obstore from reading anything."""
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("obstore was asked")

@@ -1,4 +1,4 @@
-"""The S3 double with the faults of a bad day: stalls, resets, wrong bits, objects that change in mid-body."""
+"""Add faults to the S3 double: stalls, resets, wrong bits, objects that change in mid-body."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from typing import Any, Literal, get_args
 from tests.store.s3_server import S3Server, _Handler, _path
 
 Fault = Literal["stalled", "silent", "reset", "changed", "gone", "flipped", "short", "slow"]
-"""What may come to the next requests, beside a status: a body that stops half way for good, no answer at all,
-a connection that is reset half way, a body that breaks off half way while its object is replaced by another
-one, or removed, one with a wrong bit in the middle, the first half as if the object ended there, and a body
-that comes at `SLOW_BYTES_PER_S`."""
+"""Faults of the next requests, next to a status. In order: a body that stops half way for good; no answer at
+all; a connection that is reset half way; a body that breaks off half way while its object is replaced, or
+removed; one with a wrong bit in the middle; the first half as if the object ended there; and a body that
+arrives at `SLOW_BYTES_PER_S`.
+"""
 
 SLOW_BYTES_PER_S, SLOW_BYTES = 640_000, 32_000
 
 
 class FaultyServer(S3Server):
-    """As the double, with a `Fault` among ``faults``.
+    """S3 double whose ``faults`` may hold a `Fault`.
 
     Args:
         certificate: File with a certificate and its key, to speak TLS with.
 
     Attributes:
-        put_s: Seconds that an object takes to get here, beside its way.
+        put_s: Seconds that an upload of an object lasts, besides its transfer.
     """
 
     def __init__(self, certificate: Path | None = None) -> None:
@@ -49,12 +50,12 @@ class FaultyServer(S3Server):
 
     @property
     def reads(self) -> list[str]:
-        """The Range of every GET so far."""
+        """Return the Range of every GET so far."""
         with self.lock:
             return [asked for method, _, asked in self.requests if method == "GET"]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that went away in mid-answer: clients may."""
+        """Stay silent about clients that leave in mid-answer: clients may."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -98,7 +99,7 @@ class _Faulty(_Handler):
             super()._answer(status, body[:half], {"Content-Length": str(len(body)), **(headers or {})})
             self.wfile.flush()
         if fault in ("stalled", "silent"):
-            self.rfile.read(1)  # until the client has had enough and hangs up
+            self.rfile.read(1)  # until the client hangs up
         if fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.rfile.close()
@@ -107,7 +108,7 @@ class _Faulty(_Handler):
 
 
 def _ending(headers: dict[str, str], num_bytes: int) -> dict[str, str]:
-    """The headers of an answer from an object that ends after so many of the bytes asked for."""
+    """Return the headers of an answer from an object that ends after ``num_bytes`` of the requested bytes."""
     changed = {**headers, "Content-Length": str(num_bytes)}
     if found := re.match(r"bytes (\d+)-", headers.get("Content-Range", "")):
         stop = int(found[1]) + num_bytes

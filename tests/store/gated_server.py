@@ -1,4 +1,4 @@
-"""The S3 double with a gate: what lies behind it in a weights file waits until it is opened."""
+"""Add a gate to the S3 double: bytes behind it in a weights file wait until it opens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ WAIT_S = 180.0
 
 
 class GatedServer(S3Server):
-    """As the double; of weights files it gives only what lies before ``gate``.
+    """S3 double that serves only the part of weights files before ``gate``.
 
     Attributes:
-        gate: How many bytes of a weights file may be had; no bound if None.
+        gate: How many bytes of a weights file are available; no bound if None.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class GatedServer(S3Server):
         self.moved = threading.Condition()
 
     def open_to(self, gate: int | None) -> None:
-        """Let more through."""
+        """Open the gate up to ``gate``."""
         with self.moved:
             self.gate = gate
             self.moved.notify_all()
 
     def weights_asked(self) -> int:
-        """Bytes of weights files that were asked for."""
+        """Return the bytes of weights files that were requested."""
         with self.lock:
             asked = [
                 re.fullmatch(r"bytes=(\d+)-(\d+)", each)
@@ -46,7 +46,7 @@ class GatedServer(S3Server):
         super().__exit__()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that went away in mid-answer: clients may."""
+        """Stay silent about clients that leave in mid-answer: clients may."""
 
 
 class _Gated(_Handler):

@@ -1,4 +1,4 @@
-"""As much of S3 as a store asks for, over HTTP: objects, parts, ranges, If-Match, listings; and faults."""
+"""Serve the S3 calls that a store uses, over HTTP: objects, parts, ranges, If-Match, listings; and faults."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ NOT_PUT_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 
 
 class S3Server(ThreadingHTTPServer):
-    """One bucket in memory.
+    """Bucket in memory.
 
     Attributes:
         objects: Path (bucket included) to content.
-        modified: Path to when it was put, in seconds since 1970; others are of 1 January 2026.
-        requests: Method, path and Range of every request; of a signed path what was signed.
-        num_signed: Requests whose path is signed: those of connections of a reader's own.
-        uploads: Objects that are on their way in parts, by their ids: path, and parts by their numbers.
-        faults: What happens to the next requests, first come first served: a status, or ``cut`` for a body
-            that breaks off half way.
+        modified: Path to the time of its upload, in seconds since 1970; others are of 1 January 2026.
+        requests: Method, path and Range of every request; of a signed path the signed part.
+        num_signed: Requests with a signed path: those of connections of a reader's own.
+        uploads: Uploads in parts, by their ids: path, and parts by their numbers.
+        faults: Faults of the next requests, first come first served: a status, or ``cut`` for a body that
+            breaks off half way.
     """
 
     daemon_threads = True
@@ -91,7 +91,7 @@ class _Handler(BaseHTTPRequestHandler):
         query = _query(self.path)
         if "uploadId" in query:
             upload = self.server.uploads.get(query["uploadId"])
-            if upload is None:  # given up while this part was on its way
+            if upload is None:  # given up while this part arrived
                 return self._answer(404)
             upload[1][int(query["partNumber"])] = body
         else:
@@ -186,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class UnlistedServer(S3Server):
-    """Says 403 of what is not there, as S3 does to those who may not list the bucket."""
+    """Server that says 403 for missing objects, as S3 does to clients that may not list the bucket."""
 
     def __init__(self) -> None:
         super().__init__()

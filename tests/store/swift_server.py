@@ -1,4 +1,4 @@
-"""A real object store to test with: the project's own Swift, where it is installed."""
+"""Run a real object store to test with: the project's own Swift, where it is installed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from upriver.store import Store
 SCRIPT = Path(__file__).parents[2] / "scripts" / "swift"
 VARIABLE = "UPRIVER_SWIFT"
 CANNOT_RUN = 3
-"""What the script ends with where this machine lacks something; its message says what."""
+"""Exit code of the script where this machine lacks something; its message names it."""
 
 KEYS = {"alice": "alices+secret/key", "bob": "bobs-secret-key"}
-"""Two tenants, one user each. The key of one has characters that look different in a URL."""
+"""Keys of two tenants, one user each. The key of one has characters that look different in a URL."""
 
 USER = "reader"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Swift:
-    """A running Swift.
+    """Running Swift.
 
     Attributes:
-        endpoint: Where S3 clients find it.
-        process: Of ``scripts/swift``; it ends with its stdin.
-        pids: Of Swift's own processes, by name.
+        endpoint: Address for S3 clients.
+        process: Process of ``scripts/swift``; it ends with its stdin.
+        pids: Swift's own processes, by name.
     """
 
     endpoint: str
@@ -41,7 +41,7 @@ class Swift:
     pids: dict[str, int]
 
     def options(self, account: str, **more: str) -> dict[str, str]:
-        """How a store of this account's is opened."""
+        """Return the options that open a store of this account."""
         return {
             "endpoint": self.endpoint,
             "region": "us-east-1",
@@ -51,16 +51,16 @@ class Swift:
         }
 
     def store(self, account: str, uri: str, **more: str) -> Store:
-        """A store of this account's, which is called like it."""
+        """Open a store of this account."""
         return Store.open(uri, name=account, options=self.options(account, **more))
 
 
 @contextmanager
 def running_swift(data: Path, *buckets: str) -> Iterator[Swift]:
-    """Run a Swift for both tenants; nothing of it is left afterwards. Skips where there can be none.
+    """Run a Swift for both tenants, and remove it afterwards. Skip where none can run.
 
     Args:
-        data: Where its objects and logs lie.
+        data: Folder of its objects and logs.
         buckets: ``ACCOUNT:BUCKET``, made at the start.
     """
     errors = data / "errors"

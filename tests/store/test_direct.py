@@ -1,4 +1,4 @@
-"""Bytes straight from a connection: the object's, each in its place, or left to obstore, which reads them."""
+"""Test direct reads: each byte is the object's, in its place, or obstore reads it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Crook = Callable[[bytes, dict[str, str]], bytes]
 
 
 class Crooked(FaultyServer):
-    """As the double; the next GETs of parts are answered by what these make of body and headers, raw."""
+    """S3 double that answers the next GETs of parts with the raw bytes that each crook makes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def store(server: Crooked) -> Store:
 
 
 def views_of(room: bytearray, sizes: tuple[int, ...]) -> list[memoryview]:
-    """Its memory in pieces of these sizes, and the rest."""
+    """Return its memory in pieces of these sizes, and the rest."""
     views, rest = [], memoryview(room)
     for size in sizes:
         views.append(rest[:size])
@@ -115,7 +115,7 @@ def read(store: Store, start: int = 0, nbytes: int = len(BIG), num: int = 1, **o
     piece_bytes=st.sampled_from([1, 1000, 300_000, 10**7]),
 )
 def test_whatever_memory_they_belong_to_they_are_there(seed: int, sizes: list[int], piece_bytes: int) -> None:
-    """By the protocol itself, which is told of bytes as a transport does: in as many pieces as it likes."""
+    """Call the protocol itself, as a transport does: in as many pieces as it likes."""
     content = BIG[: sum(sizes) + 5]
     rooms = [bytearray(size) for size in (*sizes, 5)]
     head = b"HTTP/1.1 206 x\r\nContent-Range: bytes 3-%d/9999999\r\nContent-Length: %d\r\n\r\n"
@@ -393,7 +393,7 @@ def _without_length(headers: dict[str, str]) -> dict[str, str]:
 
 
 def _wrong(body: bytes) -> bytes:
-    """Other bytes, which an answer that is taken would show."""
+    """Return other bytes, which an accepted answer would show."""
     return bytes(byte ^ 0xFF for byte in body)
 
 
@@ -525,11 +525,11 @@ def test_what_is_broken_off_writes_nothing_any_more(store: Store, server: Crooke
             memory.release()
 
     asyncio.run(reading())
-    room.clear()  # which is an error while anybody has a view of it
+    room.clear()  # which is an error while a view exists
 
 
 class Dribbling:
-    """Sends the answer to each request bit by bit."""
+    """Send the answer to each request bit by bit."""
 
     HEAD = b"HTTP/1.1 206 x\r\nContent-Range: bytes 0-%d/%d\r\nContent-Length: %d\r\n\r\n"
 
@@ -552,7 +552,7 @@ class Dribbling:
 
 @pytest.mark.parametrize("sizes", [(), (1, 70_000, 5, 100_000)])
 def test_the_kernel_wakes_nobody_for_less_than_is_waited_for(sizes: tuple[int, ...]) -> None:
-    """Nor for more than there is to come, whatever the size of the last piece and of the memory."""
+    """Check also that the kernel never waits for more than the rest, for any last piece and memory."""
     content, told = BIG[:500_001], list[int]()
 
     async def reading() -> int:
@@ -588,7 +588,7 @@ def test_the_kernel_wakes_nobody_for_less_than_is_waited_for(sizes: tuple[int, .
 
     times = asyncio.run(reading())
     assert sum(told) == 3 * len(content)
-    # Two answers of 200 bits each, of which one was had in four pieces: once each, and for each memory.
+    # Two answers of 200 bits each, one read in four pieces: once each, and once for each memory.
     assert times <= 40
 
 
@@ -600,7 +600,7 @@ def test_what_came_before_a_silence_is_told_although_it_is_no_piece(sizes: tuple
         await reader.readuntil(b"end")
         writer.write(Dribbling.HEAD % (len(content) - 1, len(content), len(content)))
         for start, stop in ((0, 200_000), (200_000, 240_000)):
-            await asyncio.sleep(0.05)  # the kernel has each by itself
+            await asyncio.sleep(0.05)  # the kernel receives each separately
             writer.write(content[start:stop])
         with suppress(OSError):
             await reader.read()
@@ -615,7 +615,7 @@ def test_what_came_before_a_silence_is_told_although_it_is_no_piece(sizes: tuple
             with pytest.raises(TimeoutError):
                 await connection.more(150_000, 60)
             connection.close()
-            await asyncio.sleep(0.05)  # in which the server hears of it
+            await asyncio.sleep(0.05)  # the server learns of it meanwhile
             return told
 
     told = asyncio.run(reading())
@@ -628,7 +628,7 @@ def test_nothing_is_left_open(store: Store) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         assert read(store, 0, 10, num=4) == BIG[:10]
-    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)  # the server's are among them
+    wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)  # the server's descriptors are among them
 
 
 def test_a_connection_does_not_read_ahead_of_who_does_not_take_it() -> None:
@@ -680,7 +680,7 @@ def test_a_connection_does_not_read_ahead_of_who_does_not_take_it() -> None:
 def test_a_connection_is_used_again_only_where_the_store_keeps_it(
     status: str, said: str, stays_open: bool, nbytes: int
 ) -> None:
-    """Whether or not the store has hung up by the time that the answer is there."""
+    """The store may or may not have hung up before the answer arrives."""
     content, room, transport = BIG[:nbytes], bytearray(nbytes), _Transport()
     head = (
         f"{status} 206 x\r\nContent-Range: bytes 0-{nbytes - 1}/*\r\nContent-Length: {nbytes}\r\n{said}\r\n"
@@ -732,7 +732,7 @@ def test_what_nobody_asked_for_ends_a_connection() -> None:
 
 
 def test_a_signature_is_used_for_half_its_life(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked at the end of that half has the other one to come in."""
+    """A request at the end of that half has the other half to arrive in."""
     signed: list[Any] = []
     clock = SimpleNamespace(monotonic=lambda: now_s[0])
     now_s = [0.0]

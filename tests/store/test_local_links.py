@@ -1,4 +1,4 @@
-"""A file store and symbolic links: one that stays inside is a file, one that leads out is nothing."""
+"""Test symbolic links in a file store: a link that stays inside is a file, one that leads out is nothing."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from upriver.store.local import inside
 
 @pytest.fixture
 def root(tmp_path):
-    """A store's root, with one object, beside a folder that is nobody's business."""
+    """Make a store's root with one object, next to a folder outside the store."""
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "secret").write_bytes(b"secret")
     root = tmp_path / "root"
@@ -79,7 +79,7 @@ WAYS_OUT = [
 @pytest.mark.parametrize("make", WAYS_OUT, ids=lambda make: make.__name__)
 def test_what_lies_outside_is_no_object(root, make):
     name = make(root)
-    assert (root / name).read_bytes() == b"secret"  # for whoever follows links
+    assert (root / name).read_bytes() == b"secret"  # for code that follows links
     store = Store.open(root.as_uri())
     uses = (
         store.get,
@@ -97,7 +97,7 @@ def test_what_lies_outside_is_no_object(root, make):
     for use in uses:
         with pytest.raises(ObjectNotFound, match="symbolic link that leads out of the store's root") as found:
             use(name)
-        assert "private" not in str(found.value).replace(name, "")  # nor is it told where to
+        assert "private" not in str(found.value).replace(name, "")  # nor does the error say where it leads
     assert not store.exists(name)
     assert (root / name).read_bytes() == b"secret"
     assert store.get("real/deep/a") == b"inside"
@@ -105,7 +105,7 @@ def test_what_lies_outside_is_no_object(root, make):
 
 @pytest.mark.parametrize("make", WAYS_OUT, ids=lambda make: make.__name__)
 def test_a_listing_does_not_go_there_and_says_so(root, make):
-    """To leave samples out without a word would be worse than an error."""
+    """Leaving samples out silently would be worse than an error."""
     make(root)
     with pytest.raises(StoreError, match="leads out"):
         list(Store.open(root.as_uri()).list())
@@ -142,7 +142,7 @@ def test_links_in_a_circle_are_an_error(root):
 
 
 def folders(root, *names):
-    """Folders that hold an object each."""
+    """Make folders that hold an object each."""
     for name in names:
         (root / name).mkdir(parents=True)
         (root / name / "x").write_bytes(name.encode())
@@ -219,7 +219,7 @@ def itself(root):
 
 
 def a_crowd(root):
-    """Twelve folders that all link to each other have 12! ways through them."""
+    """Make twelve folders that all link to each other: 12! paths lead through them."""
     names = [f"d{number:02}" for number in range(12)]
     folders(root, *names)
     for one in names:
@@ -275,7 +275,7 @@ def test_a_neighbour_whose_name_begins_like_the_root_is_outside(root):
 
 
 def test_a_link_that_was_swapped_since_it_was_listed_is_looked_at_again(root):
-    """Between listing and reading, that is; only the kernel could look and open in one step."""
+    """The swap happens between listing and reading; only the kernel could check and open in one step."""
     link(root / "x", "real/deep/a")
     store = Store.open(root.as_uri())
     assert "x" in {info.path for info in store.list()}
@@ -304,7 +304,7 @@ def test_no_name_leads_out_of_a_maze(tmp_path_factory, segments):
 
 
 def _maze(factory):
-    """Folders and links of which some lead up, some out and some in again; made once."""
+    """Make folders and links of which some lead up, some out and some in again; once per session."""
     global _made
     if _made is None:
         top = factory.mktemp("maze").resolve()

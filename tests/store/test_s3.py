@@ -1,4 +1,4 @@
-"""What only a store behind a network must do: retry, resume, give up, keep secrets."""
+"""Test the duties of a store behind a network: retry, resume, give up, keep secrets."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_no_credentials_are_told_as_none(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(name, raising=False)
     with S3Server() as server:
         url = server.url
-    monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)  # of a machine that is in no cloud
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)  # of a machine outside any cloud
     store = Store.open("s3://bucket", options={"endpoint": url, "max_retries": "0"})
     with pytest.raises(StoreError, match=r"there are no credentials.* AWS_ACCESS_KEY_ID"):
         store.get("a")

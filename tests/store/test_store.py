@@ -1,4 +1,4 @@
-"""One contract over every kind of store, and what only a file store must do."""
+"""Test one contract over every kind of store, and the extra duties of a file store."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_a_fork_of_a_process_that_has_used_stores_is_told_and_waits_for_nothing(
             lambda: store.delete("a"),
             lambda: asyncio.run(written()),
         ]
-        if not store.uri.startswith("file"):  # which are listed, and read into memory, without obstore
+        if not store.uri.startswith("file"):  # files are listed, and read into memory, without obstore
             uses += [lambda: list(store.list()), lambda: store.read_into("a", 0, memoryview(bytearray(3)))]
         for use in uses:
             with pytest.raises(StoreError, match=r"'here' .*was forked from one that has used stores"):
@@ -482,7 +482,7 @@ def test_a_put_that_fails_leaves_what_was_there(tmp_path: Path, size: int) -> No
 def _keeping_times(write: Callable[[Path], None], file: Path) -> None:
     """Overwrite a file, and set its modification time back to what it was."""
     before = file.stat()
-    time.sleep(0.01)  # of the kernel's clock for files, a tick
+    time.sleep(0.01)  # a tick of the kernel's clock for files
     write(file)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     after = file.stat()

@@ -1,4 +1,4 @@
-"""A store behind a network on a bad day: what is read from it is its bytes, or an error that says why not."""
+"""Test a store behind a faulty network: a read returns the right bytes, or an error that names the cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTENT = bytes(number % 251 for number in range(200_000))
 START, STOP = 1_000, 199_000
 
 PATIENT_S = "2"
-"""For the next bytes, where a busy machine must not be taken for a store that says nothing."""
+"""Seconds to wait for the next bytes, long enough that a busy machine does not seem silent."""
 
 Read = Callable[[Store, str | None], bytes]
 
@@ -59,7 +59,7 @@ def directly(store: Store, etag: str | None) -> bytes:
 
 @asynccontextmanager
 async def opened(store: Store, num: int = 1) -> AsyncIterator[Direct]:
-    """So many connections, ready."""
+    """Open ``num`` connections."""
     async with tried(store, num) as direct:
         assert len(direct._idle) == num
         yield direct
@@ -67,7 +67,7 @@ async def opened(store: Store, num: int = 1) -> AsyncIterator[Direct]:
 
 @asynccontextmanager
 async def tried(store: Store, num: int) -> AsyncIterator[Direct]:
-    """As many of so many connections as can be opened."""
+    """Open as many of ``num`` connections as possible."""
     direct = store.direct(8)
     assert direct is not None
     async with direct:
@@ -77,7 +77,7 @@ async def tried(store: Store, num: int) -> AsyncIterator[Direct]:
 
 
 def num_opened(store: Store) -> int:
-    """How many of two connections can be opened."""
+    """Return how many of two connections can be opened."""
 
     async def trying() -> int:
         async with tried(store, 2) as direct:
@@ -186,7 +186,7 @@ def test_an_object_that_changes_while_it_is_read_is_said_to_have_changed(
 def test_two_halves_of_two_objects_are_never_put_together(
     server: FaultyServer, etag: str, read: Read
 ) -> None:
-    """Also where nobody said which object it should be."""
+    """This holds too where the reader named no ETag."""
     server.faults = ["changed"]
     with pytest.raises(StoreError):
         read(connect(server), None)
@@ -244,7 +244,7 @@ def test_keys_of_the_options_are_not_joined_to_a_token_of_the_environment(
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ``ca.pem``, and ``server.pem`` for 127.0.0.1, which it signed."""
+    """Make a folder with ``ca.pem``, and ``server.pem`` for 127.0.0.1, which it signed."""
     if shutil.which("openssl") is None:
         pytest.skip("the program openssl is not here")
     folder = tmp_path_factory.mktemp("certificates")
@@ -280,7 +280,7 @@ def test_an_operators_own_authority_is_trusted_when_it_is_named(certificates: Pa
 def test_a_kernel_that_waits_for_a_piece_waits_for_no_more_than_tls_has_left_there(
     certificates: Path, piece_bytes: int, alone: None
 ) -> None:
-    """Of what is still to come some may have been read already, to the middle of a record."""
+    """Some of the rest may have been read already, up to the middle of a record."""
     content = CONTENT * 5 + b"abc"
     with FaultyServer(certificates / "server.pem") as server:
         store = connect(server, ca_file=str(certificates / "ca.pem"))

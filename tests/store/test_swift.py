@@ -1,4 +1,4 @@
-"""The contract of every store, and what only one of several tenants' can show, against a real Swift."""
+"""Test the contract of every store, and the separation of tenants, against a real Swift."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from upriver.store import store as store_module
 pytestmark = pytest.mark.slow
 
 BUCKET = "photos"
-"""Of both tenants: names of buckets are a tenant's own."""
+"""Bucket of both tenants: names of buckets are a tenant's own."""
 
 _numbers = itertools.count()
 
@@ -64,7 +64,7 @@ def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
 
 @pytest.fixture
 def place() -> str:
-    """A URI under which there is nothing yet."""
+    """Return a URI under which nothing exists yet."""
     return f"s3://{BUCKET}/run-{next(_numbers)}"
 
 
@@ -169,7 +169,7 @@ def test_a_shard_that_is_gone_is_a_typed_error(store: Store) -> None:
     store.delete("data/2.tar")
     with pytest.raises(ObjectNotFound, match=r"'data/2\.tar' in store 'here'"):
         read_samples(dataset, range(18))
-    store.delete("data/2.tar")  # once more: no error where it is not there
+    store.delete("data/2.tar")  # a second delete: no error for a missing object
 
 
 # ------------------------------------------------------------------------------------------- tenants
@@ -321,7 +321,7 @@ def _lives(pid: int) -> bool:
 
 
 def _connections(client: int, server: int) -> int:
-    """How many connections a process has to the port that another one listens on."""
+    """Return how many connections a process has to the port on which another one listens."""
     ports = {each.laddr.port for each in _sockets(server) if each.status == psutil.CONN_LISTEN}
     open_ones = [each for each in _sockets(client) if each.status == psutil.CONN_ESTABLISHED]
     return sum(each.raddr.port in ports for each in open_ones)
