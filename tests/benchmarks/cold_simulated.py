@@ -1,4 +1,4 @@
-"""Everything of `cold_start.py` but its processes: made-up runs, and the records of them."""
+"""Replace the processes of `cold_start.py`: simulated runs, and their records."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Simulated:
         seconds: From the end of imports, of each way; 2 where nothing is said, 3 if built as ever.
         wrong: Runs whose answers are wrong, and ``parts`` or ``after``.
         failing: Ways that cannot be run.
-        unaligned: Ways whose answers are wrong where tensors are taken as they came.
-        link: What it carries when it is measured.
+        unaligned: Ways whose answers are wrong where tensors keep their alignment from the transfer.
+        link: Rate of the link when it is measured.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ def parts_row(**changed: Any) -> dict[str, Any]:
 def measured(
     folder: Path, setting: Setting = SETTING, *, keys: Collection[str] | None = None, **options: Any
 ) -> tuple[Records, Simulated]:
-    """Everything of a setting, or what is kept under some keys, by made-up runs."""
+    """Return the records of a setting, or those under some keys, from simulated runs."""
     records, jobs = Records(folder / "records.jsonl"), Simulated(**options)
     made(jobs, records, setting, keys)
     return records, jobs
@@ -119,7 +119,7 @@ def measured(
 def made(
     jobs: Simulated, records: Records, setting: Setting = SETTING, keys: Collection[str] | None = None
 ) -> None:
-    """What is missing, or what is kept under some keys."""
+    """Run what is missing, or the runs under some keys."""
     measures = Measures(jobs, records, [setting], VERSIONS, lambda _: None)
     for task in missing(setting, records, VERSIONS) if keys is None else tasks_of(setting, keys):
         measures.make(task)

@@ -1,4 +1,4 @@
-"""Benchmarks import each other by their bare names, as scripts in one folder do."""
+"""Let benchmarks import each other by their bare names, as scripts in one folder do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A training job on the compute side of a testbed: it reaches store and server over the link alone.
+"""Run a training job on the compute side of a testbed: it reaches store and server over the link alone.
 
-Arguments: the server's address, the store's URI, the store's options as JSON. Prints the losses of a run that
-is not split and of one that is, and where the samples of both came from.
+Arguments: the server's address, the store's URI, the store's options as JSON. Prints the losses of an unsplit
+run and of a split one, and the source of the samples of both.
 """
 
 from __future__ import annotations

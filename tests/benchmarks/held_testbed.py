@@ -1,4 +1,4 @@
-"""Makes a testbed with a process in each namespace, prints their names and ids, and waits to be ended."""
+"""Make a testbed with a process in each namespace, print their names and ids, and wait to be ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from testbed import Testbed
 
 if __name__ == "__main__":
-    # Jobs that a shell started in the background begin with it ignored.
+    # Background jobs of a shell ignore this signal from their start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with Testbed(check=False) as bed:
         sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]

@@ -1,4 +1,4 @@
-"""The benchmark of cold starts on an accelerator, with the processor in its place."""
+"""Test the benchmark of cold starts on an accelerator, with the processor in its place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def a_run(turn: int, way: str, knob: int, answered_s: float, **more: object) -> 
 def test_every_way_answers_right_and_the_report_says_so(tmp_path: Path) -> None:
     runs = tmp_path / "runs.json"
     told = ["--device", "cpu", "--models", "squeezenet", "--ways", "upriver,sequential", "--repeats", "1"]
-    # In a process of its own, as it forks: that must not have computed anything.
+    # It runs in a process of its own, because it forks: that process must not have computed anything.
     argv = [sys.executable, cold_accelerator.__file__, *told, "--runs", str(runs)]
     subprocess.run(argv, check=True, capture_output=True, timeout=300)
     found = Found(**json.loads(runs.read_text()))
@@ -60,7 +60,7 @@ def test_the_report_names_what_was_wrong_or_failed_and_counts_who_was_first() ->
         failed=["gpt2, runai: it ended"],
     )
     told = text(found, ways)
-    assert "First, or within 3 % of who is: 1 of 1." in told  # our own ways are not held against each other
+    assert "First, or within 3 % of who is: 1 of 1." in told  # our own ways are not compared with each other
     assert "not equal: GPT-2 by sequential, 1 times" in told and "failed: gpt2, runai: it ended" in told
     found.runs[0]["answered_s"] = 1.04
     assert "First, or within 3 % of who is: 0 of 1." in text(found, ways)

@@ -1,4 +1,4 @@
-"""`cold_start.py`'s processes, its link, and the environment of its peers."""
+"""Test `cold_start.py`'s processes, its link, and the environment of its peers."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ time.sleep(spec["lingers"])
 
 
 def jobs_that_say(folder: Path) -> Jobs:
-    """Whose processes say what they are asked to."""
+    """Return jobs whose processes print what they are asked to."""
     (folder / "benchmarks").mkdir()
     (folder / "benchmarks" / "cold_job.py").write_text(JOB)
-    place = Local()  # whose store is not asked for
+    place = Local()  # the store is not used
     place.bucket, place.options = "none", {}
     return Jobs(place, Peers(without=True), folder, folder)
 

@@ -1,4 +1,4 @@
-"""The benchmark that counts the instructions of a call."""
+"""Test the benchmark that counts the instructions of a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from input_bed import Failed
 
 @pytest.mark.full
 def test_a_model_that_arrives_answers_as_plain_ones_do(tmp_path: Path) -> None:
-    """All that is done under Valgrind but counting; in a process of its own, as publishing forks it."""
+    """Run everything but the counting of Valgrind; in a process of its own, as publishing forks it."""
     argv = [sys.executable, "-c", _UNCOUNTED, str(tmp_path)]
     done = subprocess.run(
         argv, env={**os.environ, **paths()}, capture_output=True, text=True, timeout=300, check=False

@@ -1,4 +1,4 @@
-"""The benchmark of cold starts from a store that gives each connection a part of what it has."""
+"""Test the benchmark of cold starts from a store that limits the rate of each connection."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cold_connections import KNOWN, NAMES, SEQUENTIAL, load_number, text
 @pytest.mark.full
 def test_every_load_answers_right_and_the_report_says_so(tmp_path: Path) -> None:
     report = tmp_path / "report.md"
-    # In a process of its own, as it forks: that must not have computed anything.
+    # It runs in a process of its own, because it forks: that process must not have computed anything.
     argv = [sys.executable, cold_connections.__file__, "--models", "squeezenet", "--repeats", "1"]
     subprocess.run([*argv, "--report", str(report)], check=True, capture_output=True, timeout=300)
     told = report.read_text()

@@ -1,4 +1,4 @@
-"""What chance does to imports decides nothing, and what a way imports in addition stays its own."""
+"""Check that chance in imports decides nothing, and a way's additional imports count as its own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = (
 
 
 def several(folder: Path, imports: Callable[[Setting, int, str], float], **options: Any) -> list[Found]:
-    """Some settings whose processes import in so many seconds."""
+    """Return settings whose processes import in the given seconds."""
     records = Records(folder / "records.jsonl")
     for setting in SETTINGS:
         made(Simulated(**options), records, setting)
@@ -42,7 +42,7 @@ def several(folder: Path, imports: Callable[[Setting, int, str], float], **optio
 
 
 def usual(setting: Setting, number: int, run: str) -> float:
-    """By the machine's speed in a turn, and for peers what they import in addition."""
+    """Return the import seconds: the machine's speed in a turn, and for peers their additional imports."""
     return 5 + number / 3 + ("boto3" in run) * 0.5 + run.endswith(PLAIN) * ("boto3" in run) * 0.1
 
 

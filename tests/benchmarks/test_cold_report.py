@@ -1,4 +1,4 @@
-"""What `cold_start.py` makes of its records, and the bound that it is held against."""
+"""Test the report of `cold_start.py`, and the bound that it checks."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_no_grouping_beats_the_bound(
 
 def test_who_is_ahead_is_told_by_turns(tmp_path: Path) -> None:
     records, _ = measured(tmp_path, seconds={OURS: 1.02, "pisel": 1.0})
-    for number, factor in enumerate((1.0, 3.0, 2.0)):  # a machine that is slower in some turns
+    for number, factor in enumerate((1.0, 3.0, 2.0)):  # the machine is slower in some turns
         for run in SETTING.runs:
             records.rows[turn_key(SETTING, number, run)]["after_imports_s"] *= factor
     found = Found(SETTING, records)
@@ -117,7 +117,7 @@ def test_who_is_ahead_is_told_by_turns(tmp_path: Path) -> None:
 
 
 def test_nobody_is_the_best_other_by_the_turn_in_which_it_is_compared(tmp_path: Path) -> None:
-    """All are as good as each other, and each of the others is lucky in one turn."""
+    """All are equally good, and each of the others is lucky in one turn."""
     records, _ = measured(tmp_path, seconds={OURS: 1.0})
     others = [run for run in SETTING.runs if way_of(run) != OURS and not run.endswith(PLAIN)]
     for number, lucky in enumerate(others[:3]):

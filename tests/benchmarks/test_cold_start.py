@@ -1,4 +1,4 @@
-"""What `cold_start.py` runs and keeps: by made-up runs, and once in earnest."""
+"""Test the runs and records of `cold_start.py`: by simulated runs, and once with real ones."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_everybody_takes_turns_with_ours_anew_where_ours_is_of_other_code(tmp_pa
     key, turn = turn_key(SETTING, 1, OURS), {turn_key(SETTING, 1, run) for run in SETTING.runs}
     records.add(key, {**records.rows[key], "version": "old"})
     assert set(keys_of(SETTING, records)) == turn
-    for run in (OURS, "runai"):  # and then it was broken off
+    for run in (OURS, "runai"):  # and then it was interrupted
         each = turn_key(SETTING, 1, run)
         records.add(each, {**records.rows[each], "version": VERSIONS.of("run", run), "begun": 2e9})
     assert set(keys_of(SETTING, records)) == turn - {key, turn_key(SETTING, 1, "runai")}
@@ -376,7 +376,7 @@ def test_streamed_ways_have_learnt_of_the_link_before_they_count(tmp_path: Path)
     records, jobs = measured(tmp_path)
     before = [run for do, run, _, _ in jobs.asked if do == "run"]
     for run in SETTING.runs:
-        more = way_of(run) in STREAMED and run not in WAYS  # the others have, by being swept
+        more = way_of(run) in STREAMED and run not in WAYS  # the others are swept
         assert run in WAYS or before.count(run) == SETTING.repeats + more
     jobs.asked = []
     later = [turn_key(SETTING, number, run) for number in range(2) for run in (OURS, "runai")]

@@ -1,4 +1,4 @@
-"""The benchmark of a decision: what it times, what its page says, and that it runs."""
+"""Test the benchmark of a decision: its timings, its page, and a run."""
 
 from __future__ import annotations
 

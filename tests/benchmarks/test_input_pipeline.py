@@ -1,4 +1,4 @@
-"""The benchmark of the input pipeline: its ways, when it runs what, its page, and its smallest form."""
+"""Test the benchmark of the input pipeline: its ways, its order of runs, its page, and its smallest form."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTING = Setting(workload="R", stall=0.5, batches=10, repeats=2, ratios=(0.1, 0
 
 
 class Clock:
-    """Time that passes only when told."""
+    """Clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -108,7 +108,7 @@ SPLIT: Any = SimpleNamespace(name="whole batches")
 
 
 class Planned:
-    """An epoch as far as `TakesNext` sees it; what arrives is the place of a batch that is there."""
+    """Epoch as `TakesNext` sees it; an arrival is the place of a ready batch."""
 
     def __init__(self, *missing: int) -> None:
         self._planned = deque(SimpleNamespace(missing=each) for each in missing)
@@ -150,7 +150,7 @@ def test_what_was_planned_before_greedy_does_not_count() -> None:
 
 
 class Deciding(upriver.DataLoader):
-    """A loader that has decided from a certain look on."""
+    """Loader that has decided from a certain look on."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
@@ -232,7 +232,7 @@ def test_a_greedy_epoch_that_nobody_iterates_ends_at_once(trainer: Trainer) -> N
     epoch = iter(trainer._made("greedy", 0, torch.Generator()))
     next(epoch)
     left = weakref.ref(epoch)
-    gc.disable()  # which would end it at some time, in whichever thread
+    gc.disable()  # else a collection would end it at some time, in any thread
     try:
         del epoch
         assert left() is None
@@ -256,7 +256,7 @@ def test_an_unknown_way_is_named(trainer: Trainer, way: str) -> None:
 
 
 class Simulated:
-    """A job whose epochs take what a formula says: a second a batch here, half a second elsewhere.
+    """Job whose epochs last as a formula says: a second a batch here, half a second elsewhere.
 
     Args:
         decides_after: Epochs after which policies have decided.
@@ -338,7 +338,7 @@ def test_everything_runs_in_turns_and_as_often_as_it_must() -> None:
 
 def test_what_is_hopeless_is_not_repeated_nor_tried_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_measure, "OTHERWISE", "p3")
-    found, job = measured(decides_after=99)  # p3 is taken, which is slow
+    found, job = measured(decides_after=99)  # p3, which is slow, is chosen
     assert found["candidate"] == "p3" and len(found["learned"]["upriver"]) == input_measure.MOST_LEARNING
     seconds = {way: rows[0]["seconds"] for way, rows in found["epochs"].items()}
     slow_ones = [way for way, each in seconds.items() if each > HOPELESS * min(seconds.values())]
@@ -471,7 +471,7 @@ def test_the_command_line() -> None:
 
 
 def found_with(tmp_path: Path, setting: Setting = SETTING, **seconds: float) -> Found:
-    """A setting whose ways take these seconds."""
+    """Return a setting whose ways need these seconds."""
     records = recorded(tmp_path, setting)
     for way, each in seconds.items():
         for row in records.rows[setting.key]["epochs"][way]:
@@ -598,7 +598,7 @@ def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None
     assert made[HERE] == 0 and made["remote"] == samples and 0 < made["greedy"] < samples
     candidate = row["candidate"]
     assert made[f"{candidate} 1"] == samples and made[f"{candidate} 0.3"] == round(0.3 * samples)
-    for rows in row["learned"].values():  # a machine that is busy may give no figures to decide by
+    for rows in row["learned"].values():  # a busy machine may give no figures to decide by
         assert rows[-1]["decided"] or len(rows) == MOST_LEARNING
     assert list(row["learned"]) == ["fastflow", "upriver"]
     left = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=120)

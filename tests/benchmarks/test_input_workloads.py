@@ -1,4 +1,4 @@
-"""The datasets of the benchmark of the input pipeline: real files, the same samples everywhere."""
+"""Test the datasets of the benchmark of the input pipeline: real files, the same samples everywhere."""
 
 from __future__ import annotations
 

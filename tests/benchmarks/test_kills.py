@@ -1,4 +1,4 @@
-"""The parts of `kills`: what is drawn, what is compared, what counts as left behind, what the report says."""
+"""Test the parts of `kills`: its draws, its comparison, its leftovers, its report."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_equal_runs_do_not_differ() -> None:
         (((0, 1, 2, 2), (2, 0, 1)), replace(NONE, doubled=1, moved=1)),
         (((0, 1, 1), (2, 0, 1)), replace(NONE, lost=1, doubled=1, moved=1)),
         (((1, 0, 2), (2, 0, 1)), replace(NONE, moved=2)),
-        # In another epoch is not in its own.
+        # A sample in another epoch does not count for its own.
         (((0, 1, 2, 2), (0, 1)), replace(NONE, lost=1, doubled=1, moved=4)),
     ],
 )

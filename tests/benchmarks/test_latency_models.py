@@ -1,4 +1,4 @@
-"""The benchmark of latency models: its records, what a report makes of them, and what it takes up again."""
+"""Test the benchmark of latency models: its records, its report, and how it resumes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def network(name: str, ours_ms: float) -> Network:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Operators that take as long as their elements say, twice that on the first occasion; what was timed."""
+    """Time operators by their elements, doubled on the first occasion; return the timed operators."""
     timed: list[str] = []
     occasions: dict[str, int] = {}
 
@@ -140,7 +140,7 @@ def test_what_a_measurement_changes_by_stands_beside_what_a_model_is_off_by(tmp_
     assert apart(records, KIND) is None
     for number, seconds in enumerate(([1e-3, 2e-4, 1e-6], [1.1e-3, 4e-4, 9e-6], [3e-3, 2.1e-4, 2e-6])):
         records.add(f"{KIND} {number}", {"seconds": seconds})
-    assert apart(records, KIND) == pytest.approx(0.075)  # 10 % and 5 %; what is short does not count
+    assert apart(records, KIND) == pytest.approx(0.075)  # 10 % and 5 %; short operators do not count
     text = report([error(KIND, "ours", 9.0), error("softmax", "ours", 9.0)], [], [], {KIND: 0.075})
     assert "| 1451.5 / 17.7 | 7.5 |" in text and text.count("| 7.5 |") == 1
 
@@ -155,5 +155,5 @@ def test_the_shortest_time_counts_and_a_network_is_predicted(scripted: list[str]
     assert found is not None and found.nodes == 2
     assert len(found.runs_ms.values) == OCCASIONS * latency_models.RUNS
     assert min(found.runs_ms.values) <= found.measured_ms <= found.runs_ms.median
-    # the other operator, of which no kind was timed, was measured
+    # the other operator, with no timed kind, was measured
     assert all(seconds > 8e-6 for seconds in found.predicted_ms.values())

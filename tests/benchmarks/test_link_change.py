@@ -1,4 +1,4 @@
-"""What the report of a changing link makes of hand-made runs."""
+"""Test the report of a changing link on hand-made runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def steps(plans: list[dict[str, float]], *, switches: int = 0, mbit: float = 20.
 
 
 def change(after_old: int, after_new: int, *, new_over: float = 0.02) -> Change:
-    """Four steps before the change, then some with each plan."""
+    """Return four steps before the change, then some with each plan."""
     judged = {
         name: {"fresh": NEW, "fresh_s": 10.0, "plans_s": [20.0, 10.0 * (1 + over)]}
         for name, over in (("live", 0.0), ("new", new_over))
@@ -105,7 +105,7 @@ def test_the_link_changes_in_the_middle_of_an_epoch() -> None:
 
 
 class Bed:
-    """A testbed that notes what is done with its link, in order."""
+    """Testbed that records the calls on its link, in order."""
 
     def __init__(self, done: list[object]) -> None:
         self.done = done
@@ -149,7 +149,7 @@ def test_the_link_is_checked_at_each_rate_before_it_is_used(
 
 
 class Jittering(link_change.LinkRig):
-    """A rig of which only the link's rate is used."""
+    """Rig of which only the link's rate is used."""
 
     def __init__(self, fails_after: int | None = None) -> None:
         self.rates: list[float] = []

@@ -1,4 +1,4 @@
-"""The benchmark of load-aware split inference: what happens, whose turn it is, its page, its least form."""
+"""Test the benchmark of load-aware split inference: its events, its turns, its page, its smallest form."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STAGES = 10
 
 
 class Clock:
-    """Time that passes only when told."""
+    """Clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -150,7 +150,7 @@ def test_a_phase_is_complete_when_all_have_come_and_there_were_some_rounds() -> 
 
 
 class Simulated:
-    """A device whose requests take what a formula says, and the conditions that it is in.
+    """Device whose requests last as a formula says, under its conditions.
 
     Args:
         wrong: Ways whose answers differ.
@@ -158,9 +158,9 @@ class Simulated:
         aware: Whether ours knows the load.
         likely: Cuts that would win.
         local_s: All stages here.
-        server_s: All of them there, without load.
+        server_s: All stages there, without load.
         upload_s: The input at 8 Mbit/s.
-        slowed: How many times as long stages take there, by load.
+        slowed: Factor by which stages slow down there, by load.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Simulated:
         self.begun.append(phase)
 
     def seconds(self, cut: int, k: float | None = None) -> float:
-        """All stages take as long, and a fifth of the bytes crosses after the fifth."""
+        """Return the seconds of a cut: stages are equal, and a fifth of the bytes crosses after the fifth."""
         k = self.slowed.get(self.phase.level, 1.0) if k is None else k
         there = STAGES - cut
         sent = 0.0 if not there else 0.2 if cut >= 5 else 1.0
@@ -276,11 +276,11 @@ MEASURED_S = {
     "squeezenet1_0": 0.026,
     "xception": 0.233,
 }
-"""On one core, as results/latency_models.md has it."""
+"""Measured seconds on one core, from results/latency_models.md."""
 
 
 def planned_s(setting: Setting) -> float:
-    """What a setting takes if requests take what the network, the rates and the loads make likely."""
+    """Return the likely seconds of a setting, by the network, the rates and the loads."""
     clock = Clock()
     device = Simulated(
         clock,

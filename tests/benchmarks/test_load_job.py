@@ -1,4 +1,4 @@
-"""The processes of the benchmark of load-aware split inference: the slow device, and background load."""
+"""Test processes of the benchmark of load-aware split inference: the slow device, and background load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BENCHMARKS = Path(load_job.__file__).parent
 
 
 class Clock:
-    """Time that passes only when told."""
+    """Clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -90,7 +90,7 @@ def test_background_load_ends_by_itself() -> None:
 
 
 class Small(nn.Module):
-    """A network that takes no time."""
+    """Network that needs no time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_slow_device_sleeps_the_rest_of_each_stages_time(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Program, "run", Program.run)  # put back afterwards
+    monkeypatch.setattr(Program, "run", Program.run)  # restored afterwards
     model, x = small_model("")
     program, other = (capture(model, x, granularity="op") for _ in range(2))
     wanted = program.run((x,), 0, program.num_stages)

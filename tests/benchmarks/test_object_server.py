@@ -1,4 +1,4 @@
-"""A directory as a bucket: the same store for those who ask over HTTP and for those who see the files."""
+"""Test a directory as a bucket: the same store over HTTP and through the file system."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def near(server: ObjectServer) -> Store:
 
 
 def said(info: ObjectInfo) -> ObjectInfo:
-    """In whole seconds, as HTTP tells times."""
+    """Return the times in whole seconds, as HTTP gives them."""
     return replace(info, modified_s=int(info.modified_s))
 
 

@@ -1,4 +1,4 @@
-"""The records of the benchmarks of plans, what their reports make of them, and the declared settings."""
+"""Test the benchmarks of plans: their records, their reports, and the declared settings."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def plan_of(choices: Mapping[str, Mapping[int, float] | None], why_not: Mapping[
 
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
-    """A finished setting: cut 2 is best with 10 s, the mix takes 9 s, cut 1 10.8 s; cut 0 does not fit."""
+    """Return a finished setting: cut 2 is best with 10 s, the mix needs 9, cut 1 10.8; cut 0 does not fit."""
     made = Records(tmp_path / "records.jsonl")
     chosen: dict[str, Mapping[int, float] | None] = {name: {2: 1.0} for name in POLICIES}
     chosen |= {"upriver": MIX, "neurosurgeon": {1: 1.0}, "freeze": {3: 1.0}, "nosplit": None}

@@ -1,4 +1,4 @@
-"""Published runs: the file, the bytes that cross, and a prediction that knows two runs of a pair only."""
+"""Test published runs: the file, the bytes that cross, and a prediction from two runs of a pair."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def alexnet() -> Network:
 
 
 def invented(runs: list[Pair]) -> dict[str, Network]:
-    """Networks of the published stages and bytes, with even work: no capture needed."""
+    """Make networks of the published stages and bytes, with even work: no capture needed."""
     found = {}
     for pair in runs:
         sizes = {run.split: run.received_bytes_per_batch / run.train_batch for run in pair.runs}
@@ -186,7 +186,7 @@ def test_a_prediction_is_the_same_twice_whatever_the_order() -> None:
 
 
 def test_what_the_model_says_is_what_it_finds() -> None:
-    """Runs made by the model's own rules are predicted exactly, seen or not."""
+    """Predict runs made by the model's own rules exactly, seen or not."""
     published = pairs(read_runs())
     networks = invented(published)
     made = [made_pair(networks[pair.model], pair) for pair in published]
@@ -202,7 +202,7 @@ def made_pair(network: Network, pair: Pair) -> Pair:
 
 
 def made_run(network: Network, run: Run) -> Run:
-    """Ten batches, mostly fetched; 0.1 ps an operation, twice that beside the store."""
+    """Make ten batches, mostly fetched; 0.1 ps an operation, twice that near the store."""
     samples = run.train_batch
     sent, weights = network.out_bytes[run.split] * samples, network.param_bytes
     pushed_s = 1e-13 * network.flops[run.split] * samples
@@ -219,7 +219,7 @@ def made_run(network: Network, run: Run) -> Run:
 
 
 def test_the_cluster_is_that_of_the_runs() -> None:
-    """Nothing overlaps, a batch is one request, and the link is what the file says."""
+    """Nothing overlaps, a batch is one request, and the link is the file's."""
     published = pairs(read_runs())
     networks = invented(published)
     known = [Profiled.of(networks[pair.model], pair) for pair in published]
@@ -245,7 +245,7 @@ def test_runs_that_contradict_the_model_are_refused() -> None:
 
 REQUEST = 128
 TABLE_4 = {"alexnet": (0.387, 0.500), "vgg11": (0.838, 1.511)}
-"""HAPI (2025), section 5.6: seconds for which a request's model is loaded, and those of the server in all."""
+"""HAPI (2025), section 5.6: seconds of loading a request's model, and all seconds of the server."""
 
 Question = tuple[Profile, Cluster, Workload]
 
@@ -265,17 +265,17 @@ def asked(
     slower_there: float,
     slower_here: float = 1.0,
 ) -> Question:
-    """The paper's two machines (section 5.1), from Table 4 and the authors' runs over the same link.
+    """Return the paper's two machines (section 5.1), from Table 4 and the authors' runs over the same link.
 
     Args:
         model: A network of Table 4.
         network: Its capture.
         batch: The training batch.
         reuse: Whether the server keeps the model.
-        split: Where Table 4's request left the server; what it says beyond loading, forward pass and sending
-            is reading.
-        slower_there: How many times as long as published the server takes for a forward pass.
-        slower_here: The same of all that the training side does.
+        split: Where Table 4's request left the server; its time besides loading, forward pass and sending is
+            reading.
+        slower_there: Factor on the server's published forward pass.
+        slower_here: The same factor on all work of the training side.
     """
     [pair] = [pair for pair in pairs(read_runs()) if (pair.model, pair.link_gbps) == (model, 12.0)]
     known, per_sample = Profiled.of(network, pair), slower_here / pair.runs[0].train_batch
@@ -324,7 +324,7 @@ def asked(
 
 
 def encode_s_per_byte(pair: Pair) -> float:
-    """Beyond the link's rate: from the first two splits that follow each other and ship different bytes."""
+    """Return the seconds per byte beyond the link's rate, from two successive splits of different bytes."""
     for run, other in pairwise(pair.runs):
         more = other.received_bytes_per_batch - run.received_bytes_per_batch
         if more:
@@ -336,7 +336,7 @@ def encode_s_per_byte(pair: Pair) -> float:
 def test_hapi_splits_alexnet_where_the_server_keeps_the_model_only(alexnet: Network, slower: float) -> None:
     """Section 5.6: batches of 128 are split at 16, and not at all where each request loads the model.
 
-    So it is whatever part of what Table 4 leaves is the forward pass.
+    This holds for any part of Table 4's rest that the forward pass may have.
     """
     cuts = {}
     for reuse in (True, False):
@@ -358,8 +358,8 @@ def test_hapi_does_not_split_vgg11_where_each_request_loads_the_model(vgg11: Net
 def test_hapi_splits_vgg11_at_11_where_the_server_keeps_the_model(vgg11: Network) -> None:
     """Section 5.6, batches of 512, on machines that are slower than when the runs were published.
 
-    The paper does not say how long the forward passes took: with the published ones the training side alone
-    would be done first. With factors of 4 and 2 both of the paper's decisions follow.
+    The paper gives no times of forward passes: with the published ones the training side alone would finish
+    first. With factors of 4 and 2 both of the paper's decisions follow.
     """
     cuts = {
         reuse: POLICIES["hapi"](

@@ -1,4 +1,4 @@
-"""The benchmark of a server: load, watching and judging apart, then each claim in its smallest form."""
+"""Test the benchmark of a server: load, watching and judging apart, then each claim in its smallest form."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ QUICK = {claim.name: claim for claim in server.QUICK}
 
 
 class Scripted:
-    """A client whose token says how its requests end: r refused, w wrong, e with an error, else right."""
+    """Client whose token says how its requests end: r refused, w wrong, e with an error, else right."""
 
     def __init__(self, url: str, *, token: str) -> None:
         self._says = list(token)
@@ -128,7 +128,7 @@ def written(folder: Path, values: torch.Tensor) -> Path:
 
 
 class Meanwhile(Scripted):
-    """One whose token is g asks; all others wait until it has."""
+    """Client that sends at once where its token is g; all others wait for it."""
 
     asked = threading.Event()
 
@@ -168,7 +168,7 @@ def test_an_open_stream_asks_whatever_becomes_of_it(put: Callable[..., Done]) ->
     done = put(stream("open", "l" * 20, rate=100.0, seconds=0.2))
     assert len(done.streams["open"]) == 20
     assert {each.outcome for each in done.streams["open"]} == {LEFT}, "those who wait leave at the end"
-    done = put(stream("open", rate=5.0, seconds=4.0))  # a thread may not have its turn at once
+    done = put(stream("open", rate=5.0, seconds=4.0))  # a thread may not run at once
     found = [each.outcome for each in done.streams["open"]]
     assert len(found) == 20 and OK in found and set(found) <= {OK, LEFT}
 
@@ -180,7 +180,7 @@ def test_a_thread_that_fails_fails_the_order(put: Callable[..., Done]) -> None:
 
 @contextmanager
 def sending(data: bytes) -> Iterator[str]:
-    """A server that sends this to whoever comes, and closes."""
+    """Serve these bytes to every connection, and close it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
 
@@ -265,7 +265,7 @@ def test_memory_is_that_of_the_processes() -> None:
 
 
 def test_what_a_server_takes_when_the_block_ends_is_seen() -> None:
-    """However long the watch rests between two looks."""
+    """This holds however long the watch rests between two looks."""
     code = "input(); data = b'x' * (64 << 20); print(flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
@@ -456,7 +456,7 @@ def on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def runs(claim: Claim, bench: Bench) -> Rows:
-    """Make all of them; each is there once."""
+    """Run all of a claim; check that each occurs once."""
     assert server.measure([claim], bench) == []
     rows = Rows(claim, bench.records)
     assert not rows.missing and len(rows.rows) == claim.repeats * len(claim.cells)
@@ -469,7 +469,7 @@ def test_memory_in_its_smallest_form(on: Bench) -> None:
     rows = runs(claim, on)
     for row in rows.rows:
         assert (row["right"], row["others"], row["restarts"]) == (claim.tenants * claim.per_tenant, {}, 0)
-        # What they share counts for less when other processes come to share it.
+        # Shared memory counts for less when other processes share it.
         assert 0 < row["idle"]["workers"] < 2 * row["peaks"]["workers"] and row["looks"] > 1
 
 

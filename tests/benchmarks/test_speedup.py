@@ -1,4 +1,4 @@
-"""What the report of the speed-up benchmark makes of hand-made records, and the declared settings."""
+"""Test the report of the speed-up benchmark on hand-made records, and the declared settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def cost(storage_s: float, compute_s: float) -> dict[str, float]:
 
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
-    """Every policy chooses cut 2 and takes 5 s, of which the link is busy for 4; the loader takes 10 s."""
+    """Return runs in which each policy chooses cut 2 in 5 s, 4 of them on the link; the loader takes 10 s."""
     made = Records(tmp_path / "records.jsonl")
     plan = {"feasible": True, "shares": {"2": 1.0}, "predicted": cost(3.0, 2.0)}
     facts = {**FACTS, "cuts": [-1, 0, 1, 2], "why_not": {}}

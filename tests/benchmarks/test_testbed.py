@@ -1,4 +1,4 @@
-"""The two hosts on one machine: the link is what was asked for, and nothing is left of it afterwards."""
+"""Test the two hosts on one machine: the link has the requested properties, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MBIT = 1e6 / 8
 NOBODY = 65534
 
 TRIES = 5
-"""A link that is what it should be is seen to be so in one of them, also between other tests' work."""
+"""Tries of a measurement: a correct link shows in one, even between other tests' work."""
 
 Found = TypeVar("Found")
 
@@ -58,7 +58,7 @@ connection = socket.create_connection(('192.0.2.2', 7))
 
 
 def why_not() -> str:
-    """Why there can be no testbed here; empty if there can."""
+    """Return why there can be no testbed here; empty if there can."""
     try:
         with testbed.Testbed(check=False):
             return ""
@@ -89,7 +89,7 @@ def running(pid: int) -> bool:
 
 
 def patiently(measure: Callable[[], Found]) -> Found:
-    """What is measured in a moment in which nothing else keeps this machine busy; the last try counts."""
+    """Repeat a measurement that other work on this machine may disturb; the last try counts."""
     for _ in range(TRIES - 1):
         with contextlib.suppress(AssertionError, testbed.TestbedError):
             return measure()
@@ -129,7 +129,7 @@ def test_the_link_changes_under_a_connection(rights: None, opened: int | None) -
         assert receiver.stdout is not None
         receiver.stdout.readline()
         sender = bed.popen("storage", python(sending), stderr=subprocess.DEVNULL)
-        time.sleep(0.3)  # what waits is now as much as ever, in packets as large as they get
+        time.sleep(0.3)  # the queue is now at its largest, in packets of the largest size
         for mbit in (200, 20, 20, 100):
             bed.set_rate(mbit * MBIT)
             time.sleep(1.0)
@@ -261,7 +261,7 @@ def test_nothing_is_left_after_an_exception(rights: None) -> None:
         names = bed.namespaces
         assert set(names) <= set(_netns.existing())
         process = bed.popen("compute", ["sleep", 600])
-        # One that leaves its group, and its parent.
+        # A process that leaves its group, and its parent.
         detached = bed.run("storage", ["sh", "-c", "setsid sleep 600 >&- 2>&- & echo $!"], timeout_s=60)
         raise ZeroDivisionError
     assert not set(names) & set(_netns.existing())
@@ -276,7 +276,7 @@ def test_nothing_is_left_when_making_it_fails(rights: None, monkeypatch: pytest.
         raise testbed.TestbedError("no shape today")
 
     def ours() -> set[str]:
-        """Other processes' come and go meanwhile."""
+        """Return our namespaces: other processes' come and go meanwhile."""
         return {name for name in _netns.existing() if name.startswith(f"upriver-{os.getpid()}-")}
 
     before = ours()
@@ -288,7 +288,7 @@ def test_nothing_is_left_when_making_it_fails(rights: None, monkeypatch: pytest.
 
 @contextlib.contextmanager
 def held() -> Iterator[tuple[subprocess.Popen[bytes], list[str], list[int]]]:
-    """A testbed that belongs to another process; the namespaces' names, and ids of processes in them."""
+    """Yield a testbed of another process: the namespaces' names, and ids of processes in them."""
     path = os.pathsep.join((str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")))
     script = Path(__file__).with_name("held_testbed.py")
     environment = {**os.environ, "PYTHONPATH": path}
@@ -325,7 +325,7 @@ def test_what_a_killed_owner_left_goes_when_the_next_one_starts(rights: None) ->
         with testbed.Testbed(check=False) as bed:
             assert not set(names) & set(_netns.existing())
             assert not any(map(running, pids))
-            # One whose owner lives is let be.
+            # A testbed whose owner lives is left alone.
             assert {*others, *bed.namespaces} <= set(_netns.existing())
             assert all(map(running, others_pids))
 
@@ -339,7 +339,7 @@ def test_others_than_root_are_told_so_in_one_line() -> None:
             subprocess.run(["true"], user=NOBODY, check=True)
         except PermissionError:
             pytest.skip("this root may not become somebody else")
-    # Somebody else may not be able to read the code, so it is loaded first.
+    # Another user may be unable to read the code, so it is loaded first.
     code = f"import os, testbed; os.geteuid() or os.setuid({NOBODY}); testbed.main()"
     done = subprocess.run(
         python(code), capture_output=True, text=True, check=False, cwd=ROOT / "benchmarks", timeout=60
@@ -383,7 +383,7 @@ def test_a_real_job_over_the_link_has_the_losses_of_the_unsplit_run(rights: None
         done = bed.run("compute", [*job, *where], timeout_s=240, cwd=ROOT)
         carried = bed.bytes_carried() - before
         with pytest.raises(OSError), socket.create_connection((bed.addresses["storage"], 7000), timeout=0.2):
-            pass  # out here there is no such address
+            pass  # this address exists only inside the testbed
     found = json.loads(done.stdout)
     plain, split = (found[policy]["losses"] for policy in ("nosplit", "freeze"))
     assert len(plain) == 10

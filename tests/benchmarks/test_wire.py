@@ -1,4 +1,4 @@
-"""The benchmark of the wire: what its page says, what it keeps, and that it runs."""
+"""Test the benchmark of the wire: its page, its records, and a run."""
 
 from __future__ import annotations
 

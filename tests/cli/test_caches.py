@@ -1,4 +1,4 @@
-"""Commands whose caches are all damaged give what they gave, and leave caches that can be used."""
+"""Check that commands with damaged caches give the same results, and leave usable caches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from upriver.profile.latency import calibration
 calibration.RANGES = {kind: calibration.RANGES[kind] for kind in ("conv", "bias", "matmul")}
 sys.exit(main())
 """
-"""The command, which calibrates three kinds of operators."""
+"""Command that calibrates three kinds of operators."""
 
 TRAIN = """
 model = "cached_models:small"
@@ -63,7 +63,7 @@ output = "{folder}/trained.safetensors"
 
 
 class Commands:
-    """All that reads or writes a cache, each a process of its own with the same cache folder."""
+    """Commands that read or write a cache, each a process of its own with the same cache folder."""
 
     def __init__(self, folder: Path, server: Running, worker: EmbeddedServer) -> None:
         self.cache, self._folder, self._server, self._worker = folder / "cache", folder, server, worker
@@ -118,7 +118,7 @@ class Commands:
 
     @property
     def all(self) -> list[Callable[[], object]]:
-        """Those that read a cache before that which writes it anew."""
+        """Return the commands, readers of a cache before its writer."""
         return [self.coldstart, self.infer, self.train, self.load, self.calibrate]
 
 

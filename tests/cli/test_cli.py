@@ -1,4 +1,4 @@
-"""What every command promises: exit codes, one-line errors, one JSON document, a fast --help."""
+"""Test the promises of every command: exit codes, one-line errors, one JSON document, a fast --help."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMANDS = (
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Class folders of tiny images."""
+    """Make class folders of tiny images."""
     rng = np.random.default_rng(0)
     for number in range(6):
         folder = tmp_path / "photos" / ("cat" if number % 2 else "dog")
@@ -48,7 +48,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def error_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line of stderr; stdout must hold nothing."""
+    """Return the one line of stderr; stdout must be empty."""
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ")

@@ -1,4 +1,4 @@
-"""``upriver calibrate``: the document, the table beside the paper's, and what is kept."""
+"""Test ``upriver calibrate``: the document, the table next to the paper's, and the saved models."""
 
 from __future__ import annotations
 

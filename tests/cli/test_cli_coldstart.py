@@ -1,4 +1,4 @@
-"""``upriver coldstart``: what it prints, draws and refuses, for weights of a model and for programs."""
+"""Test ``upriver coldstart``: its output, plots and errors, for weights of a model and for programs."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NET = ("torchvision:squeezenet1_1", "--input-shape", "3,48,48")
 
 @pytest.fixture
 def stored(tmp_path: Path) -> str:
-    """Weights of a network, published."""
+    """Publish weights of a network; return their URI."""
     model, inputs = load_model(NET[0], seed=5, input_shape=(3, 48, 48))
     publish_model(model.eval(), Store.open(tmp_path.as_uri()), "net.safetensors", (inputs.example(1),))
     return f"{tmp_path.as_uri()}/net"
 
 
 def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    """What the command says, as JSON."""
+    """Return the command's output as JSON."""
     assert main(["coldstart", *arguments, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
@@ -101,10 +101,10 @@ def test_what_the_first_call_has_shown_is_there_when_the_command_ends(
 
 
 class Drawing(Small):
-    """Draws a random number each time."""
+    """Network that draws a random number at each construction."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As that of a small network."""
+        """Apply a small network."""
         return super().forward(x) + torch.rand(())
 
 
@@ -118,7 +118,7 @@ def test_another_answer_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def tupled() -> tuple[nn.Module, int]:
-    """What a model's constructor may not return."""
+    """Return a tuple, which a model's constructor may not do."""
     return Small(), 1
 
 
@@ -191,14 +191,14 @@ def test_a_pickled_checkpoint_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 class Words(nn.Module):
-    """Numbers of a table, and an answer that holds a NaN where all of them are 0."""
+    """Look up rows of a table; the answer holds a NaN where all values are 0."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(5, 6), nn.Linear(6, 2)
 
     def forward(self, tokens: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows, 3) of int64, (rows, 2)."""
+        """Apply to `(rows, 3)` of int64 and `(rows, 2)`."""
         total = tokens.sum(1)
         return self.head(self.table(tokens).mean(1)) + shift, total / total
 
@@ -217,7 +217,7 @@ def made(name: str) -> Program:
 
 
 def pushed(name: str, tmp_path: Path) -> str:
-    """The URI of a program that was published."""
+    """Publish a program; return its URI."""
     publish(made(name), Store.open(tmp_path.as_uri()))
     return f"{tmp_path.as_uri()}/.upriver/programs/{made(name).digest}"
 
@@ -306,7 +306,7 @@ def test_tensors_of_a_file_are_taken_in_the_order_of_their_names(
 
 
 def run_with(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """What programs are run with from now on."""
+    """Record the inputs of programs that run from now on."""
     given: list[torch.Tensor] = []
     run = Program.run
 

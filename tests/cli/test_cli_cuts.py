@@ -1,4 +1,4 @@
-"""``upriver cuts``: the whole answer as JSON, the table, the picture."""
+"""Test ``upriver cuts``: the whole answer as JSON, the table, the plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``upriver infer``: the answer as JSON and as text, from files of every kind, with and without a server."""
+"""Test ``upriver infer``: answers as JSON and as text, files of every kind, with and without a server."""
 
 from __future__ import annotations
 
@@ -192,13 +192,13 @@ def test_several_inputs_come_by_name(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_positional_inputs_may_be_named_as_the_models_forward_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever the order of these names: 'by' would come before 'x'."""
+    """The order of these names does not matter: 'by' would come before 'x'."""
     model, _ = load_model("infer_models:apart")
     tensors = {"x": torch.randn(2, 3), "by": torch.rand(2, 3) + 1, "less": torch.randn(2, 3)}
     x, by, less = tensors.values()
     for given, wanted in (
         ({"x": x, "by": by}, here(model, x, 2.0, by)),
-        ({"z": by, "x": x}, here(model, x, 2.0, by)),  # in order, as far as they are not named
+        ({"z": by, "x": x}, here(model, x, 2.0, by)),  # in order, unless named
         ({"a": x, "b": by}, here(model, x, 2.0, by)),
         ({"x": x, "times": by}, here(model, x, by)),
         (tensors, here(model, x, 2.0, by, less=less)),  # the example leaves one out
@@ -381,7 +381,7 @@ def test_a_server_that_is_sent_the_program_for_long_is_waited_for(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is broken off would begin anew each time, and never come to its end."""
+    """An interrupted upload would begin anew each time, and never complete."""
     weights, noted = tmp_path / "other.safetensors", threading.Event()
     model, _ = load_model("infer_models:chain", seed=6)
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, weights)

@@ -1,4 +1,4 @@
-"""``upriver plan``: the documents of the contract, every wrong input, files written whole or not at all."""
+"""Test ``upriver plan``: the documents of the contract, every wrong input, atomic file writes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def no_memory() -> Cluster:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Files:
-    """A profile and a cluster, as arguments."""
+    """Write a profile and a cluster; return them as arguments."""
     return written(tmp_path, cluster(concurrency=4))
 
 
@@ -66,7 +66,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def refused(run: Run, *arguments: str) -> str:
-    """The one line that says what was wrong."""
+    """Return the one line of the error."""
     status, out, err = run(*arguments)
     assert status == 2
     assert out == ""
@@ -366,7 +366,7 @@ def test_numbers_that_are_too_large_only_together_are_refused(files: Files, run:
 
 
 def whole(folder: Path) -> Files:
-    """A profile and a cluster in which every field of either is written."""
+    """Write a profile and a cluster in which every field is set."""
     profile = replace(
         alexnet(),
         stages=alexnet().stages[:1],
@@ -397,7 +397,7 @@ def whole(folder: Path) -> Files:
 
 
 def places(value: Any, *path: str | int) -> Iterator[tuple[str | int, ...]]:
-    """Where a document has numbers."""
+    """Yield the paths of a document's numbers."""
     if isinstance(value, dict | list):
         for key, held in value.items() if isinstance(value, dict) else enumerate(value):
             yield from places(held, *path, key)
@@ -421,7 +421,7 @@ ABSURD = (
 
 
 def complaint(read: Callable[[str], object], text: str) -> str:
-    """Why it cannot be read; nothing where it can."""
+    """Return the reason that the text cannot be read; empty where it can."""
     try:
         read(text)
     except ConfigError as error:
@@ -433,7 +433,7 @@ def complaint(read: Callable[[str], object], text: str) -> str:
 def test_an_absurd_number_is_refused_wherever_it_stands(
     index: int, read: Callable[[str], object], tmp_path: Path, run: Run
 ) -> None:
-    """By the reader itself, or else by the command, which is given one of them at each place in any case."""
+    """The reader or else the command refuses it; the command gets one such number at each place."""
     files = whole(tmp_path)
     path, original = Path(files[index]), json.loads(Path(files[index]).read_text())
     found = list(places(original))

@@ -1,4 +1,4 @@
-"""``upriver plan --metrics``: decisions as the document of the contract, and what is refused."""
+"""Test ``upriver plan --metrics``: decisions as the document of the contract, and refused inputs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_all_policies_that_go_by_metrics(run: Run, file: Path) -> None:
     )
     assert json.loads(run("--metrics", file, "--json")[1]) == {"plans": {"fastflow": one, "upriver": other}}
     assert other["policy"] == "upriver" and other["offload"] and other["candidate"] == "p2"
-    # Both sides are done at once at 34.5 / (40.5 + 34.5 x 0.9); 1 % less than that is enough.
+    # Both sides finish at once at 34.5 / (40.5 + 34.5 x 0.9); 1 % less than that is enough.
     assert 0.45 < other["ratio"] < 34.5 / (40.5 + 34.5 * 0.9)
 
 

@@ -1,4 +1,4 @@
-"""``upriver push``: programs of several shapes beside one weights file, and weights alone."""
+"""Test ``upriver push``: programs of several shapes with one weights file, and weights alone."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_what_is_damaged_is_written_anew(
     load_it()
     file = tmp_path / document[damaged]
     before, status = file.read_bytes(), file.stat()
-    with file.open("r+b") as opened:  # as by a disk, which leaves no trace in the ETag
+    with file.open("r+b") as opened:  # a disk does so, without a trace in the ETag
         opened.seek(-1 if damaged == "graph" else -64, os.SEEK_END)
         opened.write(b"\xff")
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))

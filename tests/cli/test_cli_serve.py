@@ -1,4 +1,4 @@
-"""``upriver serve`` as a process: one line when it listens, a clean end, and never longer than its parent."""
+"""Test ``upriver serve`` as a process: one line when it listens, a clean end, no life after its parent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serving(
     token: str | None = None,
     stderr: int = subprocess.DEVNULL,
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
-    """A server process and the line it printed."""
+    """Yield a server process and the line that it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "UPRIVER_TOKEN"}
     if token is not None:
         environment["UPRIVER_TOKEN"] = token
@@ -53,7 +53,7 @@ def serving(
 
 
 def get(url: object, path: str, token: str | None = None) -> tuple[int, bytes]:
-    """Status and body of one GET."""
+    """Return status and body of one GET."""
     connection = http.client.HTTPConnection(urlsplit(str(url)).netloc, timeout=60)
     try:
         connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
@@ -64,7 +64,7 @@ def get(url: object, path: str, token: str | None = None) -> tuple[int, bytes]:
 
 
 def wait_until_ready(url: object) -> None:
-    """One worker was ready when it said that it listens."""
+    """Wait until the server reports ready; one worker was ready when it said that it listens."""
     for _ in range(600):
         if get(url, "/readyz")[0] == 200:
             return
@@ -183,7 +183,7 @@ ENDS = [(signal.SIGTERM, 0), (signal.SIGINT, 130)]
 
 @contextlib.contextmanager
 def half_a_request(url: str) -> Iterator[None]:
-    """A server that has read some of a request, and waits for the rest."""
+    """Run a server in the middle of a request, waiting for the rest."""
     address = urlsplit(url)
     head = f"POST /v1/run HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Length: 100\r\n\r\n"
     with socket.create_connection((address.hostname, address.port), timeout=60) as connection:
@@ -200,7 +200,7 @@ def test_a_signal_before_there_is_a_server_ends_it_as_one_later(
     os.mkfifo(config)
     command = [sys.executable, "-m", "upriver", "serve", "--config", str(config)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        with config.open("w", encoding="utf-8"):  # it reads, and has not been told anything
+        with config.open("w", encoding="utf-8"):  # it reads, but nothing has been written yet
             process.send_signal(number)
             assert process.communicate(timeout=60) == ("", "")
         assert process.returncode == code

@@ -1,4 +1,4 @@
-"""``upriver train``: what it writes, what it says, and going on after an interruption."""
+"""Test ``upriver train``: its files, its output, and resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def held_logits(outputs):
 loop.StopSignal._request, command._tell, loop.logits = noted_request, noted_tell, held_logits
 sys.exit(main())
 """
-"""The command, which waits within its third epoch until it is interrupted."""
+"""Command that waits within its third epoch until it is interrupted."""
 
 CONFIG = """
 model = "trained_models:small"
@@ -84,7 +84,7 @@ output = "{folder}/{output}"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two classes of tiny images, input stages, and a model to import."""
+    """Make two classes of tiny images, input stages, and a model to import."""
     rng = np.random.default_rng(0)
     for part, count in (("train", 20), ("heldout", 6)):
         for number in range(count):
@@ -100,14 +100,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(folder: Path, *, output: str = "trained.safetensors", more: str = "epochs = 3") -> str:
-    """Write a configuration and give its path."""
+    """Write a configuration; return its path."""
     path = folder / f"{output}.toml"
     path.write_text(CONFIG.format(uri=folder.as_uri(), folder=folder, output=output, more=more))
     return str(path)
 
 
 def trained(capsys: pytest.CaptureFixture[str], path: str, *options: str) -> dict[str, object]:
-    """Run the command and parse what it printed."""
+    """Run the command; return its parsed output."""
     assert main(["train", path, "--json", *options]) == 0
     document = json.loads(capsys.readouterr().out)
     assert isinstance(document, dict)
@@ -194,7 +194,7 @@ def test_it_goes_on_where_it_was_interrupted(folder: Path, capsys: pytest.Captur
 def test_interrupted_at_every_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interruption after each single step, and the same bits as without."""
+    """Interrupt after each single step: the bits equal those of an uninterrupted run."""
     from upriver.cli.train.loop import StopSignal
 
     whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
@@ -241,7 +241,7 @@ def test_a_run_that_goes_on_keeps_the_micro_batch_it_chose(
 
 
 def broken_off(capsys: pytest.CaptureFixture[str], path: str, *, code: int = 2) -> str:
-    """Run the command, which must end in a checkpoint; what it said last."""
+    """Run the command, which must end in a checkpoint; return its last line."""
     assert main(["train", path]) == code
     assert Path(f"{path.removesuffix('.toml')}.checkpoint").exists()
     return capsys.readouterr().err
@@ -254,7 +254,7 @@ def accuracies(document: dict[str, object]) -> list[float]:
 
 
 def assert_undisturbed(parts: dict[str, object], whole: dict[str, object]) -> None:
-    """A run that went on has every bit of one that never stopped."""
+    """Assert that a resumed run has every bit of one that never stopped."""
     assert (parts["resumed"], whole["resumed"]) == (True, False)
     assert losses(parts) == losses(whole)
     assert accuracies(parts) == accuracies(whole)
@@ -305,7 +305,7 @@ def test_an_interrupted_evaluation_costs_no_epoch(
 
 
 def last_of_first_epoch(folder: Path) -> tuple[int, Path]:
-    """The sample that the first epoch takes last: its row and its file."""
+    """Return row and file of the last sample of the first epoch."""
     from upriver.finetune.prefetch.sampler import epoch_order
     from upriver.pipeline import imagenet_eval, index
     from upriver.store import Store
@@ -494,7 +494,7 @@ def test_a_checkpoint_of_another_run_is_refused(folder: Path, capsys: pytest.Cap
 
 
 def told(monkeypatch: pytest.MonkeyPatch, after: dict[int, Callable[[], object]]) -> None:
-    """Do something when epochs of these numbers have been told of."""
+    """Call each function once its epoch has been reported."""
     tell = train._tell
 
     def telling(record: dict[str, Any]) -> None:

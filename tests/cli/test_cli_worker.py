@@ -1,4 +1,4 @@
-"""``upriver worker`` as a process: the user's datasets, allowed by name, made where it was started."""
+"""Test ``upriver worker`` as a process: the user's datasets, allowed by name, made in its folder."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def made(client: ServerClient, request: RunRequest) -> list[Any]:
 def working(
     folder: Path, *arguments: str, **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
-    """A worker that was started in a folder with a module in it, its address, and where its stderr goes."""
+    """Yield a worker started in a folder with a module in it, its address, and the file of its stderr."""
     (folder / "birds.py").write_text(BIRDS)
-    # Unlike ``python -m``, the installed script does not look for modules where it is started.
+    # Unlike ``python -m``, the installed script does not look for modules in the current folder.
     script = "import sys; sys.path[0] = '/'; from upriver.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "worker", "--port", "0", *arguments]
     log = folder / "stderr"
@@ -93,7 +93,7 @@ def working(
 
 
 MODULES = ("birds.py", "flock/__init__.py", "flock/data.py", "ns/inner/deep.py")
-"""In the folder that a worker is started in; each ends the test that imports it."""
+"""Modules in the folder in which a worker starts; each ends the test that imports it."""
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_module_that_is_allowed_opens_what_it_defines_and_nothing_that_it_impo
         ServerClient(url) as client,
     ):
         assert made(client, asking((1,), name="shop.data:make")) == [[1]]
-        diary.unlink(missing_ok=True)  # what importing the module has run, which is its own affair
+        diary.unlink(missing_ok=True)  # code that the import runs is the module's own affair
         kinds = [
             "shell",
             "forged_shell",
@@ -228,7 +228,7 @@ def test_tenants_of_a_file_have_their_quotas(tmp_path: Path) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the server would be told, which is not started."""
+    """Return what the server would be told; no server starts."""
     found: dict[str, Any] = {}
     monkeypatch.setattr(worker, "serve_here", lambda settings, token: found.update(settings, token=token))
     monkeypatch.delenv("UPRIVER_TOKEN", raising=False)

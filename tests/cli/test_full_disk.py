@@ -1,4 +1,4 @@
-"""Commands on a full disk: one line says so, and the disk holds what it held."""
+"""Test commands on a full disk: one line reports it, and the disk keeps its content."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMMANDS: dict[str, list[str]] = {
 
 
 def listed(folder: Path) -> dict[str, bytes]:
-    """Everything in a folder, folders among it."""
+    """Return everything in a folder, subfolders included."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else b""
         for path in folder.rglob("*")
@@ -49,7 +49,7 @@ def listed(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def disk(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A small disk that holds a dataset and a picture, beside a model to import."""
+    """Put a dataset and a picture on a small disk; the model to import lies elsewhere."""
     images(small_disk, 10)
     (small_disk / "old.svg").write_text("an older picture")
     (tmp_path / "full_models.py").write_text(MODELS)
@@ -75,7 +75,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(
 def test_a_full_disk_that_nobody_expects_is_one_line(
     disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What no command has thought of is said in the same words."""
+    """An unforeseen write is reported in the same words."""
 
     def failing(num_bytes: int) -> None:
         (disk / "of a library").write_bytes(bytes(1 << 20))
@@ -111,7 +111,7 @@ PRINTING: dict[str, list[str]] = {
 
 @contextmanager
 def full_file(disk: Path) -> Iterator[TextIO]:
-    """A file in which nothing fits, open as a process has its stderr."""
+    """Yield a full file, open as a process has its stderr."""
     file = (disk / "written").open("w", buffering=1)
     try:
         yield file
@@ -123,11 +123,11 @@ def full_file(disk: Path) -> Iterator[TextIO]:
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[str]:
-    """A command whose input is there."""
+    """Return a command whose input exists."""
     few = {kind: RANGES[kind] for kind in ("activation.relu",)}
     monkeypatch.setattr("upriver.profile.latency.calibration.RANGES", few)
     store = images(tmp_path / "store", 10)
-    if request.param == "index":  # what is left out is said on stderr
+    if request.param == "index":  # the command reports skipped files on stderr
         (tmp_path / "store" / "photos" / "class0" / "notes.doc").touch()
     (tmp_path / "full_models.py").write_text(MODELS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -178,7 +178,7 @@ def test_what_is_said_beside_a_result_may_be_lost(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where stderr is a log."""
+    """This happens where stderr is a log."""
     usual = main([*command, *options])
     whole, err = capsys.readouterr()
     assert usual == (2 if command[1:] in (["--nothing"], ["ftp://nowhere"]) else 0), err

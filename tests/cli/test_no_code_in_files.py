@@ -1,4 +1,4 @@
-"""The check that nothing reads a format that can carry code sees what it must, and no more."""
+"""Test the check for formats that can carry code: it finds what it must, and no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server's file in the README is one that a server takes, and means what is said beside it."""
+"""Check that a server accepts the configuration in the README, and reads it as described there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = {"vision": "token-of-vision", "maps": "token-of-maps"}
 
 
 def server_file() -> str:
-    """What stands there, with whole hashes in place of those that are cut short."""
+    """Return the configuration, with whole hashes in place of shortened ones."""
     blocks = (part.split("```")[0] for part in README.read_text(encoding="utf-8").split("```toml\n"))
     [text] = [block for block in blocks if "[tenants." in block]
     hashes = iter(hash_token(token) for token in TOKENS.values())

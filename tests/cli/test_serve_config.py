@@ -1,4 +1,4 @@
-"""The file of ``upriver serve``: what it comes to, and that whatever is wrong is one line that names it."""
+"""Test the file of ``upriver serve``: its settings, and a one-line error that names each fault."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ client_ca = "clients.pem"
 
 @pytest.fixture
 def written(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a file and gives its path."""
+    """Return a function that writes a file and returns its path."""
 
     def write(text: str) -> Path:
         path = tmp_path / "server.toml"
@@ -115,7 +115,7 @@ def written(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(autouse=True)
 def of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No token of ours, and the log stays as other tests expect it."""
+    """Unset our token, and keep the log as other tests expect it."""
     monkeypatch.delenv("UPRIVER_TOKEN", raising=False)
     monkeypatch.setattr("upriver.server.observability.logging.configure", lambda *arguments, **options: None)
 

@@ -1,4 +1,4 @@
-"""Tests that start Ray, one file at a time: a cluster is found by whoever looks for one on this machine."""
+"""Serialize tests that start Ray: any process on this machine that looks for a cluster finds one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOCK = Path(tempfile.gettempdir()) / "upriver-tests-with-ray.lock"
 
 
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """Time to wait for the tests of another run."""
+    """Allow time to wait for the tests of another run."""
     for item in items:
         if item.path.parent == Path(__file__).parent and item.path.stem in WITH_RAY:
             item.add_marker(pytest.mark.timeout(1500))
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def nobody_else_has_ray(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Nor another run of the tests; within one, a single process has this folder."""
+    """Lock Ray against other runs of the tests; within one run, a single process has this folder."""
     if request.path.stem not in WITH_RAY:
         yield
         return

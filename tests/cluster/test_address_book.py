@@ -1,4 +1,4 @@
-"""The address book by a virtual clock against a plain reading of its history, and who keeps it."""
+"""Test the address book by a virtual clock against a plain reading of its history, and its keepers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_who_is_listed_is_who_renewed_last_and_not_too_long_ago(events: list[tup
 
 
 class Kept:
-    """An address book of threads, which may fail."""
+    """Address book of threads, which may fail."""
 
     def __init__(self) -> None:
         self.book = AddressBook()

@@ -1,4 +1,4 @@
-"""How many replicas: bounds and steps on random loads, and the policy as Ray Serve calls it, without Ray."""
+"""Test the number of replicas: bounds and steps on random loads, and the policy as Ray Serve calls it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BUSY = st.lists(st.floats(0, 1), max_size=12)
 
 @st.composite
 def bounds(draw: st.DrawFn) -> tuple[int, int, int]:
-    """At least, at most, and how many there are."""
+    """Draw the minimum, the maximum, and the current number."""
     least = draw(st.integers(1, 10))
     most = draw(st.integers(least, 20))
     return least, most, draw(st.integers(least, most))
@@ -85,7 +85,7 @@ def test_a_longer_queue_never_asks_for_fewer(
 def test_a_load_that_stays_is_answered_by_a_number_that_stays(
     queued: int, work: float, limits: tuple[int, int, int]
 ) -> None:
-    """However many there are at first, the number moves one way, then rests: it never goes to and fro."""
+    """From any number of replicas, the number moves one way, then rests: it never oscillates."""
     least, most, current = limits
     steps: list[int] = []
     for _ in range(2 * most):
@@ -143,7 +143,7 @@ class Point:
 
 @dataclass
 class Context:
-    """What is used of a ``ray.serve.config.AutoscalingContext``, under its names."""
+    """Used part of a ``ray.serve.config.AutoscalingContext``, under its names."""
 
     target_num_replicas: int
     capacity_adjusted_min_replicas: int
@@ -153,7 +153,7 @@ class Context:
 
 
 def metrics(*loads: tuple[int, float]) -> dict[str, dict[str, list[Point]]]:
-    """The last report of each replica, behind an older one that said something else."""
+    """Return the last report of each replica, after an older one with another value."""
     found: dict[str, dict[str, list[Point]]] = {}
     for number, (waiting, busy) in enumerate(loads):
         for name, value in report(waiting_bytes=waiting, utilisation=busy, target_bytes=T).items():
@@ -184,7 +184,7 @@ def test_the_policy_without_reports_leaves_things_as_they_are() -> None:
 
 
 def test_the_policy_counts_replicas_that_are_on_their_way() -> None:
-    """Two have reported; five are to be there: the queue of the two is theirs, and no reason for more."""
+    """Two have reported, and five are expected: the queue of the two is no reason for more."""
     assert policy(Context(5, 1, 8, metrics((2 * T, 1.0), (3 * T, 1.0))))[0] == 5
 
 

@@ -1,4 +1,4 @@
-"""A replica's server: a real process with a private file, asked, killed, and gone with its parent."""
+"""Test a replica's server: a real process with a private file, queried, killed, and gone with its parent."""
 
 from __future__ import annotations
 

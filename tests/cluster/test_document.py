@@ -1,4 +1,4 @@
-"""What travels through Ray: no token, no credentials; and what becomes of it on a replica's machine."""
+"""Test the document that travels through Ray: no token, no credentials; its use on a replica's machine."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ VALUES = st.recursive(
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, and of equal kinds: 1, 1.0 and true are three things."""
+    """Return whether values and types are equal: 1, 1.0 and true are three values."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):

@@ -1,4 +1,4 @@
-"""Servers that come and go, on the client's side: answers of all kinds, and who is in by them."""
+"""Test a client that follows changing servers: directory answers of all kinds, and the members after each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 class Answers:
-    """A directory that answers as it is set, and counts."""
+    """Directory that answers as it is set, and counts."""
 
     def __init__(self, *urls: str) -> None:
         self.urls = list(urls)
@@ -63,7 +63,7 @@ class Answers:
 
 @contextmanager
 def answering(respond: Callable[[Exchange], None]) -> Iterator[str]:
-    """The address of a directory, as users write it."""
+    """Yield the address of a directory, as users write it."""
     with scripted(respond) as url:
         yield f"ray+{url}"
 
@@ -219,7 +219,7 @@ def test_who_is_new_joins_and_who_is_named_no_more_stays_for_a_lease() -> None:
 def test_a_directory_that_was_restarted_and_knows_nobody_takes_nobody_away() -> None:
     roll = Roll(["http://a", "http://b"])
     roll.heard(listing("http://a", "http://b"), 100.0)
-    after = 100.0 + 5 * LEASE_S  # it was silent for so long
+    after = 100.0 + 5 * LEASE_S  # the directory was silent for that time
     assert roll.heard(listing(), after) == roll.heard(listing(), after + LEASE_S) == Changes()
     assert roll.urls == ("http://a", "http://b")
     assert roll.heard(listing("http://a"), after + LEASE_S + 1).gone == ("http://b",)
@@ -257,7 +257,7 @@ def test_who_is_in_was_not_left_out_for_longer_than_a_lease(
 
 
 class Members:
-    """A pool as it looks from outside."""
+    """Pool as its callers see it."""
 
     def __init__(self, *urls: str) -> None:
         self.urls = list(urls)

@@ -1,4 +1,4 @@
-"""Replicas on a real Ray, started here: real jobs, a killed server, an orderly end, and growth."""
+"""Test replicas on a real Ray, started here: real jobs, a killed server, an orderly end, and growth."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from upriver.rpc.discovery import DirectoryClient
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
-    # Looked for, not imported: importing Ray changes the process that does.
+    # `find_spec`, not an import: importing Ray changes the process.
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'upriver[ray]'"
     ),
@@ -44,7 +44,7 @@ pytestmark = [
 EPOCHS = 4
 TOKEN = "sesame-of-ours"
 STEPS = 17
-"""Of an epoch: 200 samples in batches of 12."""
+"""Steps of an epoch: 200 samples in batches of 12."""
 
 QUEUE_SCRIPT = """
 import json, sys
@@ -56,7 +56,7 @@ run(document, address="local", replicas=(least, most), queue_bytes=1)
 
 
 def until(condition: Callable[[], Any], seconds: float = 180) -> Any:
-    """Until it is true; then what it gave."""
+    """Wait until the condition is true; return its value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not so within {seconds} s"
@@ -66,25 +66,25 @@ def until(condition: Callable[[], Any], seconds: float = 180) -> Any:
 
 @dataclass
 class Cluster:
-    """A process that serves with replicas, and all that it has started."""
+    """Process that serves with replicas, and all processes that it has started."""
 
     process: subprocess.Popen[str]
     url: str
     family: set[psutil.Process] = field(default_factory=set)
 
     def servers(self) -> list[str]:
-        """As the directory names them; nobody where it does not answer."""
+        """Return the servers that the directory names; none where it does not answer."""
         with contextlib.suppress(UpriverError):
             return [server.url for server in DirectoryClient(self.url).listing().servers]
         return []
 
     def look(self) -> None:
-        """Note who has been started so far."""
+        """Record the processes started so far."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
 
     def pid_of(self, url: str) -> int:
-        """The process that listens at a server's address."""
+        """Return the process that listens at a server's address."""
         self.look()
         port = urlsplit(url).port
         for process in self.family:
@@ -95,13 +95,13 @@ class Cluster:
         raise AssertionError(f"nobody listens at {url}")
 
     def end(self) -> int:
-        """SIGTERM, and how it ended."""
+        """Send SIGTERM; return the exit code."""
         self.look()
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=120)
 
     def left(self) -> list[str]:
-        """What still lives of all that was started."""
+        """Return the started processes that still live."""
         names = []
         for process in self.family:
             with contextlib.suppress(psutil.Error):
@@ -112,7 +112,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def clustered(command: list[str], *, token: str | None = None) -> Iterator[Cluster]:
-    """Start it, wait for its line, and leave nothing of it."""
+    """Start a cluster, wait for its line, and remove all of it."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -160,7 +160,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture(scope="module")
 def two(data: Dataset) -> Iterator[Cluster]:
-    """Two replicas behind one token; the last test of them ends them."""
+    """Share two replicas behind one token; the last of their tests ends them."""
     with clustered(serve_command(data.store.uri, "--replicas", "2"), token=TOKEN) as cluster:
         until(lambda: len(cluster.servers()) == 2)
         yield cluster
@@ -184,7 +184,7 @@ def request_of(data: Dataset, *micro_batches: tuple[int, ...]) -> RunRequest:
 @pytest.mark.full
 @pytest.mark.parametrize("address", ["auto", "127.0.0.1:{}", "ray://127.0.0.1:{}"])
 def test_no_cluster_where_one_should_be(tmp_path: Path, address: str) -> None:
-    """Before all others: ``auto`` finds any cluster that runs on this machine."""
+    """Run this before all others: ``auto`` finds any cluster that runs on this machine."""
     address = address.format(free_port())
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     done = subprocess.run(
@@ -193,7 +193,7 @@ def test_no_cluster_where_one_should_be(tmp_path: Path, address: str) -> None:
         text=True,
         check=False,
         timeout=400,
-        env={**environment, "RAY_TMPDIR": str(tmp_path)},  # where it would look for one
+        env={**environment, "RAY_TMPDIR": str(tmp_path)},  # where it would look for a cluster
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert f"error: no Ray cluster at '{address}'" in done.stderr
@@ -316,7 +316,7 @@ def test_a_queue_brings_a_second_replica(data: Dataset) -> None:
     def press(url: str) -> None:
         with ServerClient(url) as client:
             while not stop.is_set():
-                with contextlib.suppress(UpriverError):  # refused, where so much waits already
+                with contextlib.suppress(UpriverError):  # refused, because so many requests wait already
                     for _ in client.run(request_of(data, *ids)):
                         pass
 

@@ -1,4 +1,4 @@
-"""Workers as actors of a real Ray: the same batches, whoever is killed, and nothing left of them."""
+"""Test workers as actors of a real Ray: the same batches, whichever process dies, and no leftovers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from upriver.rpc.client import ServerClient
 from upriver.rpc.worker_fleet import Provider
 
 CPUS = 3
-"""Of the cluster, as Ray counts them."""
+"""CPUs of the cluster, as Ray counts them."""
 
 with_ray = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
-    # Looked for, not imported: importing Ray changes the process that does.
+    # `find_spec`, not an import: importing Ray changes the process.
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'upriver[ray]'"
     ),
@@ -77,7 +77,7 @@ exec(steps)
 
 
 def until(condition: Callable[[], Any], seconds: float = 120) -> Any:
-    """Until it is true; then what it gave."""
+    """Wait until the condition is true; return its value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"not so within {seconds} s"
@@ -91,11 +91,11 @@ def environment(**more: str) -> dict[str, str]:
 
 
 OF_CLUSTER = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""With which the cluster is reached."""
+"""Variables for access to the cluster."""
 
 
 class Started:
-    """A Python process that tells JSON lines, one whenever it is sent one."""
+    """Python process that prints JSON lines, one for each line that it receives."""
 
     def __init__(self, script: str, *arguments: str, **variables: str) -> None:
         self.process = subprocess.Popen(
@@ -107,7 +107,7 @@ class Started:
         )
 
     def hear(self) -> dict[str, Any]:
-        """What it tells next; Ray's own lines are passed over."""
+        """Return the next JSON line; skip Ray's own lines."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
@@ -121,7 +121,7 @@ class Started:
         self.process.stdin.flush()
 
     def end(self) -> int:
-        """Let it come to its end, and wait."""
+        """Let the process end, and wait."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -133,7 +133,7 @@ class Started:
                 self.process.stdout.close()
 
     def family(self) -> list[psutil.Process]:
-        """All that it has started, and they have, and which lives."""
+        """Return all living descendants."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return [one for one in psutil.Process(self.process.pid).children(recursive=True) if lives(one)]
         return []
@@ -146,7 +146,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def servers(started: Started) -> list[psutil.Process]:
-    """Fronts of all workers on a cluster that a process has started."""
+    """Return the fronts of all workers on a cluster that a process has started."""
     found = []
     for process in started.family():
         with contextlib.suppress(psutil.Error):
@@ -197,7 +197,7 @@ class TestOnACluster:
     pytestmark = with_ray
 
     def test_the_same_batches_and_nobody_is_left(self, cluster: tuple[Started, str]) -> None:
-        """And it is made for who has the loader's token, and for nobody else."""
+        """The workers serve the holder of the loader's token, and no other client."""
         started, address = cluster
         steps = """
 loader = loader_of(upriver.ray_workers(2, address=address), offload="always")
@@ -288,7 +288,7 @@ tell()
         until(lambda: not servers(started))
 
     def test_as_many_as_are_needed(self, cluster: tuple[Started, str]) -> None:
-        """Bounded by what is free: of three CPUs, where four workers would do."""
+        """The bound is the free part: of three CPUs, where four workers would be used."""
         started, address = cluster
         steps = """
 def knowing(stalls):

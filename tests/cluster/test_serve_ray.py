@@ -1,4 +1,4 @@
-"""What ``--engine ray`` makes of its arguments, without Ray."""
+"""Test what ``--engine ray`` makes of its arguments, without Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STORES = {"default": "file:///data"}
 
 @pytest.fixture
 def deployed(monkeypatch: pytest.MonkeyPatch) -> list[Deployment]:
-    """What would have been deployed; each says at once that it listens."""
+    """Record the deployments; each reports at once that it listens."""
     found: list[Deployment] = []
 
     def serve(deployment: Deployment, *, on_listening: Callable[[Mapping[str, object]], None]) -> None:
@@ -143,7 +143,7 @@ def test_what_cannot_be_meant(
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)  # importing it is then an ImportError
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", *deploy.OFF):
-        monkeypatch.setenv(name, "before")  # so that it is put back afterwards
+        monkeypatch.setenv(name, "before")  # so that it is restored afterwards
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     with pytest.raises(ConfigError, match=r"pip install 'upriver\[ray\]'"):
         serve_ray.run({"stores": STORES}, address="local")
@@ -219,7 +219,7 @@ def test_the_reason_is_that_of_the_server_not_the_whole_traceback() -> None:
 
 
 def test_a_replica_that_fails_is_told_with_the_reason_that_ray_serve_keeps_for_its_deployment() -> None:
-    """Of the application Ray Serve says only which deployment failed."""
+    """Ray Serve's status of the application names only the deployment that failed."""
     message = "The deployment failed to start 3 times in a row. Error:\nupriver.errors.ServerUnavailable: why"
     servers = SimpleNamespace(message=message)
     status = SimpleNamespace(applications={"upriver": SimpleNamespace(deployments={"servers": servers})})
