@@ -260,6 +260,27 @@ def test_values_take_nothing_but_what_crosses() -> None:
             parts.tail(wrong)
 
 
+class Scaled(nn.Module):
+    """A tail of one product, which takes any type and gives another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(x) * self.scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+def test_features_of_another_type_are_refused_by_name(dtype: torch.dtype) -> None:
+    said = rf"features \('frozen'\) must be torch\.float32, got {dtype}"
+    with pytest.raises(ConfigError, match=said):
+        split(frozen(Scaled(), "frozen"), torch.randn(4, 6)).tail(torch.randn(3, 6).to(dtype))
+    towers = split(frozen(Towers(), "frozen"), torch.randn(4, 6))
+    with pytest.raises(ConfigError, match=rf"features\[1\] \(.*\) must be torch\.float32, got {dtype}"):
+        towers.tail((torch.randn(3, 6), torch.randn(3, 6).to(dtype)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_types(dtype: torch.dtype) -> None:
     model = frozen(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)), "0", "2").to(

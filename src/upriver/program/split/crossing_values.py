@@ -51,10 +51,21 @@ class Values:
                 samples = form.samples_of(first.shape)
                 wanted = [ship.shape.at(samples) for ship in self.ships]
                 if [tuple(value.shape) for value in values] == wanted:
+                    self._check_types(values)
                     return values
         raise ConfigError(
             f"call the job with the features it yields, of shape {self._wanted()}, got {_given(features)}"
         )
+
+    def _check_types(self, values: tuple[torch.Tensor, ...]) -> None:
+        """Raise if a type differs: a tail that promotes types would silently compute something else."""
+        for number, (value, ship) in enumerate(zip(values, self.ships, strict=True)):
+            if value.dtype != ship.shape.dtype:
+                name = "features" if len(values) == 1 else f"features[{number}]"
+                raise ConfigError(
+                    f"call the job with the features it yields: {name} ('{ship.source}') must be "
+                    f"{ship.shape.dtype}, got {value.dtype}"
+                )
 
     def samples_of(self, values: Sequence[torch.Tensor]) -> int:
         """Return the number of samples in these values."""

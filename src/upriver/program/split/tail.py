@@ -295,7 +295,7 @@ class Tail(nn.Module):
                 sample dimension.
 
         Raises:
-            ConfigError: If the number or the shapes of the tensors differ.
+            ConfigError: If the number, the shapes or the types of the tensors differ.
         """
         values = self.values.check(features)
         if torch.compiler.is_compiling():
