@@ -81,7 +81,7 @@ def test_cache_folder_with_a_variable_is_the_folder_it_names(
     assert cache_folder() == tmp_path / folder
 
 
-# ---------------------------------------------------------------------------------------- all that is kept
+# ------------------------------------------------------------------------------------------- saved results
 
 
 @dataclass(frozen=True)

@@ -441,7 +441,7 @@ def test_who_fails_is_told_and_ours_fails_the_benchmark(tmp_path: Path) -> None:
     assert f"{SETTING.key}, {OURS}: an answer is missing" in wrong([ours])
 
 
-# ------------------------------------------------------------------------------------------ the real one
+# -------------------------------------------------------------------------------------------- a real run
 
 
 @pytest.mark.full

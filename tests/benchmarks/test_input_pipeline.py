@@ -576,7 +576,7 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
     assert "not judged" in text and SETTING.key in text and not (tmp_path / "none.png").exists()
 
 
-# ------------------------------------------------------------------------------------------- the real one
+# --------------------------------------------------------------------------------------------- a real run
 
 
 @pytest.mark.full

@@ -64,7 +64,7 @@ def row(**other: Any) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------ what is drawn
+# -------------------------------------------------------------------------------------------------- draws
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -80,7 +80,7 @@ def test_seeds_draw_differently_and_few_are_no_more_than_asked_for() -> None:
     assert len(set(targets)) == 2 and all(isinstance(target, Target) for target in targets)
 
 
-# ----------------------------------------------------------------------------------------- what is compared
+# ----------------------------------------------------------------------------------------------- comparison
 
 
 def test_equal_runs_do_not_differ() -> None:
@@ -128,7 +128,7 @@ def test_a_target_says_which_sample_it_is(tmp_path: Path) -> None:
     assert data.targets.tolist() == list(range(12))
 
 
-# ---------------------------------------------------------------------------------------- what is left behind
+# -------------------------------------------------------------------------------------------------- leftovers
 
 
 def test_shared_memory_is_seen_open_and_mapped_and_not_once_it_is_gone() -> None:
@@ -211,7 +211,7 @@ def test_control_groups_are_found_by_the_number_of_their_front(
     assert list(seen.left()) == ["control group"]
 
 
-# ------------------------------------------------------------------------------------------- what is reported
+# ----------------------------------------------------------------------------------------------------- report
 
 
 def test_a_run_without_faults_is_met_and_one_with_faults_names_them() -> None:

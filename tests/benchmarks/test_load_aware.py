@@ -519,7 +519,7 @@ def test_a_page_of_nothing(tmp_path: Path) -> None:
     assert "not judged" in text and LOAD.key in text and not list(tmp_path.glob("*.png"))
 
 
-# ------------------------------------------------------------------------------------------- the real one
+# --------------------------------------------------------------------------------------------- a real run
 
 
 @pytest.mark.full

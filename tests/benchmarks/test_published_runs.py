@@ -202,7 +202,7 @@ def made_pair(network: Network, pair: Pair) -> Pair:
 
 
 def made_run(network: Network, run: Run) -> Run:
-    """Make ten batches, mostly fetched; 0.1 ps an operation, twice that near the store."""
+    """Make ten batches, mostly fetched; 0.1 ps an operation, twice that at the store."""
     samples = run.train_batch
     sent, weights = network.out_bytes[run.split] * samples, network.param_bytes
     pushed_s = 1e-13 * network.flops[run.split] * samples

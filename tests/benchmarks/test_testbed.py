@@ -251,7 +251,7 @@ def test_ending_a_process_ends_its_children(bed: testbed.Testbed) -> None:
     assert gone is None or not gone[1]
 
 
-# ------------------------------------------------------------------------------------------ nothing stays
+# ------------------------------------------------------------------------------------------------ cleanup
 
 
 @pytest.mark.full
@@ -330,7 +330,7 @@ def test_what_a_killed_owner_left_goes_when_the_next_one_starts(rights: None) ->
             assert all(map(running, others_pids))
 
 
-# ------------------------------------------------------------------------------------------- who may not
+# ---------------------------------------------------------------------------------------- missing rights
 
 
 def test_others_than_root_are_told_so_in_one_line() -> None:
@@ -363,7 +363,7 @@ def test_missing_programs_are_named_with_their_package(
         testbed.Testbed().__enter__()
 
 
-# ---------------------------------------------------------------------------------------------- all of it
+# -------------------------------------------------------------------------------------------- a whole job
 
 
 @pytest.mark.full

@@ -101,10 +101,10 @@ def test_what_the_first_call_has_shown_is_there_when_the_command_ends(
 
 
 class Drawing(Small):
-    """Network that draws a random number at each construction."""
+    """Network that adds a random number in each forward pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply a small network."""
+        """Apply the small network, and add a random number."""
         return super().forward(x) + torch.rand(())
 
 

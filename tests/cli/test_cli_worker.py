@@ -223,7 +223,7 @@ def test_tenants_of_a_file_have_their_quotas(tmp_path: Path) -> None:
             assert [build(batch.tree, batch.tensors)[0]["bird"] for batch, _ in answer] == [1, 2, 3, 4, 5]
 
 
-# ------------------------------------------------------------------------------------- what it is told
+# ------------------------------------------------------------------------------------- server settings
 
 
 @pytest.fixture

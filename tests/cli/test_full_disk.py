@@ -86,7 +86,7 @@ def test_a_full_disk_that_nobody_expects_is_one_line(
     assert capsys.readouterr().err == "error: cannot write a file: No space left on device\n"
 
 
-# ------------------------------------------------------------------------------------- what is printed
+# -------------------------------------------------------------------------------------- printed output
 
 METRICS = """{"schema": "upriver.metrics/1", "gthp": 200, "lthp": 40, "pcycle": 10, "speedup_threshold": 1.1,
 "candidates": [{"name": "p1", "rthp": 20, "ocycle": 4}]}"""

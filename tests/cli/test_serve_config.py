@@ -222,7 +222,7 @@ def test_credentials_in_a_file(tmp_path: Path, written: Callable[[str], Path], n
     assert "hush" not in repr(place)
 
 
-# ------------------------------------------------------------------------------------------ what is wrong
+# ----------------------------------------------------------------------------------------- wrong settings
 
 TENANT = f'[tenants.alice]\ntoken_hashes = ["{DIGEST}"]\n'
 S3 = '[stores.a]\nuri = "s3://bucket"\n'

@@ -68,7 +68,7 @@ def answering(respond: Callable[[Exchange], None]) -> Iterator[str]:
         yield f"ray+{url}"
 
 
-# ------------------------------------------------------------------------------------------ one answer
+# ------------------------------------------------------------------------------------- a single answer
 
 
 def test_which_addresses_are_directories() -> None:
@@ -198,7 +198,7 @@ def test_waiting_for_the_first_server(monkeypatch: pytest.MonkeyPatch) -> None:
             DirectoryClient(url).wait(0.05)
 
 
-# ---------------------------------------------------------------------------------------------- the roll
+# ------------------------------------------------------------------------------------------- member list
 
 
 def test_who_is_new_joins_and_who_is_named_no_more_stays_for_a_lease() -> None:
@@ -257,7 +257,7 @@ def test_who_is_in_was_not_left_out_for_longer_than_a_lease(
 
 
 class Members:
-    """Pool as its callers see it."""
+    """Pool that records its servers and the dropped ones."""
 
     def __init__(self, *urls: str) -> None:
         self.urls = list(urls)

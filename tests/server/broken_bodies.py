@@ -159,7 +159,7 @@ def wire_of(*messages: RunRequest | MicroBatch) -> bytes:
     return b"".join(bytes(part) for message in messages for part in encode(message))
 
 
-# ---------------------------------------------------------------------------------------- what is done
+# ------------------------------------------------------------------------------------------- mutations
 
 
 def flipped(rng: random.Random, body: bytes) -> bytes:

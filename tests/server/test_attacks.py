@@ -82,7 +82,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         yield found
 
 
-# ------------------------------------------------------------------------------------- who nobody knows
+# ----------------------------------------------------------------------------- unauthenticated requests
 
 
 def closed_operations() -> list[tuple[str, str]]:
@@ -123,7 +123,7 @@ def a_password_for_what_changes_something(target: Target) -> list[Reply]:
     return [target.ask(method, path, b"{}", headers=headers) for method, path in changing]
 
 
-# -------------------------------------------------------------------------------------- others' property
+# ----------------------------------------------------------------------------------- other tenants' data
 
 
 def request_for(target: Target, store: str, digest: str, **fields: Any) -> bytes:
@@ -165,7 +165,7 @@ def another_tenants_program(target: Target) -> list[Reply]:
     ]
 
 
-# ------------------------------------------------------------------------------ names that lead elsewhere
+# --------------------------------------------------------------------------------------- misleading names
 
 
 def names_elsewhere(target: Target) -> list[str]:
@@ -240,7 +240,7 @@ def programs_of_names_that_lead_elsewhere(target: Target) -> list[Reply]:
     return replies
 
 
-# ---------------------------------------------------------------------------------------- frames that lie
+# ------------------------------------------------------------------------------------------- false frames
 
 
 SENT = MicroBatch(ids=(1,), position=0, tensors=(torch.zeros(4, 6), torch.ones(4, dtype=torch.int64)))
@@ -324,7 +324,7 @@ def json_of_a_hundred_thousand_levels(target: Target) -> list[Reply]:
     return replies
 
 
-# ------------------------------------------------------------------------------------ bodies without end
+# ---------------------------------------------------------------------------------------- endless bodies
 
 
 @attack(413)

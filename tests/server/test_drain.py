@@ -174,7 +174,7 @@ def test_connections_without_a_request_are_closed(long):
 
 @pytest.mark.full
 def test_a_connection_with_a_request_is_closed_when_that_is_answered(long):
-    """Without this the client could reuse the connection and keep the server from its end."""
+    """A client could reuse an open connection, and so keep the server from ending."""
     uri, request, _ = long
     with running(uri, grace_s=600) as server:
         server.wait_ready()

@@ -169,7 +169,7 @@ def test_both_routes_want_the_token(world):
                 client.profile(["0" * 64])
 
 
-# ----------------------------------------------------------------------------- beside other requests
+# ------------------------------------------------------------------------------- with other requests
 
 
 @pytest.fixture(scope="module")

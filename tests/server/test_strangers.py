@@ -383,7 +383,7 @@ def test_memory_is_looked_at_once_however_many_ask():
     assert looks == [1]
 
 
-# --------------------------------------------------------------------------------------------------- lines
+# ----------------------------------------------------------------------------------------------- log lines
 
 
 def _record(line, message="a client did something"):

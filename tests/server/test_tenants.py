@@ -66,7 +66,7 @@ def may_read(who, dataset, ids):
     return True
 
 
-# ------------------------------------------------------------------------------------ what is a tenant
+# ------------------------------------------------------------------------------------- tenant settings
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_two_tenants_share_nothing_that_tells_them_apart(fields):
         Tenants([alice, Tenant(**fields)])
 
 
-# -------------------------------------------------------------------------------------- what it may read
+# ------------------------------------------------------------------------------------------- read access
 
 
 def test_stores():

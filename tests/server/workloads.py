@@ -45,7 +45,7 @@ class Names:
 
 
 class Unmade:
-    """Dataset that cannot be constructed, or none of whose samples can."""
+    """Dataset that fails at its construction, or at each sample."""
 
     def __init__(self, password: str = "", leave: bool = False, later: bool = False) -> None:
         if leave:
@@ -59,7 +59,7 @@ class Unmade:
 
 
 class Endless:
-    """Dataset whose error is endless and comes from a deep stack."""
+    """Dataset whose error holds a variable and a long text, raised from a deep stack."""
 
     def __init__(self, variable: str, chars: int = 0) -> None:
         self.variable, self.chars = variable, chars
@@ -158,7 +158,7 @@ class Large:
 
 
 class Rows:
-    """Dataset whose samples are rows of one large tensor, or strided views."""
+    """Dataset whose samples are rows of one large tensor, with an unaligned array."""
 
     def __init__(self, count: int) -> None:
         self.rows = torch.arange(count * 256, dtype=torch.float64).reshape(count, 256)
@@ -169,7 +169,7 @@ class Rows:
 
 
 class Hoard:
-    """Dataset that keeps its samples, and returns the first one again."""
+    """Dataset that keeps its first raw sample, and returns it for every index."""
 
     def __init__(self) -> None:
         self.first: Any = None
@@ -186,7 +186,7 @@ class Hoard:
 
 
 class Surroundings:
-    """Dataset that reports the worker's environment and permissions."""
+    """Dataset that writes a file, starts a child, and reports the worker's environment."""
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)

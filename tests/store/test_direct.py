@@ -105,7 +105,7 @@ def read(store: Store, start: int = 0, nbytes: int = len(BIG), num: int = 1, **o
     return bytes(room)
 
 
-# ------------------------------------------------------------------------------------ bytes in their places
+# --------------------------------------------------------------------------------------- placement of bytes
 
 
 @settings(max_examples=40, deadline=None)
@@ -266,7 +266,7 @@ def test_other_stores_have_none(tmp_path: Any) -> None:
     assert Store.open("memory://direct").direct(3) is None
 
 
-# ------------------------------------------------------------------------------------------- what is asked
+# ------------------------------------------------------------------------------------------------ requests
 
 
 def test_urls_are_signed_and_anonymous_ones_are_not(
@@ -375,7 +375,7 @@ def test_nothing_is_opened_once_all_is_closed(store: Store) -> None:
     asyncio.run(closing())
 
 
-# ------------------------------------------------------------------------------- answers that are not taken
+# ----------------------------------------------------------------------------------------- rejected answers
 
 
 def _said(body: bytes, headers: dict[str, str], status: bytes = b"206 Partial Content") -> bytes:
@@ -497,7 +497,7 @@ def test_a_store_that_nobody_reaches_is_left_to_obstore(server: Crooked) -> None
     asyncio.run(reading())
 
 
-# ----------------------------------------------------------------------------------------- broken off, slow
+# ----------------------------------------------------------------------------- interrupted and slow answers
 
 
 def test_what_is_broken_off_writes_nothing_any_more(store: Store, server: Crooked) -> None:

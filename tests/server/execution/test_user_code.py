@@ -162,7 +162,7 @@ def mark(tmp_path, monkeypatch):
     return tmp_path / "mark"
 
 
-# ------------------------------------------------------------------------------------- what is made
+# ------------------------------------------------------------------------------------------ results
 
 
 @pytest.mark.parametrize("kind", [Noisy, Divided, Plain])
@@ -251,7 +251,7 @@ def test_a_worker_says_what_it_allows(worker, server):
     assert none.allow == ()
 
 
-# ---------------------------------------------------------------------------------- what is allowed
+# ---------------------------------------------------------------------------------------- allowlist
 
 ALLOW = ("my_package.data", "other:birds")
 
@@ -361,7 +361,7 @@ def test_a_server_without_code_says_who_runs_it(server):
     assert f"upriver worker --allow {NAME}:Noisy" in error["message"]
 
 
-# --------------------------------------------------------------------------------- what goes wrong
+# ------------------------------------------------------------------------------------------ errors
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_a_sample_that_takes_for_ever_is_given_up():
         assert made(client, changed(request, micro_batches=((0, 2),))) == [[0, 2]]
 
 
-# ------------------------------------------------------------------------------- what can be meant
+# -------------------------------------------------------------------------------- invalid requests
 
 
 @pytest.mark.parametrize(
@@ -628,7 +628,7 @@ def test_kinds_that_were_seen_long_ago_are_forgotten(monkeypatch):
     assert found == [1, 3000, 3000]
 
 
-# ------------------------------------------------------------------------------- what it may do there
+# ---------------------------------------------------------------------------------------- permissions
 
 
 def test_a_dataset_sees_what_the_user_does_but_for_secrets(tmp_path, monkeypatch):

@@ -100,7 +100,7 @@ async def open_pool(count=1):
 
 
 async def until(condition):
-    """Wait until ``condition()`` is true."""
+    """Wait until ``condition()`` is true; return its value."""
     async with asyncio.timeout(60):
         while not (found := condition()):
             await asyncio.sleep(0.01)

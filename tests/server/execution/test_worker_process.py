@@ -115,7 +115,7 @@ def next_of(channel, kind):
             return message
 
 
-# ------------------------------------------------------------------------------------- what it takes
+# --------------------------------------------------------------------------------- accepted messages
 
 
 def asking(*sizes, then):
@@ -357,7 +357,7 @@ def test_a_slot_that_cannot_be_had_leaves_nothing(monkeypatch):
         SlotPool().take(1)
 
 
-# ------------------------------------------------------------------------------------- how it lets go
+# -------------------------------------------------------------------------------- release of a worker
 
 
 def test_a_worker_that_cannot_be_ended_does_not_hold_anybody_up(monkeypatch):

@@ -218,7 +218,7 @@ def test_what_is_a_token():
             given_token(method, header)
 
 
-# --------------------------------------------------------------------- whose request it is, told by itself
+# ------------------------------------------------------------------------------------- tenant of a request
 
 
 def asked(config, *, audit=None, certificate=None, path="/v1/run", method="POST", **headers):

@@ -49,7 +49,7 @@ PATIENCE_S = 60.0
 """Seconds for one answer; the slowest takes some milliseconds."""
 
 CLIENTS_FAULT = {kind.code for kind, status in STATUS if status < 500} | {DeadlineExceeded.code}
-"""Errors that the client's own fault explains. A changed deadline of half a second may expire."""
+"""Errors explained by the client's own fault. A changed deadline of half a second may expire."""
 
 
 # ------------------------------------------------------------------------------------- in this process

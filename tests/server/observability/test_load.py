@@ -121,13 +121,13 @@ def test_a_worker_that_says_nonsense_makes_no_factor_that_cannot_be_told(meter):
     assert msgspec.json.decode(msgspec.json.encode(meter.load(running=0)), type=Load).k == MOST_SLOWED
 
 
-# --------------------------------------------------------------------------- while others keep it busy
+# ----------------------------------------------------------------------------- load by other processes
 
 BUSY, FREE = 0.95, 0.2
 
 
 def slowed(meter, worker=1, by=3.0):
-    """Let a worker do the same work at its best, and then ``by`` times as slowly."""
+    """Report a worker's best time once, and ``by`` times that time twice."""
     meter.saw(worker, "a", {1: 0.1})
     for _ in range(2):
         meter.saw(worker, "a", {1: 0.1 * by})

@@ -139,7 +139,7 @@ def test_a_query_on_the_dashboard_groups_by_labels_that_there_are() -> None:
                 assert wanted <= kinds[name][1], target["expr"]
 
 
-# ------------------------------------------------------------------------------------ what is counted
+# ------------------------------------------------------------------------------------------- counters
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ procs_running 2
 """
 
 
-# ---------------------------------------------------------------------------------------- the kernel's text
+# -------------------------------------------------------------------------------------------------- parsing
 
 
 def test_the_kernel_s_text() -> None:
@@ -71,7 +71,7 @@ def test_no_text_is_an_error(text: str) -> None:
     assert all(min(ticks) >= 0 for ticks in parse_stat(text).values())
 
 
-# ------------------------------------------------------------------------------------------ between two looks
+# ---------------------------------------------------------------------------------------- between two samples
 
 BEFORE = {0: Ticks(100, 100), 1: Ticks(500, 0), 2: Ticks(7, 7)}
 
@@ -221,7 +221,7 @@ def test_each_kind_of_device_has_its_own_way() -> None:
     assert nowhere() is None and "mps" in nowhere.why
 
 
-# ------------------------------------------------------------------------------------------ now and then
+# -------------------------------------------------------------------------------------- periodic samples
 
 
 def test_it_looks_until_it_is_cancelled_and_says_once_that_it_sees_nothing(

@@ -113,7 +113,7 @@ def test_of_folders_within_each_other_the_outermost_stay(names):
         assert sum(Path(path).is_relative_to(outer) for outer in found) == 1
 
 
-# --------------------------------------------------------------------------- which way is taken
+# ---------------------------------------------------------------------- choice of the mechanism
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_how_a_worker_ended_is_told_through_bubblewrap(code, boxed, said):
     assert how_it_ended(code, boxed=boxed) == said
 
 
-# --------------------------------------------------------------------------- a worker, shut in
+# -------------------------------------------------------------------------- a sandboxed worker
 
 
 @pytest.mark.slow

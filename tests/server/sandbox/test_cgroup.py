@@ -36,7 +36,7 @@ def folder_of(groups):
     return path.parent
 
 
-# ------------------------------------------------------------------------ where they can be made
+# ------------------------------------------------------------------------- available hierarchies
 
 
 def tree(root, *files):
@@ -133,7 +133,7 @@ def test_a_path_that_leads_out_is_the_mount_itself(tmp_path):
     assert place(root, "4:memory:/../../x\n") == (root / "memory", module._V1)
 
 
-# ---------------------------------------------------------------------------------- what they do
+# --------------------------------------------------------------------------------------- effects
 
 
 def test_a_group_is_made_and_goes(groups):

@@ -241,7 +241,7 @@ def test_many_nearly_alike_beside_a_large_one_that_is_in_their_way() -> None:
     assert grants[0].batch == 1
 
 
-# ------------------------------------------------------------------------------------- who goes at all
+# ------------------------------------------------------------------------------------------- admission
 
 
 @both

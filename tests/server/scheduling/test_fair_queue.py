@@ -454,7 +454,7 @@ def test_weights_and_seconds_are_numbers(weight: float, seconds: float) -> None:
     asyncio.run(main())
 
 
-# --------------------------------------------------------------------------------------- whatever happens
+# --------------------------------------------------------------------------------------- random schedules
 
 lengths = st.lists(st.floats(0.01, 10), min_size=1, max_size=25)
 weights = st.floats(0.1, 10)

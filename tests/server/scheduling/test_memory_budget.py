@@ -16,7 +16,7 @@ from upriver.server.scheduling.memory_budget import BASE, Budget, Hold, memory_b
 OWNERS = ("alice", "bob", "carol")
 
 
-# -------------------------------------------------------------------------------------- how much there is
+# --------------------------------------------------------------------------------------------------- size
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ def test_a_device_that_is_none() -> None:
         memory_budget("toaster", reserve=0.1, given=None)
 
 
-# ------------------------------------------------------------------------------------------- holding it
+# ----------------------------------------------------------------------------------------- reservations
 
 
 def test_no_more_is_held_than_there_is() -> None:

@@ -60,7 +60,7 @@ def test_a_program_counts_its_files_once_and_its_graph_in_each_worker():
     one, two = (program_bytes(10_000, graph_nbytes=1_000, workers=count) for count in (1, 2))
     assert 10_000 < one < two and two - one == one - 10_000
     apart = program_bytes(10_000, graph_nbytes=1_000, workers=2, copies=2)
-    assert apart - two == 9_000  # on an accelerator each range has its own weights
+    assert apart - two == 9_000  # on an accelerator each worker has its own weights
 
 
 @pytest.mark.slow
