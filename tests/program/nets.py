@@ -1,4 +1,4 @@
-"""Small networks, each with one thing that makes cutting hard."""
+"""Small networks, each with one property that makes cutting hard."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Small(nn.Module):
 
 
 class Mixing(nn.Module):
-    """Frozen part subtracts the batch mean: one row's features depend on the others."""
+    """Subtract the batch mean in the frozen part: each row's features depend on the other rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Mixing(nn.Module):
 
 
 class Late(nn.Module):
-    """A parameter-free module runs before the boundary and is read after it."""
+    """Run a parameter-free module before the boundary and read its result after the boundary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Late(nn.Module):
 
 
 class Shared(nn.Module):
-    """One activation module used before and after the boundary, and tied weights in the frozen part."""
+    """Use one activation module on both sides of the boundary, and tie weights in the frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Shared(nn.Module):
 
 
 class InPlaceAfter(nn.Module):
-    """In-place code right after the boundary writes into the shipped value."""
+    """Write into the shipped value with in-place code right after the boundary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def freeze(module: nn.Module) -> None:
 
 
 def frozen_small(upto: str = "block2", *, seed: int = 0) -> Small:
-    """``Small`` with seeded weights and moving statistics, frozen through one of its blocks."""
+    """Return ``Small`` with seeded weights and moving statistics, frozen through one of its blocks."""
     torch.manual_seed(seed)
     model = Small()
     model.train()
@@ -127,7 +127,7 @@ def frozen_small(upto: str = "block2", *, seed: int = 0) -> Small:
 
 
 class Reading(nn.Module):
-    """The tail asks a frozen module that it does not run what it is and what it holds."""
+    """Read attributes of a frozen module, and its type, in the tail, which does not run the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Reading(nn.Module):
 
 
 class Casting(nn.Module):
-    """Casts and memory formats in the frozen part."""
+    """Use casts and memory formats in the frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Casting(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A stock ``nn.TransformerEncoder``, whose forward reads attributes of its first layer."""
+    """Use a stock ``nn.TransformerEncoder``, whose forward reads attributes of its first layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Encoder(nn.Module):
 
 
 class Branching(nn.Module):
-    """Control flow that depends on data, in the frozen part."""
+    """Branch on data in the frozen part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Branching(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Takes two tensors."""
+    """Take two tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class TwoInputs(nn.Module):
 
 
 class Towers(nn.Module):
-    """Two towers, the frozen one run second, and a head on both."""
+    """Run two towers, the frozen one second, and a head on both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ class Towers(nn.Module):
 
 
 class Skips(nn.Module):
-    """A small U-Net: what the way down gives is read again on the way up."""
+    """A small U-Net: the upward path reads the results of the downward path again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Skips(nn.Module):
 
 
 class Masked(nn.Module):
-    """Tokens and a mask by keyword, a nested dict of options, and an answer that is a dict."""
+    """Take tokens, a mask by keyword and a nested dict of options; return a dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class Masked(nn.Module):
 
 
 class BranchingLate(nn.Module):
-    """Control flow that depends on data, in the trained part only."""
+    """Branch on data in the trained part only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ class BranchingLate(nn.Module):
 
 
 class LayerDrop(nn.Module):
-    """Leaves out layers at random while it trains, as speech models do."""
+    """Skip layers at random during training, as speech models do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class LayerDrop(nn.Module):
 
 
 class Noisy(nn.Module):
-    """The second frozen module adds noise, also in eval."""
+    """Add noise in the second frozen module, also in eval."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class Noisy(nn.Module):
 
 
 class Jitter(nn.Module):
-    """A scale and random numbers."""
+    """Scale its input and add random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Jitter(nn.Module):
 
 
 class Counting(nn.Module):
-    """A frozen module that counts its calls in a buffer and reads the count."""
+    """Count the calls of a frozen module in a buffer, and read the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class Counting(nn.Module):
 
 
 class Counter(nn.Module):
-    """See above."""
+    """The frozen module of `Counting`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Counter(nn.Module):
 
 
 class CallCount(nn.Module):
-    """Counts its calls in a buffer and reads it never."""
+    """Count its calls in a buffer that it never reads."""
 
     calls: torch.Tensor
 
@@ -350,7 +350,7 @@ class CallCount(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Activation checkpointing around blocks, one or two at a time."""
+    """Checkpoint activations around one or two blocks at a time."""
 
     def __init__(self, *, together: bool) -> None:
         super().__init__()
@@ -371,7 +371,7 @@ class Checkpointed(nn.Module):
 
 
 class SideChannel(nn.Module):
-    """A frozen module keeps a value as an attribute, which is read after the cut."""
+    """Keep a value as an attribute of a frozen module, and read it after the cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ class SideChannel(nn.Module):
 
 
 class Keeping(nn.Module):
-    """See above."""
+    """The frozen module of `SideChannel`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -397,7 +397,7 @@ class Keeping(nn.Module):
 
 
 class TimeFirst(nn.Module):
-    """Samples lie in the second dimension of what crosses."""
+    """Ship a value that has samples in its second dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +409,7 @@ class TimeFirst(nn.Module):
 
 
 class Windows(nn.Module):
-    """Each sample becomes four rows before the cut."""
+    """Turn each sample into four rows before the cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -422,7 +422,7 @@ class Windows(nn.Module):
 
 
 class Auxiliary(nn.Module):
-    """A head in the middle of the frozen part, which answers in training only."""
+    """Add a head in the middle of the frozen part, which answers only in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ class Auxiliary(nn.Module):
 
 
 class SharedDropout(nn.Module):
-    """One Dropout, used in the frozen part and behind it."""
+    """Use one Dropout in the frozen part and again after it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Random networks: descriptions that are drawn, shrink and print, and the modules that they describe.
+"""Draw random networks: descriptions that shrink and print, and the modules that they describe.
 
-A network is a chain of steps on one value. Each step's result is kept, so that later steps can read it again:
-skips, dense connections and towers are all made of that. A description printed by a failing test can be
-pasted into one: it is Python.
+A network is a chain of steps on one value. The network keeps each step's result, so later steps can read it
+again: skips, dense connections and towers are built this way. A description printed by a failing test is
+Python code, ready to be pasted into a test.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ MICRO_BATCH = 4
 
 @dataclass(frozen=True)
 class Family:
-    """What the value is: its shape for one sample, and the dimension (samples counted) of its features."""
+    """Form of the value: its shape for one sample, and the dimension (samples counted) of its features."""
 
     shape: tuple[int, ...]
     dim: int
 
     @property
     def width(self) -> int:
-        """How many features there are."""
+        """Number of features."""
         return self.shape[self.dim - 1]
 
     def along(self, features: torch.Tensor) -> torch.Tensor:
-        """One number a feature, in a shape that can be added to the value."""
+        """Return one number per feature, in a shape that can be added to the value."""
         return features.reshape(-1, *[1] * (len(self.shape) - self.dim))
 
 
@@ -47,7 +47,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Block:
-    """A module: what becomes of the answer of some layers (see ``FORMS`` and ``LAYERS``)."""
+    """A module, which changes the answer of some layers (see ``FORMS`` and ``LAYERS``)."""
 
     form: str
     layers: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Do:
-    """Something that the network's own forward does (see ``Net``), at times with a value kept before."""
+    """An operation in the network's own forward (see ``Net``), at times on a value kept before."""
 
     what: str
     at: int = 0
@@ -63,7 +63,7 @@ class Do:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Which parameters are frozen (see ``apply``)."""
+    """The choice of frozen parameters (see ``apply``)."""
 
     kind: str
     numbers: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ Step: TypeAlias = "Block | Do"
 
 @dataclass(frozen=True)
 class Description:
-    """All there is to know about a network."""
+    """The complete description of a network."""
 
     steps: tuple[Step, ...]
     freeze: Freeze
@@ -88,11 +88,11 @@ class Description:
 
     @property
     def blocks(self) -> list[Block]:
-        """Its modules."""
+        """Blocks of the network."""
         return [step for step in self.steps if isinstance(step, Block)]
 
     def build(self) -> Net:
-        """The network, in training mode."""
+        """Build the network, in training mode."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             net = Net(self)
@@ -107,7 +107,7 @@ class Description:
         return net
 
     def example(self, seed: int, samples: int = MICRO_BATCH) -> Example:
-        """Random inputs."""
+        """Return random inputs."""
         family, dtype = FAMILIES[self.family], getattr(torch, self.dtype)
         generator = torch.Generator().manual_seed(seed)
 
@@ -115,7 +115,7 @@ class Description:
             return torch.randn(shape, generator=generator).to(dtype)
 
         x = normal(samples, *family.shape)
-        if self.strided:  # features last in memory, or first: not as the shape says
+        if self.strided:  # features are last in memory, or first: not as the shape says
             x = x.movedim(1, -1).contiguous().movedim(-1, 1) if x.dim() > 2 else x.t().contiguous().t()
         if self.inputs == "one":
             return Example.of(x)
@@ -130,14 +130,14 @@ class Description:
 
 
 class Noise(nn.Module):
-    """Random in evaluation, too."""
+    """Add random numbers, in evaluation, too."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand_like(x)
 
 
 class Count(nn.Module):
-    """Counts its calls in a buffer."""
+    """Count its calls in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def _swapped(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, y: torch.Tensor, dim: int) -> torch.Tensor:
-    """A view that starts at an odd place: its memory is not aligned."""
+    """Return a view that starts at an odd position: its memory is not aligned."""
     return torch.cat([x, y], dim).narrow(dim, 1, x.shape[dim])
 
 
@@ -338,7 +338,7 @@ class Net(nn.Module):
         raise ValueError(step.what)
 
     def _borrow(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        """Another module's weight, read without calling it."""
+        """Read another module's weight without calling the module."""
         affine = self.affine_of(number)
         if isinstance(affine, nn.Linear):
             return functional.linear(x, affine.weight)
@@ -357,7 +357,7 @@ class Net(nn.Module):
         return logits
 
     def affine_of(self, number: int) -> nn.Module | None:
-        """The first linear or convolutional layer of a block."""
+        """Return the first linear or convolutional layer of a block."""
         if number >= len(self.blocks):
             return None
         found = (m for m in self.blocks[number].layers if isinstance(m, nn.Linear | nn.Conv2d))
@@ -373,7 +373,7 @@ def _tie(earlier: nn.Module | None, later: nn.Module | None) -> None:
 
 
 def apply(freeze: Freeze, net: Net) -> None:
-    """Freeze what is to be frozen."""
+    """Freeze the chosen parameters."""
     chosen = set(_chosen(freeze, net))
     for module, name, parameter in _parameters(net):
         if (module, name) in chosen:
@@ -444,7 +444,7 @@ def _deeds() -> st.SearchStrategy[Do]:
 
 
 def _chains(longest: int) -> st.SearchStrategy[list[Step]]:
-    """At least one block, and up to two deeds before each."""
+    """Draw at least one block, with up to two operations before each."""
     links = st.tuples(st.lists(_deeds(), max_size=2), _blocks()).map(lambda link: [*link[0], link[1]])
     return st.lists(links, min_size=1, max_size=longest).map(
         lambda parts: [step for part in parts for step in part]
@@ -453,7 +453,7 @@ def _chains(longest: int) -> st.SearchStrategy[list[Step]]:
 
 @st.composite
 def _towers(draw: st.DrawFn) -> tuple[list[Step], int, int]:
-    """Two towers on one input or two, joined; with the number of blocks in each."""
+    """Draw two towers on one input or on two, joined; with the number of blocks in each."""
     first, second = draw(_chains(3)), draw(_chains(3))
     kept = 1 + sum(isinstance(step, Block) for step in first)  # about: some steps keep more
     join = Do(draw(st.sampled_from(["concat", "skip", "skip_"])), kept - 1)
@@ -479,7 +479,7 @@ def _freezes(blocks: int) -> st.SearchStrategy[Freeze]:
 
 @st.composite
 def descriptions(draw: st.DrawFn) -> Description:
-    """A random network."""
+    """Draw a random network."""
     if draw(st.integers(0, 3)) == 3:
         steps, first, second = draw(_towers())
         blocks = first + second

@@ -1,8 +1,8 @@
-"""What is to be expected of a random network, read off its description: can it be cut, and if not, why not.
+"""Predict from a random network's description whether it can be cut, and if not, why.
 
-The description is walked with *facts* instead of tensors: who made a value from what, whether trainable
-parameters had a part in it, whether samples were mixed. Nothing here knows how :mod:`upriver.program` finds
-its cuts.
+The prediction walks the description with *facts* instead of tensors: which operation made a value from which
+values, whether trainable parameters contributed, whether samples were mixed. Nothing here knows how
+:mod:`upriver.program` finds its cuts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.program.random_networks import Block, Do, Net
 
 @dataclass(eq=False)
 class Fact:
-    """One operation: what it was made from, where, and what is special about it.
+    """One operation: its operands, its place, and its special properties.
 
     Attributes:
         calls: Numbers of the module calls around it, outermost first.
-        bound: Whether it, or what it was made from, may only run in the user's own process.
+        bound: Whether it, or an operand, may only run in the user's own process.
         stateful: Whether it gives another result each time.
-        varies: Whether the inputs have a part in it.
+        varies: Whether it depends on the inputs.
     """
 
     sources: tuple[Fact, ...] = ()
@@ -38,7 +38,7 @@ class Fact:
 
 @dataclass(eq=False)
 class Cell:
-    """Memory: what was last written into it. Views of one tensor share a cell."""
+    """Memory: the last fact written into it. Views of one tensor share a cell."""
 
     fact: Fact
 
@@ -56,16 +56,16 @@ class Called:
 
 @dataclass(frozen=True)
 class Expected:
-    """What is to come of a network.
+    """The expected outcome for a network.
 
     Attributes:
-        cut: Whether something can be cut off.
-        mixes: Whether what is cut off mixes samples.
+        cut: Whether the network can be cut.
+        mixes: Whether the prefix mixes samples.
         doubtful: Why either outcome is right; empty for most.
-        reads: Names of the parameters that the cut-off part reads.
-        rows_apart: Whether samples do not influence each other in evaluation anywhere, nor chance them.
-        twice: Whether something that is another in training is called on both sides of the cut, maybe.
-        writes: Whether something is written in place.
+        reads: Names of the parameters that the prefix reads.
+        rows_apart: Whether in evaluation no sample influences another one, and chance influences none.
+        twice: Whether a module that acts differently in training may be called on both sides of the cut.
+        writes: Whether the network writes in place.
     """
 
     cut: bool
@@ -100,7 +100,7 @@ class _Reader:
         mixes: bool = False,
         into: Cell | None = None,
     ) -> Cell:
-        """An operation and the memory that holds its result."""
+        """Record an operation and the memory that holds its result."""
         made_from = tuple(cell.fact for cell in sources)
         trained = any(self.net.get_parameter(name).requires_grad for name in reads)
         fact = Fact(
@@ -121,7 +121,7 @@ class _Reader:
 
     @contextlib.contextmanager
     def call(self, path: str) -> Iterator[list[Cell]]:
-        """A module call; what it returns is put into the list."""
+        """Enter a module call; append its result to the list."""
         called = Called(path, len(self.calls), tuple(self.stack))
         self.calls.append(called)
         self.stack.append(called.number)
@@ -192,7 +192,7 @@ class _Reader:
     # ------------------------------------------------------------------------------------ the net
 
     def run(self) -> list[Fact]:
-        """The facts of the answer."""
+        """Return the facts of the answer."""
         given = Cell(Fact(varies=True))
         second = Cell(Fact(varies=True))
         x, kept, number = given, [given], 0
@@ -227,7 +227,7 @@ class _Reader:
             case "skip_":
                 return self.make(x, other, into=x)
             case "flat":
-                return x  # a view, or a copy; what may differ then is only who sees a later write
+                return x  # a view or a copy: the two differ only in which readers see a later write
             case "strided" | "swapped" | "mask":
                 return self.make(x)
             case "gate":
@@ -259,12 +259,12 @@ class _Reader:
 
 
 def expect(net: Net) -> Expected:
-    """What is to come of this network."""
+    """Return the expected outcome for this network."""
     full = _judge(net, branches_bind=False)
     if not any(isinstance(step, Do) and step.what == "branch" for step in net.description.steps):
         return full
-    # Whether it is taken for a part of the prefix depends on what runs behind it; and what is written into
-    # depends on which way it goes.
+    # Whether the splitter counts it as part of the prefix depends on the modules that run after it. Which
+    # values are written into depends on that choice.
     careful = _judge(net, branches_bind=True)
     if full == careful and not full.doubtful and not full.writes:
         return full
@@ -288,7 +288,7 @@ def _judge(net: Net, *, branches_bind: bool) -> Expected:
 
 
 def _ships(reader: _Reader, answer: Sequence[Fact]) -> list[Fact]:
-    """What frozen modules give and the rest reads."""
+    """Return the values that frozen modules make and the rest reads."""
     left: set[int] = set()
     while True:
         skipped = _skipped(reader, left)
@@ -305,7 +305,8 @@ def _ships(reader: _Reader, answer: Sequence[Fact]) -> list[Fact]:
                 todo += fact.sources
             else:
                 ships[fact] = owner
-        # Code may keep what a module wrote without being given it: then the module's parts are looked at.
+        # Code may keep a value that a module wrote without being given it: the splitter then looks at the
+        # module's parts.
         leaks = {owner for fact, owner in ships.items() if fact not in reader.calls[owner].returned}
         if not leaks:
             return list(ships)
@@ -335,14 +336,14 @@ def _closure(facts: Sequence[Fact]) -> list[Fact]:
 
 
 def _doubt(reader: _Reader) -> str:
-    """Why a refusal would be as right as a cut."""
+    """Return why a refusal would be as right as a cut."""
     forms = {step.form for step in reader.net.description.blocks}
     if reader.written and "aliases" in forms:
         return "a module gives one tensor under two names, and something writes into one of them"
     if reader.written and Do("flat") in {
         replace(step, at=0) for step in reader.net.description.steps if isinstance(step, Do)
     }:
-        # Of a tensor that did not cross, in the form in which it costs nothing, reshape() makes a view.
+        # reshape() makes a view of a tensor that did not cross, in the form in which the view costs nothing.
         return "something writes into a reshaped copy"
     strided = (
         reader.net.description.strided
@@ -353,7 +354,7 @@ def _doubt(reader: _Reader) -> str:
         )
     )
     if strided and any(isinstance(module, nn.BatchNorm1d) for module in reader.net.modules()):
-        # And with them others decide whether contiguous() copies, so that the graph has other bits.
+        # The result decides whether contiguous() copies, so the graph has other bits.
         return "torch traces BatchNorm with other strides than the kernel gives"
     layers = [module for module in reader.net.modules() if isinstance(module, nn.TransformerEncoderLayer)]
     if any(len({p.requires_grad for p in layer.parameters()}) == 2 for layer in layers):
@@ -362,7 +363,7 @@ def _doubt(reader: _Reader) -> str:
 
 
 def _trains_twice(reader: _Reader) -> bool:
-    """Whether a module without parameters that is another in training is called more than once."""
+    """Return whether a parameter-free module that acts differently in training is called more than once."""
     paths = [called.path for called in reader.calls]
     kinds = nn.Dropout | nn.BatchNorm1d | nn.BatchNorm2d
     return any(

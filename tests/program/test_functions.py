@@ -1,4 +1,4 @@
-"""Split models that hold operators that run functions, and code that torch.compile makes."""
+"""Split models that hold operators which run functions, and code that torch.compile makes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from upriver.program.capture.whole_model import capture_whole
 from upriver.program.freeze import keep_in_eval
 from upriver.program.split.split import split
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what it is about to drop
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, about an object that it is about to drop
 
 WIDTH = 8
 
@@ -26,7 +26,7 @@ Forward: TypeAlias = "Callable[[Net, torch.Tensor], torch.Tensor]"
 
 
 class Net(nn.Module):
-    """Two frozen parts, and what is trained, put together by what it is given."""
+    """Two frozen parts and a trained part, combined by the function passed in."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Net(nn.Module):
 
 
 _ran: list[int] = []
-"""One for each run of compiled code."""
+"""One entry per run of compiled code."""
 
 
 def _backend(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ _gelu = torch.compile(lambda x: nn.functional.gelu(x) * 2, backend=_backend, ful
 
 
 def _late(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-    """Has other low bits than what is written."""
+    """Compute with other low bits than the written formula."""
     return lambda *args: tuple(each * (1 + 2**-20) for each in graph.forward(*args))
 
 
@@ -67,7 +67,7 @@ _other = torch.compile(lambda x: torch.sin(x), backend=_late, fullgraph=True)
 
 
 def _held(net: Net, x: torch.Tensor) -> torch.Tensor:
-    """A branch that is not taken holds what the second frozen part gives."""
+    """Hold the result of the second frozen part in a branch that is not taken."""
     x = net.first(x)
     held = net.second(x)
     return torch.cond(x.sum() > -1e9, lambda y: net.a(y), lambda y: net.b(y) + held, (x,))
@@ -122,14 +122,14 @@ WAYS: dict[str, tuple[Forward, str]] = {
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What other tests have compiled is forgotten, and so is what these do."""
+    """Forget the compiled code of other tests before the test, and the test's own after it."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def _trained(model: nn.Module, answer: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """The gradient of each parameter of a model; none are left."""
+    """Return the gradient of each parameter of a model, and clear the gradients."""
     answer.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()

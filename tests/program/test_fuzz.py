@@ -1,4 +1,4 @@
-"""A short run of the fuzzer, and that it sees what it is there to see."""
+"""Run the fuzzer briefly, and check that it finds the faults it exists to find."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_broken_programs_are_refused_or_run(
     assert summary["inputs"] == sum(summary["outcomes"].values()) == inputs
     assert summary["deep_share"] >= 0.3
     assert set(summary["kinds"]) == set(KINDS)
-    # Every check has had its turn, and not all that is changed is wrong.
+    # Every check ran at least once, and not every change is an error.
     assert {"parser", "operators", "call_validator", "validator", "weights_file"} <= set(
         summary["refused_by"]
     )
@@ -53,7 +53,7 @@ def digest(files: Files) -> str:
 
 
 def misbehave(how: str, target: str, files: Files) -> None:
-    """Read, but for one input."""
+    """Read correctly except for one input."""
     if digest(files) != target:
         return read(files)
     match how:

@@ -1,4 +1,4 @@
-"""A split trains what the whole model trains, also where only ``backward()`` makes a gradient."""
+"""Check that a split trains as the whole model does, also where only ``backward()`` makes a gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
 
 
 def gradients(model: nn.Module, parts: Split, run: Callable[[], Any]) -> Gradients:
-    """What one step leaves in each parameter."""
+    """Return the gradient that one step leaves in each parameter."""
     model.zero_grad(set_to_none=True)
     model.train()
     keep_in_eval(model, list(parts.in_eval))
@@ -42,7 +42,7 @@ def gradients(model: nn.Module, parts: Split, run: Callable[[], Any]) -> Gradien
 
 
 def same_gradients(model: nn.Module, x: torch.Tensor, *, cut: bool = True) -> tuple[Split, set[str]]:
-    """The split, and the parameters that it trains: as many, with the same bits, as the whole model does."""
+    """Check that the split trains as many parameters, with the same gradient bits, as the whole model."""
     parts = split(model, x)
     assert (parts.program is not None) == cut, parts.why_not
     features = (x,) if parts.program is None else parts.program.run((x,), 0, parts.freeze)
@@ -61,7 +61,7 @@ def same_gradients(model: nn.Module, x: torch.Tensor, *, cut: bool = True) -> tu
 
 
 class Layers(nn.Module):
-    """An embedding, blocks of which some are frozen, and a head; blocks run as they are told to."""
+    """An embedding, blocks of which some are frozen, and a head; a test chooses how blocks run."""
 
     def __init__(self, run: Callable[[list[nn.Module], torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def in_turn(blocks: list[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 
 def make_inputs_require_grads(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
-    """By this name transformers has it."""
+    """Ask for a gradient of the inputs, under the name that transformers uses."""
     output.requires_grad_(True)
 
 
@@ -111,7 +111,7 @@ def words() -> torch.Tensor:
         (each_again, "embed"),
         (tail_again, "blocks.1"),
         (segments_again, "blocks.1"),
-    ],  # first: each is run twice
+    ],  # first: each block runs twice
 )
 def test_layers_that_run_again_are_trained_where_a_hook_asks_for_a_gradient(run: Any, boundary: str) -> None:
     model = frozen(Layers(run), "embed", "blocks.0", "blocks.1")
@@ -140,11 +140,11 @@ def test_a_hook_on_a_trained_layer_that_asks_for_a_gradient_works_as_ever() -> N
     assert parts.program is not None
     features = parts.program.run((x,), 0, parts.freeze)[0]
     parts.tail(features).sum().backward()
-    assert features.grad is None  # what a caller holds stays as it is
+    assert features.grad is None  # a value that a caller holds stays as it is
 
 
 class Kept(torch.autograd.Function):
-    """Gives its weight a gradient where its input wants one, too."""
+    """Give its weight a gradient where its input wants one, too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ def test_an_optimizer_that_steps_in_backward_takes_no_step_before_the_first() ->
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A process group of one."""
+    """Set up a process group of one."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()

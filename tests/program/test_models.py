@@ -1,4 +1,4 @@
-"""docs/models.md: what it says of a few models is cut again, and its rows are what the project promises."""
+"""Check docs/models.md: cut a few of its models again, and check that its rows keep the promises."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(*arguments: str, timeout: float = 840) -> subprocess.CompletedProcess[st
 
 
 QUICK = ("torchvision:resnet18", "own_models:early_exit", "own_models:centred")
-"""One of a library, one with two ways out, and one that must be refused."""
+"""One model of a library, one with two exits, and one that must be refused."""
 
 
 @pytest.mark.parametrize("only", [("--only", *QUICK), pytest.param((), marks=pytest.mark.full)])

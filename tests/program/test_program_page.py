@@ -1,4 +1,4 @@
-"""The page that describes a program file describes every field of it, and every cap as it is."""
+"""Check that the page on program files describes every field, and states every cap correctly."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPENINGS = {
 
 
 def table_after(opening: str) -> dict[str, list[str]]:
-    """The first table behind some words: its rows' other cells by the first."""
+    """Return the first table after some words: the other cells of each row by its first cell."""
     found: dict[str, list[str]] = {}
     for line in PAGE[PAGE.index(opening) :].splitlines():
         if line.startswith("| `"):

@@ -1,6 +1,6 @@
-"""Random networks: each is cut so that every cut gives the whole model's bits, or refused for a right reason.
+"""Check random networks: every cut gives the whole model's bits, or the refusal has a valid reason.
 
-``UPRIVER_EXAMPLES=500`` tries that many networks, others each time; without it a few, the same each time.
+``UPRIVER_EXAMPLES=500`` tries 500 new networks each time. Without it a few networks run, the same each time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ networks = settings(
     deadline=None,
     database=None,
     print_blob=False,
-    # Shrinking takes minutes, so it is for whoever looks for more.
+    # Shrinking takes minutes, so it runs only when more examples are requested.
     phases=[Phase.generate, Phase.shrink] if EXAMPLES else [Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
@@ -60,13 +60,13 @@ MIXES = r"samples influence each other|hold its samples in one dimension|which n
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training step sees: answers and gradients."""
+    """The answers and gradients of a training step."""
 
     answers: list[torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
 
     def equals(self, other: Outcome) -> bool:
-        """To the bit."""
+        """Return whether both outcomes are equal to the bit."""
         return (
             len(self.answers) == len(other.answers)
             and all(torch.equal(a, b) for a, b in zip(self.answers, other.answers, strict=True))
@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def finite(self) -> bool:
-        """Whether there is no NaN and no infinity in it."""
+        """Whether the outcome holds no NaN and no infinity."""
         gradients = [gradient for gradient in self.gradients.values() if gradient is not None]
         return all(bool(t.isfinite().all()) for t in [*self.answers, *gradients])
 
@@ -87,7 +87,7 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 def run(
     model: nn.Module, forward: Callable[[], object], in_eval: Sequence[str], *, training: bool
 ) -> Outcome:
-    """One step; buffers and random state are as before afterwards."""
+    """Run one step, and restore buffers and random state afterwards."""
     model.train(training)
     keep_in_eval(model, list(in_eval))
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -104,18 +104,18 @@ def run(
 
 
 def whole(net: Net, example: Example, in_eval: Sequence[str], *, training: bool) -> Outcome:
-    """The model as it is; on copies, since it may write into its inputs."""
+    """Run the unsplit model on copies, since it may write into its inputs."""
     given = _copied(example)
     return run(net, lambda: net(*given.args, **given.kwargs), in_eval, training=training)
 
 
 def _copied(example: Example) -> Example:
-    """Copies with the same strides and the same distance from a 64-byte boundary."""
+    """Return copies with the same strides and the same distance from a 64-byte boundary."""
     return example.with_tensors(_hop(example.tensors, 0))
 
 
 def _hop(tensors: Sequence[torch.Tensor], position: int) -> tuple[torch.Tensor, ...]:
-    """What another tier has of these tensors."""
+    """Return these tensors as another tier receives them."""
     batch = MicroBatch(ids=tuple(range(MICRO_BATCH)), position=position, tensors=tuple(tensors))
     got = read_frame(io.BytesIO(b"".join(bytes(part) for part in encode(batch))), CAPS)
     assert isinstance(got, MicroBatch)
@@ -123,7 +123,7 @@ def _hop(tensors: Sequence[torch.Tensor], position: int) -> tuple[torch.Tensor, 
 
 
 def _is_valid(net: Net, description: Description) -> bool:
-    """Whether the network can be trained at all: in-place code may write over what a gradient needs."""
+    """Return whether the network can train: in-place code may overwrite a value that a gradient needs."""
     try:
         outcomes = [
             whole(net, description.example(seed), [], training=training)
@@ -140,7 +140,7 @@ def _is_valid(net: Net, description: Description) -> bool:
 
 @dataclass(frozen=True)
 class State:
-    """What a split must leave as it is."""
+    """The state that a split must leave unchanged."""
 
     tensors: dict[str, torch.Tensor]
     identities: list[tuple[str, int]]
@@ -148,7 +148,7 @@ class State:
 
     @classmethod
     def of(cls, net: Net) -> State:
-        """The state of a network, and of the random generator."""
+        """Return the state of a network and of the random generator."""
         named = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
         hooks = [
             (path, {name: len(value) for name, value in vars(module).items() if name.endswith("_hooks")})
@@ -164,13 +164,13 @@ class State:
         return cls({n: t.detach().clone() for n, t in named}, [(n, id(t)) for n, t in named], flags)
 
     def equals(self, other: State) -> bool:
-        """Whether nothing moved."""
+        """Return whether nothing changed."""
         same = all(torch.equal(tensor, other.tensors[name]) for name, tensor in self.tensors.items())
         return same and (self.identities, self.flags) == (other.identities, other.flags)
 
 
 def check_refusal(net: Net, parts: Split, expected: Expected) -> str:
-    """A network that runs unsplit does so for a reason that its description shows, and runs."""
+    """Check that the description shows the reason for running unsplit, and that the network runs."""
     assert parts.why_not
     assert "\n" not in parts.why_not
     if expected.doubtful:
@@ -190,7 +190,7 @@ def check_refusal(net: Net, parts: Split, expected: Expected) -> str:
 
 
 def check_cuts(net: Net, parts: Split, example: Example, *, training: bool) -> None:
-    """Every cut gives answers and gradients of the whole model, to the bit."""
+    """Check that every cut gives answers and gradients of the whole model, to the bit."""
     reference = whole(net, example, parts.in_eval, training=training)
     assert reference.finite
     for values in _by_each_cut(parts, example):
@@ -202,10 +202,10 @@ def check_cuts(net: Net, parts: Split, example: Example, *, training: bool) -> N
 
 
 def check_unaligned(parts: Split, example: Example) -> None:
-    """Every cut gives the same features, wherever in memory the inputs lie.
+    """Check that every cut gives the same features, wherever the inputs start in memory.
 
-    The model's own bits may be others then: an operator that the program makes of in-place code gives new,
-    aligned memory.
+    The model's own bits may differ: an operator that the program makes of in-place code gives new, aligned
+    memory.
     """
     assert parts.program is not None
     reference = parts.program.run(_copied(example).tensors, 0, parts.freeze)
@@ -216,7 +216,7 @@ def check_unaligned(parts: Split, example: Example) -> None:
 
 
 def _by_each_cut(parts: Split, example: Example) -> Iterator[tuple[torch.Tensor, ...]]:
-    """What crosses the freeze point, sent over a wire there and at one cut before."""
+    """Return the values at the freeze point, sent over a wire there and at one cut before."""
     program = parts.program
     assert program is not None
     for cut in range(program.num_stages + 1):
@@ -231,7 +231,7 @@ def _difference(ours: Outcome, theirs: Outcome) -> str:
 
 
 def check_rows(net: Net, parts: Split) -> None:
-    """Rows chosen from several micro-batches give what the whole model gives for the same samples."""
+    """Check that rows chosen from several micro-batches match the whole model on the same samples."""
     program, values = parts.program, parts.tail.values
     assert program is not None
     description = net.description
@@ -254,14 +254,15 @@ def check_rows(net: Net, parts: Split) -> None:
     with torch.no_grad(), no_fast_path():
         ours = tensors_in(parts.tail(values.one_or_all(values.select(together, rows))))
         theirs = tensors_in(net(*joined.args, **joined.kwargs))
-    # Another number of samples may take another kernel: close, not equal, and far from another row's answer.
+    # Another number of samples may select another kernel: close, not equal, and far from another row's
+    # answer.
     tolerance = {"float64": 1e-7, "float32": 1e-2, "bfloat16": 0.5}[description.dtype]
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
 def check_files(net: Net, program: Program) -> None:
-    """A store keeps digests and bits, and reading and writing a file again gives the same bytes."""
+    """Check that a store keeps digests and bits, and that rewriting a file gives the same bytes."""
     with TemporaryDirectory() as folder:
         store = Store.open(Path(folder).as_uri())
         publish(program, store)
@@ -280,9 +281,9 @@ def check_files(net: Net, program: Program) -> None:
 
 
 def check_reads(net: Net, program: Program, expected: Expected) -> None:
-    """The program holds the frozen parameters that its description says, so it goes as far as it can.
+    """Check that the program holds the frozen parameters of its description, so it cuts as late as it can.
 
-    None at all if nothing but modules without parameters can be left out.
+    The program may hold none if only parameter-free modules can run in the prefix.
     """
     named = dict(net.named_parameters(remove_duplicate=False))
     held = {id(named[weight.key]) for weight in program.graph.weights if weight.key in named}
@@ -290,7 +291,7 @@ def check_reads(net: Net, program: Program, expected: Expected) -> None:
 
 
 def padded(example: Example, samples: int) -> Example:
-    """The last micro-batch of an epoch: rows past ``samples`` are zero."""
+    """Return the last micro-batch of an epoch: rows past ``samples`` are zero."""
     changed = []
     for tensor in example.tensors:
         copy = torch.empty_like(tensor).copy_(tensor)
@@ -301,7 +302,7 @@ def padded(example: Example, samples: int) -> Example:
 
 
 def unaligned(example: Example) -> Example:
-    """The same numbers in memory that starts one element past a 64-byte boundary."""
+    """Return the same numbers in memory that starts one element past a 64-byte boundary."""
     moved = []
     for tensor in example.tensors:
         memory = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
@@ -309,7 +310,7 @@ def unaligned(example: Example) -> Example:
     return example.with_tensors(moved)
 
 
-# Networks that were once refused for no good reason.
+# Networks that earlier versions refused without a valid reason.
 PREFIX = Freeze("prefix", (1,))
 FOUND = {
     "writes into an input that the tail does not read": Description(
@@ -367,7 +368,7 @@ def test_a_random_network_is_cut_to_the_bit_or_refused_for_a_right_reason(
 
 
 def check(description: Description, granularity: Granularity = "module") -> str:
-    """Everything that has to hold for one network; returns what came of it."""
+    """Check every property of one network; return the outcome."""
     net = description.build()
     flags = [parameter.requires_grad for parameter in net.parameters()]
     example = description.example(0)
@@ -388,7 +389,7 @@ def check(description: Description, granularity: Granularity = "module") -> str:
     if parts.program is None:
         return check_refusal(net, parts, expected)
     one, two, three = (description.example(seed) for seed in (31, 32, 33))
-    # A Dropout that is called on both sides of the cut is off on one of them only: no mode of a whole model.
+    # A Dropout called on both sides of the cut is off on one side only: no mode of a whole model does this.
     training = not expected.twice
     check_cuts(net, parts, one, training=training)
     check_cuts(net, parts, padded(two, 3), training=False)
@@ -403,7 +404,10 @@ def check(description: Description, granularity: Granularity = "module") -> str:
 
 
 def _moves_with_its_neighbours(net: Net, parts: Split) -> bool:
-    """Whether a sample's features change with others; mixing that changes no bit cannot be found."""
+    """Return whether a sample's features change with other samples.
+
+    Mixing that changes no bit cannot be found.
+    """
     program = parts.program
     assert program is not None
     for seed in range(20):

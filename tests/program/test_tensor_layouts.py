@@ -1,4 +1,4 @@
-"""Models that a tracer cannot follow all the way: they run with a shorter prefix, or unsplit, and say why."""
+"""Check models that a tracer cannot follow: they run with a shorter prefix or unsplit, and say why."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 class Giving(nn.Module):
-    """A linear layer whose answer comes in a form of its own."""
+    """A linear layer whose answer has a form of its own."""
 
     def __init__(self, form: Callable[[torch.Tensor], Any]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Giving(nn.Module):
 
 
 class SparseMixing(nn.Module):
-    """Mixes features by a sparse buffer."""
+    """Mix features by a sparse buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class SparseMixing(nn.Module):
 
 
 class ComplexFilter(nn.Module):
-    """Filters in the frequency domain."""
+    """Filter in the frequency domain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ComplexFilter(nn.Module):
 
 @dataclass
 class Checked:
-    """A dataclass that looks at its field."""
+    """A dataclass that checks its field."""
 
     values: torch.Tensor
 
@@ -91,7 +91,7 @@ class Checked:
 
 
 class CheckedDict(collections.OrderedDict[str, torch.Tensor]):
-    """A dict that looks at what it is given."""
+    """A dict that checks its values."""
 
     def __setitem__(self, key: str, value: torch.Tensor) -> None:
         if key != "values" or not isinstance(value, torch.Tensor):
@@ -105,7 +105,7 @@ class _Pair(NamedTuple):
 
 
 class CheckedPair(_Pair):
-    """A named tuple that looks at its fields."""
+    """A named tuple that checks its fields."""
 
     def __new__(cls, values: torch.Tensor, count: int) -> CheckedPair:
         if not values.is_floating_point():
@@ -114,7 +114,7 @@ class CheckedPair(_Pair):
 
 
 class Own(torch.Tensor):
-    """A class of tensors without anything of its own."""
+    """A tensor subclass that adds nothing."""
 
 
 def in_a_checked_dict(values: torch.Tensor) -> CheckedDict:
@@ -209,7 +209,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
 
 
 def answers(model: nn.Module, parts: Split, x: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a split model gives, and the whole one."""
+    """Return the answers of a split model and of the whole model."""
     crossing = parts.program.run([x], 0, parts.freeze) if parts.program is not None else (x,)
     with torch.no_grad():
         given = parts.tail(parts.tail.values.one_or_all(crossing))

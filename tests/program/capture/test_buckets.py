@@ -1,4 +1,4 @@
-"""One model in several shapes: a graph each, one weights file."""
+"""One model captured in several shapes: one graph per shape, and one shared weights file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from upriver.store import Store
 
 
 class Text(nn.Module):
-    """Constants that depend on the length, and one that does not."""
+    """Hold constants that depend on the length, and one constant that does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def test_lengths_share_the_weights_and_bring_constants_of_their_own() -> None:
         for program in programs
     ]
     assert constants[0] != constants[1] == constants[2]
-    assert constants[0] & constants[1]  # the one that does not depend on the length, stored once
+    assert constants[0] & constants[1]  # the constant that does not depend on the length is stored once
     for program, given in zip(programs, examples, strict=True):
         read = Program.from_bytes(program.graph_bytes, programs[0].weights_bytes)
         with torch.no_grad():
@@ -97,7 +97,7 @@ def test_what_is_no_set_of_buckets_is_refused() -> None:
 
 
 class Growing(nn.Module):
-    """Makes its table anew for each length, as some rotary embeddings do."""
+    """Rebuild its table for each length, as some rotary embeddings do."""
 
     table: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""What other threads of a process notice while one of them captures a model: nothing."""
+"""Check that capturing a model in one thread changes nothing for other threads."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from upriver.program.example_inputs import Example
 
 
 class Watched(nn.Module):
-    """Lets another thread do something at each pass through it that is recorded."""
+    """Let another thread act at each recorded pass through the module."""
 
     def __init__(self, elsewhere: Callable[[], Any]) -> None:
         super().__init__()
         given: list[Any] = []
-        self.given = lambda: given  # code is not put back after a capture, as a list of the model's is
+        self.given = lambda: given  # a capture restores lists such as the model's, but not code
         self.layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.LayerNorm(14), nn.Flatten(), nn.Linear(1568, 4))
         self.elsewhere = elsewhere
 
@@ -65,7 +65,7 @@ def test_other_threads_get_the_bits_that_they_always_get() -> None:
 
 
 def test_torch_itself_still_switches_them_off_when_others_export() -> None:
-    """The user's own export in another thread is torch's, as it was."""
+    """A user's own export in another thread keeps torch's behaviour."""
 
     class Seen(nn.Module):
         seen: tuple[bool, ...] = ()
@@ -88,7 +88,7 @@ def test_torch_itself_still_switches_them_off_when_others_export() -> None:
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_program_is_the_same_whether_cudnn_is_allowed(enabled: bool) -> None:
-    """The flag stands among the arguments of norms; a program is known by its digest."""
+    """The flag is among the arguments of norms, and the digest identifies a program."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4))
     wanted = capture_whole(model.eval(), torch.randn(2, 3, 8, 8)).program.digest
@@ -119,7 +119,7 @@ def test_what_other_threads_print_is_printed(capsys: pytest.CaptureFixture[str])
 
 
 def test_two_threads_that_capture_leave_streams_and_logs_as_they_were() -> None:
-    """One begins inside the other: what one puts back must not be what the other has set."""
+    """One capture begins inside the other: the first must not restore what the second one set."""
     example = Example(args=(torch.randn(1, 3, 16, 16),))
     ended: list[str] = []
     second = threading.Thread(
@@ -130,7 +130,7 @@ def test_two_threads_that_capture_leave_streams_and_logs_as_they_were() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if get_proxy_mode() is not None and second.ident is None:
                 second.start()
-                second.join(0.5)  # it waits: torch records one model at a time
+                second.join(0.5)  # the thread waits: torch records one model at a time
             return super().forward(x)
 
     before = sys.stdout, sys.stderr, logging.getLogger("torch.export").level

@@ -1,4 +1,4 @@
-"""Captured programs give the bits of the eager model, whole and cut anywhere."""
+"""Check that captured programs give the eager model's bits, whole and at every cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from upriver.program.capture.prefix import capture, graph_of
 from upriver.program.example_inputs import Example, TensorSource
 
 PUBLISHED = {
-    # network: stages as HAPI counts them, and bytes per sample after some of them
+    # network: stages as HAPI counts them, and bytes per sample after some of the stages
     "alexnet": (21, {1: 774400, 3: 186624, 4: 559872, 13: 36864, 16: 16384, 21: 4000}),
     "resnet18": (14, {4: 802816, 11: 100352, 14: 4000}),
     "resnet50": (22, {22: 4000}),

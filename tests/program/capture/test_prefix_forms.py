@@ -1,4 +1,4 @@
-"""Models of many forms as programs: what they are called with, what they give, what they are made of."""
+"""Capture models of many forms: their arguments, their answers and their weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from upriver.program.graph.autocast import autocasting
 
 
 def eager(model: nn.Module, given: Inputs, autocast: torch.dtype | None = None) -> list[torch.Tensor]:
-    """The tensors of the model's answer, each once."""
+    """Return the tensors of the model's answer, each once."""
     example = Example.of(given)
     example = example.with_tensors([tensor.clone() for tensor in example.tensors])
     with torch.no_grad(), in_eval(model), no_fast_path(), autocasting("cpu", autocast):
@@ -33,7 +33,7 @@ def read_again(program: Program) -> Program:
 
 
 def check(program: Program, given: Inputs, wanted: Sequence[torch.Tensor]) -> None:
-    """A program, read from its files, gives these bits: in one run, and stage by stage."""
+    """Check that a program read from its files gives these bits, in one run and stage by stage."""
     read = read_again(program)
     tensors: Sequence[torch.Tensor] = Example.of(given).tensors
     once = read.run(tensors, 0, read.num_stages)
@@ -47,7 +47,7 @@ def check(program: Program, given: Inputs, wanted: Sequence[torch.Tensor]) -> No
 
 
 class Nested(nn.Module):
-    """Takes nested inputs with None in them and gives a nested answer; one tensor of it twice."""
+    """Take nested inputs that contain None, and return a nested answer that holds one tensor twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def eager_like(program: Program, given: Inputs) -> tuple[torch.Tensor, ...]:
 
 
 class Parts(nn.Module):
-    """Weights of every form: tied, transposed, with gaps, expanded, a plain attribute, a literal."""
+    """Hold weights of every form: tied, transposed, with gaps, expanded, a plain attribute, a literal."""
 
     spread: torch.Tensor
     windows: torch.Tensor
@@ -174,7 +174,7 @@ def test_constants_are_named_by_what_they_hold() -> None:
 
 
 class InPlace(nn.Module):
-    """Writes into its input, into views, and into what it has returned from other modules."""
+    """Write into its input, into views, and into the results of other modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_in_place_code_becomes_functional_and_leaves_the_input_alone() -> None:
 
 
 class Late(nn.Module):
-    """One activation three times, in-place code behind two of its calls, control flow at the end."""
+    """Use one activation three times, with in-place code after two calls and control flow at the end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_names_and_modules_are_right_behind_an_early_exit_from_nested_modules() 
 
 
 class Towers(nn.Module):
-    """A trained tower runs before a frozen one."""
+    """Run a trained tower before a frozen one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ def test_granularity_decides_where_stages_end() -> None:
 
 
 class Mixed(nn.Module):
-    """Under autocast: casts, a part that forbids it, an operator that stays in float32."""
+    """Run under autocast: casts, a part that forbids autocast, an operator that stays in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ def test_autocast_is_part_of_a_program(autocast: torch.dtype) -> None:
 
 
 class Regions(nn.Module):
-    """Modules run inside other grad modes and autocast regions."""
+    """Run modules inside other grad modes and autocast regions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A whole model as one program: the bits and the form of its answer, from every cut."""
+"""Check the bits and the form of a whole model's answer, captured as one program, from every cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Pair = namedtuple("Pair", ["first", "second"])
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Whether two answers are the same to the bit, and of the same form."""
+    """Return whether two answers have the same bits and the same form."""
     a, form_a = pytree.tree_flatten(ours)
     b, form_b = pytree.tree_flatten(theirs)
     return form_a == form_b and all(
@@ -108,7 +108,7 @@ class Branch(nn.Module):
 
 
 class Counts(nn.Module):
-    """Has, after each call, another value for an attribute that its answer depends on, or the same one."""
+    """Set an attribute that the answer depends on after each call, to another value or to the same one."""
 
     def __init__(self, start: object, step: object, most: int = 1000) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def test_a_model_that_computes_nothing_is_named(model: nn.Module) -> None:
 
 
 class Choosing(nn.Module):
-    """Runs modules by an operator."""
+    """Choose the module to run by an operator."""
 
     def __init__(self, operator: str) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ def test_an_operator_that_runs_modules_is_named_as_what_no_program_holds(operato
 
 
 class DynamicCache:
-    """Of keys and values, by its name."""
+    """Share only its name with the key and value cache of transformers."""
 
 
 class Keeping(nn.Linear):

@@ -1,4 +1,4 @@
-"""What is shipped without a wire is what a real frame gives."""
+"""Check that values shipped without a wire equal those of a real frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results written over their operand: where nobody can tell, and nowhere else."""
+"""Check that results overwrite their operand only where no reader can notice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from upriver.program.graph.schema import Graph, references
 
 
 class Net(nn.Module):
-    """A stem of two layers, then whatever is asked for."""
+    """A stem of two layers, followed by the code that a test passes."""
 
     def __init__(self, rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Net(nn.Module):
 
 
 def over(graph: Graph) -> list[str]:
-    """Operators that write over their first operand."""
+    """Return the operators that write over their first operand."""
     return [graph.nodes[index].op for index in overwritable(graph)]
 
 
@@ -44,10 +44,10 @@ def program_of(rest: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Pr
         (lambda one, two: two + one, ["add.Tensor"]),
         (lambda one, two: (two + one).relu(), ["add.Tensor", "relu.default"]),
         (lambda one, two: nn.functional.silu(two) * one, ["silu.default", "mul.Tensor"]),
-        # Read again, by the operator itself or by another one.
+        # The value is read again, by the same operator or by another one.
         (lambda one, two: one.relu() + two, ["relu.default"][:0]),
         (lambda one, two: (two + two).relu(), ["relu.default"]),
-        # A view is alive, or what is written over would be one.
+        # A view is alive, or the overwritten value would be a view.
         (lambda one, two: two.t().relu(), []),
         (lambda one, two: two.relu() + two[:1], []),
         # The result has another form.

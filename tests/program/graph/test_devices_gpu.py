@@ -1,4 +1,4 @@
-"""Weights on an accelerator are those of the file, whatever computes there meanwhile."""
+"""Check that weights on an accelerator equal the file's, whatever the accelerator computes meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that is told when its weights may be read: it asks for each once, when a stage first reads it."""
+"""Check that a program waits for each weight once, when a stage first reads the weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from upriver.program.graph.weights_file import WeightsFile
 
 
 class Late(nn.Module):
-    """One thing is computed of the first and the last weight, and read by two layers."""
+    """Compute one value from the first and the last weight; two layers read this value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Late(nn.Module):
         self.scale = nn.Parameter(torch.rand(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, 6)."""
+        """Return the answer for ``x`` of shape (rows, 6)."""
         both = torch.exp(self.first.weight.sum(0) * self.scale)
         x = torch.tanh(self.first(x))
         x = torch.tanh(self.second(x * both))

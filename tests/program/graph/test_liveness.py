@@ -1,4 +1,4 @@
-"""Where a chain may be cut and what is alive there, against definitions spelt out by brute force."""
+"""Check the cuts of a chain, and the values alive there, against brute-force definitions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPEC = TensorSpec(dtype="float32", shape=[2], stride=[1])
 
 
 Steps: TypeAlias = "list[tuple[str, Sequence[str], str]]"
-"""Operator, what it reads, what it makes."""
+"""Each step: the operator, the names it reads, the name it makes."""
 
 
 def value(name: str) -> Value:
@@ -45,7 +45,7 @@ def chain_of(
     inputs: Sequence[str] = ("x",),
     outputs: Sequence[str] = (),
 ) -> Chain:
-    """One operator a step, each in a module of its own called as what it makes."""
+    """Return a chain with one operator per step, each in a module named after its result."""
     return Chain(
         inputs=[value(name) for name in inputs],
         nodes=[node(op, reads, [made]) for op, reads, made in steps],
@@ -104,7 +104,10 @@ def depends_on_input(chain: Chain, name: str) -> bool:
 
 
 def alive_at(chain: Chain, position: int, *, outputs: bool = True) -> list[str]:
-    """Made before a position, read at or behind it (or part of the answer), no weight and no constant."""
+    """Return the values made before a position and read at or after it, or part of the answer.
+
+    Weights and constants are excluded.
+    """
     before = [given.name for given in chain.inputs]
     before += [name for step in chain.nodes[:position] for name in made_by(step)]
     wanted = {name for step in chain.nodes[position:] for name in read_by(step)}
@@ -113,7 +116,7 @@ def alive_at(chain: Chain, position: int, *, outputs: bool = True) -> list[str]:
 
 
 def pieces_at(chain: Chain, position: int) -> dict[str, int]:
-    """Each value made before a position with the number of the connected piece of computation it is from."""
+    """Map each value made before a position to the number of its connected piece of computation."""
     piece: dict[str, int] = {}
     for index, step in enumerate(chain.nodes[:position]):
         if not any(depends_on_input(chain, name) for name in made_by(step)):

@@ -1,4 +1,4 @@
-"""Graph and weights files from anyone: typed errors, nothing else."""
+"""Check that untrusted graph and weights files raise typed errors, and nothing else."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def one_node(
     results: int = 1,
     dtype: str = "float32",
 ) -> bytes:
-    """A graph of an input ``x`` (float32, 2 x 4), some others, and one call, said to give ``shape``."""
+    """Return a graph of input ``x`` (float32, 2 x 4), ``extra`` inputs, and one call of stated ``shape``."""
     spec = {"dtype": dtype, "shape": shape or [2, 4], "stride": torch.empty(shape or (2, 4)).stride()}
     outputs: list[Any] = [{"name": f"y{number}", "spec": spec} for number in range(results)]
     stage = {"name": "s", "kind": "k", "stop": 1, "live": ["y0"]}
@@ -290,9 +290,7 @@ def test_strides_are_part_of_what_is_declared() -> None:
     graph = json.loads(one_node("t.default", [X], [4, 2]))
     spec = graph["nodes"][0]["outputs"][0]["spec"]
     refused(msgspec.json.encode(graph), r"declares strides \[2, 1\], gives \[1, 4\]", weights=NO_WEIGHTS)
-    elsewhere = msgspec.json.encode(
-        {**graph, "device": "cuda"}
-    )  # operators may lay it out as they like there
+    elsewhere = msgspec.json.encode({**graph, "device": "cuda"})  # operators may choose the layout there
     assert Program.from_bytes(elsewhere, NO_WEIGHTS).num_stages == 1
     spec["stride"] = [1, 4]
     assert Program.from_bytes(msgspec.json.encode(graph), NO_WEIGHTS).num_stages == 1
@@ -326,13 +324,13 @@ def test_operations_and_memory_are_counted_on_what_really_runs() -> None:
     assert sum(attention.flops) == 2 * 2 * (2 * 3) * 64 * 64 * 8
     linear = check(PROGRAM.graph)
     assert linear.flops == (2 * 3 * 6 * 4, 0, 2 * 3 * 4 * 2)
-    assert linear.work > sum(linear.flops)  # the activation, too
+    assert linear.work > sum(linear.flops)  # the activation counts, too
     weights = 4 * (6 * 4 + 4 + 4 * 2 + 2)
     assert weights + 4 * 3 * (6 + 4) <= linear.live_bytes <= weights + 4 * 3 * (6 + 4 + 4 + 2)
 
 
 class Widening(nn.Module):
-    """Makes a large tensor from a small one by repeating it without memory, and reads all of it."""
+    """Make a large tensor by repeating a small one without memory, and read all of it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x[:, None, :].expand(-1, 1 << 10, -1).contiguous().sum((1, 2))[:, None]
@@ -346,7 +344,7 @@ def test_a_view_takes_no_memory_and_its_copy_does() -> None:
 
 
 class _Alive(TorchDispatchMode):
-    """Counts the tensors that operators have made and that are still there."""
+    """Count the live tensors that operators have made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,7 +372,7 @@ def test_a_run_drops_what_nobody_needs_any_more() -> None:
 
 
 class WithTables(nn.Module):
-    """A table of positions and a mask that depend on no input; the table is an answer, too."""
+    """Hold a position table and a mask that depend on no input; the table is also an answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +402,7 @@ def test_what_depends_on_no_input_is_computed_once_and_never_crosses() -> None:
         with _Alive() as ran:
             answer, table = read.run((x,), 0, read.num_stages)
         assert torch.equal(answer, wanted[0]) and torch.equal(table, wanted[1])
-        table.fill_(7.0)  # the caller's own
+        table.fill_(7.0)  # the caller's own tensor
     assert "addmm" in ran.names and not {"arange", "embedding", "tril", "ones"} & ran.names
     live = json.loads(program.graph_bytes)
     live["stages"][0]["live"].append(min(fixed))
@@ -412,7 +410,7 @@ def test_what_depends_on_no_input_is_computed_once_and_never_crosses() -> None:
 
 
 def chain(length: int, reads: Callable[[int], list[int]]) -> tuple[list[Value], list[Node]]:
-    """Nodes 1…length; node ``n`` reads the values of ``reads(n)``, 0 being the input."""
+    """Return nodes 1 to length; node ``n`` reads the values ``reads(n)``, where 0 is the input."""
     spec = TensorSpec(dtype="float32", shape=[1], stride=[1])
     nodes = [
         Node(
@@ -454,7 +452,7 @@ def test_a_chain_of_any_length_is_walked() -> None:
 
 
 def repacked(change: Callable[[dict[str, Any]], Any], body: Callable[[bytes], bytes] = bytes) -> bytes:
-    """A weights file with another header, or another body."""
+    """Return a weights file with another header or another body."""
     data = bytes(PROGRAM.weights_bytes)
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -605,7 +603,7 @@ def test_a_store_is_not_asked_for_more_than_is_allowed() -> None:
 
 
 def others(program: Program) -> list[torch.Tensor]:
-    """Something for the inputs behind the first one."""
+    """Return values for the inputs after the first one."""
     return [torch.zeros(value.spec.shape) for value in program.live(0)[1:]]
 
 

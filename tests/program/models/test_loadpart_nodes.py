@@ -1,4 +1,4 @@
-"""LoADPart's numbers of a network's nodes: those that the paper prints, and the rule on small networks."""
+"""Check LoADPart's node numbers: those that the paper prints, and the rule on small networks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def kinds(nodes: tuple[PaperNode, ...]) -> list[str]:
 
 
 def test_alexnet_has_27_nodes_with_the_first_poolings_at_4_and_8_and_the_flatten_at_19() -> None:
-    """Sections V-B and V-C.
+    """Check the numbers of sections V-B and V-C.
 
     conv, bias, relu, pool = 4; the same = 8; three times conv, bias, relu = 17; pool = 18; flatten = 19;
     twice matmul, bias, relu = 25; matmul, bias = 27. The average pooling (6 x 6 to 6 x 6) and the Dropouts
-    are none. Bytes: 3 x 224 x 224 x 4, 64 x 55 x 55 x 4, 64 x 27 x 27 x 4, 192 x 27 x 27 x 4,
-    192 x 13 x 13 x 4, 384 x 13 x 13 x 4, 256 x 13 x 13 x 4, 256 x 6 x 6 x 4, 4096 x 4, 1000 x 4.
+    are not nodes. Bytes: 3 x 224 x 224 x 4, 64 x 55 x 55 x 4, 64 x 27 x 27 x 4, 192 x 27 x 27 x 4, 192 x 13 x
+    13 x 4, 384 x 13 x 13 x 4, 256 x 13 x 13 x 4, 256 x 6 x 6 x 4, 4096 x 4, 1000 x 4.
     """
     nodes = nodes_of("torchvision:alexnet")
     assert [node.number for node in nodes] == list(range(28))
@@ -62,13 +62,14 @@ def test_no_program_is_cut_between_a_layer_and_its_bias() -> None:
 
 
 def test_squeezenet_has_the_papers_cuts_at_5_and_39_and_ends_at_99() -> None:
-    """Sections V-B and V-C, 227 x 227: 193,600 and 93,312 bytes.
+    """Check the numbers of sections V-B and V-C at 227 x 227: 193,600 and 93,312 bytes.
 
-    conv, bias, relu, pool = 4, and so the first squeeze convolution is 5: 16 x 55 x 55 x 4 bytes. A Fire is
-    three convolutions with bias and relu = 9, and a concatenation. Were that one node, three Fires of 10
-    would end at 34, and the squeeze convolution behind the second pooling would be 36. As two nodes it is
-    right: 4 + 3 x 11 = 37, pool = 38, and 39 has 32 x 27 x 27 x 4 bytes. So is the end: 38 + 4 x 11 = 82,
-    pool = 83, + 11 = 94, conv, bias, relu = 97, average = 98, flatten = 99, and not 91.
+    conv, bias, relu, pool = 4, so the first squeeze convolution is 5: 16 x 55 x 55 x 4 bytes. A Fire has
+    three convolutions with bias and relu (9 nodes) and a concatenation. If the concatenation were one node,
+    three Fires of 10 would end at 34. The squeeze convolution after the second pooling would then be 36. With
+    two nodes the paper's numbers match: 4 + 3 x 11 = 37, pool = 38, and 39 has 32 x 27 x 27 x 4 bytes. The
+    end matches too: 38 + 4 x 11 = 82, pool = 83, + 11 = 94, conv, bias, relu = 97, average = 98, flatten =
+    99, and not 91.
     """
     nodes = nodes_of("torchvision:squeezenet1_0", input_shape=(3, 227, 227))
     assert len(nodes) - 1 == 99
@@ -79,7 +80,7 @@ def test_squeezenet_has_the_papers_cuts_at_5_and_39_and_ends_at_99() -> None:
     ]
     assert (nodes[5].kind, nodes[5].name, nodes[5].cut_bytes) == ("conv", "features.3.squeeze", 193600)
     assert (nodes[39].kind, nodes[39].name, nodes[39].cut_bytes) == ("conv", "features.7.squeeze", 93312)
-    # The squeezed one beside one expanded one, and the two that are joined.
+    # The squeezed value together with one expanded value, and the two values that are joined.
     squeezed, expanded = 193600, 64 * 55 * 55 * 4
     assert (nodes[8].tensors, nodes[8].cut_bytes) == (2, squeezed + expanded)
     assert [(node.tensors, node.cut_bytes, node.runnable) for node in nodes[13:16]] == [
@@ -94,18 +95,18 @@ def test_squeezenet_has_the_papers_cuts_at_5_and_39_and_ends_at_99() -> None:
 @pytest.mark.parametrize(
     ("name", "count", "poolings"),
     [
-        # 13 x (conv, bias, relu) and 5 pools; no average (7 x 7 to 7 x 7); flatten; 3 linear, 2 relu:
-        # 39 + 5 + 1 + 8.
+        # 13 x (conv, bias, relu) and 5 pools; no average (7 x 7 to 7 x 7); flatten; 3 linear, 2 relu: 39 + 5
+        # + 1 + 8.
         ("torchvision:vgg16", 53, [7, 14, 24, 34, 44]),
-        # conv, bn, relu, pool; 8 x (2 conv, 2 bn, 2 relu, add); 3 x (conv, bn) beside; average, flatten,
+        # conv, bn, relu, pool; 8 x (2 conv, 2 bn, 2 relu, add); 3 shortcuts of (conv, bn); average, flatten,
         # linear: 4 + 56 + 6 + 4.
         ("torchvision:resnet18", 70, [4, 67]),
-        # 4; 16 x (3 conv, 3 bn, 3 relu, add); 4 x (conv, bn) beside; 4: 4 + 160 + 8 + 4.
+        # 4; 16 x (3 conv, 3 bn, 3 relu, add); 4 shortcuts of (conv, bn); 4: 4 + 160 + 8 + 4.
         ("torchvision:resnet50", 176, [4, 173]),
         # 2 x (conv, bn, relu) = 6. A separable convolution is two nodes, without biases. Block 1: sep, bn,
-        # relu, sep, bn, pool = 8, conv and bn beside, add = 11; blocks 2, 3 and 12 begin with a relu = 12
-        # each; blocks 4 to 11: 3 x (relu, sep, bn) and add = 13 each. 2 x (sep, bn, relu) = 8; average,
-        # flatten, linear = 4: 6 + 11 + 2 x 12 + 8 x 13 + 12 + 8 + 4.
+        # relu, sep, bn, pool = 8, plus a shortcut of conv and bn, plus add = 11. Blocks 2, 3 and 12 begin
+        # with a relu = 12 each. Blocks 4 to 11: 3 x (relu, sep, bn) and add = 13 each. 2 x (sep, bn, relu) =
+        # 8; average, flatten, linear = 4: 6 + 11 + 2 x 12 + 8 x 13 + 12 + 8 + 4.
         ("timm:legacy_xception", 169, [14, 26, 38, 154, 166]),
     ],
 )
@@ -119,10 +120,10 @@ def test_the_other_networks(name: str, count: int, poolings: list[int]) -> None:
 
 
 def test_the_first_cut_of_vgg16_that_is_smaller_than_its_input() -> None:
-    """The fourth pooling, 512 x 14 x 14 x 4 bytes.
+    """The cut is after the fourth pooling, 512 x 14 x 14 x 4 bytes.
 
-    With the biases of torchvision's network it is 34, and 24 without. The paper says 23 (section V-B), where
-    neither has a pooling.
+    It is node 34 with the biases of torchvision's network, and node 24 without. The paper says 23 (section
+    V-B), where neither network has a pooling.
     """
     nodes = nodes_of("torchvision:vgg16")
     first = next(node for node in nodes if node.cut_bytes < nodes[0].cut_bytes)
@@ -152,7 +153,7 @@ def test_a_cut_that_can_be_run_is_one_of_those_behind_operators() -> None:
 
 
 class Kinds(nn.Module):
-    """Nodes of several kinds between what is none."""
+    """Mix nodes of several kinds with operations that are not nodes."""
 
     def __init__(self) -> None:
         super().__init__()

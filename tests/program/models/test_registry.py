@@ -1,4 +1,4 @@
-"""Models by name: what they are built from, what they take, and what is said of a name that is none."""
+"""Check models by name: how they are built, their inputs, and the error for an unknown name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one_thread() -> None:
 
 
 def run(name: str, *, batch: int = 2) -> tuple[nn.Module, Example]:
-    """The model on its own example: that it runs shows that the inputs are right."""
+    """Run the model on its own example, which shows that the inputs are right."""
     model, inputs = load_model(name)
     example = Example.of(inputs.example(batch))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What changes in the frozen part after a job has started is found at the next step; the tail stays free."""
+"""Check that changes to the frozen part are found at the next step, and that the tail stays free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from upriver.program.split.split import Split, split
 
 @dataclasses.dataclass
 class Config:
-    """One for the frozen and for the trained part."""
+    """One configuration for the frozen and for the trained part."""
 
     slope: float = 0.1
     temperature: float = 1.0
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Its own forward reads one attribute on either side of the cut."""
+    """Read one attribute on either side of the cut in its own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ def cut() -> tuple[Net, Split]:
 
 
 def guarded(model: nn.Module, parts: Split, *, asked: list[bool] | None = None) -> FrozenGuard:
-    """A guard as a job has it.
+    """Return a guard as a job has it.
 
     Args:
-        asked: What splitting the model anew has told.
+        asked: Results of splitting the model again.
     """
     assert parts.program is not None
 
@@ -223,7 +223,7 @@ def test_guard_what_changes_in_the_tail_is_no_change_and_counts_at_once(
 
 
 class Holding(nn.Module):
-    """Looks which parameters and buffers it has."""
+    """Check which parameters and buffers it holds."""
 
     def __init__(self, *, any_of_them: bool) -> None:
         super().__init__()
@@ -276,7 +276,7 @@ def test_guard_a_parameter_or_buffer_that_comes_counts_where_it_is_read(change: 
 
 
 class Hiding(nn.Module):
-    """Reads what no walk through submodules and buffers finds."""
+    """Read values that no walk through submodules and buffers finds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,13 +313,13 @@ def test_guard_what_is_written_without_a_word_is_found_with_the_values_of_an_epo
 
 
 class Settings:
-    """Absent ones stand for their defaults."""
+    """Settings where an absent one stands for its default."""
 
     bound = False
 
 
 class Checkpointing(nn.Module):
-    """Reads settings as models of transformers do."""
+    """Read settings as models of transformers do."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ def test_guard_what_comes_to_the_same_is_no_change(change: str) -> None:
         assert torch.equal(ours, whole)
         for one, other in zip(*(gradients(model, answer) for answer in (ours, whole)), strict=True):
             assert torch.equal(one, other)
-    assert asked == [True]  # and not with every step
+    assert asked == [True]  # and not at every step
 
 
 def gradients(model: nn.Module, answer: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -403,7 +403,7 @@ def test_guard_what_is_read_only_with_new_settings_counts_once_they_are_there() 
     config: Any = model[0].config
     guard = guarded(model, parts)
     config.top = 0.1
-    guard.check_versions()  # nobody reads it
+    guard.check_versions()  # nothing reads it
     config.top = 99.0
     config.bound = True
     guard.check_versions()
@@ -419,7 +419,7 @@ def test_guard_a_hook_that_asks_for_a_gradient_gives_one_as_in_the_whole_model(r
     layers = [nn.Linear(8, 8), nn.Linear(8, 8), Checkpointing(Settings()), nn.Linear(8, 3)]
     model, x = nn.Sequential(*layers).train(), torch.randn(4, 8)
     freeze_to(model, "1")
-    checkpoint(model[2], reentrant=reentrant)  # which gives no gradient where its input asks for none
+    checkpoint(model[2], reentrant=reentrant)  # it gives no gradient where its input asks for none
     parts = split(model, torch.randn(4, 8))
     assert parts.program is not None and parts.boundary == "1"
     guard, features = guarded(model, parts), parts.program.run((x,), 0, parts.freeze)[0]
@@ -439,12 +439,12 @@ def test_guard_a_hook_that_asks_for_a_gradient_gives_one_as_in_the_whole_model(r
 
 
 def make_inputs_require_grads(_module: nn.Module, _args: Any, result: torch.Tensor) -> None:
-    """Ask for a gradient, as the hook of this name in transformers does."""
+    """Ask for a gradient, as the transformers hook of this name does."""
     result.requires_grad_(True)
 
 
 class Wrapping(nn.Module):
-    """Wraps the forward of its subclasses, as layers of transformers do."""
+    """Wrap the forward of its subclasses, as layers of transformers do."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -466,7 +466,7 @@ class Wrapped(Wrapping):
 
 
 def output_capturing_hook(*_: Any) -> None:
-    """Counts as harmless by its name."""
+    """Do nothing; the guard treats a hook of this name as harmless."""
 
 
 @pytest.mark.parametrize("hooked", [False, True])
@@ -493,7 +493,7 @@ def squashed(x: torch.Tensor) -> torch.Tensor:
 
 
 class Namespace:
-    """Nobody makes one."""
+    """A namespace of class attributes, without instances."""
 
     scale = 1.0
     offset = staticmethod(lambda: 0.0)
@@ -502,7 +502,7 @@ class Namespace:
 
 
 class Inherited(Namespace):
-    """See above."""
+    """A subclass of the namespace, with inherited attributes."""
 
 
 def shifted(x: torch.Tensor, by: float = 0.0, *, times: float = 1.0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A trial run leaves a model and the generators as they were, whatever its forward and backward change."""
+"""Check that a trial run restores the model and the generators, whatever its forward and backward change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from upriver.program.split.split import Split, Whole, split
 
 
 class Doing(nn.Linear):
-    """A layer that does something else, too, whenever it runs."""
+    """A layer that also does something else whenever it runs."""
 
     def __init__(self, does: Callable[[Doing], Any], holds: Callable[[], dict[str, Any]] = dict) -> None:
         super().__init__(6, 6)
@@ -109,7 +109,7 @@ CHANGES: dict[str, tuple[Any, ...]] = {
 
 
 def seen(value: Any) -> Any:
-    """A value as something that equals it as long as it does not change."""
+    """Return a snapshot that compares equal until the value changes."""
     if isinstance(value, nn.Module):
         return [(name, seen(item)) for name, item in vars(value).items() if name != "does"]
     if isinstance(value, torch.Tensor):
@@ -147,7 +147,7 @@ def everybodys() -> Any:
 def test_a_forward_that_changes_something_leaves_it_as_it_was(change: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), Doing(*CHANGES[change]), nn.Linear(6, 2))
-    model[0].weight.grad = torch.ones(6, 6)  # some that are there already
+    model[0].weight.grad = torch.ones(6, 6)  # some exist already
     before, generators = seen(model), everybodys()
     with state_kept(model):
         for _ in range(2):
@@ -180,7 +180,7 @@ def test_a_context_inside_another_puts_back_what_was_found_to_be_written_before(
             assert first.written() == {"weight"}
         assert torch.equal(model.weight, before)
         with state_kept(model):
-            model(torch.randn(2, 6))  # .data tells torch nothing
+            model(torch.randn(2, 6))  # torch does not notice a write through .data
         assert torch.equal(model.weight, before)
     assert torch.equal(model.weight, before)
 
@@ -193,7 +193,7 @@ def test_a_context_inside_another_puts_back_what_was_there_when_it_began(change:
     with state_kept(model):
         with state_kept(model) as first:  # nothing has changed yet
             model(torch.randn(4, 6)).sum().backward()
-            first.written()  # .data tells torch nothing
+            first.written()  # torch does not notice a write through .data
         assert (seen(model), everybodys()) == (before, generators)
         model(torch.randn(4, 6)).sum().backward()
         between = seen(model), everybodys()
@@ -251,7 +251,7 @@ class Clamped(nn.Linear):
 
 
 class MergedInEval(nn.Linear):
-    """Adds to its weight in eval and takes it off in training, as adapters do: rounding stays behind."""
+    """Add to its weight in eval and subtract it in training, as adapters do; rounding errors remain."""
 
     merged = False
 
@@ -300,7 +300,7 @@ def test_splitting_and_measuring_leave_the_model_as_it_was(tail: str) -> None:
 
 
 def step(model: nn.Module, run: Callable[[], torch.Tensor], parts: Split, steps: int = 3) -> list[Any]:
-    """Some steps of training; the weights that come out, and what the answers were."""
+    """Train for some steps; return the resulting weights and the answers."""
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     answers = []
     for _ in range(steps):
@@ -315,7 +315,7 @@ def step(model: nn.Module, run: Callable[[], torch.Tensor], parts: Split, steps:
 
 
 def same_training(make: Callable[[], nn.Module], x: torch.Tensor) -> Split:
-    """Train a model, and its split: both give the same bits, with all generators seeded alike."""
+    """Train a model and its split, all generators seeded alike, and check that both give the same bits."""
     (whole, _), (ours, parts) = (_trained(make, x, split_up=split_up) for split_up in (False, True))
     assert whole == ours
     return parts
@@ -364,7 +364,7 @@ def test_a_frozen_part_that_forward_writes_runs_unsplit_and_trains_as_ever(updat
     parts = same_training(lambda: Averaged(UPDATES[update]), torch.randn(4, 6))
     assert isinstance(parts.tail, Whole)
     assert "changes parameter 'key.0.weight'" in parts.why_not
-    assert parts.in_eval == ()  # an average of trained layers is no frozen unit
+    assert parts.in_eval == ()  # an average of trained layers is not a frozen unit
 
 
 def test_a_frozen_part_beside_a_written_one_is_split_all_the_same() -> None:
@@ -401,7 +401,7 @@ def test_a_frozen_embedding_with_a_norm_runs_where_the_model_runs() -> None:
 
 
 class Carrying(nn.Linear):
-    """Keeps a tensor from one call for the next."""
+    """Keep a tensor from one call for the next."""
 
     kept: torch.Tensor | None = None
 
@@ -481,7 +481,7 @@ def test_a_model_that_draws_in_eval_too_is_not_split_behind_it(draw: str) -> Non
 
 
 class Leaving(nn.Module):
-    """Sets something on itself between two frozen layers, or within the second one."""
+    """Set an attribute on itself between two frozen layers, or within the second one."""
 
     def __init__(self, does: Callable[[nn.Module, torch.Tensor], Any], *, within: bool = False) -> None:
         super().__init__()
@@ -500,7 +500,7 @@ class Leaving(nn.Module):
 
 
 class Within(nn.Linear):
-    """A layer that does so."""
+    """A layer that sets an attribute within its forward."""
 
     def __init__(self, does: Callable[[nn.Module, torch.Tensor], Any]) -> None:
         super().__init__(6, 6)
@@ -530,7 +530,7 @@ LEFT: dict[str, Callable[[Any, torch.Tensor], Any]] = {
 
 
 def left_on(model: nn.Module) -> list[Any]:
-    """All tensors and numbers that are attributes, with their names."""
+    """Return all attributes that are tensors or numbers, by name."""
     found: list[Any] = []
     todo = [(name, value) for module in model.modules() for name, value in vars(module).items()]
     while todo:

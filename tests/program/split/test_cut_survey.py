@@ -1,4 +1,4 @@
-"""Every cut of a model with what it costs, and the reason where it is none."""
+"""Check that the survey lists every cut of a model with its cost, or the reason why it is no cut."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fourier(nn.Module):
 
 
 class Branch(nn.Module):
-    """Control flow on data behind a residual block and beside a value that is read later."""
+    """Branch on data after a residual block and past a value that is read later."""
 
     def __init__(self, before: bool = True) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_cuts_before_control_flow_on_data_are_shown(granularity: str) -> None:
     names = [row.after.partition(":")[0] for row in found.rows]
     assert names == ["input", "first", "second.0", "second.1", "second", "output"]
     assert legal(found) == [True] * 5 + [False]
-    assert [row.tensors for row in found.rows] == [1, 1, 2, 2, 2, 1]  # x is read again behind the branch
+    assert [row.tensors for row in found.rows] == [1, 1, 2, 2, 2, 1]  # x is read again after the branch
     assert "control flow depends on data" in found.rows[-1].why_not
     assert found.why == found.rows[-1].why_not
     assert found.captured_by == "torch.export, up to 'second'"
@@ -146,7 +146,7 @@ def test_no_cut_behind_the_freeze_point() -> None:
 
 
 class Towers(nn.Module):
-    """The tower that runs second may be frozen alone."""
+    """Two towers, of which the second to run may be frozen alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where the frozen part ends, what crosses there, and that the answer is the whole model's."""
+"""Check the freeze point, the values that cross it, and that the answer is the whole model's."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def frozen(model: nn.Module, *names: str) -> nn.Module:
 
 
 def agree(model: nn.Module, parts: Split, example: Inputs, *, training: bool = True) -> None:
-    """Outputs and gradients of program + tail are those of the whole model."""
+    """Check that program + tail give the outputs and gradients of the whole model."""
     assert parts.program is not None, parts.why_not
     given = Example.of(example)
     model.train(training)
@@ -465,7 +465,7 @@ def test_errors_of_a_split_are_of_its_own_kinds() -> None:
 
 
 class Leaving(nn.Module):
-    """Leaves an auxiliary loss on itself and counts its calls, as its trained block does."""
+    """Leave an auxiliary loss on itself and count its calls, as its trained block does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,7 +547,7 @@ def test_a_module_that_no_program_can_hold_ends_the_prefix_before_it() -> None:
 
 @dataclasses.dataclass
 class Answer:
-    """What no pytree knows."""
+    """An answer that no pytree knows."""
 
     logits: torch.Tensor
     hidden: torch.Tensor

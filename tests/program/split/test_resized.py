@@ -1,4 +1,4 @@
-"""A split's program for another number of samples: the same stages, the same bits as a split made there."""
+"""Check that a program resized to another number of samples has the stages and bits of a new split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tail is the user's own, prefix + tail is the whole, and what cannot be cut is refused."""
+"""Check that the tail is the user's own, prefix + tail is the whole, and impossible cuts are refused."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def cut(model: nn.Module, x: torch.Tensor) -> Split:
 
 
 def reference(model: nn.Module, parts: Split, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Answer and gradients of the whole model, frozen parts in eval."""
+    """Return the answer and gradients of the whole model, with frozen parts in eval."""
     model.train()
     keep_in_eval(model, list(parts.in_eval))
     torch.manual_seed(3)
@@ -250,7 +250,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 def test_what_cannot_be_cut_exactly_runs_unsplit_and_says_why(
     model: nn.Module, frozen: list[str], reason: str
 ) -> None:
-    model.eval()  # in training chance decides which layers of one of them run
+    model.eval()  # in training, chance decides which layers of one of them run
     for name in frozen:
         freeze(model.get_submodule(name))
     x = torch.randn(4, 6)
@@ -301,7 +301,7 @@ def test_frozen_parameters_that_change_are_noticed_and_named() -> None:
     with pytest.raises(FrozenChanged, match=r"block1\.conv1\.weight"):
         guard.check_versions()
     hidden = FrozenGuard(model, ["block1", "block2"])
-    model.block2.bn1.running_mean.data[0] += 1.0  # versions do not see this one
+    model.block2.bn1.running_mean.data[0] += 1.0  # version counters do not see this change
     hidden.check_versions()
     with pytest.raises(FrozenChanged, match=r"block2\.bn1\.running_mean"):
         hidden.check_values()
