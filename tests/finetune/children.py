@@ -1,4 +1,4 @@
-"""Forked children that say by their exit code whether what they looked at was so."""
+"""Forked children that report by their exit code whether their check passed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 def fork(right: Callable[[], bool]) -> int:
-    """Start a child of this process that ends with 0 where ``right`` says yes; its number."""
+    """Fork a child that exits with 0 if ``right`` returns true; return its process id."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons: threads are running
         child = os.fork()
@@ -28,7 +28,7 @@ def fork(right: Callable[[], bool]) -> int:
 
 
 def ended(child: int, *, within_s: float = 120.0) -> int | None:
-    """A child's exit code; None where it has to be killed."""
+    """Return a child's exit code; None if the child has to be killed."""
     end = time.monotonic() + within_s
     while time.monotonic() < end:
         found, status = os.waitpid(child, os.WNOHANG)

@@ -1,4 +1,4 @@
-"""What several tests of whole jobs share: some photos, the plain way's losses on them, a server."""
+"""Fixtures for tests of whole jobs: some photos, the losses of the plain path on them, a server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""One rank of a distributed run; started by the tests as a process of its own.
+"""One rank of a distributed run, started by the tests as a process of its own.
 
 ``python -m tests.finetune.ddp_run FOLDER RANK NUM_RANKS SERVER_URL`` trains a small network in each of the
-ways listed in ``WAYS`` and writes what came of them to ``FOLDER/rank-RANK.json``. Numbers are written as text
-that keeps every bit.
+ways listed in ``WAYS`` and writes the results to ``FOLDER/rank-RANK.json``. Numbers are written as text that
+keeps every bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.program.nets import Small, frozen_small
 from upriver.finetune.job import FinetuneJob
 
 SAMPLES, BATCH, MICRO, SEED = 42, 6, 4, 7
-"""42 samples on two ranks are 21 each: three full steps and a short one, and no size divides another."""
+"""42 samples on two ranks are 21 each: three full steps and a short one. No size divides another."""
 
 PATIENCE = timedelta(seconds=120)
 
@@ -62,12 +62,12 @@ def train(job: FinetuneJob, call: Call, model: nn.Module) -> dict[str, Any]:
 
 
 def wrapped(near: upriver.Near, data: upriver.Dataset, **more: object) -> dict[str, Any]:
-    """The user's own wrapper around the whole model, given to the job."""
+    """Give the job the user's own wrapper around the whole model."""
     model: Small = frozen_small()
     parallel = DistributedDataParallel(model)
     with near.finetune(parallel, data, **options(**more)) as job:
         result = train(job, job, model)
-        if distributed.get_rank() == 0:  # alone: judging waits for nobody
+        if distributed.get_rank() == 0:  # alone: judging waits for no other rank
             result["loss"] = job.evaluate(data, nn.functional.cross_entropy)
         features, _ = next(iter(job))
         try:
@@ -78,7 +78,7 @@ def wrapped(near: upriver.Near, data: upriver.Dataset, **more: object) -> dict[s
 
 
 def around_the_tail(near: upriver.Near, data: upriver.Dataset, **more: object) -> dict[str, Any]:
-    """A wrapper around what is left; the ranks are then said by hand."""
+    """Wrap the tail; the ranks are then passed by hand."""
     model = frozen_small()
     ranks = {"rank": distributed.get_rank(), "num_ranks": distributed.get_world_size()}
     with near.finetune(model, data, **options(**ranks, **more)) as job:

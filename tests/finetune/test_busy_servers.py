@@ -1,4 +1,4 @@
-"""Servers that work for others, too: a plan goes where there is room, and comes back when there is again."""
+"""Check plans for shared servers: work leaves a busy server, and returns when the server has room."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ BANDWIDTH = 2.5e6
 WORK = Workload(batch_size=64, num_samples=12_800)
 IN_FLIGHT = 4
 PER_STEP = 4
-"""Answers of a training step: micro-batches of 16 in batches of 64."""
+"""Responses per training step: micro-batches of 16 in batches of 64."""
 
 TOOK_S = 0.0625
 
 
 def machine() -> Profile:
-    """Storage is the busiest at the freeze point as soon as others have half of it."""
+    """Return a machine whose storage is the busiest at the freeze point once others use half of it."""
     return alexnet(storage_s=2.4e-4, compute_s=1.2e-4, stored_bytes=110_000)
 
 
@@ -56,12 +56,15 @@ def fresh(load: float) -> Plan:
 
 
 def wait_s(slowed: float) -> float:
-    """What one more waits for where all take so many times as long as alone, this job's own among it."""
+    """Return the wait of one more request when all requests take ``slowed`` times as long as alone.
+
+    The factor includes this job's own requests.
+    """
     return (IN_FLIGHT - 1) * TOOK_S + (slowed - 1) * IN_FLIGHT * TOOK_S
 
 
 class Job:
-    """A replanner that hears of answers whose waits a test sets."""
+    """A replanner that gets responses whose waits a test sets."""
 
     def __init__(self) -> None:
         at = AtServers(in_flight=IN_FLIGHT, micro_batch_s=TOOK_S)
@@ -79,7 +82,7 @@ class Job:
         )
 
     def iterations(self, most: int, slowed: float | None) -> list[int]:
-        """In which iterations the plan is left; without answers where ``slowed`` is None."""
+        """Return the iterations that leave the plan; no responses come if ``slowed`` is None."""
         left = []
         for number in range(most):
             for _ in range(PER_STEP if slowed is not None else 0):
@@ -92,7 +95,7 @@ class Job:
 
 
 def alike(plan: Plan, other: Plan) -> bool:
-    """The same cuts, and shares as near as arithmetic allows."""
+    """Check for the same cuts, and for shares equal within rounding."""
     shares = [{route.cut: route.share for route in each.routes} for each in (plan, other)]
     return shares[0] == pytest.approx(shares[1], abs=1e-9)
 
@@ -133,7 +136,7 @@ def test_a_plan_that_asks_no_server_comes_back_by_what_they_say_unasked() -> Non
 
 
 def capacity(*servers: tuple[Health, float]) -> float:
-    """What a planner that measured servers of 2, 1 and 1 workers makes of them."""
+    """Return the capacity that a planner computes from servers of 2, 1 and 1 workers."""
     planner = Planner.__new__(Planner)
     planner.measured = SimpleNamespace(at_once={"s0": 2, "s1": 1, "s2": 1})  # type: ignore[assignment]
     return planner._capacity(
@@ -158,7 +161,7 @@ def test_a_server_that_refuses_counts_for_the_time_in_which_it_does_not() -> Non
 
 
 class Telling(ScriptedServer):
-    """Says how long one more micro-batch would wait."""
+    """A server that states how long one more micro-batch would wait."""
 
     def __init__(self, url: str, wait_s: float | None) -> None:
         super().__init__(url)
@@ -180,7 +183,7 @@ class Telling(ScriptedServer):
 
 
 def looked(waits: IdleWaits) -> float | None:
-    """What a look gives once the question that the one before began has been answered."""
+    """Return the result of a look after the question of the look before was answered."""
     waits.look()
     assert waits._thread is not None
     waits._thread.join()
@@ -225,7 +228,7 @@ def test_while_answers_come_nobody_is_asked() -> None:
 
 @contextmanager
 def greedy(url: str, data: Dataset, *, at_once: int) -> Iterator[None]:
-    """Another client, which has that many requests there all the time, each for large micro-batches."""
+    """Run another client that always has that many requests at the server, each for large micro-batches."""
     ids = tuple(range(64))
     request = RunRequest(
         micro_batches=(ids,) * 8,
@@ -269,7 +272,7 @@ def test_a_greedy_neighbour_is_noticed_and_forgotten_and_no_bit_shows_it(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
-    monkeypatch.setattr(time_budget, "SHARE", 0.0)  # else stages may be measured at a second size after all
+    monkeypatch.setattr(time_budget, "SHARE", 0.0)  # otherwise stages may be measured at a second size
     monkeypatch.setattr(measurement, "slowdown", lambda *args, **kwargs: 1.0)
     server, model = start(data, 0), frozen_small()
     options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "connections": 2}
@@ -297,7 +300,7 @@ def test_a_greedy_neighbour_is_noticed_and_forgotten_and_no_bit_shows_it(
 
 
 def job_epochs(job: upriver.FinetuneJob, model: Any) -> tuple[Callable[[], None], list[torch.Tensor]]:
-    """Trains one more epoch whenever it is called; all losses so far."""
+    """Train one more epoch at each call; return all losses so far."""
     losses: list[torch.Tensor] = []
     optimizer = optimizer_of(model)
 
@@ -335,7 +338,7 @@ def test_a_server_without_room_for_a_canary_at_another_cut_is_named_by_the_plan(
 def test_a_job_says_what_it_has_at_servers_and_hears_of_it_by_each_answer(
     data: Dataset, plain: Reference, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The waits of a real server's answers, made longer by a factor, reach the plan's load."""
+    """The waits of a real server's responses, scaled by a factor, reach the plan's load."""
     said: list[float] = []
     real = LiveProfile.saw
 
@@ -357,6 +360,6 @@ def test_a_job_says_what_it_has_at_servers_and_hears_of_it_by_each_answer(
         assert (at.in_flight, at.at_once) == (3, 1)
         assert at.slowed == near.measured.slowed and at.micro_batch_s == near.measured.micro_batch_s > 0
         losses = train(job, model, optimizer_of(model), epochs=2)
-        if len(said) >= 4:  # a plan may have left it all to this side
+        if len(said) >= 4:  # a plan may have left all work to this side
             assert live.now()[1].storage.load > 10 * near.measured.cluster.storage.load
     assert same((losses, model), plain)

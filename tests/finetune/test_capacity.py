@@ -1,4 +1,4 @@
-"""Servers that go or come while a job runs change what the storage tier can do, and so the plan."""
+"""Check that servers that join or leave during a job change the storage tier's capacity, and so the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORK = Workload(batch_size=128, num_samples=12_800)
 
 
 def machine() -> Profile:
-    """Storage is the busiest at the freeze point as soon as half of it is gone."""
+    """Return a machine whose storage is the busiest at the freeze point once half of the storage is gone."""
     return alexnet(storage_s=2.4e-4, compute_s=1.2e-4, stored_bytes=110_000)
 
 

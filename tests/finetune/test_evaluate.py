@@ -1,4 +1,4 @@
-"""Evaluating on held-out data: the plain way's metric wherever the data lies, and every byte counted."""
+"""Check evaluation on held-out data: the plain path's metric wherever the data lies, every byte counted."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ LONG: Sequence[InputStage] = (
     upriver.CenterCrop(16),
     upriver.Normalize(),
 )
-"""One more stage, so that position -3 lies behind another one than in ``SHORT``."""
+"""One more stage, so that position -3 is after another stage than in ``SHORT``."""
 
 HELD_OUT = 80
 
 
 @pytest.fixture(scope="module")
 def few(data: Dataset) -> upriver.Store:
-    """The store of ``data``, with photos of their own in ``few``: one server serves both."""
+    """Return the store of ``data``, with other photos in ``few``: one server serves both."""
     return images(root_of(data), HELD_OUT, folder="few")
 
 
 def outputs_of(job: FinetuneJob, held_out: Dataset) -> torch.Tensor:
-    """What the model answers on every sample: finer than any metric."""
+    """Return the model's output on every sample, which is finer than any metric."""
     seen: list[torch.Tensor] = []
 
     def mean(outputs: torch.Tensor, targets: torch.Tensor) -> float:
@@ -51,7 +51,7 @@ def outputs_of(job: FinetuneJob, held_out: Dataset) -> torch.Tensor:
 def answers(
     near: upriver.Near, data: Dataset, held_out: Dataset, **options: Any
 ) -> tuple[torch.Tensor, dict[str, int]]:
-    """The outputs on held-out samples, and how many of these came from where."""
+    """Return the outputs on held-out samples, and how many came from each source."""
     with near.finetune(frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, **options) as job:
         outputs = outputs_of(job, held_out)
         return outputs, dict(job.report.samples)
@@ -130,7 +130,7 @@ def test_a_plan_that_pushes_nothing_down_asks_no_server_about_a_longer_chain(
     with near.finetune(frozen_small(), data, **options, policy="nosplit") as job:
         plain = job.plan
     with near.finetune(frozen_small(), data, **options, policy="freeze") as job:
-        job._plan = plain  # as a running job goes over to it, with servers in reach
+        job._plan = plain  # as a running job switches to it, with servers in reach
         assert torch.equal(outputs_of(job, held_out), plainly(data, held_out))
         assert job.report.samples == {"local": HELD_OUT}
 

@@ -1,4 +1,4 @@
-"""The same job on an accelerator: the trainer's, with the plain way on it."""
+"""Check that a job on an accelerator equals the plain path on that accelerator."""
 
 from __future__ import annotations
 

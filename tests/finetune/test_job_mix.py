@@ -1,4 +1,4 @@
-"""A job whose micro-batches take several routes: the plain way's bits, and the shares that were asked for."""
+"""Check that a job over several routes has the bits of the plain path, and the requested shares."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_shares_that_are_none(data: Dataset, near: upriver.Near, cut: object, me
 def test_a_memory_that_fits_no_cut_is_an_error_that_names_what_is_missing(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With so many bytes more there is one cut that fits, and the job takes it."""
+    """With the missing bytes added one cut fits, and the job chooses this cut."""
     has = 1000
 
     def finetune() -> upriver.FinetuneJob:

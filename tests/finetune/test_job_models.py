@@ -1,4 +1,4 @@
-"""Jobs on what people fine-tune: each model trains near the data to the bits of the plain way."""
+"""Check that jobs train common models near the data to the bits of the plain path."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from upriver.pipeline import Dataset
 from upriver.rpc.local_server import EmbeddedServer
 
 SAMPLES, BATCH, MICRO = 30, 12, 8
-"""Two full steps and a short one; micro-batches of 8, of which the last has two rows of padding."""
+"""Two full steps and a short one; micro-batches of 8, the last with two rows of padding."""
 
 
 Trained = tuple[list[torch.Tensor], nn.Module, upriver.FinetuneJob]
@@ -56,7 +56,7 @@ def trained(
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
     **options: Any,
 ) -> Trained:
-    """One epoch: losses, the model, the job."""
+    """Train one epoch; return the losses, the model and the job."""
     model = make()
     given = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, **options}
     with near.finetune(wrap(model), data, **given) as job:
@@ -77,7 +77,7 @@ def trained(
 def near_as_plain(
     url: str, make: Callable[[], nn.Module], data: Dataset, **options: Any
 ) -> tuple[upriver.FinetuneJob, nn.Module]:
-    """Train both ways, compare every bit; the job near the data and its model."""
+    """Train both ways and compare every bit; return the job near the data and its model."""
     plain = trained(upriver.connect(), make, data, policy="nosplit", **options)
     with upriver.connect(url) as near:
         losses, model, job = trained(near, make, data, policy="freeze", **options)
@@ -94,7 +94,7 @@ def plain_small(data: Dataset) -> Trained:
 
 
 class Towers(nn.Module):
-    """Three things cross: a map, a sequence with samples in its second dimension, and class numbers."""
+    """Ship three values: a map, a sequence with samples in its second dimension, and class numbers."""
 
     class Sequence(nn.Module):
         def __init__(self) -> None:
@@ -134,7 +134,7 @@ def test_everything_that_crosses_is_regrouped_and_shipped(url: str, data: Datase
 
 
 def test_a_job_yields_and_takes_a_tuple_where_several_tensors_cross(tmp_path: Path) -> None:
-    """With a sample that cannot be read: every tensor loses its row."""
+    """Every tensor loses the row of a sample that cannot be read."""
     data = photos(tmp_path, 14, bad={3: b"."})
     [bad] = [i for i in range(14) if "003" in data.locate([i])[0].object]
     model = towers()
@@ -173,7 +173,7 @@ class Placing(nn.Module):
 
 
 def test_what_would_be_missed_is_noticed(data: Dataset, caplog: pytest.LogCaptureFixture) -> None:
-    """Autocast around the call alone; a frozen parameter, of no frozen module, that changes."""
+    """Autocast around the call alone; a changed frozen parameter that belongs to no frozen module."""
     model = Placing()
     freeze(model.patches)
     freeze(model.mix)
@@ -186,7 +186,7 @@ def test_what_would_be_missed_is_noticed(data: Dataset, caplog: pytest.LogCaptur
             assert torch.equal(job(features), answer)
             job(features)
         assert caplog.text.count("torch.autocast around a job has no effect") == 1
-        model.position.data[0] += 1.0  # moves no version: noticed when the next epoch begins
+        model.position.data[0] += 1.0  # no version changes: noticed when the next epoch begins
         with pytest.raises(FrozenChanged, match="'position', which is frozen, changed"):
             next(iter(job))
 
@@ -295,7 +295,7 @@ def test_peft_adapters_cap_the_cut(url: str, data: Dataset) -> None:
 
 
 def tokens(root: Path) -> Dataset:
-    """Rows of 12 numbers of words, two classes."""
+    """Return rows of 12 token numbers, in two classes."""
     store = upriver.Store.open(root.as_uri())
     for number in range(SAMPLES):
         out = io.BytesIO()
@@ -336,7 +336,7 @@ EAGER = {"backend": "aot_eager"}
 
 
 class Counting:
-    """A backend that compiles nothing and counts how often it was asked to."""
+    """A backend that compiles nothing and counts the requests to compile."""
 
     def __init__(self) -> None:
         self.graphs = 0

@@ -1,4 +1,4 @@
-"""The main job with real servers: the bits of the plain way, whatever dies, and an honest report."""
+"""Check the main job with real servers: the bits of the plain path through any failure, and a true report."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_losses_and_weights_are_those_of_the_plain_way_at_any_cut(
 def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
     data: Dataset, plain: Reference, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What crosses there may be larger than at the freeze point, at which every server has been asked."""
+    """The values at that cut may be larger than at the freeze point, which every server was asked about."""
     measure, refused = ServerVerifier.measure, list[int]()
 
     def measured(self: ServerVerifier, server: ServerClient, *, stop: int) -> Timings:
@@ -87,7 +87,7 @@ def test_bytes_over_the_link_are_those_of_the_frames(data: Dataset, near: uprive
     features = 200 * job.plan.table[-1].bytes_per_sample
     assert features <= epoch_bytes <= features * 1.25
     plain = near.meter.bytes_by_kind["direct"] - before["direct"]
-    assert plain <= MICRO * 2 * data.stored_bytes  # the canary alone was read directly
+    assert plain <= MICRO * 2 * data.stored_bytes  # only the canary was read directly
 
 
 def test_evaluating_goes_through_the_server(data: Dataset, near: upriver.Near) -> None:
@@ -263,7 +263,7 @@ def test_skipping_on_the_server_is_skipping_on_the_plain_way(data: Dataset, near
 def test_a_server_with_other_bits_is_not_used(
     data: Dataset, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # for the server alone: this process has chosen
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # for the server only: this process has chosen already
     server = start(data, free_port())
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     with upriver.connect(server.url) as near:
@@ -279,7 +279,7 @@ def test_a_server_with_other_bits_is_not_used(
 
 @pytest.mark.full
 def test_an_embedded_server_computes_with_as_many_threads_as_this_side(data: Dataset) -> None:
-    """MobileNetV3's bits depend on the number of threads; with equal ones it runs near the data."""
+    """MobileNetV3's bits depend on the number of threads; with equal numbers it runs near the data."""
     models = ensure_torchvision().models
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -356,7 +356,7 @@ def test_a_job_under_another_default_device_and_type_yields_the_same(
 
 
 class SparseTail(nn.Module):
-    """Mixes frozen features by a sparse matrix."""
+    """Mix frozen features by a sparse matrix."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Jobs that accept a tolerance: it is stated, every route is known, and a run can be had again to the bit."""
+"""Check jobs with a tolerance: it is stated, every route is recorded, and a replay gives the same bits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def other_server(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> EmbeddedServer:
-    """A server whose low bits are others than ours."""
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # for the server alone: this process has chosen
+    """Start a server whose low bits differ from this process's."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # for the server only: this process has chosen already
     server = EmbeddedServer.start({data.store.name: data.store.uri}, threads=1)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
     return server

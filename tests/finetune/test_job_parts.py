@@ -1,4 +1,4 @@
-"""A job over parts of an indexed dataset: rows, order, losses and state are those of the part."""
+"""Check a job over parts of an indexed dataset: its rows, order, losses and state are those of the part."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ROWS: dict[str, list[int]] = {
 
 
 def by_hand(data: Dataset, rows: Any, *, epochs: int = 2) -> tuple[list[torch.Tensor], nn.Module]:
-    """The losses of the engine alone on the batches of `upriver.DataLoader`, in the job's order of rows."""
+    """Return losses of the engine alone on batches of `upriver.DataLoader`, in the job's order of rows."""
     model = frozen_small()
     optimizer, losses = optimizer_of(model), list[torch.Tensor]()
     with upriver.connect().finetune(
@@ -84,7 +84,7 @@ def by_hand(data: Dataset, rows: Any, *, epochs: int = 2) -> tuple[list[torch.Te
 
 
 def features_of(engine: Engine, ids: list[int], images: torch.Tensor, freeze: int) -> torch.Tensor:
-    """Features of a micro-batch that `upriver.DataLoader` made, padded to a full one."""
+    """Return features of a micro-batch that `upriver.DataLoader` made, padded to a full one."""
     full = torch.zeros((MICRO, *images.shape[1:]))
     full[: len(ids)] = images
     batch = MicroBatch(ids=tuple(ids), position=0, tensors=(full,))
@@ -198,12 +198,12 @@ def test_job_over_a_part_goes_on_and_refuses_the_state_of_another(data: Dataset)
         with pytest.raises(ConfigError, match=r"its subset is '\w+', this job's None"):
             job.load_state_dict(state)
         of_all = job.state_dict()
-        assert of_all.pop("subset") is None  # as in states that say less
+        assert of_all.pop("subset") is None  # as in states with fewer fields
         job.load_state_dict(of_all)
 
 
 class Moved(Subset[Any]):
-    """Has samples of its own."""
+    """A dataset with its own samples."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[self.indices[index]]

@@ -1,4 +1,4 @@
-"""The plain way: a job without a server, straight from the store."""
+"""Check the plain path: a job without a server, straight from the store."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_features_are_those_of_the_engine_for_each_micro_batch(tmp_path: Path) -
 
 
 def test_a_vanilla_loop_agrees_within_tolerance(tmp_path: Path) -> None:
-    """The same frozen part in eval, full batches, PyTorch's own DataLoader."""
+    """The vanilla loop has the same frozen part in eval, full batches, and PyTorch's own DataLoader."""
     data = photos(tmp_path)
     ours, _, _ = run(upriver.connect(), data, policy="nosplit", epochs=2)
     model = frozen_small()
@@ -96,7 +96,7 @@ def test_two_runs_are_equal_and_another_seed_is_not(tmp_path: Path) -> None:
 
 
 def test_resuming_after_any_step_gives_the_rest_of_the_uninterrupted_run(tmp_path: Path) -> None:
-    """Two epochs of five steps; the state is taken after each, and a fresh job goes on from each."""
+    """Two epochs of five steps; a fresh job resumes from the state after each step."""
     data = photos(tmp_path)
     options = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "policy": "nosplit"}
     model = frozen_small()
@@ -118,7 +118,7 @@ def test_resuming_after_any_step_gives_the_rest_of_the_uninterrupted_run(tmp_pat
     with near.finetune(again, data, **options) as fresh:
         for step in (3, *range(10)):
             fresh.load_state_dict(saved[step][0])
-            again.load_state_dict(saved[step][1])  # writes the frozen ones too, with the values they have
+            again.load_state_dict(saved[step][1])  # this loads the frozen ones too, with the values they have
             optimizer = optimizer_of(again)
             optimizer.load_state_dict(copy.deepcopy(saved[step][2]))
             rest = train(fresh, again, optimizer, epochs=1 + (step < 5), first=step)
@@ -261,7 +261,7 @@ def test_evaluating_takes_the_samples_in_order_and_trains_nothing(tmp_path: Path
 
 
 class Set(nn.Module):
-    """Reads a setting that is absent at first."""
+    """Read a setting that is absent at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ def test_connecting_checks_what_it_is_given_at_once(
 
 
 class Computing:
-    """A metric that counts by itself, and gives a value in the end."""
+    """A metric that counts by itself and returns its value at the end."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -476,7 +476,7 @@ def test_what_was_closed_is_not_used_again(tmp_path: Path) -> None:
         next(iter(job))
     with pytest.raises(ConfigError, match="job was closed"):
         job.evaluate(data, lambda outputs, targets: 0.0)
-    assert job.report.samples["local"] >= 8  # what was is still told, and what was yielded can be used
+    assert job.report.samples["local"] >= 8  # the report stays readable, and the yielded values stay usable
     assert job(features).shape[0] == 8
 
 

@@ -1,4 +1,4 @@
-"""Several processes that train one model together, by PyTorch's own DistributedDataParallel."""
+"""Check several processes that train one model with PyTorch's own DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> upriver.Dataset:
 
 @pytest.fixture(scope="module")
 def results(data: upriver.Dataset) -> Results:
-    """What two real processes wrote, for each way of training."""
+    """Return the results of two real processes, for each way of training."""
     folder = Path(data.store.uri.removeprefix("file://")).parent
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     with EmbeddedServer.start({data.store.name: data.store.uri}, threads=1) as server:
@@ -71,7 +71,7 @@ def test_near_data_and_either_way_of_wrapping_change_no_bit(results: Results, wa
 
 @pytest.mark.slow
 def test_gradients_are_averaged_over_the_ranks(results: Results, data: upriver.Dataset) -> None:
-    """The same by hand: one model, both shards' gradients, their mean."""
+    """The expected result is computed by hand: one model, both shards' gradients, their mean."""
     assert results[0]["near"]["weights"] == results[1]["near"]["weights"]
     assert results[0]["near"]["losses"] != results[1]["near"]["losses"]
     model = frozen_small()

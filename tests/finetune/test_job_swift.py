@@ -1,4 +1,4 @@
-"""Two tenants train near a real object store, each with its own keys and data: the bits of the plain way."""
+"""Check two tenants near a real object store, each with its own keys and data: the bits of the plain path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from upriver.store import Store
 pytestmark = pytest.mark.full
 
 URI = "s3://photos"
-"""Of both tenants: each account has a bucket of that name, with other pictures in it."""
+"""Bucket of both tenants: each account has a bucket of this name, with other pictures in it."""
 
 COUNTS = {"alice": 60, "bob": 36}
 TOKENS = {"alice": "a-token-of-alices", "bob": "a-token-of-bobs"}
@@ -68,19 +68,19 @@ def swift(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swift]:
 
 @pytest.fixture(scope="module")
 def data(swift: Swift) -> dict[str, Dataset]:
-    """Of each tenant, as ``upriver index`` writes it down."""
+    """Return the dataset of each tenant, as ``upriver index`` writes it."""
     return {account: indexed(swift, account, count) for account, count in COUNTS.items()}
 
 
 @pytest.fixture(scope="module")
 def server(swift: Swift, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of ``upriver serve`` with the keys of both."""
+    """Return the address of ``upriver serve`` with the keys of both tenants."""
     with serving(swift, tmp_path_factory.mktemp("server")) as url:
         yield url
 
 
 def fill(store: Store, folder: str, count: int, *, first: int) -> None:
-    """Class folders of small pictures, no two alike."""
+    """Write class folders of small pictures, no two alike."""
 
     def put(number: int) -> None:
         store.put(f"{folder}/class{number % 5}/{number:03}.png", png(first + number))
@@ -192,7 +192,7 @@ def test_a_tenant_gets_nothing_of_the_other(
 def steps(
     job: FinetuneJob, model: nn.Module, losses: list[torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> None:
-    """One epoch; each loss is kept as soon as it is there."""
+    """Train one epoch; append each loss as soon as it is computed."""
     model.train()
     for features, targets in job:
         torch.manual_seed(len(losses))
@@ -229,7 +229,7 @@ def test_an_object_that_changes_under_a_job_ends_it_and_nothing_wrong_is_deliver
 
 
 def test_an_object_that_is_gone_is_not_found(swift: Swift, data: dict[str, Dataset], server: str) -> None:
-    """After everything else: it takes one of bob's pictures away."""
+    """This test runs last, because it deletes one of bob's pictures."""
     store = swift.store("bob", URI)
     name = data["bob"].locate([5])[0].object
     store.delete(name)

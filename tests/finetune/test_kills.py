@@ -1,4 +1,4 @@
-"""Two servers of which one process after the other is killed: their job loses no sample and no bit."""
+"""Kill one process after another of two servers: their job loses no sample and no bit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ EVERY = 8
 """Steps from one kill to the next."""
 
 PACE_S = 0.15
-"""A step takes so much longer while processes are killed: 1 to 2 s from one kill to the next."""
+"""Added time per step while processes are killed: 1 to 2 s from one kill to the next."""
 
 SAMPLES = 244
 """Thirteen steps an epoch; the last micro-batch and the last batch of an epoch are short."""
 
 WORKER_S = 120.0
-"""A worker is waited for where one is to be killed: servers that are started again may take 20 s each."""
+"""Longest wait for a worker to kill: restarted servers may need 20 s each."""
 
 
 def until(condition: Callable[[], bool], seconds: float = 180) -> None:
@@ -42,7 +42,7 @@ def until(condition: Callable[[], bool], seconds: float = 180) -> None:
 
 
 def is_up(job: FinetuneJob, urls: Sequence[str]) -> bool:
-    """Whether a job has any of these servers."""
+    """Return whether a job can use any of these servers."""
     return any(server.health == Health.UP and server.url in urls for server in job.servers)
 
 
@@ -50,7 +50,7 @@ def is_up(job: FinetuneJob, urls: Sequence[str]) -> bool:
 @pytest.mark.parametrize(
     ("kills", "epochs", "seed"),
     [
-        pytest.param(2, 3, 1, marks=pytest.mark.full),  # a front, and a worker of the other server
+        pytest.param(2, 3, 1, marks=pytest.mark.full),  # a front process, and a worker of the other server
         pytest.param(6, 8, 0, marks=pytest.mark.full),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_job_whose_servers_are_killed_all_the_time_is_the_undisturbed_one(
         assert wanted.through_servers == 1
 
         def disturb(step: int, job: FinetuneJob) -> None:
-            """A kill every few steps. Before it, the job has the other server, or it could use none."""
+            """Kill a process every few steps, once the job can use the other server."""
             number, rest = divmod(step, EVERY)
             if step in (EVERY, (kills + 1) * EVERY):
                 noted.append(job.report.samples)
@@ -101,7 +101,7 @@ def test_a_job_whose_servers_are_killed_all_the_time_is_the_undisturbed_one(
     under_kills = {source: count - before.get(source, 0) for source, count in after.items()}
     assert through_servers(under_kills) > 0.5
     assert all(got.samples.get(url, 0) > 0 for url in servers.urls)
-    # What is left can only be missed where something was there to be seen.
+    # Processes must have been seen, or the check for leftover processes would prove nothing.
     assert len(servers.seen.fronts) == 2 + fronts
     assert len(servers.seen.processes) >= len(servers.seen.fronts) + len(killed) - fronts
     assert servers.seen.memory

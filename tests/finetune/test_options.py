@@ -1,4 +1,4 @@
-"""Every argument of ``finetune``, with values that are none: an error at once that names the argument."""
+"""Check that an invalid value for any argument of ``finetune`` raises at once and names the argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is silent, trickles or talks nonsense costs a job seconds, and then its data comes plain."""
+"""Check that a silent, trickling or senseless server costs a job seconds before the plain path."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SHORT = Timeouts(connect_s=0.3, read_s=0.3, question_s=0.3)
 
 @contextmanager
 def silent() -> Iterator[str]:
-    """Accepts connections, as a stopped process does, and says nothing."""
+    """Accept connections and stay silent, as a stopped process does."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def trickled(exchange: Exchange) -> None:
-    """Give one byte of a frame now and then, which is well-formed and takes minutes."""
+    """Send one byte of a well-formed frame now and then, which takes minutes."""
     frame = MicroBatch(ids=(0,), position=0, tensors=(torch.zeros(1, 10_000),))
     exchange.start_chunks()
     with contextlib.suppress(OSError):
@@ -46,7 +46,7 @@ def trickled(exchange: Exchange) -> None:
 
 
 def friendly_until(path: str) -> contextlib.AbstractContextManager[str]:
-    """A server that answers everything as it should, but trickles at ``path``."""
+    """Answer everything correctly, but trickle at ``path``."""
     info = Info(
         version=upriver.__version__,
         fingerprint=fingerprint("cpu"),
@@ -99,7 +99,7 @@ def test_planning_goes_on_without_a_server_that_does_not_answer(
 
 
 def test_a_silent_server_keeps_no_job_from_the_other_one(tmp_path: Path) -> None:
-    """Both are waited for as long as ever: the other one may be busy, too."""
+    """The job still waits for both servers: the other server may be busy, too."""
     data = photos(tmp_path, 24)
     with (
         EmbeddedServer.start({"default": data.store.uri}, threads=torch.get_num_threads()) as good,

@@ -1,4 +1,4 @@
-"""A second job like the first one starts from what that one measured; the canary runs all the same."""
+"""Check that a second, equal job starts from the first job's measurements; the canary runs all the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def near() -> Iterator[upriver.Near]:
 
 
 class Seen:
-    """What jobs did to get their plans."""
+    """Record how jobs got their plans."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -77,8 +77,8 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
         return measure_link(server)
 
     monkeypatch.setattr(measurement, "measure_link", link)
-    monkeypatch.setattr(time_budget, "SHARE", 0.0)  # else a later job may afford the second size
-    # On a busy machine a canary may take far longer than what was kept a moment ago.
+    monkeypatch.setattr(time_budget, "SHARE", 0.0)  # otherwise a later job may afford the second size
+    # On a busy machine a canary may take far longer than the value cached a moment ago.
     monkeypatch.setattr(measurement, "slowdown", lambda *args, **kwargs: 1.0)
     return seen
 
@@ -118,7 +118,7 @@ def test_the_second_job_does_not_measure_stages(data: Dataset, near: upriver.Nea
 
 
 def test_what_was_kept_decides(data: Dataset, near: upriver.Near, seen: Seen, tmp_path: Path) -> None:
-    """A profile in which the model costs next to nothing there and very much here, and its opposite."""
+    """One profile makes the model almost free at the server and very costly here; another is its opposite."""
     again(near, data, seen)
     [path] = (tmp_path / "cache" / "profiles").glob("*.profile.json")
     first = profile_from_json(path.read_text())
@@ -147,7 +147,7 @@ def test_a_tier_that_is_slower_than_it_was_kept_is_planned_with_as_it_is(
     monkeypatch.setattr(measurement, "slowdown", slowdown)
     _, _, job = again(near, data, seen)
     assert USED in seen.told
-    assert seen.canaries[:2] == [first.freeze] * 2  # the first run may have been odd
+    assert seen.canaries[:2] == [first.freeze] * 2  # the first run may be an outlier
     [profile] = seen.profiles
     [by] = {
         round(now.seconds["storage"][1] / kept.seconds["storage"][1])

@@ -1,4 +1,4 @@
-"""The loader against servers that are killed, stopped, restarted: real processes, real HTTP, real files."""
+"""Check the loader against servers that are killed, stopped, restarted: real processes, HTTP, files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STAGES = (
 
 
 class Job:
-    """A dataset in a file store, and everything needed to load an epoch of it."""
+    """A dataset in a file store, and everything needed to load an epoch."""
 
     on_bad_sample = "fail"
 
@@ -93,7 +93,7 @@ class Job:
         return EmbeddedServer.start({"default": self.store.uri}, threads=1, **options)
 
     def check(self, got: list[MicroBatch]) -> None:
-        """The whole epoch, in order, bit for bit what the plain way gives."""
+        """Check the whole epoch: in order, and equal to the plain path bit for bit."""
         local = self.local()
         assert [batch.ids for batch in got] == self.micro_batches
         for batch in got:

@@ -1,4 +1,4 @@
-"""Planning that goes on: when a plan is left, and what that does to a job (nothing that its bits show)."""
+"""Check when the replanner leaves a plan, and that a new plan changes no bit of a job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADAPTIVE = ["neurosurgeon", "hapi_bandwidth", "hapi", "exhaustive", "upriver"]
 
 
 def machine() -> Profile:
-    """Compute takes 2 ms a sample, storage 4: no stage is free, none decides alone."""
+    """Return a machine: compute takes 2 ms a sample and storage 4: no stage is free, none decides alone."""
     return alexnet(storage_s=2.4e-4, compute_s=1.2e-4, stored_bytes=110_000)
 
 
@@ -67,7 +67,7 @@ class Job:
         return POLICIES[self.policy](machine(), self.machines(bandwidth), WORK)
 
     def iterate(self, times: int) -> list[int]:
-        """Iterations, and in which of them the plan was left."""
+        """Run iterations; return those in which the replanner left the plan."""
         left = []
         for number in range(times):
             if self.replanner.consider() is not None:
@@ -77,7 +77,7 @@ class Job:
 
     @staticmethod
     def settle() -> None:
-        """Let a canary that is under way end."""
+        """Wait for a running canary to end."""
         for thread in threading.enumerate():
             if thread.name == "upriver-replan":
                 thread.join()
@@ -131,7 +131,7 @@ def test_a_link_that_is_clearly_another_one_is_heeded_as_soon_as_patience_allows
 
 def test_a_plan_that_was_about_to_be_left_is_not_left_for_the_link_of_before() -> None:
     job = Job("upriver", 200 * MBIT)
-    job.bandwidth = 130 * MBIT  # worth a change, were it to last
+    job.bandwidth = 130 * MBIT  # worth a change if it lasted
     assert job.iterate(7) == []
     job.bandwidth = 20 * MBIT
     assert job.iterate(10) == [2]
@@ -157,7 +157,7 @@ def test_what_a_meter_shows_while_a_link_changes_makes_no_plan(
 def test_jitter_is_no_other_link_even_where_the_plan_was_made_at_its_edge(
     policy: str, planned: float
 ) -> None:
-    """What a slow link and a fast one of the same jitter look like for less than STEADY iterations."""
+    """Jitter may look like a slow link or a fast one for fewer than STEADY iterations."""
     job = Job(policy, planned * 200 * MBIT)
     for _ in range(20):
         job.bandwidth = (2 - planned) * 200 * MBIT
@@ -211,7 +211,7 @@ def test_arguments_that_are_none(
 
 @pytest.fixture(scope="module")
 def near() -> Iterator[upriver.Near]:
-    # No bursts: a job that leaves the link idle between its steps is to see a thin one, too.
+    # No bursts: a job that leaves the link idle between steps must still see a thin link.
     with upriver.connect(server_threads=1, meter=LinkMeter(25e6, burst_bytes=0)) as near:
         yield near
 
@@ -219,7 +219,7 @@ def near() -> Iterator[upriver.Near]:
 def keep_profile(
     near: upriver.Near, data: Dataset, cache: Path, *, storage_s: float, compute_s: float
 ) -> None:
-    """What later jobs like this one take for measured: model stages with so many seconds a sample."""
+    """Cache a profile for later jobs like this one: model stages that cost so many seconds a sample."""
     near.finetune(frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, seed=7).close()
     [path] = cache.glob("profiles/*.profile.json")
     kept = profile_from_json(path.read_text())
@@ -229,7 +229,7 @@ def keep_profile(
 
 
 def take_quick_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have jobs plan as if training took 1 ms a sample, after each step, however busy this machine is."""
+    """Make jobs plan as if training took 1 ms a sample after each step, on any busy machine."""
     real = LiveProfile.trained
     monkeypatch.setattr(LiveProfile, "trained", lambda live, _, samples: real(live, 1e-3 * samples, samples))
     monkeypatch.setattr(replan, "PLANNING_SHARE", 1.0)
@@ -239,14 +239,14 @@ def take_quick_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_link_that_becomes_thin_changes_the_plan_and_no_bit(
     tmp_path_factory: pytest.TempPathFactory, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First the storage tier, which costs nothing, runs all; then only what is smallest crosses in time.
+    """First the storage tier, which is free, runs all stages; then only the smallest value crosses in time.
 
-    A sample is 2048 bytes behind the freeze point, 768 as pixels after the crop: 14 ms and 5 ms.
+    A sample is 2048 bytes after the freeze point, 768 as pixels after the crop: 14 ms and 5 ms.
     """
     data, cache = photos(tmp_path_factory.mktemp("store"), 200), tmp_path_factory.mktemp("cache")
     wanted, reference, _ = run(upriver.connect(), data, policy="nosplit", epochs=3)
     monkeypatch.setenv("UPRIVER_CACHE", str(cache))
-    monkeypatch.setattr(time_budget, "SHARE", 0.0)  # else stages may be measured at a second size after all
+    monkeypatch.setattr(time_budget, "SHARE", 0.0)  # otherwise stages may be measured at a second size
     monkeypatch.setattr(measurement, "slowdown", lambda *args, **kwargs: 1.0)
     keep_profile(near, data, cache, storage_s=1e-9, compute_s=1e-3)
     take_quick_steps(monkeypatch)

@@ -1,4 +1,4 @@
-"""A connection over several jobs: what it keeps of them, and a server of its own that dies."""
+"""Check a connection over several jobs: the state it keeps, and its own server that dies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_an_embedded_server_that_died_is_replaced(tmp_path: Path) -> None:
         second = run(near, data, cut=2, epochs=1)
         [server] = near._embedded.values()
         with ServerClient(server.url) as stranger, pytest.raises(NotAuthorized):
-            stranger.info()  # another user of this machine, who could read the store with this one's rights
+            stranger.info()  # another user of this machine could read the store with this user's rights
         assert server is not dead and server.running
         assert dead._process.stdout is not None and dead._process.stdout.closed
         assert first[2].report.samples == {dead.url: 50}
@@ -77,7 +77,7 @@ def test_closing_a_connection_closes_its_jobs(tmp_path: Path) -> None:
 
 
 def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe and a canary are under way, and take a moment to end after the pool has closed."""
+    """A probe and a canary are running, and end shortly after the pool has closed."""
     data, before = photos(tmp_path, 16), set(threading.enumerate())
     with upriver.connect(server_threads=1) as near:
         job = near.finetune(frozen_small(), data, batch_size=8, micro_batch=MICRO, policy="upriver")
@@ -110,7 +110,7 @@ def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 class Names:
-    """What a directory says; nobody that it names no more is kept."""
+    """A directory that lists the servers that a test names."""
 
     def __init__(self, *urls: str) -> None:
         self.urls = urls

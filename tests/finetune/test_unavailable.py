@@ -1,4 +1,4 @@
-"""What stops answering in mid-job: the plan says so, and the job goes on from what answers, bit for bit."""
+"""Check a job whose servers or store stop answering: the plan says so, and the job goes on, bit for bit."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_plan_that_needs_no_server_says_nothing(data: Dataset) -> None:
 
 @contextmanager
 def without_room(server_url: str, refused: Callable[[], bool]) -> Iterator[str]:
-    """A way to a server on which it answers requests with 503 while ``refused`` says so; the URL."""
+    """Run a proxy that answers requests with 503 while ``refused`` is set; return its URL."""
     host = server_url.removeprefix("http://")
 
     def respond(exchange: Exchange) -> None:
@@ -195,7 +195,7 @@ def test_a_server_that_has_no_room_for_a_while_is_named_by_log_and_plan(
 
 @dataclass
 class Apart:
-    """A store that a server sees as files and the training node over HTTP, through processes of their own."""
+    """A store that a server sees as files and the training node over HTTP, through separate processes."""
 
     near: upriver.Near
     data: Dataset
@@ -229,7 +229,7 @@ SMALL = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "window_bytes": 1
 def test_a_store_that_stops_is_named_and_servers_make_all(
     apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Rest(monkeypatch)  # which never ends: while the store is tried again the plan does not name it
+    Rest(monkeypatch)  # the epoch never ends: while the store is tried again the plan does not name it
     model, whys = frozen_small(), []
     with apart.near.finetune(model, apart.data, cut={-4: 0.4, 2: 0.6}, **SMALL) as job:
 
@@ -271,7 +271,7 @@ def test_a_plan_of_no_servers_turns_to_them_once_they_pass_the_canary(
 
 
 class Rest:
-    """The clock by which a store that was lost is left alone: it stands still until somebody moves it on."""
+    """The clock of a lost store's pause: it stands still until a test advances it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
@@ -284,7 +284,7 @@ class Rest:
 
 
 def as_dealt(job: FinetuneJob, epoch: int) -> bool:
-    """Whether each micro-batch of an epoch went the way that the plan says."""
+    """Return whether each micro-batch of an epoch took the route of the plan."""
     placed = [-4 if each.source == "local" else each.cut for each in job.placed if each.epoch == epoch]
     return placed == [hand.cut for hand in deal(job.plan.routes, len(placed), start=-4)]
 
@@ -292,7 +292,7 @@ def as_dealt(job: FinetuneJob, epoch: int) -> bool:
 def test_a_store_that_stalls_is_named_servers_make_its_share_and_it_is_used_again(
     apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It still takes connections, and says nothing: what a link does that stops without a word."""
+    """The store still accepts connections and says nothing, like a link that stops without a word."""
     model, whys, rest = frozen_small(), [], Rest(monkeypatch)
     with apart.near.finetune(model, apart.data, cut={-4: 0.4, 2: 0.6}, **SMALL) as job:
 
@@ -322,7 +322,7 @@ def test_a_store_that_stalls_is_named_servers_make_its_share_and_it_is_used_agai
 def test_a_job_goes_on_when_store_and_server_have_both_stalled_and_come_back(
     apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come back once one of them has been given up, and before the other one is."""
+    """They come back after the job gave one of them up, and before it gives the other one up."""
     model, rest = frozen_small(), Rest(monkeypatch)
     stalled, options = (apart.objects.pid, apart.server.pid), {**SMALL, "window_bytes": 1 << 18}
     with apart.near.finetune(model, apart.data, cut={-4: 0.4, 2: 0.6}, **options) as job:
@@ -342,7 +342,7 @@ def test_a_job_goes_on_when_store_and_server_have_both_stalled_and_come_back(
                     os.kill(pid, signal.SIGSTOP)
                 returning.start()
             elif step > 4 and not returning.is_alive():
-                rest.end()  # a read that began before they came back may have failed after it
+                rest.end()  # a read that began before they came back may fail after it
             if step == len(job):
                 returning.join()
                 wait_for(lambda: rest.end() or job.plan.why == asked)

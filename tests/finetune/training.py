@@ -38,7 +38,7 @@ def png(seed: int, side: int = 24) -> bytes:
 def images(
     root: Path, count: int = 50, *, folder: str = "photos", bad: dict[int, bytes] | None = None
 ) -> upriver.Store:
-    """Class folders of ``count`` small PNG images; ``bad`` replaces the bytes of some."""
+    """Return class folders of ``count`` small PNG images; ``bad`` replaces the bytes of some."""
     for number in range(count):
         of_class = root / folder / f"class{number % 5}"
         of_class.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def photos(
 
 
 def root_of(data: Dataset) -> Path:
-    """The folder that is a dataset's store."""
+    """Return the folder that is a dataset's store."""
     return Path(data.store.uri.removeprefix("file://"))
 
 
@@ -70,7 +70,7 @@ def train(
     first: int = 0,
     after_step: Callable[[int], object] = lambda step: None,
 ) -> list[torch.Tensor]:
-    """Losses of every step; dropout draws from a generator reset by the number of the step."""
+    """Return the losses of every step; dropout draws from a generator seeded by the step number."""
     losses: list[torch.Tensor] = []
     model.train()
     for _ in range(epochs):
@@ -88,7 +88,7 @@ def train(
 def run(
     near: Any, data: Dataset, *, epochs: int = 2, **options: Any
 ) -> tuple[list[torch.Tensor], Small, FinetuneJob]:
-    """A whole job from seeded weights: losses, the trained model, the closed job."""
+    """Run a whole job from seeded weights; return the losses, the trained model and the closed job."""
     model = frozen_small()
     options = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, **options}
     with near.finetune(model, data, **options) as job:
@@ -97,7 +97,7 @@ def run(
 
 
 def same(a: tuple[list[torch.Tensor], nn.Module], b: tuple[list[torch.Tensor], nn.Module]) -> bool:
-    """Whether two runs have the same losses and end with the same weights, to the bit."""
+    """Return whether two runs have the same losses and the same final weights, to the bit."""
     weights = [x.state_dict() for x in (a[1], b[1])]
     equal_weights = all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     return len(a[0]) == len(b[0]) and all(map(torch.equal, a[0], b[0])) and equal_weights

@@ -1,4 +1,4 @@
-"""Servers that may run several micro-batches at once: what is offered, what passes, and what comes out."""
+"""Check servers that may run several micro-batches at once: offered sizes, canaries, results."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_sizes_that_no_server_takes_or_that_cannot_be_captured_are_left_out(
 
 
 class Here:
-    """A server that computes in this process; some sizes fail, or come out otherwise."""
+    """A server that computes in this process; some sizes fail or give other results."""
 
     def __init__(self, data: Dataset, own: Program, *, url: str = "http://here:1") -> None:
         self.url, self.data = url, data
@@ -280,7 +280,7 @@ def changed(batch: MicroBatch, rows: slice, by: float) -> MicroBatch:
 def test_what_passes_at_each_size_is_offered(
     parts: Split, programs: tuple[Program, ...], data: Dataset, canary: int
 ) -> None:
-    """A canary of fewer samples than a micro-batch, in a dataset that has no more, is repeated as well."""
+    """A canary smaller than a micro-batch, in a dataset of no more samples, is repeated as well."""
     assert parts.program is not None
     gate, server = gate_of(parts, data, programs, canary=canary), Here(data, parts.program)
     gate.prove_larger(server)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Stages are measured at two sizes on both tiers where that pays, and a job may choose its size by that."""
+"""Check that both tiers measure stages at two sizes where that pays, and that a job may choose its size."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from upriver.types import Tier, Timings
 
 @pytest.fixture(autouse=True)
 def plenty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Epochs of a second would allow 30 ms; here measuring may take as long as it likes."""
+    """Allow unlimited measuring time; epochs of one second would allow 30 ms."""
     monkeypatch.setattr(time_budget, "SHARE", 1e9)
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(measurement, "slowdown", lambda *args, **kwargs: 1.0)
@@ -54,7 +54,7 @@ def measured_by(near: upriver.Near, data: Dataset, **options: Any) -> tuple[Meas
 
 
 class Asked:
-    """What servers were asked to measure."""
+    """Record the measurements that servers were asked for."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, failure: Exception | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -115,7 +115,7 @@ def test_a_profile_has_the_memory_of_stages_as_runs_without_data_show_it(
 
     monkeypatch.setattr(time_budget, "SHARE", 0.0)
     monkeypatch.setattr(estimator, "stage_peaks", peaks)
-    for _ in range(2):  # measured, then kept
+    for _ in range(2):  # measured, then cached
         measured, _ = measured_by(near, data)
         assert tuple(stage.peak_bytes for stage in measured.profile.stages) == seen[0]
     assert len(seen) == 1
@@ -248,7 +248,7 @@ def test_a_busy_server_is_planned_with_as_slower(
     assert busy.cluster.storage.load > 100
     assert "others' work makes micro-batches take" in job.plan.why
     ranks, _ = measured_by(near, data, rank=0, num_ranks=2)
-    assert ranks.cluster.storage.load == 2.0  # who waits for whom is known already
+    assert ranks.cluster.storage.load == 2.0  # the waits are known already
 
 
 def test_a_server_that_does_not_tell_its_load_counts_as_idle(
@@ -265,7 +265,7 @@ def test_a_server_that_does_not_tell_its_load_counts_as_idle(
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, error: UpriverError, times: int) -> list[int]:
-    """Servers refuse the canary so often; where they were asked for it."""
+    """Make servers refuse the first ``times`` canaries; return the ``stop`` of each canary."""
     asked: list[int] = []
     real = ServerVerifier.measure
 
@@ -320,7 +320,7 @@ def test_a_job_that_may_not_ask_goes_on_plainly_and_says_why(
 
 
 def lines(fixed: float) -> Callable[..., dict[Tier, list[tuple[float, float]]]]:
-    """Measures stages that cost so much a call."""
+    """Measure stages that cost a set time per call."""
 
     def measure(self: Any, server: ServerClient, *, repeats: int) -> dict[Tier, list[tuple[float, float]]]:
         return {tier: [(fixed, 1e-4)] * self._parts.freeze for tier in (Tier.STORAGE, Tier.COMPUTE)}

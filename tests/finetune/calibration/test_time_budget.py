@@ -1,4 +1,4 @@
-"""How many runs fit into what measuring may take, and what its parts took."""
+"""Check how many runs fit into the measuring budget, and how long its parts took."""
 
 from __future__ import annotations
 

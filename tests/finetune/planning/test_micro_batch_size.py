@@ -1,4 +1,4 @@
-"""Which micro-batch is chosen from measured lines, and what a job with a fixed one is told."""
+"""Check the micro-batch size chosen from measured lines, and the advice to a job with a fixed size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from upriver.types import Profile, Workload
 
 
 def lined(fixed: float, each: float = 1e-4) -> Profile:
-    """AlexNet whose stages cost that much a call and a sample, on both tiers."""
+    """Return AlexNet whose stages cost this much per call and per sample, on both tiers."""
     profile = alexnet(stored_bytes=10_000)
     both = {"storage": (fixed, each), "compute": (fixed, each)}
     return replace(profile, stages=tuple(replace(stage, seconds=both) for stage in profile.stages))
@@ -98,7 +98,7 @@ def test_sizes_go_up_to_the_training_batch_and_what_may_travel() -> None:
     assert max(epochs(profile, caps=Caps(samples=256), per_request=4)) == 64
     widest = max(stage.out_bytes for stage in profile.stages)
     assert max(epochs(profile, caps=Caps(payload_bytes=int(widest * 128)))) == 128
-    assert 48 in epochs(profile, size=48)  # what the job has is judged, too
+    assert 48 in epochs(profile, size=48)  # the job's own size is judged, too
 
 
 def test_what_does_not_fit_the_memory_is_out() -> None:

@@ -62,7 +62,7 @@ def test_a_stride_counts_micro_batches_of_the_same_route():
 
 
 def test_a_stride_counts_micro_batches_of_other_routes_of_that_way():
-    """Two who ask for each of two routes: nobody gets what is due before it has been given to somebody."""
+    """Two threads request for each of two routes: none gets a due micro-batch before it is handed out."""
     dealt = [Dealt(way=Way.REMOTE, cut=1 + index % 2) for index in range(16)]
     dealt[9] = Dealt(way=Way.REMOTE, cut=4)
     slots = SlotTable(16, first=0, window=PrefetchWindow(micro_batches=16), dealt=dealt)
@@ -284,7 +284,7 @@ def test_one_request_is_never_for_two_pins():
 
 
 def test_a_short_run_that_is_due_soon_does_not_wait_for_the_window():
-    """Of a route with a small share the window holds few."""
+    """A route with a small share has few micro-batches in the window."""
     dealt = [Dealt(way=Way.REMOTE, cut=9 if index % 8 == 2 else 1) for index in range(24)]
     slots = SlotTable(24, first=0, window=PrefetchWindow(micro_batches=8), dealt=dealt)
     slots.claim(Way.REMOTE, (0, 1))

@@ -1,4 +1,4 @@
-"""The plain way beside servers on the same link: as many reads as fill it, and the same samples."""
+"""Check local reads that share a link with servers: enough reads to fill the link, and the same samples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES, MICRO_BATCH = 24, 6
 
 
 class Filled(LinkMeter):
-    """A link of which it is known how many reads fill it."""
+    """A link with a known number of reads that fill it."""
 
     def __init__(self, enough: int | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def dataset(tmp_path: Path) -> Dataset:
 
 
 def epoch(dataset: Dataset, shared: LinkMeter | None) -> list[torch.Tensor]:
-    """All samples, micro-batches read by three threads."""
+    """Return all samples, in micro-batches read by three threads."""
     engine = Engine(chain=dataset.chain, program=None, micro_batch=MICRO_BATCH)
     source = LocalSource(dataset=dataset, engine=engine, seed=0, epoch=0, shared=shared)
     asked = [tuple(range(first, first + MICRO_BATCH)) for first in range(0, SAMPLES, MICRO_BATCH)]

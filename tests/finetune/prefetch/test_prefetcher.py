@@ -39,7 +39,7 @@ EXPECTED = dict.fromkeys(Way, BATCH_BYTES)
 
 
 def epoch(num: int, *, seed: int = 0) -> list[tuple[int, ...]]:
-    """Micro-batches of one or two samples, in an order that is not the natural one."""
+    """Return micro-batches of one or two samples, in an order that is not the natural one."""
     starts = list(range(0, 2 * num, 2))
     random.Random(seed).shuffle(starts)
     return [(start, start + 1) if start % 4 else (start,) for start in starts]
@@ -61,7 +61,7 @@ def remote(pool: ServerPool, micro_batches: list[tuple[int, ...]], **options: in
 
 
 def check(got: list[MicroBatch], wanted: list[tuple[int, ...]]) -> None:
-    """Exactly those, in exactly this order, each with its own tensor."""
+    """Check that exactly those samples come, in exactly this order, each with its own tensor."""
     assert [batch.ids for batch in got] == wanted
     for batch in got:
         assert torch.equal(batch.tensors[0], make_batch(batch.ids).tensors[0])
@@ -171,7 +171,7 @@ def test_exactly_once_in_order_whatever_happens(
         assert batch.position == 9
         return replace(batch, position=0, tensors=tuple(-tensor for tensor in batch.tensors))
 
-    started = threading.Event()  # the callables look at the loader, which starts before it has a name
+    started = threading.Event()  # the callables use the loader, which starts before the name is bound
     asking = None
     if pool:
         asking = Remote(
@@ -241,7 +241,7 @@ def test_requests_are_the_shorter_the_more_routes_there_are():
 
 
 def first_waits_for(event: threading.Event, micro_batches: list[tuple[int, ...]]) -> MakeLocally:
-    """The plain way, on which the first micro-batch comes once something has happened."""
+    """Return a plain path that delivers the first micro-batch only after an event."""
 
     def local(ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
         if ids == micro_batches[0]:
@@ -252,7 +252,7 @@ def first_waits_for(event: threading.Event, micro_batches: list[tuple[int, ...]]
 
 
 def test_what_has_come_is_finished_while_the_one_that_is_due_is_on_its_way():
-    """The first one takes until all others were worked on, which is while it is waited for."""
+    """The first micro-batch completes only after all others were processed, while the job waits for it."""
     micro_batches = epoch(6)
     others_done, finished = threading.Event(), []
 
@@ -373,7 +373,7 @@ def test_a_stuck_server_is_left_for_another():
     stuck, well = ScriptedServer("stuck"), ScriptedServer("well")
 
     class Hangs:
-        """Sends nothing until somebody breaks it off."""
+        """Send nothing until the request is cancelled."""
 
         def __init__(self):
             self.closed = threading.Event()
@@ -427,7 +427,7 @@ def test_a_server_that_always_fails_is_not_asked_for_ever():
             micro_batches, local=locally, remote=asking, window=PrefetchWindow(micro_batches=8)
         ) as loader:
             check(list(loader), micro_batches)
-    # Each micro-batch is asked for once in its first place; repeats come out of the budget.
+    # Each micro-batch is requested once in its first place; repeats are charged to the budget.
     assert len(server.requests) <= len(micro_batches) + 5
 
 
@@ -598,7 +598,7 @@ def test_closing_breaks_off_what_a_server_is_still_at():
     reading = threading.Event()
 
     class Slow:
-        """Computes until it is told to stop."""
+        """Compute until a test stops it."""
 
         def __init__(self):
             self.closed = threading.Event()
@@ -632,7 +632,7 @@ def test_a_forgotten_loader_is_closed():
     gone = weakref.ref(loader)
     del loader
     gc.collect()
-    assert gone() is None  # and the fixture sees that the threads are gone
+    assert gone() is None  # and the fixture checks that the threads have ended
 
 
 def test_an_exception_in_the_consumer_leaves_nothing_running():
@@ -651,7 +651,7 @@ def test_empty_epoch():
 
 
 def slowly(ids):
-    """Here all takes longer than any server does, so that these are worth waiting for."""
+    """Make the local path slower than any server, so that waiting for servers pays."""
     time.sleep(0.02)
     return locally(ids)
 
@@ -681,7 +681,7 @@ def test_a_server_that_is_added_in_mid_epoch_gets_work():
 
 @pytest.mark.parametrize("both", [True, False])
 def test_a_server_that_is_dropped_in_mid_epoch_ends_what_it_is_at(both):
-    """Nothing is lost, nothing comes twice, and all stays in order, be there another server or none."""
+    """No micro-batch is lost or repeated, and the order holds, with or without another server."""
     micro_batches, sources, got = epoch(60), [], []
     leaving = ScriptedServer("a", [Step(delay_s=0.002)] * 60)
     others = [ScriptedServer("b", [Step(delay_s=0.002)] * 60)] if both else []

@@ -1,4 +1,4 @@
-"""Replaying: every micro-batch comes from where it came from before, or there is an error that says so."""
+"""Check that a replay repeats the source of every micro-batch, or raises an error that says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which micro-batch takes which route: shares at every prefix, and a table of slots that keeps to them."""
+"""Check the route of each micro-batch: the shares at every prefix, and a delivery table that keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders and steps: every sample once and in order, whatever the sizes, from wherever a job resumes.
+"""Check orders and steps: every sample once and in order, for all sizes, from any point of a resumed job.
 
 Two values cross the freeze point here: one with samples in its second dimension, one that all samples share.
 """
@@ -29,7 +29,7 @@ SHARED = torch.arange(3.0)
 
 
 class Columns:
-    """Samples are the columns of the first value; the second value is all samples' alike."""
+    """Return samples as columns of the first value, and a second value that all samples share."""
 
     def select(self, values: Sequence[torch.Tensor], rows: Sequence[int]) -> Values:
         assert len(rows) > 0
@@ -115,7 +115,7 @@ def test_an_order_depends_on_seed_and_epoch_alone(
 
 
 def test_an_order_is_the_same_in_every_version() -> None:
-    """A permutation that changed between versions would break every resumed job."""
+    """A permutation that changes between versions would break every resumed job."""
     order = epoch_order(10, seed=0, epoch=0, batch_size=4, micro_batch=4, shuffle=True)
     assert order.ids == PINNED
 

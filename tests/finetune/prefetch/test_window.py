@@ -1,4 +1,4 @@
-"""How far a job runs ahead: about two training batches, enough for every route, within the memory."""
+"""Check the prefetch window: about two training batches, enough for every route, within the memory."""
 
 from __future__ import annotations
 
