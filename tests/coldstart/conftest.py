@@ -1,4 +1,4 @@
-"""One thread for every caller: some networks' low bits depend on how many compute them."""
+"""Run every caller on one thread: some networks' low bits depend on the number of threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Of this thread and of those that tests begin, which may have been told otherwise before."""
+    """Set one thread here and in threads that tests start, which may have inherited another number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

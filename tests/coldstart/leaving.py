@@ -1,4 +1,4 @@
-"""What a load may have left behind."""
+"""Find the threads and descriptors that a load may have left behind."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import threading
 
 
 def threads() -> list[threading.Thread]:
-    """Of loads."""
+    """Return the live threads of loads."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("upriver-coldstart")]
 
 
 def num_descriptors() -> int:
-    """Of this process, open."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))

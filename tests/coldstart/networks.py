@@ -1,4 +1,4 @@
-"""Small models of many kinds, each with an input: what their weights are read by differs."""
+"""Small models of many kinds, each with an input; each kind reads its weights in another way."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import torchvision  # noqa: E402
 import transformers  # noqa: E402
 
 Network = tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]
-"""What makes it, and what makes the arguments of a call."""
+"""A constructor of the model, and a constructor of the arguments of a call."""
 
 
 def image(size: int = 64) -> dict[str, Any]:
-    """One picture, by the name that torchvision's and timm's models have for it."""
+    """Return one picture, under the argument name of torchvision's and timm's models."""
     return {"x": torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(size))}
 
 
 def ids(name: str = "input_ids", length: int = 9) -> dict[str, Any]:
-    """Some words."""
+    """Return some token numbers."""
     return {name: torch.arange(length).reshape(1, length) * 7 % 90}
 
 
 class Encoder(nn.Module):
-    """PyTorch's own encoder, which runs as one fused operator a layer in evaluation."""
+    """PyTorch's own encoder, which runs as one fused operator per layer in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,13 +40,13 @@ class Encoder(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, 32)."""
+        """Return the answer for ``x`` of shape (batch, tokens, 32)."""
         out: torch.Tensor = self.layers(x)
         return out
 
 
 class Bare(nn.Module):
-    """Reads weights of modules that are never called, by a list, by a view, and by an index."""
+    """Read weights of modules that are never called, by a list, by a view, and by an index."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Bare(nn.Module):
         self.flag = nn.Parameter(torch.randn(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, 16)."""
+        """Return the answer for ``x`` of shape (rows, 16)."""
         hidden = nn.functional.linear(x, self.inner.weight.t(), self.inner.bias)
         hidden = hidden + torch.stack(list(self.parts)).sum(0) + self.table[3]
         return hidden * self.scale + (self.shift if self.flag.item() > 0 else -self.shift)
@@ -75,7 +75,7 @@ class Tied(nn.Module):
         self.head.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Words."""
+        """Return the answer for token numbers."""
         out: torch.Tensor = self.head(self.norm(self.embedding(x)))
         return out
 
@@ -132,11 +132,11 @@ NETWORKS: Mapping[str, Network] = {
 OF_EACH_KIND = ("resnet18", "vit", "gpt2", "t5", "encoder", "bare", "tied")
 
 EACH = [name if name in OF_EACH_KIND else pytest.param(name, marks=pytest.mark.full) for name in NETWORKS]
-"""Their names, to parametrize by: one of each kind by ``make test``."""
+"""Names of the models, for parametrization: one of each kind under ``make test``."""
 
 
 def all_made_up(seed: int) -> dict[str, nn.Module]:
-    """Each model with weights of its own, none of them what a constructor would give again."""
+    """Return each model with new weight values, none equal to the constructor's."""
     torch.manual_seed(seed)
     found = {name: build().eval() for name, (build, _) in NETWORKS.items()}
     for model in found.values():
@@ -149,8 +149,8 @@ def all_made_up(seed: int) -> dict[str, nn.Module]:
 def answer(
     model: nn.Module, arguments: Mapping[str, Any], mode: Callable[[], Any] = torch.no_grad
 ) -> list[torch.Tensor]:
-    """Every tensor of what a model says."""
-    torch.get_num_threads()  # until a thread has asked, MKL computes by a number of its own
+    """Return every tensor of a model's answer."""
+    torch.get_num_threads()  # before a thread's first call, MKL uses its own number of threads
     with mode():
         found = model(*arguments.values()) if "x" in arguments else model(**arguments)
     return list(_tensors(found))

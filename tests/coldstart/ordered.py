@@ -1,4 +1,4 @@
-"""A stream that brings weights in an order of the test's."""
+"""A stream that delivers weights in an order that a test chooses."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from upriver.store import Store
 
 
 def published(model: nn.Module, name: str) -> Store:
-    """Weights of a model in a store of their own, as ``model.safetensors``."""
+    """Return a store that holds a model's weights, as ``model.safetensors``."""
     store = Store.open(f"memory://{name}-{uuid.uuid4().hex}")
     publish(model.state_dict(), store, "model.safetensors")
     return store
 
 
 class Ordered:
-    """Brings tensors one by one, each when it is let.
+    """Deliver tensors one by one, each when a test allows it.
 
     Args:
-        order: Numbers of all tensors; as they lie without it.
-        lets: Released once for each that may come; None: all may.
-        error: Comes in the place of the last ones, after so many.
+        order: Numbers of all tensors; stored order if empty.
+        lets: Released once for each tensor that may come; None: all may.
+        error: A count of tensors, and the error that replaces the ones after them.
     """
 
     measured, bounded = StoreLink(latency_s=0.0, bandwidth_bytes_per_s=1e9), False
@@ -50,35 +50,35 @@ class Ordered:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def of(self, source: WeightSource, _groups: Any, sink: Any, **_: Any) -> Ordered:
-        """As `Stream` is made."""
+        """Build the stream with the arguments of `Stream`."""
         self.source, self.sink = source, sink
         self.order = self.order or range(len(source.tensors))
         return self
 
     def start(self) -> None:
-        """Begin."""
+        """Start the delivery."""
         self.thread.start()
 
     def hurry(self, index: int) -> None:
-        """Note it."""
+        """Record the hurried tensor."""
         self.hurried.append(index)
 
     def cancel(self) -> None:
-        """End."""
+        """Stop the delivery."""
         self.over = True
         if self.lets is not None:
             self.lets.release()
 
     def forked(self) -> None:
-        """Nothing of it is there."""
+        """Do nothing: a forked child has none of the stream's threads."""
 
     def join(self, timeout_s: float | None = None) -> None:
-        """Until it is over, if it was begun."""
+        """Wait until the stream ends, if it was started."""
         if self.thread.ident is not None:
             self.thread.join(60 if timeout_s is None else timeout_s)
 
     def _let(self, _index: int) -> None:
-        """Until the next one may come."""
+        """Wait until the next tensor may come."""
         if self.lets is not None:
             self.lets.acquire()
 
@@ -96,13 +96,13 @@ class Ordered:
 
 
 class Hesitant(Ordered):
-    """Brings a tensor when all callers wait for one, and the rest when all of them have their answers.
+    """Deliver a tensor when all callers wait for one, and the rest when all callers have their answers.
 
-    Until then there are no numbers in its memory, so that an answer shows what was read too early.
+    Until a tensor arrives its memory holds no numbers, so an answer reveals any early read.
 
     Args:
         order: Numbers of all tensors.
-        num_callers: Threads that ask; each says when it is :meth:`answered`.
+        num_callers: Threads that ask; each calls :meth:`answered` at its end.
     """
 
     def __init__(self, order: Sequence[int], *, num_callers: int) -> None:
@@ -113,14 +113,14 @@ class Hesitant(Ordered):
         self._come: set[int] = set()
 
     def start(self) -> None:
-        """Begin."""
+        """Start the delivery."""
         for index in self.order:
             room = self.sink.room(index)
             room[:] = b"\xff" * room.nbytes
         super().start()
 
     def hurry(self, index: int) -> None:
-        """Note who waits for it."""
+        """Record which caller waits for the tensor."""
         super().hurry(index)
         with self._changed:
             if index not in self._come:
@@ -128,7 +128,7 @@ class Hesitant(Ordered):
                 self._changed.notify_all()
 
     def answered(self) -> None:
-        """The caller in this thread asks for nothing more."""
+        """Record that the caller in this thread asks nothing more."""
         with self._changed:
             self._num_callers -= 1
             self._missing.pop(threading.get_ident(), None)
@@ -143,7 +143,7 @@ class Hesitant(Ordered):
 
 
 def hesitating(model: nn.Module, name: str, shuffle: int, *, num_callers: int) -> tuple[Store, Hesitant]:
-    """A store with the weights of a model, and what brings them in an order that a number decides."""
+    """Return a store with a model's weights, and a stream with an order drawn from a seed."""
     store = published(model, name)
     count = len(find(store, "model").tensors)
     order = random.Random(shuffle).sample(range(count), count)
@@ -151,10 +151,10 @@ def hesitating(model: nn.Module, name: str, shuffle: int, *, num_callers: int) -
 
 
 class Awaited(Ordered):
-    """Brings everything when somebody waits; until then there are no numbers in its memory."""
+    """Deliver everything once a caller waits; until then the memory holds no numbers."""
 
     def start(self) -> None:
-        """Begin."""
+        """Start the delivery."""
         for index in self.order:
             room = self.sink.room(index)
             room[:] = b"\xff" * room.nbytes

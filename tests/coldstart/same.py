@@ -1,4 +1,4 @@
-"""Whether two models are the same, what is filled for one, and what of torch is global."""
+"""Compare two models, count filled elements, and snapshot torch's global state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upriver.coldstart.model.construction import construct
 
 
 def forms(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Each tensor of the state, without what is in it."""
+    """Return the form of each tensor of the state, without its values."""
     return [
         (name, type(value), value.shape, value.dtype, value.stride(), value.device, value.storage_offset())
         for name, value in model.state_dict().items()
@@ -26,7 +26,7 @@ def forms(model: nn.Module) -> list[tuple[Any, ...]]:
 
 
 def ties(model: nn.Module) -> list[list[str]]:
-    """Which names share memory."""
+    """Return the groups of names that share memory."""
     found: dict[int, list[str]] = defaultdict(list)
     for name, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.numel():
@@ -35,7 +35,7 @@ def ties(model: nn.Module) -> list[list[str]]:
 
 
 def attributes(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that modules have as plain attributes."""
+    """Return the tensors that modules hold as plain attributes."""
     return {
         f"{path}.{name}": value
         for path, module in model.named_modules()
@@ -52,7 +52,7 @@ def assert_same_tensors(made: Mapping[str, torch.Tensor], plain: Mapping[str, to
 
 
 def assert_same_but_unread(made: nn.Module, plain: nn.Module) -> None:
-    """All but the contents of parameters is the same."""
+    """Check that both models are the same, except for the values of parameters."""
     assert forms(made) == forms(plain)
     assert ties(made) == ties(plain)
     wanted = {name: value.requires_grad for name, value in plain.named_parameters(remove_duplicate=False)}
@@ -64,7 +64,7 @@ def assert_same_but_unread(made: nn.Module, plain: nn.Module) -> None:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors of a model's answer, in order."""
+    """Return the tensors of a model's answer, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -77,7 +77,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def assert_same_outputs(
     made: nn.Module, plain: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """With the other one's state it gives the same bits."""
+    """Check that both models give the same bits with the same state."""
     made.load_state_dict(plain.state_dict())
     answers = []
     for model in (made.eval(), plain.eval()):
@@ -91,7 +91,7 @@ def assert_same_outputs(
 
 
 def globals_now() -> tuple[Any, ...]:
-    """What a construction must leave as it was, but for torch's random state."""
+    """Return the state that a construction must leave unchanged, except torch's random state."""
     hooks = [value for name, value in vars(modules).items() if name.startswith("_global") and "hooks" in name]
     return (
         nn.init._no_grad_trunc_normal_,  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def globals_now() -> tuple[Any, ...]:
 
 
 class Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the elements that fills really write."""
+    """Count the elements that fills really write."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -120,14 +120,14 @@ class Ran(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def filled(build: Callable[[], nn.Module]) -> int:
-    """How many elements are filled at random when a model is constructed."""
+    """Return how many elements are filled at random when a model is constructed."""
     with Ran() as ran:
         construct(build)
     return ran.filled
 
 
 def checked(build: Callable[[], nn.Module], *inputs: torch.Tensor) -> nn.Module:
-    """Construct a model, hold it against the plain one, and give it its weights."""
+    """Construct a model, compare it with the plain one, and give it the plain one's weights."""
     torch.manual_seed(5)
     plain = build()
     torch.manual_seed(5)

@@ -1,4 +1,4 @@
-"""What a stream reads from and writes to, as a test wants it: a store that answers when told, and a sink."""
+"""A store that responds on command, and a sink, for tests of streams."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WAIT_S = 60.0
 
 
 def published(store: Store, path: str) -> WeightSource:
-    """What was published under that name."""
+    """Return the source of weights published under that name."""
     return source.published(store, path, manifest.read(store, path))
 
 
 def lying(store: Any, places: Iterable[tuple[str, int, int]], **changed: Any) -> WeightSource:
-    """Tensors at any places, as a file of somebody else's has them: without checksums."""
+    """Place tensors anywhere, as in a foreign file: without checksums."""
     tensors = tuple(
         TensorLocation(
             name=f"t{number}", dtype="uint8", shape=(stop - start,), path=path, start=start, stop=stop
@@ -36,12 +36,12 @@ def lying(store: Any, places: Iterable[tuple[str, int, int]], **changed: Any) ->
 
 
 class Memory:
-    """A sink that holds a stream to its promises.
+    """A sink that checks a stream's promises.
 
     Attributes:
         got: Index to a tensor's bytes, as they were when it was filled.
-        asked: Indices for which there was made room, in order.
-        error: What it was told at the end, if anything.
+        asked: Indices that got memory, in order.
+        error: The error at the end, if any.
     """
 
     def __init__(self, source: WeightSource) -> None:
@@ -78,12 +78,12 @@ class Memory:
 
 @dataclass(eq=False)
 class Asked:
-    """A request that a scripted store has got.
+    """A request that a scripted store received.
 
     Attributes:
-        start: Its first byte.
-        nbytes: How many it asks for.
-        ended: Whether it is over, or was broken off.
+        start: First byte.
+        nbytes: Number of bytes requested.
+        ended: Whether the request is complete or was cancelled.
     """
 
     start: int
@@ -94,7 +94,7 @@ class Asked:
 
 
 class ScriptedStore:
-    """A store that brings bytes when a test says so, and only then."""
+    """A store that delivers bytes only when a test says so."""
 
     name = "scripted"
 
@@ -106,7 +106,7 @@ class ScriptedStore:
         self._free = False
 
     def direct(self, most: int) -> None:
-        """None: it is no store of obstore's."""
+        """Return None: this is no store of obstore's."""
 
     async def read_into_async(
         self,
@@ -138,21 +138,21 @@ class ScriptedStore:
             asked.ended = True
 
     def starts(self, *, at_least: int = 1) -> list[int]:
-        """Where the requests begin that were sent by now, when there are so many and the stream is idle."""
+        """Wait for ``count`` requests and an idle stream; return where the requests begin."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.asked) >= at_least, WAIT_S)
         self._idle()
         return [asked.start for asked in self.asked]
 
     def bring(self, number: int, nbytes: int) -> None:
-        """So many more bytes of a request arrive."""
+        """Deliver so many more bytes of a request."""
         self.starts(at_least=number + 1)
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self.asked[number].pieces.put_nowait, nbytes)
         self._idle()
 
     def release(self) -> None:
-        """From now on everything arrives at once; the stream may end with it."""
+        """Deliver everything at once from now on, so that the stream can end."""
 
         def all_of_it() -> None:
             self._free = True
@@ -163,7 +163,7 @@ class ScriptedStore:
         self._loop.call_soon_threadsafe(all_of_it)
 
     def _idle(self) -> None:
-        """Until everything that can happen by itself has."""
+        """Wait until the stream has done all it can do alone."""
 
         async def turns() -> None:
             for _ in range(50):

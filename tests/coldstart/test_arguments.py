@@ -1,4 +1,4 @@
-"""What is no argument of a cold start is told in one line, before anything is looked for."""
+"""Check that an invalid argument of a cold start raises a one-line error before any lookup."""
 
 from __future__ import annotations
 

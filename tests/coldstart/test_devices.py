@@ -1,4 +1,4 @@
-"""A model's weights on the device that it is to run on."""
+"""Check that a model's weights arrive on the device that the model will run on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How loads end that something comes across: a changed file, a fork, a slow store, an interrupt."""
+"""Check how disturbed loads end: a changed file, a fork, a slow store, an interrupt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from upriver.store import Store
 
 @pytest.fixture
 def store() -> Store:
-    """With the weights of a model, as ``model.safetensors``."""
+    """Return a store with the weights of a model, as ``model.safetensors``."""
     found = Store.open(f"memory://ends-{uuid.uuid4().hex}")
     publish(Bare().state_dict(), found, "model.safetensors")
     return found
@@ -57,7 +57,7 @@ def test_a_copy_that_waited_is_no_guarded_one(
     release = Loading._release
 
     def late(handle: Loading, model: nn.Module) -> None:
-        time.sleep(0.3)  # who was woken by now goes on
+        time.sleep(0.3)  # callers woken by now go on
         release(handle, model)
 
     monkeypatch.setattr(Loading, "_release", late)
@@ -80,7 +80,7 @@ def test_a_history_may_be_asked_for_while_it_is_made(store: Store, monkeypatch: 
     _, handle = begin(Bare, "model", store=store)
 
     class Meanwhile(str):
-        """A kind of moment; whoever compares it comes second to another thread."""
+        """A kind of load event that lets another thread act before each comparison."""
 
         def __ne__(self, other: object) -> bool:
             handle._steps["loaded"] = 3.0
@@ -171,7 +171,7 @@ def test_an_error_of_the_constructor_waits_for_no_store(
 
 
 def a_process(body: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """What comes of a script, which has five minutes; it is ended then, and the test fails."""
+    """Return the output of a script; after five minutes the script is killed and the test fails."""
     command = [sys.executable, "-c", SCRIPT + textwrap.dedent(body), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
@@ -214,7 +214,7 @@ def test_a_process_ends_that_nobody_gives_an_answer(what: str, tmp_path: Path) -
 
 
 def test_a_process_may_end_while_a_weight_is_copied(tmp_path: Path) -> None:
-    """Python ends threads where they are, which within an operator of torch's aborts the process."""
+    """Python stops threads where they are, which inside a torch operator aborts the process."""
     save_file(nn.Linear(4, 4).state_dict(), tmp_path / "model.safetensors")
     ended = a_process(
         """
@@ -267,7 +267,7 @@ def test_what_the_first_call_shows_outlives_a_process_that_ends_then(tmp_path: P
 
 @dataclass
 class Parent:
-    """What an answer may hold: fields that are set later, or never, and the way back to it."""
+    """An object that an answer may hold: fields set later or never, and a reference back to the object."""
 
     answer: torch.Tensor
     child: Child | None = None
@@ -276,21 +276,21 @@ class Parent:
 
 @dataclass
 class Child:
-    """Knows whose it is."""
+    """Refer to its parent."""
 
     parent: Parent
     hidden: torch.Tensor
 
 
 class Family(nn.Module):
-    """Answers with what points at each other."""
+    """Answer with objects that refer to each other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> Parent:
-        """(rows, 4)."""
+        """Return the answer for ``x`` of shape (rows, 4)."""
         answer = Parent(self.first(x))
         answer.child = Child(answer, self.first.weight)
         return answer
@@ -315,7 +315,7 @@ def test_an_answer_may_be_any_dataclass(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def no_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """As where a process may have no more of them."""
+    """Fail to start a thread, as where a process may have no more threads."""
     start = threading.Thread.start
 
     def refused(thread: threading.Thread) -> None:
@@ -401,7 +401,7 @@ def test_a_forked_child_is_told_that_nothing_comes(store: Store, monkeypatch: py
 
 
 def _right_in_a_child(model: nn.Module, handle: Loading, x: torch.Tensor) -> int:
-    """Exit code 0 where everybody is told; what is wrong is seen by its number."""
+    """Return exit code 0 if every call raises `Cancelled`; another code names the failing call."""
     asks = [lambda: model(x), lambda: model.state_dict(), lambda: handle.wait(), handle.cancel]
     for number, ask in enumerate(asks, start=1):
         try:
@@ -416,7 +416,7 @@ def _right_in_a_child(model: nn.Module, handle: Loading, x: torch.Tensor) -> int
 
 
 def _ended(child: int) -> int | None:
-    """A process's exit code; it is killed where it waits."""
+    """Return a process's exit code; kill a process that hangs."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         pid, status = os.waitpid(child, os.WNOHANG)

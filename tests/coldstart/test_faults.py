@@ -1,4 +1,4 @@
-"""A thousand loads from a store on a bad day: the right answer or a typed error, and nothing is left."""
+"""Run a thousand loads from a faulty store: the right answer or a typed error, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from upriver.store import Store
 
 FAULTS = ("cut", "reset", "stalled", "silent", "flipped", "short", "changed", "gone", 403, 404, 503)
 BROKEN = ("stalled", "flipped", "short", "reset")
-"""What may come for good."""
+"""Faults that may be permanent."""
 
 GROUPINGS = ("upriver", "pisel", "layer_by_layer")
 NAMES = ("encoder", "bare", "tied")
@@ -38,16 +38,18 @@ WAIT_S = 60.0
 
 
 LOSES = 10
-"""One in so many runs has no manifest, and another one may be told that it has none."""
+"""One run in this many has no manifest, and another one may be told that it has none."""
 
 
 LOST, FAULTY = 1, (2, 3)
-"""Of so many runs the one whose manifest may get lost, and those where something else may happen to it: most
-of the faults are for weights, which nobody asks for where the manifest is broken."""
+"""The run in every ``LOSES`` whose manifest may be missing, and those with other manifest faults.
+
+Most faults hit weights, because a load with a broken manifest requests no weights.
+"""
 
 
 class BadDay(FaultyServer):
-    """Whose manifests do not get lost, but in some runs: without one no wrong bit is seen, which is told."""
+    """A server that loses manifests in few runs: without a manifest wrong bits pass, with a warning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,14 +68,14 @@ class _BadDay(_Faulty):
 
 
 class Told(logging.Handler):
-    """The runs in which a published file was loaded without its manifest, by the warnings of it."""
+    """Collect the runs that loaded a published file without its manifest, from the logged warnings."""
 
     def __init__(self) -> None:
         super().__init__()
         self.runs: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Note the run."""
+        """Record the run."""
         if "laid out as published files are" in record.getMessage():
             self.runs |= set(re.findall(r"run--?\d+(?=\.manifest)", record.getMessage()))
 
@@ -98,7 +100,7 @@ def connected(server: FaultyServer) -> Store:
 
 
 class Weights:
-    """Of a model, in a store: each run reads a copy of its own."""
+    """Weights of a model in a store; each run reads its own copy."""
 
     def __init__(self, name: str, server: FaultyServer, store: Store) -> None:
         self.build, make = NETWORKS[name]
@@ -129,7 +131,7 @@ class Weights:
 @pytest.mark.parametrize(
     ("num_runs", "wanted", "num_told"),
     [
-        (50, {"right", "store"}, 0),  # what else is met among few depends on the moment
+        (50, {"right", "store"}, 0),  # which other tensors are among the few depends on timing
         pytest.param(
             1000, {"right", "store", "cancelled", "object_changed", "not_found"}, 11, marks=pytest.mark.full
         ),
@@ -138,7 +140,7 @@ class Weights:
 def test_every_caller_gets_the_right_answer_or_one_typed_error(
     num_runs: int, wanted: set[str], num_told: int, told: Told, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    a_bad_day(1, told)  # what the process needs once for all
+    a_bad_day(1, told)  # set up once per process
     gc.collect()
     before = num_descriptors()
     ends = a_bad_day(num_runs, told)
@@ -148,7 +150,7 @@ def test_every_caller_gets_the_right_answer_or_one_typed_error(
     wait_for(lambda: not threads(), seconds=WAIT_S)
 
     def none_is_left() -> bool:
-        gc.collect()  # also what a thread that has just ended held until now
+        gc.collect()  # also the objects that a thread held until it ended just now
         return num_descriptors() <= before
 
     wait_for(none_is_left, seconds=WAIT_S)
@@ -156,7 +158,7 @@ def test_every_caller_gets_the_right_answer_or_one_typed_error(
 
 
 def a_bad_day(num_runs: int, told: Told) -> Counter[str]:
-    """How so many loads ended; the store is right at last, and then is no more."""
+    """Return how that many loads ended; the store is correct at the end, and then is gone."""
     with BadDay() as server:
         store = connected(server)
         known = [Weights(name, server, store) for name in NAMES]
@@ -180,7 +182,7 @@ def a_bad_day(num_runs: int, told: Told) -> Counter[str]:
 def one_load(
     number: int, server: FaultyServer, store: Store, weights: Weights, told: Told, *, faults: list[Any]
 ) -> str:
-    """Load and ask, from several threads, beside a cancel at times; how it ended for all of them."""
+    """Load, and ask from several threads, with a cancel at times; return how each of them ended."""
     chance, run = random.Random(f"load {number}"), f"run-{number}"
     weights.put(server, run, without="" if number % LOSES else "manifest.json")
     with server.lock:
@@ -210,7 +212,7 @@ def one_load(
     try:
         assert handle.wait(WAIT_S)
     except UpriverError as error:
-        # What was answered before it broke was right; nobody is answered any more.
+        # Answers before the failure were right; no caller is answered afterwards.
         assert {each.code for each in found if isinstance(each, UpriverError)} <= {error.code}
         later = _asked(model, weights.arguments)
         assert isinstance(later, UpriverError) and later.code == error.code

@@ -1,4 +1,4 @@
-"""Operators that run functions, and compiled code, in a model that is loading, and in others afterwards."""
+"""Check operators that run functions, and compiled code, in a loading model, and afterwards in others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from upriver.coldstart.load_model import load
 from upriver.coldstart.model.construction import construct
 from upriver.errors import Cancelled
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what it is about to drop
+pytestmark = pytest.mark.filterwarnings("ignore")  # from torch, about an object that it is about to drop
 
 WIDTH = 8
 
@@ -34,7 +34,7 @@ Forward: TypeAlias = "Callable[[Net, torch.Tensor], torch.Tensor]"
 
 
 class Net(nn.Module):
-    """Runs what it is given on itself."""
+    """Run the given function on itself."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ _library.define("scaled(Tensor x) -> Tensor")
 _library.impl("scaled", lambda x: _asked[-1].scaled(x), "CompositeExplicitAutograd")
 
 _asked: list[Net] = []
-"""Whose weights operators of one's own read that are not among their arguments."""
+"""Networks whose weights custom operators read although they are not among the arguments."""
 
 
 def _of(net: Net, operator: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ WAYS = WAITS | SEES
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """What other tests have compiled is forgotten, and so is what these do."""
+    """Forget the compiled code of other tests before the test, and the test's own after it."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -155,7 +155,7 @@ def fresh() -> Iterator[None]:
 
 
 def _known(way: str) -> tuple[Net, Net, torch.Tensor]:
-    """A model, another one with its weights, and a question."""
+    """Return a model, another one with its weights, and a question."""
     model, other = Net(way).eval(), Net(way).eval()
     other.load_state_dict(model.state_dict())
     return model, other, torch.randn(3, WIDTH)
@@ -219,7 +219,7 @@ def test_code_that_was_compiled_before_runs_once_all_is_there_and_is_not_compile
         assert torch.equal(other(x), expected)
         once = len(compiled)
         assert torch.equal(plain(x), expected) and len(compiled) == once
-    assert once <= 3  # of three models, whose weights are three
+    assert once <= 3  # of three models, with three different weights
 
 
 @pytest.mark.parametrize("way", ["cond", "lowered"])
@@ -253,7 +253,7 @@ def test_a_model_that_loads_inside_of_compiled_code_answers_as_the_whole_one(
 
 
 class Built(nn.Module):
-    """Runs functions on what it is made of."""
+    """Run functions on its own parts."""
 
     def __init__(self, way: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is removed of a store, and what never is."""
+"""Check which objects a garbage collection removes from a store, and which it never removes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ P, Q, W, V = map(digest, range(1, 5))
 
 
 class Clocked(Store):
-    """A store in memory whose objects are as old as a test says; a hook runs before each request."""
+    """A store in memory whose objects have the age that a test sets; a hook runs before each request."""
 
     numbers = itertools.count()
 
@@ -255,7 +255,7 @@ def test_two_removals_at_once_are_refused_and_one_that_was_broken_off_is_not_wai
 
 
 def uploading(store: Clocked, program: str, weights: str) -> Iterator[None]:
-    """An upload, a request at a time, as a server makes it."""
+    """Upload one request at a time, as a server does."""
     note_use(store, PREFIX, (weights, program))
     yield
     check_staying(store, PREFIX, (weights, program))
@@ -269,14 +269,17 @@ def uploading(store: Clocked, program: str, weights: str) -> Iterator[None]:
 
 
 def using(store: Clocked, program: str, weights: str) -> Iterator[None]:
-    """A server that notes a use."""
+    """Record a use, as a server does."""
     for each in (weights, program):
         note_use(store, PREFIX, (each,))
         yield
 
 
 def interleaved(store: Clocked, other: Iterator[None], at: list[int]) -> bool:
-    """Remove while another goes on, whose steps come before these requests; whether the other ended well."""
+    """Run a removal while ``other`` makes its steps before the requests ``at``.
+
+    Returns: Whether ``other`` ended well.
+    """
     requests, steps, ended = itertools.count(), sorted(at), []
 
     def step() -> None:
@@ -304,7 +307,7 @@ def interleaved(store: Clocked, other: Iterator[None], at: list[int]) -> bool:
 
 
 def moments(num_steps: int) -> Iterator[list[int]]:
-    """Before which requests of a removal each step comes: some steps at once, and the others at once."""
+    """Yield, per step, the request of a removal that it precedes: some steps together, then the others."""
     for first, start in itertools.product(range(num_steps), range(20)):
         for then in range(start, 20):
             yield [start] * first + [then] * (num_steps - first)
@@ -409,7 +412,7 @@ def test_the_command_over_s3_goes_through_all_tenants_or_one(capsys: pytest.Capt
 
 @pytest.fixture
 def shared_store(tmp_path: Path) -> Store:
-    """A file store with an old program of a tenant, and an old one with newer weights that was pushed."""
+    """Return a file store with an old program of a tenant, and an old pushed one of newer weights."""
     store = Store.open(tmp_path.as_uri())
     for place, program in ((f"{PREFIX}/tenants/alice", Q), (PREFIX, P)):
         store.put(graph_path(place, program), graph(W))

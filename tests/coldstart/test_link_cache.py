@@ -1,4 +1,4 @@
-"""What is remembered of the way to a store is that of all that lies behind it."""
+"""Check that a remembered link estimate of a store applies to all objects of that store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that answer while they load: every answer that of the loaded model to the bit, or a typed error."""
+"""Check models that answer while they load: the loaded model's bits, or a typed error."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def whole() -> dict[str, nn.Module]:
 
 
 def is_left_alone(model: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether nothing of the loading is left."""
-    wait_for(lambda: not threads())  # one may begin another, such as one that keeps groupings
+    """Return whether nothing of the loading remains."""
+    wait_for(lambda: not threads())  # one may start another, such as one that caches groupings
     hooks = [name for name in vars(model) if "hook" in name and vars(model)[name]]
     modes = torch._C._len_torch_dispatch_stack()
     return type(model) is kind and not hooks and not modes and loading(model) is None

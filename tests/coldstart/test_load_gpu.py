@@ -1,4 +1,4 @@
-"""Models and programs that answer on an accelerator while they load: to the bit, and nothing stays behind."""
+"""Check models and programs that answer on an accelerator while they load: same bits, no leftovers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def there(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def expected(model: nn.Module, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """What the model says on the accelerator when all of it is there; it is here again afterwards."""
+    """Return the complete model's answer on the accelerator, and move the model back to the CPU."""
     try:
         return answer(model.to(DEVICE), there(arguments))
     finally:
@@ -89,7 +89,7 @@ def test_whatever_order_weights_come_in(
 
     def asks(caller: int) -> None:
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):  # each caller its own
+            with torch.cuda.stream(torch.cuda.Stream()):  # each caller has its own
                 answers[caller] = answer(model, there(arguments()))
                 torch.cuda.current_stream().synchronize()
         finally:
@@ -109,7 +109,7 @@ def test_whatever_order_weights_come_in(
 def test_however_weights_are_grouped(grouping: str, whole: dict[str, nn.Module]) -> None:
     build, arguments = NETWORKS["resnet18"]
     store = published(whole["resnet18"], "resnet18")
-    for _ in range(2):  # the second one finds what the first one kept
+    for _ in range(2):  # the second load finds the first one's cached grouping
         model = load(build, "model", store=store, device=DEVICE, grouping=grouping).eval()
         assert same(answer(model, there(arguments())), expected(whole["resnet18"], arguments()))
 

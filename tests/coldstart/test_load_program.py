@@ -1,4 +1,4 @@
-"""Programs that run while they load, to the bit or with a typed error; and how they are published."""
+"""Check programs that run while they load, to the bit or with a typed error; and their publication."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Words(nn.Module):
-    """What no input has a part in is made of the first weights and of late ones, and is an answer, too."""
+    """Compute a value from the first and from late weights, without inputs; it is also an answer."""
 
     mask: torch.Tensor
 
@@ -67,7 +67,7 @@ class Words(nn.Module):
         self.head = nn.Linear(6, 2)
 
     def forward(self, x: torch.Tensor) -> Tensors:
-        """Numbers of words, 8 a sample."""
+        """Return the answer for token numbers, 8 per sample."""
         places = torch.arange(x.shape[1])
         late = torch.tanh(self.later(places))
         x = self.table(x) + self.positions(places)
@@ -76,7 +76,7 @@ class Words(nn.Module):
 
 
 class Turned(nn.Module):
-    """Two buffers of one memory, which lie in it alike."""
+    """Two buffers with the same layout in one memory."""
 
     first: torch.Tensor
     turned: torch.Tensor
@@ -88,15 +88,15 @@ class Turned(nn.Module):
         self.register_buffer("turned", values.t())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, 6)."""
+        """Return the answer for ``x`` of shape (rows, 6)."""
         return torch.tanh(x @ self.first) @ self.turned
 
 
 class Weightless(nn.Module):
-    """Has none."""
+    """A model without weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, 6)."""
+        """Return the answer for ``x`` of shape (rows, 6)."""
         return torch.tanh(x) * 2
 
 
@@ -112,7 +112,7 @@ NETWORKS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]
 
 @functools.cache
 def made(name: str) -> tuple[Program, Tensors]:
-    """A program, and what it takes."""
+    """Return a program and its inputs."""
     torch.manual_seed(8)
     build, given, options = NETWORKS[name]
     x = given()
@@ -121,7 +121,7 @@ def made(name: str) -> tuple[Program, Tensors]:
 
 @functools.cache
 def whole(name: str) -> Program:
-    """The same, read whole."""
+    """Return the same program, read whole."""
     program, _ = made(name)
     return Program.from_bytes(program.graph_bytes, program.weights_bytes)
 
@@ -149,7 +149,7 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
 
 
 def needed(graph: Graph, stage: int) -> set[str]:
-    """Keys of what a stage reads, and of what is read to compute what it reads."""
+    """Return the keys of the weights that a stage reads, directly or through values that it needs."""
     keys = {weight.name: weight.key for weight in graph.weights}
     fixed = constants(graph.inputs, graph.nodes)
     makers = {output.name: node for node in graph.nodes for output in node.outputs if output is not None}
@@ -173,7 +173,7 @@ def needed(graph: Graph, stage: int) -> set[str]:
 def opened(
     monkeypatch: pytest.MonkeyPatch, store: Store, digest: str, stream: Ordered, **options: Any
 ) -> tuple[Program, Arriving]:
-    """A program whose weights a stream of the test's brings."""
+    """Return a program whose weights come from a test's stream."""
     with monkeypatch.context() as patched:
         patched.setattr(under_test, "Stream", stream.of)
         program, coming = under_test.begin(store=store, digest=digest, **options)
@@ -182,9 +182,9 @@ def opened(
 
 
 def is_left_alone(program: Program, coming: Arriving) -> bool:
-    """Whether nothing of the loading is left."""
+    """Return whether nothing of the loading remains."""
     assert coming.wait(60)
-    wait_for(lambda: not threads())  # it is told of by the last one, which then ends
+    wait_for(lambda: not threads())  # the last thread tells it, and ends then
     return program.before_stage is None and arriving(program) is None
 
 
@@ -308,7 +308,7 @@ def connected(server: S3Server, **settings: str) -> Store:
 
 
 def asked(server: S3Server, ending: str) -> list[range]:
-    """Which bytes of such objects were asked for."""
+    """Return the requested bytes of such objects."""
     found = []
     for method, path, which in server.requests:
         if method == "GET" and path.partition("?")[0].endswith(ending):
@@ -410,7 +410,7 @@ def test_a_stage_that_ran_raises_too_once_something_does_not_come(monkeypatch: p
 
 
 def others(program: Program) -> dict[str, torch.Tensor]:
-    """Weights of the same form."""
+    """Return weights of the same form."""
     return {key: tensor + 1 for key, tensor in program.weight_tensors.items()}
 
 
@@ -451,7 +451,7 @@ def test_a_copy_of_a_program_arrives_as_the_original_does(monkeypatch: pytest.Mo
     store, program, inputs = published("small")
     path = weights_of(program)
     store.put(path, store.get(path))
-    monkeypatch.setattr(under_test.artifact_store, "load", None)  # so it is not read whole
+    monkeypatch.setattr(under_test.artifact_store, "load", None)  # so the file is not read whole
     cold = under_test.open(store=store, digest=program.digest)
     assert same(cold.run(inputs, 0, cold.num_stages), whole("small").run(inputs, 0, cold.num_stages))
     damaged = bytearray(store.get(path))
@@ -508,7 +508,7 @@ def test_arguments_that_name_no_program() -> None:
 
 
 def forged(program: Program, store: Store) -> str:
-    """The digest of a graph that lies about a shape, with the same weights."""
+    """Return the digest of a graph that states a wrong shape, with the same weights."""
     document = json.loads(program.graph_bytes)
     document["nodes"][0]["outputs"][0]["spec"]["shape"][1] += 1
     graph = msgspec.json.encode(msgspec.json.decode(json.dumps(document), type=Graph))
@@ -551,7 +551,7 @@ def test_weights_come_while_a_graph_is_checked(server: S3Server, monkeypatch: py
 @pytest.mark.parametrize("error", [ProgramError("not sound"), KeyboardInterrupt()])
 def test_a_check_that_fails_ends_the_load(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     store, program, _ = published("small")
-    for lets in (threading.Semaphore(0), None):  # nothing has come by then, or all of it
+    for lets in (threading.Semaphore(0), None):  # no weight has arrived by then, or all have
         stream = Ordered(lets=lets)
 
         def checked(graph: Graph, stream: Ordered = stream, **options: Any) -> None:
@@ -569,7 +569,7 @@ def test_a_check_that_fails_ends_the_load(error: BaseException, monkeypatch: pyt
 
 
 def until_nothing_is_left() -> None:
-    """No thread of a load, and nobody who waits for one."""
+    """Wait until no thread of a load remains, and no caller waits for one."""
     wait_for(lambda: not threads(), seconds=60)
     gc.collect()
     assert not under_way

@@ -1,4 +1,4 @@
-"""Weights of this machine come into a model from a file, an index or a folder, however it is named."""
+"""Check that a model loads local weights from a file, an index or a folder, however the path is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reference() -> nn.Sequential:
 
 
 def sharded(folder: Path, state: dict[str, torch.Tensor]) -> Path:
-    """An index of two files, the first of which has stale copies of what the second one has."""
+    """Write an index of two files, the first of which has stale copies of the second one's tensors."""
     folder.mkdir(parents=True, exist_ok=True)
     names = list(state)
     save_file(
@@ -55,7 +55,7 @@ def a_file(folder: Path, state: dict[str, torch.Tensor], name: str = "w.safetens
 
 
 def in_a_cache(folder: Path, state: dict[str, torch.Tensor]) -> Path:
-    """A folder of links to files elsewhere, as Hugging Face's libraries keep them."""
+    """Return a folder of links to files elsewhere, as Hugging Face's libraries keep them."""
     blobs, there = folder / "models--a" / "blobs", folder / "models--a" / "snapshots" / "rev"
     sharded(blobs, state)
     there.mkdir(parents=True)
@@ -184,7 +184,7 @@ def test_load_weights_of_what_is_none_is_refused_in_one_line(
 
 
 class Hooked(nn.Module):
-    """Turns what it loads."""
+    """Transform the tensors that it loads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is counted when a model is published, and the seconds that a load makes of it."""
+"""Check the work that publishing counts for a model, and the seconds that a load computes from it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Words(nn.Module):
         self.table = nn.Embedding(100, 8)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """(words,)."""
+        """Return the answer for ``x`` of shape (words,)."""
         x = self.table(words * 1)
         return self.last(torch.relu(self.first(x)))
 
@@ -130,14 +130,14 @@ def test_weights_that_nobody_counted_have_nothing() -> None:
 
 
 class Two(nn.Module):
-    """Two layers with something between them that reads no weight."""
+    """Two layers with a weightless operation between them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.between, self.last = nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(rows, 8)."""
+        """Return the answer for ``x`` of shape (rows, 8)."""
         return self.last(self.between(self.first(x * 2)))
 
 
@@ -155,7 +155,7 @@ def test_a_program_counts_by_stages_for_one_sample(samples: int) -> None:
     activations = [8 + 16, 16 + 4]
     least = [4 * sum(each) for each in zip(weights, activations, strict=True)]
     moved = [found[key].moved_bytes for key in flops]
-    # The relu, and what doubles the input, count with the first weights: nothing else starts them.
+    # The relu and the doubling of the input count with the first weights: nothing else starts them.
     assert least[0] <= moved[0] <= least[0] + 4 * (2 * 8 + 2 * 16) and moved[1] == least[1]
 
 
@@ -251,7 +251,7 @@ LINK = StoreLink(bandwidth_bytes_per_s=125e6, latency_s=0.05)
 
 
 def layers_of(executions: list[Execution]) -> WeightSource:
-    """A layer of 1 MiB for each."""
+    """Return layers of 1 MiB each."""
     tensors = tuple(
         TensorLocation(
             name=f"t{number}",
@@ -294,7 +294,7 @@ def test_groups_are_made_for_what_executing_takes(monkeypatch: pytest.MonkeyPatc
         bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s,
         one_core=True,
     )
-    # Without a word of executing the link must never idle; with it, the first layers may begin sooner.
+    # Without execution the link must never idle; with execution, the first layers may begin sooner.
     assert timeline.makespan(found["busy"]) < 0.95 * timeline.makespan(found["idle"])
     assert found["busy"][0].stop < found["idle"][0].stop
 

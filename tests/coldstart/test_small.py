@@ -1,4 +1,4 @@
-"""Small models are asked for in one go, and a load imports nothing that it has no use for."""
+"""Check that a small model needs one request, and that a load imports only the modules it uses."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def connected(server: S3Server) -> Store:
 
 
 def asked(server: S3Server) -> list[tuple[str, str]]:
-    """Method and ending of each request, in order; of one byte alone, that too."""
+    """Return the method and ending of each request, in order; also the range of a one-byte request."""
     return [
         (method, path.partition("?")[0].rpartition("/")[2].partition(".")[2] + " 1" * (which == "bytes=0-0"))
         for method, path, which in server.requests
@@ -62,7 +62,7 @@ def loaded(store: Store, **options: object) -> torch.Tensor:
 
 
 ONE_GO = {("GET", "manifest.json"), ("GET", "safetensors")}
-"""In any order; the object's first bytes are all of it."""
+"""Requests in any order; the object's first bytes are the whole object."""
 
 PROBE, LOOK = ("GET", "safetensors 1"), ("GET", "groupings.json")
 
@@ -113,7 +113,7 @@ def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300), nn.Linear(300, 1500), nn.Linear(1500, 4))
 
-    # 1 MB comes meanwhile, which two layers have together, the second 1.8.
+    # 1 MB arrives meanwhile: the two layers have 1 MB together, the second one 1.8 MB.
     far = StoreLink(latency_s=0.01, bandwidth_bytes_per_s=1e8)
     monkeypatch.setattr(strategy.link_cache, "link_to", lambda *_: far)
     store, limits = connected(server), StreamLimits(request_bytes=64 << 10, in_flight_bytes=128 << 10)

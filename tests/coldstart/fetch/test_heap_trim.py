@@ -1,4 +1,4 @@
-"""Memory that pieces leave behind is given back while more come, and takes little time of the load."""
+"""Check that memory freed by pieces goes back to the system during a load, at little cost of load time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upriver.coldstart.fetch.heap_trim import FEWEST_BYTES, HEAP_BYTES, SHARE, H
 
 
 class Allocator:
-    """Takes so long, by its own clock, to give memory back."""
+    """Return memory to the system, in a set time by its own clock."""
 
     def __init__(self, takes_s: float = 0.0) -> None:
         self.now_s, self.times, self._takes_s = 100.0, 0, takes_s

@@ -1,4 +1,4 @@
-"""OpenMP's threads do not spin on cores that a load needs, and nothing else of them changes."""
+"""Check that OpenMP's threads do not spin on cores that a load needs, and otherwise stay unchanged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ print(len(pool), torch.get_num_threads(), added, during_s < before_s / 4, spun_s
 
 
 def found(num_threads: int, *, cores: int) -> list[str]:
-    """What the script prints with so many of OpenMP's threads on so many cores."""
+    """Return the output of the script with this number of OpenMP threads on this number of cores."""
     allowed = sorted(os.sched_getaffinity(0))[:cores]
     spinning = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Weights on their way: every byte in its place and checked, or one typed error, and nothing left behind."""
+"""Check weight streams: every byte in its place and verified, or one typed error, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ FAST = StoreLink(latency_s=0.01, bandwidth_bytes_per_s=1e12)
 
 
 def weights() -> dict[str, torch.Tensor]:
-    """Of many sizes: none, a few bytes, a chunk to the byte, several requests."""
+    """Return tensors of many sizes: none, a few bytes, exactly one chunk, several requests."""
     torch.manual_seed(0)
     sizes = [3, 0, 1024, 1, 1025, 60_000, 7, 2048, 2047, 30_001, 0, 16]
     tensors = {f"of.{number}": torch.rand(size) for number, size in enumerate(sizes)}
@@ -75,7 +75,7 @@ def expected(source: WeightSource) -> dict[int, bytes]:
 
 
 def grouped(num: int, *sizes: int) -> list[range]:
-    """So many tensors in groups of these sizes, the last of them again and again."""
+    """Return ``num`` tensors in groups of these sizes; the last size repeats."""
     groups, start = [], 0
     while start < num:
         size = sizes[min(len(groups), len(sizes) - 1)]
@@ -91,7 +91,7 @@ def run(
     sink: Memory | None = None,
     limits: StreamLimits = SMALL,
 ) -> tuple[Memory, Stream]:
-    """A stream from its start to its end."""
+    """Run a stream from start to end."""
     sink = sink or Memory(source)
     stream = Stream(source, groups or grouped(len(source.tensors), 4), sink, limits=limits, link=LINK)
     stream.start()
@@ -176,7 +176,7 @@ def test_default_limits_bring_it_too(store: Store) -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[WeightSource, list[range], int, int]:
-    """Tensors anywhere in up to three objects, with checksums or without; groups, and two limits."""
+    """Draw tensors anywhere in up to three objects, with or without checksums; groups, and two limits."""
     chunk_bytes = draw(st.sampled_from([64, 128, 1024]))
     places: list[tuple[str, int, int]] = []
     for path in draw(st.lists(st.sampled_from("abc"), unique=True, min_size=1)):
@@ -367,11 +367,11 @@ def test_groups_have_every_tensor_once_and_in_order(groups: list[range]) -> None
 
 
 NUM, SIZE = 10, 1000
-"""Tensors of the scripted source, and bytes of each."""
+"""Number of tensors in the scripted source, and bytes per tensor."""
 
 
 class Scripted:
-    """A stream from a store that brings bytes when it is told to; a request for each tensor."""
+    """A stream from a store that delivers bytes on command; each tensor needs one request."""
 
     def __init__(self, *, hidden: float = 100, **limits: Any) -> None:
         self.content = random.Random(3).randbytes(NUM * SIZE)
@@ -397,13 +397,13 @@ class Scripted:
 
     @property
     def tensors(self) -> list[int]:
-        """What was asked for, in order."""
+        """Requested tensors, in order."""
         return [start // SIZE for start in self.store.starts()]
 
 
 @pytest.fixture
 def known_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The link stays what it was said to be, and what arrives is seen byte by byte."""
+    """Fix the link estimate, and make arriving bytes visible one by one."""
     for name in ("PIECE_S", "FEWEST_PIECE_BYTES"):
         monkeypatch.setattr(stream_module, name, 0)
     monkeypatch.setattr(FlowMeter, "_learn", lambda _: None)
@@ -511,7 +511,7 @@ def test_several_are_under_way_where_one_does_not_fill_the_link(
         assert run.tensors == [0, 1, 2]
         run.store.bring(1, SIZE - 40)
         assert run.tensors == [0, 1, 2]
-        run.store.bring(1, 7)  # what is left of it is a third of what the link brings meanwhile
+        run.store.bring(1, 7)  # the rest is a third of the bytes that the link carries meanwhile
         assert run.tensors == [0, 1, 2, 3]
 
 
@@ -521,7 +521,7 @@ def said(bandwidth: float, *, requests: int = 1, most: int = 8, bound: float = m
 
 
 def feed(flow: FlowMeter, rate_of: Callable[[int], float], *, seconds: float, now_s: float = 10.0) -> float:
-    """Use a link that gives so much to so many requests, with as many as are wanted."""
+    """Use a link whose rate depends on the number of requests, with as many requests as are wanted."""
     under_way = 0
     for _ in range(int(seconds / 0.005)):
         while under_way < flow.wanted:
@@ -560,7 +560,10 @@ def test_a_load_begins_with_half_of_those_that_the_last_one_ended_with(requests:
 
 def test_what_takes_several_is_found_sooner_each_time_and_forgotten_when_it_is_over() -> None:
     def loads(fills: int, requests: int) -> tuple[int, int]:
-        """What a load of 0.25 s begins with and ends with, on a link that so many requests fill."""
+        """Return the request counts at the start and the end of a load of 0.25 s.
+
+        The link is full with ``fills`` requests.
+        """
         flow = said(1e9, requests=requests)
         begins = flow.wanted
         feed(flow, lambda under_way: 5e7 * min(under_way, fills), seconds=0.25)
@@ -852,7 +855,7 @@ def connect(server: FaultyServer, **options: str) -> Store:
 
 
 class Holding(Memory):
-    """A sink that holds its stream, as those of loads do; its memory can be looked for."""
+    """A sink that holds its stream, as loads' sinks do; a test can look for its memory."""
 
     def __init__(self, source: WeightSource) -> None:
         super().__init__(source)
@@ -880,7 +883,7 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
     raised, typed = [], Store._typed
 
     def hold_on_to(self: Store, error: Exception, *told: str) -> StoreError:
-        raised.append(error)  # as obstore does now and then, until it is asked for something else
+        raised.append(error)  # as obstore does at times, until it gets another request
         return typed(self, error, *told)
 
     store = connect(server, read_timeout_s="1000", timeout_s="1000", max_retries="0")
@@ -950,7 +953,7 @@ def calm(server: FaultyServer) -> Store:
 
 def test_bytes_come_straight_from_connections_of_the_streams_own(server: FaultyServer) -> None:
     source = publish(connect(server))
-    server.faults = ["slow"] * 3  # so that they are open by then
+    server.faults = ["slow"] * 3  # so that the connections are open by then
     sink, stream = run(source)
     assert sink.error is None
     assert server.num_signed > len(kinds(stream, "request")) / 2
@@ -1121,7 +1124,7 @@ FAULTS = ("cut", "reset", "stalled", "silent", "flipped", "short", "changed", 50
 @pytest.mark.parametrize(
     ("num_runs", "wanted"),
     [
-        (50, {"right", "store"}),  # what else is met among few depends on the moment
+        (50, {"right", "store"}),  # which other tensors are among the few depends on timing
         pytest.param(1000, {"right", "store", "cancelled", "object_changed"}, marks=pytest.mark.full),
     ],
 )
@@ -1183,7 +1186,7 @@ def test_no_descriptor_is_left() -> None:
                 stream.cancel()
                 stream.join()
 
-    loads()  # what the process needs once for all
+    loads()  # set up once per process
     gc.collect()
     before = num_descriptors()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Weights come in the order of their first use, however they are read, and recording it leaves no trace."""
+"""Check that weights come in the order of first use, however they are read, and recording leaves no trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> Store:
 
 
 class Net(nn.Module):
-    """Weights that are used in another order than they are registered in."""
+    """Use weights in another order than their registration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ NET_ORDER = [
 
 
 def layers(order: list[str]) -> list[str]:
-    """The modules that names belong to, in their order."""
+    """Return the modules that own the names, in order."""
     return list(dict.fromkeys(name.rpartition(".")[0] or name for name in order))
 
 
 def both_ways(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[str]:
-    """What was recorded without data, which must be what is touched with data."""
+    """Return the order recorded without data, after checking that it equals the order with data."""
     state = dict(model.state_dict(keep_vars=True))
     model.eval()
     with torch.no_grad(), no_fast_path():
@@ -188,7 +188,7 @@ def test_arguments_by_name_and_nested() -> None:
 
 
 class Seeing(Net):
-    """A forward that looks at values."""
+    """A forward that reads values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         COUNTS.append(type(x).__name__)
@@ -309,7 +309,7 @@ def test_model_arguments_and_random_numbers_are_as_they_were(looks: bool) -> Non
 
 
 class Writes(nn.Module):
-    """Calls a function that writes somewhere."""
+    """Call a function that writes to a chosen place."""
 
     def __init__(self, write: Callable[[Any], object], looks: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Weights are found wherever they lie and whoever wrote them, and no forged file or index passes."""
+"""Check that weights are found in any place and any writer's form, and no forged file or index passes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def raw(source: WeightSource, name: str) -> bytes:
 
 
 def values(source: WeightSource) -> dict[str, torch.Tensor]:
-    """All that a source says of its tensors, taken by its word."""
+    """Return each tensor, decoded by the fields that the source states."""
     found = {}
     for tensor in source.tensors:
         data = raw(source, tensor.name)
@@ -89,7 +89,7 @@ def names(source: WeightSource) -> list[str]:
 
 
 def save_sharded(store: Store, tensors: Mapping[str, torch.Tensor], index: str = INDEX) -> dict[str, Any]:
-    """Two files and their index, as Hugging Face's libraries write them."""
+    """Write two files and their index, as Hugging Face's libraries do."""
     folder, shards = index.rpartition("/")[0], [path.rpartition("/")[2] for path in SHARDS]
     halves = [dict(list(tensors.items())[number::2]) for number in range(2)]
     for shard, half in zip(shards, halves, strict=True):
@@ -215,7 +215,7 @@ def test_anybodys_file_that_looks_like_ours_loads_there_too(
 ) -> None:
     store, _ = unlisted
     tensors = nn.Linear(16, 16).state_dict()
-    store.put(PATH, encode(tensors))  # not a byte of padding says whose it is
+    store.put(PATH, encode(tensors))  # no padding byte shows which program wrote the file
     assert_holds(find(store, PATH), tensors)
     assert f"the store refuses {manifest_path(PATH)}: it is loaded without checksums" in caplog.text
 
@@ -224,7 +224,7 @@ def test_what_is_refused_when_it_is_asked_for_again_was_refused(store: Store) ->
     publish(some_tensors(), store, PATH)
 
     class Erring(Store):
-        """Says at first that there is no manifest, and then that it may not be read."""
+        """Report a missing manifest first, and a manifest that may not be read later."""
 
         asked = 0
 
@@ -544,7 +544,7 @@ def one(value: float) -> torch.Tensor:
 
 
 OVERLAID: dict[str, tuple[dict[str, dict[str, float]], dict[str, str], dict[str, float]]] = {
-    # What the files hold, what the index says, what the model gets.
+    # The files' tensors, the index's entries, the model's values.
     "overlay": (
         {"base": {"a": 1, "b": 2}, "overlay": {"b": 7}},
         {"a": "base", "b": "overlay"},
@@ -595,7 +595,7 @@ def test_find_where_two_files_hold_one_name_takes_what_the_index_says(store: Sto
         tensors = {name: one(value) for name, value in held.items()}
         store.put(f"models/net/{file}.safetensors", save(tensors))
     table = {
-        "metadata": {"total_size": -3, "format": "pt"},  # what it says of sizes is not looked at
+        "metadata": {"total_size": -3, "format": "pt"},  # the sizes in the index are ignored
         "weight_map": {name: f"{file}.safetensors" for name, file in places.items()},
         "more": [1],
     }
@@ -607,7 +607,7 @@ def test_find_where_two_files_hold_one_name_takes_what_the_index_says(store: Sto
 @pytest.mark.parametrize(
     ("places", "expected"),
     [
-        ({"a": "model", "b": "overlay"}, {"a": 1, "b": 7}),  # the index is of that file, too
+        ({"a": "model", "b": "overlay"}, {"a": 1, "b": 7}),  # the index includes that file, too
         ({"a": "overlay", "b": "overlay"}, {"a": 1, "b": 2}),  # another form of the model
         (None, {"a": 1, "b": 2}),
     ],

@@ -1,4 +1,4 @@
-"""Published weights: any safetensors reader gets back what was written, and no forged manifest passes."""
+"""Check that any safetensors reader reads published weights back, and that no forged manifest passes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store(tmp_path: Path) -> Store:
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
-    """Each type, and shapes that hide a size or a stride."""
+    """Return tensors of each type, and of shapes that hide a size or a stride."""
     torch.manual_seed(0)
     tensors = {f"of.{name}": (torch.rand(3, 5) * 2).to(dtype) for name, dtype in DTYPES.items()}
     tensors["scalar"] = torch.tensor(3.5)
@@ -105,7 +105,7 @@ def test_what_was_published_is_read_and_checked(store: Store) -> None:
 def test_checksums_are_crc32c(store: Store) -> None:
     nine = torch.tensor(list(b"123456789"), dtype=torch.uint8)
     manifest = publish({"a": nine, "zeros": torch.zeros(32, dtype=torch.uint8)}, store, PATH)
-    # RFC 3720, B.4, and the check value of the catalogues of CRCs.
+    # RFC 3720, B.4, and the check value of the CRC catalogues.
     assert [tensor.crc32c for tensor in manifest.tensors] == [[0xE3069283], [0x8A9136AA]]
 
 
@@ -136,7 +136,7 @@ def test_somebody_else_who_publishes_the_same_name_meanwhile_is_noticed(tmp_path
     uri = f"memory://{tmp_path.name}"
 
     class Shared(Store):
-        """Somebody else publishes weights of the same sizes before a manifest is there."""
+        """A store where another client publishes weights of the same sizes before a manifest exists."""
 
         def put(self, path: str, data: bytes | bytearray | memoryview) -> None:
             publish({"a": torch.zeros(100)}, Store.open(uri), PATH)
@@ -239,7 +239,7 @@ def test_who_reads_while_somebody_publishes_finds_the_new_manifest(store: Store)
     manifest = publish({"a": torch.zeros(100)}, store, PATH)
 
     class Late(Store):
-        """Has the new manifest only when it is asked for again."""
+        """Return the new manifest only at the second request."""
 
         asked = 0
 

@@ -1,4 +1,4 @@
-"""The first bytes are asked for when a load begins: each comes once, and nothing depends on them."""
+"""Check that a load requests the first bytes at once, each byte comes once, and no result depends on them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def expected(source: WeightSource, store: Store) -> dict[int, bytes]:
 
 
 def begun(store: Store, num_bytes: int) -> Ahead:
-    """Asked for."""
+    """Start a readahead of the object."""
     ahead = Ahead(store, PATH, num_bytes, timeout_s=LIMITS.timeout_s)
     ahead.start()
     return ahead
@@ -91,7 +91,7 @@ def run(source: WeightSource, ahead: Ahead, groups: list[range] | None = None) -
 
 
 def reads(server: FaultyServer) -> list[range]:
-    """What was asked for of the object, as ranges."""
+    """Return the requested ranges of the object."""
     with server.lock:
         asked = [which for method, path, which in server.requests if method == "GET" and path.endswith(PATH)]
     found = [re.fullmatch(r"bytes=(\d+)-(\d+)", which) for which in asked]
@@ -280,7 +280,7 @@ X = torch.linspace(-1, 1, 16).reshape(2, 8)
 
 @pytest.fixture
 def a_little(monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many bytes are asked for at once; the model has more."""
+    """Limit the bytes requested at once; the model has more."""
     monkeypatch.setattr(strategy, "MOST_BYTES", 50_000)
     return 50_000
 
@@ -388,7 +388,7 @@ def test_nothing_is_left_of_a_load_whose_constructor_fails(
         server.faults.clear()
         wait_for(lambda: not threads(), seconds=WAIT_S)
     del store
-    wait_for(lambda: num_descriptors() <= before + 4, seconds=WAIT_S)  # connections that are kept
+    wait_for(lambda: num_descriptors() <= before + 4, seconds=WAIT_S)  # connections that the pool keeps
 
 
 def test_a_load_that_is_cancelled_ends_it(server: FaultyServer, store: Store) -> None:
@@ -420,7 +420,7 @@ def test_weights_that_fill_nothing_end_it(store: Store) -> None:
 
 
 class Nothing(nn.Module):
-    """Has no weights."""
+    """A model without weights."""
 
 
 # --------------------------------------------------------------------------------- dividing requests

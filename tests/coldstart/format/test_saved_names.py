@@ -1,4 +1,4 @@
-"""What transformers saves under names of its own arrives in its places, or the error says what reads it."""
+"""Check that tensors saved under transformers' own names arrive in place, or the error names their reader."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def builder(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
 
 
 def saved(name: str, options: dict[str, Any], folder: Path, **how: Any) -> tuple[nn.Module, Any]:
-    """A model as ``save_pretrained`` writes it, and what makes another."""
+    """Return a model as ``save_pretrained`` writes it, and a constructor of another one."""
     build = builder(name, options)
     torch.manual_seed(3)
     model: Any = build()
@@ -162,7 +162,7 @@ def test_a_file_of_other_names_is_refused_and_the_way_that_reads_it_is_named(
 def test_weights_that_transformers_joins_are_refused_and_the_way_that_reads_them_is_named(
     tmp_path: Path,
 ) -> None:
-    """One stored tensor would be several of the model's."""
+    """One stored tensor would fill several tensors of the model."""
     options = {
         "hidden_size": 32,
         "num_hidden_layers": 1,

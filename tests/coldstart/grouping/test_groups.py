@@ -1,4 +1,4 @@
-"""Groupings against every way to group a few layers, and the timeline against its own recurrence."""
+"""Check groupings against every way to group a few layers, and the timeline against its recurrence."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Case:
 
 
 def partitions(num_layers: int) -> Iterator[list[range]]:
-    """Every way to cut that many layers into consecutive groups."""
+    """Yield every way to cut that many layers into consecutive groups."""
     for count in range(num_layers):
         for cuts in combinations(range(1, num_layers), count):
             yield [range(start, stop) for start, stop in pairwise((0, *cuts, num_layers))]
 
 
 def simulated(groups: Sequence[range], case: Case) -> float:
-    """The recurrence of the module's docstring as it stands there, with every byte in flight counted."""
+    """Simulate the recurrence of the module's docstring, counting every byte in flight."""
     sizes, latency = case.sizes_bytes, case.latency_s
     due = end = executed = 0.0
     asked, loaded = 0, [0.0]
@@ -77,7 +77,7 @@ halves = st.integers(0, 12).map(lambda n: n / 2)
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """A few layers; small whole numbers, so that ties and empty layers are common."""
+    """Draw a few layers; small whole numbers, so that ties and empty layers are common."""
     sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))
     of_layers = st.lists(halves, min_size=len(sizes), max_size=len(sizes))
     caps = st.integers(max(1, *sizes), max(1, sum(sizes)))
@@ -104,8 +104,8 @@ def test_a_makespan_is_what_the_recurrence_gives(case: Case) -> None:
 def test_a_makespan_by_hand() -> None:
     of_layers = {"sizes_bytes": [4, 2, 6], "load_s": [1, 1, 2], "execute_s": [3, 5, 2]}
     case = Case(**of_layers, latency_s=3, bandwidth_bytes_per_s=2)
-    # The first group comes from 3 to 5; the second, asked for at 3, from 6 to 7; the third from 9 to 12. They
-    # are loaded at 6, 8 and 14, executed at 9, 14 and 16.
+    # The first group comes from 3 to 5; the second, requested at 3, from 6 to 7; the third from 9 to 12. The
+    # groups are loaded at 6, 8 and 14, executed at 9, 14 and 16.
     assert makespan(layer_by_layer(case.sizes_bytes), **asdict(case)) == 16
     # From 3 to 9; loaded at 10, 11, 13; executed at 13, 18, 20.
     assert makespan([range(3)], **asdict(case)) == 20
@@ -182,7 +182,7 @@ def test_ours_is_the_fastest_of_all_groupings(case: Case) -> None:
 
 
 def free_s(groups: Sequence[range], case: Case) -> float:
-    """When the link is free after all groups, where nothing has to wait for memory."""
+    """Return when the link is free after all groups, where none waits for memory."""
     free = case.latency_s
     for group in groups:
         end = free + sum(case.sizes_bytes[layer] for layer in group) / case.bandwidth_bytes_per_s
@@ -196,14 +196,14 @@ def test_of_the_fastest_ours_leaves_the_link_idle_the_least(case: Case) -> None:
     groups, least = best(**asdict(case)), brute_force(case)
     link = {"latency_s": case.latency_s, "bandwidth_bytes_per_s": case.bandwidth_bytes_per_s}
     if groups == greedy(case.sizes_bytes, **link):
-        return  # which leaves it idle never
+        return  # which never leaves the link idle
     same = [p for p in partitions(len(case.sizes_bytes)) if simulated(p, case) <= least * (1 + 1e-9)]
     assert free_s(groups, case) == pytest.approx(min(free_s(each, case) for each in same))
 
 
 def test_layers_that_take_long_do_not_make_the_link_idle() -> None:
     case = Case(sizes_bytes=[1] + [2] * 8, load_s=[0] * 9, execute_s=[100] * 9, latency_s=5)
-    # All that comes behind the first layer is there before that has run, layer by layer, too.
+    # All bytes after the first layer have arrived before that layer has run, layer by layer, too.
     each, groups = layer_by_layer(case.sizes_bytes), best(**asdict(case))
     assert makespan(groups, **asdict(case)) == makespan(each, **asdict(case)) == brute_force(case)
     assert free_s(groups, case) == free_s([range(1), range(1, 9)], case) < free_s(each, case)
@@ -226,7 +226,7 @@ def test_a_search_of_a_few_labels_is_never_worse_than_what_is_known(case: Case) 
 
 
 def many_layers(seed: int, num_layers: int) -> Case:
-    """Something like a transformer: large matrices, tiny vectors between them, an embedding in front."""
+    """Return a transformer-like model: large matrices, tiny vectors between them, an embedding in front."""
     rng = np.random.default_rng(seed)
     sizes = np.where(rng.random(num_layers) < 0.6, 4096, 4_000_000 * rng.integers(1, 5, num_layers))
     sizes[0] = 150_000_000

@@ -1,4 +1,4 @@
-"""A model that was constructed is the one that its constructor makes, but for weights that nobody read."""
+"""Check that a constructed model equals its plain constructor's, except for weights that no code read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from upriver.errors import ModelError
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """Whatever a test does: no mode, hook or function of ours is left, nor another random state."""
+    """Check after any test that no mode, hook or function of ours remains, and no other random state."""
     before = globals_now()
     yield
     assert globals_now() == before
@@ -114,7 +114,7 @@ def test_what_is_thrown_away_is_not_filled() -> None:
 
 
 class _Reading(nn.Module):
-    """Computes from its weights while it is made."""
+    """Compute from its weights during construction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ def test_what_no_state_dict_names_is_filled() -> None:
 
 
 def filled_parts(net: type[nn.Module]) -> int:
-    """What must be filled: all that is drawn before the last number that somebody may see."""
+    """Return the parts that must be filled: all draws before the last number that code may read."""
     with Ran() as ran:
         net()
     return ran.filled
@@ -481,7 +481,7 @@ def test_several_threads() -> None:
     threads = [threading.Thread(target=lambda: made.append(construct(Net))) for _ in range(8)]
     for thread in threads:
         thread.start()
-    plain = nn.Linear(50, 50)  # another thread's own model is as ever
+    plain = nn.Linear(50, 50)  # another thread's own model is unaffected
     nn.init.constant_(plain.weight, 3.0)
     assert (plain.weight == 3).all()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Models of three libraries, constructed and built plainly: the same but for what a load overwrites."""
+"""Check that models of three libraries equal plainly built ones, except for values that a load overwrites."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constructors made of any instructions: what they compute is what plain torch computes, to the bit."""
+"""Check that constructors of arbitrary instructions compute the bits of plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INSTRUCTIONS = (
 
 
 class _Program:
-    """A constructor made of any instructions: everything that it gives is as plain torch has it."""
+    """A constructor of arbitrary instructions, whose every result must equal plain torch's."""
 
     def __init__(self, steps: list[tuple[str, int, int, float]], *, read: bool) -> None:
         self.steps = steps
@@ -126,15 +126,15 @@ class _Program:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal to the bit, where nothing is as good as nothing."""
+    """Return whether both are equal to the bit; two absent values are equal."""
     return repr(one) == repr(other)
 
 
 _X = 0.25
-"""A number, where any will do."""
+"""An arbitrary number."""
 
 
-# What is copied changes afterwards: by an operator, by a copy, by a fill that is put off.
+# The source of a copy changes afterwards: by an operator, by a copy, by a deferred fill.
 @example(steps=[("clone", 0, 0, _X), ("add_tensor", 0, 0, _X), ("sum", 1, 0, _X)], read=False)
 @example(
     steps=[("clone", 0, 0, _X), ("new_zeros", 0, 0, _X), ("copy", 0, 2, _X), ("sum", 1, 0, _X)], read=False
@@ -149,11 +149,11 @@ _X = 0.25
     ],
     read=False,
 )
-# A buffer is the copy of a parameter that nobody else reads.
+# A buffer is the copy of a parameter that no other code reads.
 @example(steps=[("new_normal", 0, 0, _X), ("clone", 1, 0, _X)], read=False)
-# Part of what is put off is overwritten.
+# Part of a deferred fill is overwritten.
 @example(steps=[("new_zeros", 0, 0, _X), ("copy_row", 0, 1, _X), ("sum", 0, 0, _X)], read=False)
-# A state from before some fills is put back after others.
+# A state from before some fills is restored after others.
 @example(
     steps=[
         ("normal", 0, 0, _X),

@@ -1,4 +1,4 @@
-"""Models with code of their own that runs when they are loaded: refused where it changes anything."""
+"""Check that models whose own code runs at load time are refused where that code changes anything."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upriver.errors import ModelError
 
 
 class Net(nn.Module):
-    """One that can be told what to do when it is loaded."""
+    """A model that does on load what a test tells it."""
 
     def __init__(self, tell: Callable[[Net], object] = lambda net: None) -> None:
         super().__init__()

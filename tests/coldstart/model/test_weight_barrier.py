@@ -1,4 +1,4 @@
-"""What a call reads and what it gives back is there: under every mode, cast, or compiler."""
+"""Check that the weights a call reads or returns have arrived, under every mode, cast, or compiler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from upriver.coldstart.load_model import load, loading
 
 
 class Caller(threading.Thread):
-    """Asks something.
+    """Ask a question in a thread of its own.
 
     Attributes:
-        answers: What it was told; empty while it waits.
+        answers: The answers so far; empty while the thread waits.
     """
 
     def __init__(self, ask: Callable[[], Any]) -> None:
@@ -33,19 +33,19 @@ class Caller(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Ask."""
+        """Ask, and keep the answer."""
         self.answers.append(self._ask())
 
 
 def held_back(monkeypatch: pytest.MonkeyPatch, lets: int = 0, order: tuple[int, ...] = ()) -> Ordered:
-    """What the next load gets its weights from: so many, and others as the test says."""
+    """Return the next load's source of weights: it delivers ``lets`` of them, and more on command."""
     stream = Ordered(order, lets=threading.Semaphore(lets))
     monkeypatch.setattr(under_test, "Stream", stream.of)
     return stream
 
 
 def until_hurried(stream: Ordered, caller: Caller, count: int = 1) -> None:
-    """Until a caller waits for so many weights, or ends without."""
+    """Wait until a caller waits for ``count`` weights, or ends without."""
     while len(stream.hurried) < count and caller.is_alive():
         time.sleep(0.001)
 
@@ -59,7 +59,7 @@ def release(stream: Ordered, count: int = 1) -> None:
 
 
 class Reads(nn.Module):
-    """Says what something makes of its weight, times a number."""
+    """Compute a function of its weight, times a number."""
 
     def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def test_whatever_reads_a_weight_waits_for_it(
 
 @dataclass
 class Said:
-    """A model's answer, with weights in it that nobody has read."""
+    """A model's answer that holds weights which no code has read."""
 
     sums: torch.Tensor
     more: dict[str, Any]
@@ -155,7 +155,7 @@ def test_what_a_call_gives_back_is_there(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Turns(nn.Module):
-    """Makes a view of one weight, then reads the other."""
+    """Make a view of one weight, then read the other."""
 
     def __init__(self, seen: list[torch.Tensor]) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def test_a_view_of_a_weight_that_is_not_there_keeps_nobody_waiting(monkeypatch: 
 
 
 class Flat(nn.Module):
-    """Has weights that are parts of one storage, as optimizers and sharding lay them out."""
+    """Hold weights that are parts of one storage, as optimizers and sharding lay them out."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def test_who_waits_under_autocast_keeps_nobody_else_waiting(
 
 
 class Twice(nn.Module):
-    """Uses a weight several times."""
+    """Use a weight several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ def test_gradients_are_those_of_the_loaded_model(autocast: bool, monkeypatch: py
 
 @pytest.fixture
 def ran() -> Iterator[list[str]]:
-    """Notes of compiled code that it ran."""
+    """Record the runs of compiled code."""
     torch._dynamo.reset()
     yield []
     torch._dynamo.reset()
@@ -333,7 +333,7 @@ class Block(nn.Module):
 
 
 class Compiled(nn.Module):
-    """Has a part that is compiled, in one of several ways."""
+    """Hold a part that is compiled in one of several ways."""
 
     def __init__(self, way: str, compiles: Callable[..., Any]) -> None:
         super().__init__()
