@@ -1,4 +1,4 @@
-"""Every input stage, some of them in several forms."""
+"""List every input stage, some of them in several forms."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What stages and micro-batches take at most, measured: run as a module, prints JSON.
+"""Measure the peak memory of stages and micro-batches: run as a module, prints JSON.
 
-Memory that is let go of goes back to the system (see `ENVIRONMENT`), so that the process's own high-water
-mark, which Linux keeps and can be told to forget, is that of the call that is measured.
+Freed memory goes back to the system (see `ENVIRONMENT`). The process's own high-water mark, which Linux keeps
+and can reset, is therefore that of the measured call.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from upriver.pipeline import (
 
 ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_TOP_PAD_": "0"}
 SLACK_BYTES = 1 << 20
-"""Code that is read for the first time, and pages that are counted as wholes."""
+"""Code that is read for the first time, and pages that are counted whole."""
 
 DRAW = Draw(seed=0, epoch=0, sample=0, stage=0)
 
 
 def status(name: str) -> int:
-    """A line of this process's status, in bytes."""
+    """Return a line of this process's status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1]) * 1024
@@ -57,8 +57,8 @@ def status(name: str) -> int:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """What a call takes at most, beside what is there before it."""
-    work()  # what is set up once is no call's
+    """Return the peak memory of a call, without the memory in use before the call."""
+    work()  # one-time setup belongs to no call
     gc.collect()
     ctypes.CDLL("").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -72,7 +72,7 @@ def sound(samples: int, channels: int = 1) -> torch.Tensor:
 
 
 def stages() -> list[tuple[InputStage, torch.Tensor]]:
-    """Stages, and what each takes here."""
+    """Return stages and the input of each."""
     long, short, wide = sound(700_001), sound(100), sound(150_000, 5)  # the first is a prime number
     picture = torch.tensor(pixels(900, 1200))
     return [
@@ -107,7 +107,7 @@ def stages() -> list[tuple[InputStage, torch.Tensor]]:
 
 
 def of_stages() -> list[tuple[str, int, int]]:
-    """Name, what was measured, and what the stage says."""
+    """Return each stage's name, its measured peak, and its stated peak."""
     found = []
     for stage, value in stages():
         out = stage.apply(value, DRAW)
@@ -123,7 +123,7 @@ def of_stages() -> list[tuple[str, int, int]]:
 
 
 def chains() -> list[tuple[InputChain, list[bytes]]]:
-    """Chains, and the samples of a micro-batch."""
+    """Return chains and the samples of a micro-batch."""
     words = [wav(tone(16_000 - 100 * n), bits=16) for n in range(8)]
     dense = [wav(tone(200_000, 2), bits=8)] * 8
     arrays = [npy(pixels(300, 400, seed=n)) for n in range(8)]
@@ -137,7 +137,7 @@ def chains() -> list[tuple[InputChain, list[bytes]]]:
 
 
 def of_micro_batches() -> list[tuple[str, int, int]]:
-    """The same of whole micro-batches, their stored samples and their answer among it."""
+    """Return the same figures for whole micro-batches, including their stored samples and their answer."""
     found = []
     for chain, blobs in chains():
         engine = Engine(chain=chain, program=None, micro_batch=len(blobs))
@@ -145,7 +145,7 @@ def of_micro_batches() -> list[tuple[str, int, int]]:
         def work(engine: Engine = engine, blobs: list[bytes] = blobs) -> None:
             ids = range(len(blobs))
             batch = engine.begin(blobs, ids, object_names=["x"] * len(ids), stop=0, seed=0, epoch=0)
-            torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in batch.tensors])  # is laid out
+            torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in batch.tensors])  # laid out
 
         stored = np.array([float(len(blob)) for blob in blobs])
         out, working = chain.most_bytes(stored, 0)

@@ -1,4 +1,4 @@
-"""Images, audio, shards and folders to test with."""
+"""Make images, audio, shards and folders for tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from PIL import Image
 
 
 def pixels(height: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """A smooth picture with some noise: neither flat nor incompressible."""
+    """Return a smooth picture with some noise: neither flat nor incompressible."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (4, 4, 3), dtype=np.uint8))
     smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC)).astype(np.int16)
@@ -24,7 +24,7 @@ def pixels(height: int, width: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 
 def encoded(array: np.ndarray[Any, Any] | Image.Image, form: str = "JPEG", **options: Any) -> bytes:
-    """An image file; Pillow's options pass through."""
+    """Return an image file; further options go to Pillow."""
     image = array if isinstance(array, Image.Image) else Image.fromarray(array)
     out = io.BytesIO()
     image.save(out, form, **options)
@@ -32,7 +32,7 @@ def encoded(array: np.ndarray[Any, Any] | Image.Image, form: str = "JPEG", **opt
 
 
 def tone(samples: int, channels: int = 1, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Some tones and a little noise, float64 of shape (samples, channels), within -1 to 1."""
+    """Return some tones and a little noise, float64 of shape (samples, channels), within -1 to 1."""
     rng = np.random.default_rng(seed)
     times = np.arange(samples)[:, None]
     frequencies, phases = rng.uniform(0.001, 0.2, (3, channels)), rng.uniform(0, 7, (3, channels))
@@ -41,7 +41,7 @@ def tone(samples: int, channels: int = 1, seed: int = 0) -> np.ndarray[Any, Any]
 
 
 def as_stored(array: np.ndarray[Any, Any], bits: int, *, floating: bool = False) -> np.ndarray[Any, Any]:
-    """Numbers from -1 to 1 as a WAV file holds them; samples of 24 bits as the upper ones of 32."""
+    """Return numbers from -1 to 1 as a WAV file holds them; 24-bit samples are the upper bits of 32."""
     if floating:
         return array.astype("<f4" if bits == 32 else "<f8")
     whole = np.clip(np.round(array * 2.0 ** (bits - 1)), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -61,7 +61,7 @@ def wav(
     extensible: bool = False,
     before: bytes = b"",
 ) -> bytes:
-    """A WAV file of numbers from -1 to 1, of shape (samples, channels); ``before`` goes before them."""
+    """Return a WAV file of numbers from -1 to 1, of shape (samples, channels); ``before`` precedes them."""
     stored = as_stored(array, bits, floating=floating)
     body = stored.tobytes()
     if bits == 24:
@@ -79,7 +79,7 @@ def fmt(
     extensible: bool = False,
     tag: int | None = None,
 ) -> bytes:
-    """The format chunk of a WAV file."""
+    """Return the format chunk of a WAV file."""
     tag = (3 if floating else 1) if tag is None else tag
     frame = channels * bits // 8
     head = struct.pack("<HIIHH", channels, rate, rate * frame, frame, bits)
@@ -90,25 +90,25 @@ def fmt(
 
 
 def chunk(name: bytes, body: bytes) -> bytes:
-    """A chunk of a RIFF file, padded to an even length."""
+    """Return a chunk of a RIFF file, padded to an even length."""
     return name + struct.pack("<I", len(body)) + body + b"\0" * (len(body) % 2)
 
 
 def riff(chunks: bytes, samples: bytes) -> bytes:
-    """A WAV file of some chunks and its samples."""
+    """Return a WAV file of some chunks and its samples."""
     whole = b"WAVE" + chunks + chunk(b"data", samples)
     return b"RIFF" + struct.pack("<I", len(whole)) + whole
 
 
 def npy(array: np.ndarray[Any, Any], **options: Any) -> bytes:
-    """A ``.npy`` file."""
+    """Return a ``.npy`` file."""
     out = io.BytesIO()
     np.save(out, array, **options)
     return out.getvalue()
 
 
 def shard(members: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -> bytes:
-    """A tar file with these members."""
+    """Return a tar file with these members."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=form) as archive:
         for name, data in members:
@@ -119,7 +119,7 @@ def shard(members: Iterable[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT
 
 
 def samples(count: int, *, first: int = 0, classes: int = 3, side: int = 24) -> list[tuple[str, bytes]]:
-    """Members of a shard: a JPEG and its class for each sample."""
+    """Return members of a shard: a JPEG and its class for each sample."""
     members = []
     for number in range(first, first + count):
         members.append((f"{number:06d}.cls", str(number % classes).encode()))
@@ -128,7 +128,7 @@ def samples(count: int, *, first: int = 0, classes: int = 3, side: int = 24) -> 
 
 
 def write(root: Path, files: dict[str, bytes]) -> str:
-    """Write files under a directory; gives its URI."""
+    """Write files under a directory and return its URI."""
     for name, data in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(data)
@@ -136,7 +136,7 @@ def write(root: Path, files: dict[str, bytes]) -> str:
 
 
 def of_one_value(rows: int, groups: int = 1) -> bytes:
-    """Return an index in which each column has one value: some bytes for a million rows."""
+    """Return an index in which each column has one value: a few bytes for a million rows."""
     once = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), ["one.npy"])
     zeros = np.zeros(rows, np.int64)
     piece = pa.table(

@@ -1,4 +1,4 @@
-"""Any chain of stages: cut anywhere it gives the same bits, and what it says of itself is so."""
+"""Check that any chain gives the same bits at every cut, and describes itself correctly."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_every_stage_is_among_them() -> None:
 
 @st.composite
 def chains(draw: st.DrawFn) -> InputChain:
-    """Stages that fit together, each chosen among those that take what the one before gives."""
+    """Draw stages that fit together: each accepts the output of the stage before it."""
     stages: list[InputStage] = []
     given = "bytes"
     for _ in range(draw(st.integers(1, 7))):
         fitting = [stage for stage in STRATEGIES if given in stage.takes]
         stages.append(draw(STRATEGIES[draw(st.sampled_from(fitting))]))
-        given = stages[-1].gives if stages[-1].gives != "any" else "audio"  # which is what is stored here
+        given = stages[-1].gives if stages[-1].gives != "any" else "audio"  # the value stored in this test
     return InputChain(tuple(stages))
 
 
@@ -115,7 +115,7 @@ def test_a_chain_cut_anywhere_gives_the_same_bits(
         return
     before = run(chain, value, chain.start, cut, sample, epoch)
     kept = before.clone()
-    after = run(chain, before.clone(), cut, 0, sample, epoch)  # as if it had travelled
+    after = run(chain, before.clone(), cut, 0, sample, epoch)  # as if it had been sent
     assert torch.equal(after, whole)
     assert torch.equal(before, kept)
     assert torch.equal(value, stored_tensor(STORED[chain.stages[0].name][which]))

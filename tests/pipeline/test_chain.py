@@ -1,4 +1,4 @@
-"""The chain: however it is divided, wherever and whenever it runs, the same bits."""
+"""Check that a chain gives the same bits, however it is divided, wherever and whenever it runs."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_any_split_gives_the_same_bits(cuts: list[int], sample: int, epoch: int,
     for start, stop in zip([TRAIN.start, *cuts], [*cuts, 0], strict=True):
         before = value.clone()
         after = TRAIN.run(value, sample=sample, epoch=epoch, seed=seed, start=start, stop=stop)
-        assert torch.equal(value, before)  # what came in is left alone
-        value = after.clone()  # as if it had travelled
+        assert torch.equal(value, before)  # the input is unchanged
+        value = after.clone()  # as if it had been sent
     assert torch.equal(value, whole)
 
 
@@ -94,7 +94,7 @@ def test_two_random_stages_draw_apart() -> None:
     value = torch.tensor(pixels(30, 30))
     flips = InputChain((Decode(), RandomHorizontalFlip(), RandomHorizontalFlip()))
     got = {flips.run(value, sample=n, epoch=0, seed=0, start=-2, stop=0).numpy().tobytes() for n in range(20)}
-    assert len(got) == 2  # the same draw twice would flip there and back, always
+    assert len(got) == 2  # two equal draws would always flip there and back
 
 
 ELSEWHERE = """

@@ -1,4 +1,4 @@
-"""A dataset is what its digest says, or it is refused."""
+"""Check that a dataset matches its digest or is refused."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_dataset_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_chain_json_is_written_last(dataset: Dataset, tmp_path: Path) -> None:
-    """A directory in the way of chain.json makes its put fail: what is left cannot be opened."""
+    """A directory in the place of chain.json makes its put fail: the rest cannot be opened."""
     index_path, chain_path = files_of(dataset)
     (tmp_path / chain_path).mkdir(parents=True)
     with pytest.raises(Exception, match=r"chain\.json"):
@@ -167,7 +167,7 @@ def test_damage_is_noticed(dataset: Dataset, which: int, how: str) -> None:
 def forge(
     dataset: Dataset, *, table: pa.Table | None = None, index_bytes: bytes | None = None, **changes: Any
 ) -> str:
-    """Publish files that fit each other and their digest, yet hold what they should not."""
+    """Publish files that match each other and their digest, yet hold forbidden content."""
     dataset.publish()
     index_path, chain_path = files_of(dataset)
     if table is not None:
@@ -283,7 +283,7 @@ def test_an_index_that_is_no_parquet(dataset: Dataset) -> None:
 
 
 def test_an_index_is_read_without_threads(dataset: Dataset) -> None:
-    """Arrow's own would let go of Python's memory later, and abort a process that ends just then."""
+    """Arrow's own threads would release Python's memory later, and abort a process that ends just then."""
     manifest, (chain, table) = dataset._manifest, (dataset._chain_bytes, dataset._index_bytes)
     assert hashlib.sha256(chain).hexdigest() == dataset.digest
 
@@ -336,7 +336,7 @@ def test_a_chain_json_of_too_many_values_is_refused(
 
 
 def test_one_long_name_for_many_rows_stays_small(dataset: Dataset) -> None:
-    """A dictionary of one long string: materialised it would be a gigabyte."""
+    """A dictionary of one long string would fill a gigabyte if it were materialised."""
     count = 20_000
     names = pa.DictionaryArray.from_arrays(pa.array([0] * count, pa.int32()), ["n" * 50_000])
     table = table_of(dataset)
@@ -351,7 +351,7 @@ def test_one_long_name_for_many_rows_stays_small(dataset: Dataset) -> None:
 
 
 def of_classes(root: Path, names: dict[str, int], *, layout: str, listed: Sequence[str] = ()) -> Dataset:
-    """A dataset with so many samples of each class; in shards numbers stand for ``names``."""
+    """Return a dataset with so many samples of each class; in shards numbers stand for ``names``."""
     if layout == "folders":
         jpegs = {f"{name}/{n}.jpg": b"." for name, count in names.items() for n in range(count)}
         return index(write(root, jpegs), stages=imagenet_eval(8))

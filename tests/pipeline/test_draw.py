@@ -1,4 +1,4 @@
-"""Draws: pinned for ever, the same everywhere, different wherever anything differs."""
+"""Check that draws never change between versions, are the same everywhere, and differ by every argument."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PINNED_DIGEST = "0ede0172374b1fc6492e3aac8211c654ad433459e66fc295855ea44f218c297
 
 
 def philox(key: tuple[int, int], counter: int) -> list[int]:
-    """One block of Philox-4x64-10 as its paper defines it (Salmon et al., SC 2011, section 3.3)."""
+    """Return one block of Philox-4x64-10 as its paper defines it (Salmon et al., SC 2011, section 3.3)."""
     x = [counter % WORD, counter // WORD, 0, 0]
     low, high = key
     for _ in range(10):
@@ -42,7 +42,7 @@ def test_draws_are_philox_keyed_by_a_hash(numbers: tuple[int, int, int, int]) ->
 
 
 def test_draws_are_pinned() -> None:
-    """A run of today can be replayed by any later version."""
+    """Any later version can replay a run of today."""
     pinned = (0.028837933718114717, 0.0774247615035969, 0.6322281822539707)
     assert Draw(seed=1, epoch=2, sample=3, stage=4).uniforms(3) == pinned
 
@@ -84,7 +84,7 @@ def test_normals_are_those_of_box_and_muller() -> None:
 
 
 def test_normals_are_pinned() -> None:
-    """Their last bit hangs on no library: sums, products and roots are rounded alike everywhere."""
+    """No library affects their last bit: sums, products and roots are rounded alike everywhere."""
     draw = Draw(seed=1, epoch=2, sample=3, stage=4)
     assert draw.normals(4).tolist() == PINNED_NORMALS
     assert hashlib.sha256(draw.normals(100_001).astype("<f8").tobytes()).hexdigest() == PINNED_DIGEST

@@ -1,4 +1,4 @@
-"""What the pages of an index hold, whatever its footer says."""
+"""Check the pages of an index against their own headers, whatever the footer states."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_nothing_is_decoded_that_was_not_admitted() -> None:
     ],
 )
 def test_pages_that_upriver_does_not_write_are_refused(options: dict[str, Any], problem: str) -> None:
-    """The first unpacks a byte to as many as its neighbour has."""
+    """The first case decompresses one byte to as many as its neighbour has."""
     data = written(table(), **options)
     with pytest.raises(DatasetError, match=f"cannot be read.*{problem}"):
         admitted(data)
@@ -128,12 +128,12 @@ def test_the_walk_finds_every_page() -> None:
     pages = count_pages(data, pq.ParquetFile(io.BytesIO(data)).metadata)
     text = sum(len(name.encode()) + 4 for name in table()["name"].to_pylist())
     assert [each.values for each in pages] == [ROWS] * 6
-    assert pages[5].value_bytes == text + 6 * pages[5].pages  # and which are null, six bytes a page
+    assert pages[5].value_bytes == text + 6 * pages[5].pages  # and the null rows, six bytes a page
     assert all(each.pages > 3 and each.largest_bytes < 2000 for each in pages)
 
 
 def patched(size: int) -> bytes:
-    """An index whose first dictionary page says that it unpacks to another size."""
+    """Return an index whose first dictionary page states another decompressed size."""
     data = written(table(), compression="zstd")
     column = pq.ParquetFile(io.BytesIO(data)).metadata.row_group(0).column(0)
     at = column.dictionary_page_offset
@@ -150,7 +150,7 @@ def patched(size: int) -> bytes:
 
 
 def test_what_a_page_says_of_itself_counts_and_not_what_the_footer_says() -> None:
-    """The decoder takes as much memory for a page as its header says."""
+    """The decoder allocates as much memory for a page as the page's header states."""
     found, usual = admitted(patched(ROWS * (4 + len("folder/00000.npy"))))
     assert found.to_pydict() == table().to_pydict()
     said: list[int] = []

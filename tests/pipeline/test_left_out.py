@@ -1,4 +1,4 @@
-"""An index reads what can be read, and names, counts and refuses whatever else may be a sample."""
+"""Check that an index reads every readable sample, and names, counts and refuses all other candidates."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GREY = encoded(pixels(6, 5)[..., 0], "PPM")
 
 
 def left_out(uri: str, path: str = "", **options: Any) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """Reason to count and examples; without ``report`` the index must have refused it, by its first name."""
+    """Return the count and examples per reason; without ``report`` the index must refuse the dataset."""
     dataset = index(uri, path, stages=STAGES, on_left_out="report", **options)
     assert dataset.left_out
     with pytest.raises(DatasetError, match="on_left_out='report'"):
@@ -274,7 +274,7 @@ Build = Callable[[tarfile.TarFile], None]
 
 
 def archive(*entries: tuple[str, bytes | str | None, bytes]) -> bytes:
-    """A tar file: name, content or where a link leads, and type of each member."""
+    """Return a tar file: name, content or link target, and type of each member."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.GNU_FORMAT) as built:
         for name, content, kind in entries:

@@ -1,4 +1,4 @@
-"""What stages say that they take at most is never less than what they take."""
+"""Check that the stated peak memory of stages is never below the measured peak."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_stage_and_no_micro_batch_takes_more_than_it_says() -> None:
     found = json.loads(done.stdout)
     assert [each for each in found["stages"] + found["micro_batches"] if each[1] > each[2]] == []
     assert len(found["stages"]) > 20
-    # And not much more, or the bound would turn requests away that fit.
+    # The statement is not much larger either, or it would refuse requests that fit.
     assert [each for each in found["micro_batches"] if each[2] > 6 * max(each[1], 4 << 20)] == []
 
 

@@ -1,4 +1,4 @@
-"""Generators that go on elsewhere."""
+"""Check generators that are restored elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upriver.pipeline.seeding import Generators, generators_kept
 
 
 def test_a_state_that_lies_behind_others_in_memory_is_taken_as_it_is() -> None:
-    """As it came with the rest of a task: PyTorch takes what lies before it, or ends the process."""
+    """A state sent within a task is such a tensor: torch reads the bytes before it, or aborts the process."""
     with generators_kept():
         torch.manual_seed(1)
         states = []
@@ -24,7 +24,7 @@ def test_a_state_that_lies_behind_others_in_memory_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("position", [625, 700, 2**30, -1, -(2**30), True, 3.0, None])
 def test_a_generator_that_stands_beyond_its_words_is_refused(position: object) -> None:
-    """NumPy takes such a state, and then draws from whatever lies in memory there."""
+    """NumPy accepts such a state, and then draws from arbitrary memory."""
     with generators_kept():
         before = Generators.now()
         numpy_random.rand()

@@ -1,4 +1,4 @@
-"""Signals: against torch's and SciPy's own transforms, formulas in double precision, and what is heard."""
+"""Check audio stages against torch's and SciPy's transforms, and against formulas in double precision."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sound(samples: int, channels: int = 1, seed: int = 0) -> torch.Tensor:
 
 
 def apply(stage: InputStage, value: torch.Tensor, sample: int = 0) -> torch.Tensor:
-    """What a stage gives: contiguous, and what came in is left alone."""
+    """Return a stage's result, after checking that it is contiguous and that the input is unchanged."""
     before = value.clone()
     got = stage.apply(value, draw_of(sample))
     assert torch.equal(value, before)
@@ -58,7 +58,7 @@ def test_longer_audio_is_cut_at_every_place() -> None:
         got = apply(FixLength(7), value, sample)
         start = int(got[0, 0])
         assert torch.equal(got, value[:, start : start + 7])
-        assert got.untyped_storage().nbytes() == got.nbytes  # the rest of the signal is let go of
+        assert got.untyped_storage().nbytes() == got.nbytes  # the rest of the signal is released
         starts.add(start)
     assert starts == {0, 1, 2, 3}
 
@@ -126,7 +126,7 @@ def test_the_length_is_in_proportion_and_rounded_up(
 
 
 def one_by_one(signal: np.ndarray[Any, Any], orig: int, new: int) -> np.ndarray[Any, Any]:
-    """The sum that the docstring names, for one output after another."""
+    """Return the sum that the docstring names, computed for one output after another."""
     scale = audio.ROLLOFF * min(1.0, new / orig)
     out = []
     for at in range(math.ceil(len(signal) * new / orig)):

@@ -1,4 +1,4 @@
-"""Decoding: what Pillow gives, whatever the bytes are; caps before work; one plain error for the rest."""
+"""Check image decoding: Pillow's pixels for any bytes, limits checked before work, one plain error."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_damaged_exif_is_upright_and_silent(exif: bytes, turned: bool) -> None:
 
 def test_the_cap_comes_before_decoding() -> None:
     data = encoded(pixels(40, 50))
-    data = data[: data.index(b"\xff\xda")]  # the header is whole, the pixels are not there at all
+    data = data[: data.index(b"\xff\xda")]  # the header is whole, the pixels are absent
     with pytest.raises(SampleError, match=r"50 x 40 = 2000 pixels; at most 1999 are allowed"):
         decode(data, Decode(max_pixels=1999))
     with pytest.raises(SampleError, match="not a whole image"):

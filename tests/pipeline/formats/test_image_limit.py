@@ -1,4 +1,4 @@
-"""A process may take smaller images than a dataset allows, and asks for memory before it decodes one."""
+"""Check that a process may set a smaller image limit than a dataset, and asks for memory before decoding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def png(width: int, height: int, *more: bytes) -> bytes:
-    """A PNG of grey pixels that says it has this size, and little besides."""
+    """Return a PNG of grey pixels that states this size and holds little else."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
     end = chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(more) + end
@@ -72,7 +72,7 @@ def test_nothing_is_resized_to_more_than_the_limit() -> None:
 
 
 def test_a_png_is_refused_by_its_first_chunk_alone() -> None:
-    """What lies between that and the pixels is unpacked when the file is opened."""
+    """Opening the file would decompress the chunks between that one and the pixels."""
     text = chunk(b"zTXt", b"comment\0\0" + zlib.compress(bytes(900_000)))
     data = png(50_000, 50_000, *[text] * 8)
     for length in (24, 100, len(data)):
@@ -113,7 +113,7 @@ def test_by_default_a_server_takes_what_stages_allow() -> None:
 
 @pytest.fixture
 def asked() -> Iterator[list[int]]:
-    """What was asked for."""
+    """Yield the list of byte counts that decoding asked for."""
     told: list[int] = []
     with image.asking(told.append):
         yield told

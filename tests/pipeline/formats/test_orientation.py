@@ -1,4 +1,4 @@
-"""Images are turned as Pillow's ``exif_transpose`` turns them, whatever their metadata look like."""
+"""Check that images are turned as Pillow's ``exif_transpose`` turns them, for any metadata."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FORMS |= {"FLOAT": (11, "f"), "DOUBLE": (12, "d"), "IFD": (13, "I"), "LONG8": (1
 
 
 def tiff(order: str, *directories: Sequence[Entry], mark: bytes = b"") -> bytes:
-    """EXIF data of one directory behind the other; content that does not fit an entry goes behind them."""
+    """Return EXIF data, one directory after another; content too large for an entry comes last."""
     out = bytearray((mark or {"<": b"II*\0", ">": b"MM\0*"}[order]) + struct.pack(order + "I", 8))
     for number, entries in enumerate(directories):
         rest, end = b"", len(out) + 2 + 12 * len(entries) + 4
@@ -45,7 +45,7 @@ def tiff(order: str, *directories: Sequence[Entry], mark: bytes = b"") -> bytes:
 
 
 def tag(order: str, form: str, *values: float) -> Entry:
-    """An orientation of one of the types."""
+    """Return an orientation entry of one of the types."""
     if form in ("RATIONAL", "SRATIONAL"):
         kind, letter = {"RATIONAL": (5, "II"), "SRATIONAL": (10, "ii")}[form]
         return 0x0112, kind, 1, struct.pack(order + letter, *map(int, values))
@@ -55,7 +55,7 @@ def tag(order: str, form: str, *values: float) -> Entry:
 
 
 def in_text(write: str) -> Callable[[bytes], bytes]:
-    """A PNG with EXIF data as ImageMagick leaves them, in one of the kinds of text."""
+    """Return a PNG whose EXIF data are in one of the kinds of text, as ImageMagick writes them."""
 
     def make(exif: bytes) -> bytes:
         info, text = PngInfo(), f"\nexif\n{len(exif) + 6:8}\n{(EXIF + exif).hex()}\n"
@@ -69,7 +69,7 @@ def in_text(write: str) -> Callable[[bytes], bytes]:
 
 
 def late(exif: bytes) -> bytes:
-    """A PNG with its EXIF chunk behind the pixels."""
+    """Return a PNG with its EXIF chunk after the pixels."""
     data = encoded(PIXELS, "PNG")
     chunk = b"eXIf" + exif
     chunk = struct.pack(">I", len(exif)) + chunk + struct.pack(">I", zlib.crc32(chunk))
@@ -104,7 +104,7 @@ def ours(data: bytes) -> torch.Tensor:
 
 
 def check(data: bytes, *, turns: bool | None = None) -> None:
-    """Hold an image to Pillow; ``turns`` says whether its sides change places."""
+    """Compare an image with Pillow's; ``turns`` says whether its sides change places."""
     got = ours(data)
     assert torch.equal(got, by_pillow(data))
     if turns is not None:

@@ -1,4 +1,4 @@
-"""Stored tensors: what NumPy and safetensors write is read back; what lies about itself is refused."""
+"""Check stored tensors: files of NumPy and safetensors are read, files with false headers are refused."""
 
 from __future__ import annotations
 

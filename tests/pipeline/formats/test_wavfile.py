@@ -1,4 +1,4 @@
-"""WAV files: what other programs write is read back; what lies about itself is refused before it is used."""
+"""Check WAV files: files of other programs are read, and false headers are refused before use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decode(data: bytes, **fields: Any) -> torch.Tensor:
 
 
 def wanted(array: np.ndarray[Any, Any], bits: int, *, floating: bool) -> torch.Tensor:
-    """Of shape (channels, samples); worked out in double precision."""
+    """Return the expected numbers, of shape (channels, samples), computed in double precision."""
     stored = as_stored(array, bits, floating=floating).astype(np.float64)
     if not floating:
         stored = (stored - 128) / 128 if bits == 8 else stored / 2.0 ** (31 if bits == 24 else bits - 1)
@@ -90,7 +90,7 @@ def test_other_chunks_are_passed_over_and_what_follows_is_left_alone() -> None:
 
 
 def test_the_length_in_the_first_header_does_not_matter() -> None:
-    """Programs that write to a pipe do not know it when they write it."""
+    """Programs that write to a pipe do not know the length when they write the header."""
     data = wav(tone(50))
     assert torch.equal(decode(data[:4] + b"\xff" * 4 + data[8:]), decode(data))
 
@@ -119,7 +119,7 @@ PLAIN = fmt(1, 16000, 16)
 
 
 def unknown(chunks: bytes, samples: bytes, *, riff: int | None, data: int) -> bytes:
-    """A WAV file with sizes as a program left them; ``riff`` is right where it is None."""
+    """Return a WAV file with sizes as a program left them; None for ``riff`` stands for the right size."""
     body = b"WAVE" + chunks + b"data" + struct.pack("<I", data) + samples
     return b"RIFF" + struct.pack("<I", len(body) if riff is None else riff) + body
 

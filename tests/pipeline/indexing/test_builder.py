@@ -1,4 +1,4 @@
-"""Indexing finds every sample there is, says what it cannot use, and reads little."""
+"""Check that indexing finds every sample, names what it cannot use, and reads little."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JPEG = encoded(pixels(20, 20))
 def stored(
     uri: str, path: str = "", stages: tuple[InputStage, ...] = STAGES, **options: Any
 ) -> list[tuple[str, int, bytes]]:
-    """Name, target and bytes of every sample, by way of the index."""
+    """Return the name, target and bytes of every sample, read through the index."""
     dataset = index(uri, path, stages=stages, **options)
     refs = dataset.locate(range(len(dataset)))
     blobs = [dataset.store.get_range(ref.object, ref.start, ref.stop, etag=ref.etag) for ref in refs]
@@ -385,7 +385,7 @@ def test_a_sample_larger_than_the_cap(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 class CountingStore(Store):
-    """A real store that keeps count of its ranged GETs."""
+    """A real store that counts its ranged GETs."""
 
     gets: list[tuple[str, int, int]]
 
@@ -441,7 +441,7 @@ def test_progress_goes_up_to_all_bytes(tmp_path: Path) -> None:
 
 
 def test_a_shard_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
-    """The first GET of a shard swaps it for another one."""
+    """The first GET of a shard swaps the shard for another one."""
     members = [
         (f"{n}.{kind}", data) for n in range(4) for kind, data in (("cls", b"0"), ("jpg", bytes(300_000)))
     ]

@@ -1,4 +1,4 @@
-"""An index counts what a folder names and cannot give: links, special files, and what may not be read."""
+"""Check that an index counts the links, special files and unreadable files that a folder lists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLASSES = {"cat/1.jpg": JPEG, "dog/1.jpg": JPEG}
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A store's root of two classes, beside a folder that is not in the store."""
+    """Return the root of a store of two classes, next to a folder outside the store."""
     write(tmp_path / "away", {"1.jpg": JPEG, "a.tar": shard(sample("x"))})
     write(tmp_path / "root", CLASSES)
     return tmp_path / "root"
@@ -47,7 +47,7 @@ AWAY = {
 
 
 def targets(place: Path, root: Path, *names: str) -> Iterator[str]:
-    """Where links lead that give no sample of the store."""
+    """Yield link targets that give no sample of the store."""
     for name in names or AWAY:
         yield AWAY[name].replace("ROOT", str(root)).replace("SELF", str(place))
 
@@ -61,7 +61,7 @@ def test_link_that_gives_no_sample_is_counted_and_named_with_its_target(
     link(root / name, target)
     report = left_out(root.as_uri())
     assert report.pop("link") == (1, (name,))
-    # A link to a folder is a class folder where it lies beside others.
+    # A link to a folder counts as a class folder where it lies among class folders.
     is_class = "/" not in name and where == "a folder"
     assert report == ({"empty_class": (1, (name,))} if is_class else {})
     dataset = index(root.as_uri(), stages=STAGES, on_left_out="report")
@@ -116,7 +116,7 @@ def test_link_to_a_folder_above_is_no_class_and_no_error(root: Path) -> None:
 
 
 def warned(caplog: pytest.LogCaptureFixture, root: Path, path: str = "", **options: Any) -> list[str]:
-    """What an index warns of."""
+    """Return the warnings of an index."""
     caplog.clear()
     index(root.as_uri(), path, stages=STAGES, **options)
     return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -189,7 +189,7 @@ def test_links_by_shards_are_counted_where_they_may_be_shards(tmp_path: Path) ->
         "special": (1, ("k.tar",)),
     }
     explicit = index(root.as_uri(), stages=STAGES, layout="webdataset", on_left_out="report")
-    assert explicit.left_out["link"].count == 5  # single samples are not looked at
+    assert explicit.left_out["link"].count == 5  # single samples are not checked
 
 
 def test_class_names_behind_a_link_out_of_the_store_are_missed(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_command_reports_links(root: Path, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture
 def of_another_user() -> Iterator[Path]:
-    """A folder of a user without privileges, as whom the test runs; root may read everything."""
+    """Run the test as a user without privileges who owns the folder; root may read everything."""
     place, me = Path(tempfile.mkdtemp()), os.geteuid()
     if me == 0:
         os.chown(place, 65534, 65534)
@@ -279,7 +279,7 @@ def test_what_may_not_be_read_is_counted(of_another_user: Path) -> None:
 
 
 def test_folders_deeper_than_names_may_be_are_counted(tmp_path: Path) -> None:
-    """So that no listing recurses further than Python does."""
+    """The limit keeps a listing from recursing further than Python allows."""
     uri = write(tmp_path, CLASSES)
     (tmp_path / "cat" / "/".join("x" * 600)).mkdir(parents=True)
     ((reason, (count, (example,))),) = left_out(uri).items()

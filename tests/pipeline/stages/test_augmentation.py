@@ -1,4 +1,4 @@
-"""Random changes of images: pixel for pixel what torchvision does to PIL images, for the same draws."""
+"""Check random image changes: torchvision's pixels on PIL images, for the same draws."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def as_tensor(picture: Image.Image) -> torch.Tensor:
 
 
 class Feed:
-    """Our uniforms in the place of torch's generator, where torchvision asks for whole numbers."""
+    """Replace torch's generator with our uniforms where torchvision draws whole numbers."""
 
     def __init__(self, patch: pytest.MonkeyPatch, uniforms: tuple[float, ...]) -> None:
         self.uniforms = iter(uniforms)
@@ -98,7 +98,7 @@ def test_rand_augment_is_torchvisions_for_the_same_draws(
     array, draw = pixels(30, 45, seed=sample), draw_of(sample)
     count, uniforms = 1 + sample % 4, iter(draw.uniforms(8))
     drawn = []
-    for _ in range(count):  # torchvision draws no sign where there is none
+    for _ in range(count):  # torchvision draws no sign for an operation without one
         for_name, for_sign = next(uniforms), next(uniforms)
         signed = OPERATIONS[int(for_name * len(OPERATIONS))] not in (
             *("identity", "posterize", "solarize", "auto_contrast", "equalize"),

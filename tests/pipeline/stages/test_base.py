@@ -1,4 +1,4 @@
-"""Every stage as plain data and back, and every field with values that cannot be meant."""
+"""Check that every stage survives a round trip as plain data, and that each field refuses invalid values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RIGHT: dict[str, list[Any]] = {
     "color_jitter.contrast": [1.5],
     "color_jitter.saturation": [1.5],
 }
-"""Of those above, the ones that can be meant."""
+"""The valid ones among the values above."""
 
 
 @pytest.mark.parametrize("stage", EXAMPLES, ids=repr)

@@ -1,4 +1,4 @@
-"""Stages: the same numbers as torchvision's transforms on PIL images, strict JSON, plain errors."""
+"""Check stages: the numbers of torchvision's transforms on PIL images, strict JSON, plain errors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_usual_evaluation_is_torchvisions() -> None:
 
 
 class Feed:
-    """Our uniforms in the place of torch's generator, where torchvision's random crop asks for them."""
+    """Replace torch's generator with our uniforms where torchvision's random crop draws numbers."""
 
     def __init__(self, draw: Draw) -> None:
         self.uniforms = iter(draw.uniforms(40))
@@ -97,12 +97,12 @@ class Feed:
     def patch(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.Tensor, "uniform_", lambda _, low=0.0, high=1.0: self.uniform(low, high))
         patch.setattr(torch, "randint", lambda low, high, size: self.randint(low, high))
-        # torchvision computes these two in float32, which is not what this is about
+        # torchvision computes these two in float32, which this test does not cover
         patch.setattr(torch, "log", lambda pair: [math.log(each) for each in pair.double().tolist()])
         patch.setattr(torch, "exp", lambda value: torch.tensor(math.exp(value), dtype=torch.float64))
 
     def uniform(self, low: float, high: float) -> torch.Tensor:
-        if self.uniforms_of_this_try == 2:  # the last try did not fit: torchvision drew no place for it
+        if self.uniforms_of_this_try == 2:  # the last try did not fit: torchvision drew no position for it
             next(self.uniforms), next(self.uniforms)
             self.uniforms_of_this_try = 0
         self.uniforms_of_this_try += 1
