@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that answers as a script says, also as a well-behaved one never would."""
+"""A real HTTP server on loopback that follows a script, also where a well-behaved server never would."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Exchange:
         self.handler.wfile.write(b"0\r\n\r\n")
 
     def frames(self, *messages: object) -> None:
-        """A whole, well-formed answer."""
+        """Send a whole, well-formed response."""
         self.start_chunks()
         for message in messages:
             for part in encode(message):
@@ -51,7 +51,7 @@ class Exchange:
         self.end_chunks()
 
     def hang_up(self) -> None:
-        """Close the connection without another word."""
+        """Close the connection without another byte."""
         self.handler.close_connection = True
         self.handler.wfile.flush()
         self.handler.connection.shutdown(2)
@@ -59,7 +59,7 @@ class Exchange:
 
 @contextmanager
 def scripted(respond: Respond, *, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """Serve until the block ends, over TLS if need be; the URL."""
+    """Serve until the block ends, over TLS if requested; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -77,7 +77,7 @@ def scripted(respond: Respond, *, tls: ssl.SSLContext | None = None) -> Iterator
         daemon_threads = True
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """A client that hangs up is part of the script."""
+            """Ignore a client that hangs up: it is part of the script."""
 
     server = Server(("127.0.0.1", 0), Handler)
     if tls is not None:

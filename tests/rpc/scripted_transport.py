@@ -1,4 +1,4 @@
-"""A transport that fails, stalls and lies as a script says: schedules that real servers show too rarely."""
+"""A transport that fails, stalls and lies by a script: schedules that real servers show too rarely."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BATCH_BYTES = WIDTH * 4
 
 @dataclass(frozen=True)
 class Step:
-    """What one request gets: ``good`` micro-batches, then an error (or all of them)."""
+    """The outcome of one request: ``good`` micro-batches, then an error (or all micro-batches)."""
 
     good: int | None = None
     error: Exception | None = None
@@ -37,7 +37,7 @@ class Step:
 
 
 class ScriptedServer:
-    """Answers requests by one script; after it, and where it says nothing, well."""
+    """Answer requests by one script; after the script, and where it is silent, answer correctly."""
 
     def __init__(self, url: str, script: Iterable[Step] = (), *, probes: Iterable[bool] = ()) -> None:
         self._url = url

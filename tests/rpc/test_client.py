@@ -55,7 +55,7 @@ def request(*micro_batches: tuple[int, ...], **changes: object) -> RunRequest:
 
 
 def serve_batches(exchange: Exchange, *, until: int | None = None) -> None:
-    """Answer what is asked for; only the first ``until`` micro-batches, then hang up."""
+    """Answer the request; send only the first ``until`` micro-batches, then hang up."""
     head = exchange.body[20:]
     asked = msgspec.json.decode(head, type=RunRequest)
     exchange.start_chunks()
@@ -209,7 +209,7 @@ def test_refused_connection():
 
 @pytest.mark.parametrize("answers", [0, 1])
 def test_a_server_that_never_said_a_word_may_speak_https(answers):
-    """One that has answered speaks plain HTTP, and has gone."""
+    """A server that has answered before speaks plain HTTP, and is gone."""
     asked = []
 
     def respond(exchange: Exchange) -> None:
@@ -378,7 +378,7 @@ def test_put_program_sends_length_graph_and_weights_that_are_not_there(there):
     class Files:
         digest = "d" * 64
         graph_bytes = b'{"graph": 1}'
-        weights_bytes = memoryview(bytes(range(256)) * 8192)  # more than is sent at once
+        weights_bytes = memoryview(bytes(range(256)) * 8192)  # more than the client sends at once
 
     seen = []
 
@@ -396,7 +396,7 @@ def test_put_program_sends_length_graph_and_weights_that_are_not_there(there):
     alone = len(graph).to_bytes(8, "big") + graph
     bodies = [alone] if there else [alone, alone + bytes(Files.weights_bytes)]
     assert seen == [("PUT", f"/v1/programs/{'d' * 64}", body) for body in bodies]
-    assert meter.total_bytes == 0  # the other way: from compute to storage
+    assert meter.total_bytes == 0  # the other direction: from compute to storage
 
 
 def test_probe():
@@ -413,7 +413,7 @@ def test_probe():
 
 
 def answered(answer: bytes, status: int = 200) -> Callable[[Exchange], None]:
-    """A server that takes a probe and says so, in these words."""
+    """Run a server that accepts a probe and acknowledges it with these words."""
 
     def respond(exchange: Exchange) -> None:
         assert (exchange.method, exchange.path) == ("POST", "/v1/probe")
@@ -470,7 +470,7 @@ def test_an_upload_has_bytes(num_bytes: float) -> None:
 
 
 class StoppedClock:
-    """Time that goes on only while somebody sleeps."""
+    """A clock that advances only while a caller sleeps."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -567,7 +567,7 @@ def test_close_wakes_a_reader_in_another_thread():
 
 
 class Frames:
-    """In place of an answer's generator: a thread is in it until it may leave."""
+    """Replace a response's generator: a thread stays in it until a test lets the thread leave."""
 
     def __init__(self) -> None:
         self.entered, self.may_leave, self.calls = threading.Event(), threading.Event(), []
@@ -647,13 +647,13 @@ def test_abort_breaks_answers_off_and_leaves_the_client_usable():
 
 
 def test_kept_connection_that_was_closed_meanwhile_is_replaced():
-    """Servers close idle connections after some seconds; that is no failure."""
+    """Servers close idle connections after some seconds, which is no failure."""
     ports = []
 
     def respond(exchange: Exchange) -> None:
         ports.append(exchange.client_port)
         exchange.plain(200)
-        exchange.handler.close_connection = True  # without saying so
+        exchange.handler.close_connection = True  # without notice
 
     with scripted(respond) as url, ServerClient(url) as client:
         assert client.alive() and client.alive() and client.alive()
@@ -692,7 +692,7 @@ def test_refusal_of_a_large_body_is_heard():
 
 
 def trickle(exchange: Exchange) -> None:
-    """Begin a long answer, and give a byte of it now and then, for ever."""
+    """Begin a long response, and send one byte now and then, for ever."""
     exchange.handler.send_response(200)
     exchange.handler.send_header("Content-Length", "1000000")
     exchange.handler.end_headers()
@@ -704,7 +704,7 @@ def trickle(exchange: Exchange) -> None:
 
 
 def trickle_head(exchange: Exchange) -> None:
-    """The same, before the answer's head is complete."""
+    """Trickle in the same way, before the response's head is complete."""
     with contextlib.suppress(OSError):
         exchange.handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
         while True:

@@ -1,4 +1,4 @@
-"""A forked child and its parent read from connections of their own."""
+"""Check that a forked child and its parent read from connections of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections that are being made and are never there: whoever no longer waits for them is let go."""
+"""Check that a caller who stops waiting for a stuck connection attempt is released."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from upriver.rpc.client import AnswerClosed, ServerClient
 from upriver.rpc.http import Address, Connection, Holder, Timeouts, within
 
 PATIENT = Timeouts(connect_s=600.0, read_s=600.0, question_s=600.0)
-"""Nothing ends by itself while a test runs."""
+"""Timeouts so long that nothing ends by itself during a test."""
 
 
 @contextlib.contextmanager
 def full() -> Iterator[str]:
-    """A server that takes no connection any more: its queue is full, and further ones are dropped."""
+    """Run a server that accepts no more connections: its queue is full, and further ones are dropped."""
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, contextlib.ExitStack() as waiting:
         address = listener.getsockname()
         for _ in range(64):
@@ -40,14 +40,14 @@ def full() -> Iterator[str]:
 
 @contextlib.contextmanager
 def mute() -> Iterator[str]:
-    """A server that accepts, and says nothing of TLS."""
+    """Run a server that accepts connections and never begins TLS."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"https://127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextlib.contextmanager
 def no_resolver() -> Iterator[str]:
-    """A name that nobody answers for."""
+    """Yield a host name that no resolver answers."""
     over, original = threading.Event(), socket.getaddrinfo
 
     def getaddrinfo(host: str, *args: Any, flags: int = 0, **kwargs: Any) -> Any:
@@ -73,7 +73,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[ServerClient]:
 
 
 def ended(work: Callable[[], Any], stop: Callable[[], None], client: ServerClient) -> UpriverError:
-    """What ``work`` ends with once it is stopped, in the midst of connecting."""
+    """Return the error of ``work``, stopped in the middle of connecting."""
     errors: list[UpriverError] = []
 
     def catch() -> None:
@@ -127,7 +127,7 @@ def test_one_that_is_taken_after_its_deadline_connects_nowhere(client: ServerCli
 
 
 def test_a_finalizer_may_close_a_client_in_the_midst_of_its_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Garbage is collected wherever something is made."""
+    """The garbage collector may call a finalizer at any allocation."""
     client = ServerClient("http://127.0.0.1:9")
     address = client._address
 

@@ -1,4 +1,4 @@
-"""A link that nothing crosses is probed: beside the training, shortly, and never while there is traffic."""
+"""Check that an idle link is probed: during training, briefly, and never while there is traffic."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ AFTER_S = 0.05
 
 
 class Rig:
-    """A server, a pool that holds it, and a link of which tests say when it was looked at."""
+    """A server, a pool that holds it, and a link whose last use a test sets."""
 
     def __init__(self, server: EmbeddedServer, rate: float | None = None) -> None:
         self.server, self.meter = server, LinkMeter(rate)
         self.pool = ServerPool([ServerClient(server.url, meter=self.meter)], probe_timeout_s=1.0)
-        wait_for(lambda: self.pool.usable)  # a busy server may miss the time that a question has
+        wait_for(lambda: self.pool.usable)  # a busy server may miss the timeout of a question
         self.quiet = QuietLink(self.pool, lambda: self.meter.total_bytes, after_s=AFTER_S)
 
     def look_later(self) -> None:
@@ -72,7 +72,7 @@ def test_traffic_of_either_kind_keeps_probes_away(server: EmbeddedServer) -> Non
             with rig.meter.transfer():
                 rig.meter.account(1, "direct")
             rig.look_later()
-        with rig.meter.transfer():  # a large object, not a byte of it yet
+        with rig.meter.transfer():  # a large object, not one byte has arrived yet
             rig.look_later()
             rig.settle()
         assert rig.meter.total_bytes == 5
@@ -112,7 +112,7 @@ def test_a_job_probes_when_everything_has_crossed(
         steps = len(job)
 
         def until_quiet() -> None:
-            """The job looks once a step, and has seen here all that crossed since its last look."""
+            """Repeat the job's look, once a step, until it has seen all traffic since the last look."""
             wait_for(lambda: near.meter.quiet_s > 2 * AFTER_S)
             quiet = job._quiet
             quiet._crossed, quiet._since = quiet._num_bytes(), time.monotonic()

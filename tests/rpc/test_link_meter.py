@@ -13,7 +13,7 @@ from upriver.store import Store
 
 
 class Scripted:
-    """A meter on a clock of its own, which sleeping moves on: each second carries what it is told."""
+    """A meter on a clock of its own, which sleeping advances: each second carries a scripted amount."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -25,7 +25,7 @@ class Scripted:
         self.now += seconds
 
     def carry(self, bytes_per_s: float, seconds: float = 1.0) -> float:
-        """One transfer, in pieces of 50 ms."""
+        """Carry one transfer, in pieces of 50 ms."""
         with self.meter.transfer():
             for _ in range(round(seconds * 20)):
                 self.now += 0.05
@@ -72,7 +72,7 @@ def test_rate_is_one_bucket_for_all_streams():
         thread.start()
     for thread in threads:
         thread.join()
-    # A lower bound holds on a machine of any speed; the burst is what may pass unpaced.
+    # A lower bound holds on a machine of any speed; only the burst may pass unpaced.
     assert time.monotonic() - start >= (2 * per_stream - PIECE_BYTES) / rate
 
 
@@ -116,7 +116,7 @@ def test_observed_bandwidth_counts_busy_time_only(link):
     for _ in range(3):
         with meter.transfer():
             meter.account(200_000, "answers")
-        link.now += 0.1  # the server computes: the link is not to blame
+        link.now += 0.1  # the server computes: the link is not the cause
     assert meter.observed_bandwidth() == pytest.approx(rate)
 
 
@@ -128,7 +128,7 @@ def test_overlapping_transfers_count_once(link):
             overlapping.enter_context(meter.transfer())
         for _ in range(4):
             meter.account(400_000, "answers")
-    # Added up transfer by transfer, the time would be four times as long and the rate a quarter.
+    # Summed up transfer by transfer, the time would be four times as long and the rate a quarter.
     assert meter.observed_bandwidth() == pytest.approx(rate)
 
 
@@ -258,7 +258,7 @@ def test_as_many_reads_fill_a_link_as_come_while_a_store_looks(link):
     assert link.meter.filled_by(100_000) is None, "nothing has crossed"
     link.carry(1e6, seconds=2)
     assert link.meter.filled_by(100_000) is None, "no store has been asked"
-    for waited_s in (0.9, 0.25, 0.5):  # on a full link heads wait for other bytes, too
+    for waited_s in (0.9, 0.25, 0.5):  # on a full link, heads wait for other bytes, too
         link.meter.head_came(waited_s)
     assert link.meter.filled_by(100_000) == 2 + 2
     assert link.meter.filled_by(1e6) == 2
@@ -282,7 +282,7 @@ def test_a_store_over_a_network_says_how_long_it_looked():
 
 
 def test_throttled_async_reads_do_not_block_the_loop(tmp_path, monkeypatch):
-    """The link's time does not go on before the loop has done something else."""
+    """The link's clock advances only after the loop has done other work."""
     store = Store.open(tmp_path.as_uri())
     store.put("x", bytes(200_000))
     throttled, ticked = threading.Event(), threading.Event()

@@ -14,7 +14,7 @@ from upriver.rpc.local_server import EmbeddedServer
 def no_thread_left():
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) <= before  # another test's may have ended
+    assert set(threading.enumerate()) <= before  # a thread of another test may have ended
 
 
 def test_memory_stores_cannot_be_embedded():
@@ -45,7 +45,7 @@ def test_a_server_that_says_nothing_is_given_up(tmp_path):
 
 
 def test_lifeline_with_a_forked_child_ends_with_its_owner():
-    """A server that reads it would otherwise live as long as any fork of the process that started it."""
+    """Otherwise a server that reads the lifeline would live as long as any fork of its owner."""
     line = Lifeline()
     hold, release = os.pipe()
     child = fork(lambda: os.read(hold, 1) == b"x")

@@ -1,4 +1,4 @@
-"""For how much of the time a server takes nothing: what counts is time, not how often it says so."""
+"""Check the share of time in which a server refuses: time counts, not the number of refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10), st.integers(0
 def test_a_moment_counts_once_however_many_requests_it_is_lost_for(
     spans: list[tuple[int, int, int]], later: int
 ) -> None:
-    """Against one bit a second: requests that end one after the other, each sent some time before that."""
+    """The oracle keeps one bit per second; requests end one after another, each sent some time earlier."""
     clock = Clock()
     refusals = Refusals(window_s=WINDOW_S, now=clock)
     lost: set[int] = set()
@@ -127,7 +127,7 @@ def test_a_remark_counts_all_and_quotes_the_last() -> None:
 
 
 def test_a_server_is_said_to_be_asked_again_when_it_is() -> None:
-    """Whatever it asks for: no rest is that long."""
+    """The message caps the pause that the server asks for, because no pause is that long."""
     refusals = RefusalLog()
     refusals.add("http://a", Overloaded("full", retry_after_s=3600))
     assert f"to be asked again after {MAX_REST_S:g} s: full" in refusals.remark

@@ -69,7 +69,7 @@ def test_lends_the_least_loaded():
 def test_a_lost_server_is_out_of_use_until_it_was_admitted_again(error):
     admitted = []
     server = ScriptedServer("a")
-    options = {**QUICK, "quiet_s": 60}  # or its keeper may find that it is dead before it is told so
+    options = {**QUICK, "quiet_s": 60}  # or its keeper may find it dead before the test says so
     with ServerPool([server], admit=lambda client: admitted.append(client.url), **options) as pool:
         assert pool.wait_joined(60)
         server.dead = True
@@ -132,7 +132,7 @@ def test_a_server_that_is_not_exact_stays_out_with_its_reason():
         [status] = pool.status()
         assert status.health is Health.OUT
         assert status.reason == "a gives other bits"
-        until(lambda: not pool._keepers[0].is_alive())  # nobody asks it again
+        until(lambda: not pool._keepers[0].is_alive())  # no request goes to it again
 
 
 def test_a_fault_in_admit_is_not_tried_again():
@@ -190,7 +190,7 @@ def test_silent_server_that_lives_is_left_alone():
         assert pool.wait_joined(60)
         with pool.borrow() as lease:
             assert lease is not None
-            time.sleep(0.2)  # four times the silence that raises the question
+            time.sleep(0.2)  # four times the silence that triggers the question
         assert not server.aborted.is_set() and pool.usable
 
 
@@ -228,7 +228,7 @@ def test_close_stops_the_keepers_whatever_they_do():
     pool.wait_joined(60)
     pool.close()
     pool.close()
-    assert set(threading.enumerate()) <= before  # another test's may have ended
+    assert set(threading.enumerate()) <= before  # another test's server may have ended
     assert pool.borrow() is None
 
 
@@ -247,7 +247,7 @@ def test_a_server_that_has_no_room_to_be_let_in_is_asked_again_when_it_says():
 
 
 class Noting(ServerPool):
-    """Notes for how long its keepers want to sleep, and does not let them."""
+    """Record the pauses of its keepers, and skip them."""
 
     def __init__(self, *args, **options):
         self.slept = []
@@ -259,7 +259,7 @@ class Noting(ServerPool):
 
 
 class Held(ServerPool):
-    """Its keepers sleep until somebody wakes them, however long that is."""
+    """Let its keepers sleep until a test wakes them, however long the pause."""
 
     def __init__(self, *args, **options):
         self.wake = threading.Event()
@@ -271,7 +271,7 @@ class Held(ServerPool):
 
 
 def test_all_of_a_rest_counts_as_time_in_which_nothing_is_taken():
-    """A server that is left alone for longer than it asked for takes nothing meanwhile, either."""
+    """A pause longer than the server asked for counts as well."""
     with Noting([ScriptedServer("a")], **QUICK) as pool:
         assert pool.wait_joined(60)
         spans = pool._members[0].refusals._spans
@@ -428,7 +428,7 @@ def test_a_server_that_is_dropped_gets_nothing_more_and_ends_what_it_is_at():
 @pytest.mark.parametrize("dead", [False, True])
 def test_a_server_that_owes_nothing_is_let_go_at_once_whatever_its_keeper_does(dead):
     server = ScriptedServer("a")
-    server.dead = dead  # then its keeper sleeps until it asks again
+    server.dead = dead  # then its keeper sleeps until the next request
     with ServerPool([server], **SLOW) as pool:
         assert pool.wait_joined(60) is not dead
         pool.drop("a")
@@ -455,7 +455,7 @@ def test_a_server_that_was_dropped_and_falls_silent_is_broken_off():
 
 @pytest.mark.parametrize("dropped_first", [False, True])
 def test_a_server_that_is_lost_and_dropped_owes_nothing_for_long(dropped_first):
-    """Its keeper goes with it, so nobody would notice that the other answer never comes."""
+    """Its keeper ends with it, so nothing would notice that the other response never comes."""
     server = ScriptedServer("a")
     with ServerPool([server], **SLOW) as pool:
         assert pool.wait_joined(60)
@@ -523,7 +523,7 @@ def test_many_come_and_go_at_once_and_no_thread_stays():
             thread.join()
         assert set(pool.urls) <= {"0"}
         assert pool._leaving == []
-    assert set(threading.enumerate()) <= before  # another test's may have ended
+    assert set(threading.enumerate()) <= before  # another test's server may have ended
 
 
 def test_bad_arguments():

@@ -1,4 +1,4 @@
-"""Servers over TLS: whom a client trusts, what it shows, and files that are not what they should be."""
+"""Check servers over TLS: the certificates that a client trusts and shows, and invalid files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from upriver.rpc.tls import client_context
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``ca.pem``, which has signed ``server.pem`` and ``job.pem``; ``other.pem`` has signed neither."""
+    """Return a folder: ``ca.pem`` signed ``server.pem`` and ``job.pem``, ``other.pem`` signed neither."""
     if shutil.which("openssl") is None:
         pytest.skip("the program openssl is not here")
     folder = tmp_path_factory.mktemp("certificates")
@@ -52,7 +52,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def serving(files: Path, *, asks: bool = False) -> Iterator[str]:
-    """A server that says what it is, over TLS; it may ask its clients for a certificate."""
+    """Run a server that describes itself over TLS; it may ask its clients for a certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files / "server.pem", files / "server.key")
     if asks:

@@ -1,4 +1,4 @@
-"""Features of two tiers: equal to the bit, or within what was stated."""
+"""Check features of two tiers: equal to the bit, or within the stated tolerance."""
 
 from __future__ import annotations
 
