@@ -1,4 +1,4 @@
-"""What several tests of split inference share: networks, a server that misbehaves, links as they are told."""
+"""Share helpers for tests of split inference: networks, a misbehaving server, links with a set speed."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from upriver.inference.remote_server import Far
 from upriver.link import LinkWindow
 
 SELDOM = {"probe_s": 3600.0, "load_s": 3600.0, "deadline_s": 120.0}
-"""Nothing but requests and what a test says changes what is known of a server, and one may take its time."""
+"""Options that leave estimates to requests and the test itself, with long deadlines."""
 
 
 class Chain(nn.Module):
-    """Some layers of which each makes less of what it is given."""
+    """A chain of layers, each with a smaller output than the layer before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Chain(nn.Module):
 
 
 class Two(nn.Module):
-    """Two inputs, one of them by name and optional; an answer of several parts, one of them twice."""
+    """Take two inputs, one optional and by name; return an answer of several parts, one of them twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Two(nn.Module):
 
 
 class Words(nn.Module):
-    """Takes whole numbers, of which some are out of range."""
+    """Take whole numbers, of which some are out of range."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def chain(seed: int = 0) -> Chain:
 
 
 def here(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What the model gives by itself, in eval."""
+    """Return the answer of the model itself, in eval."""
     training = model.training
     model.eval()
     with torch.no_grad():
@@ -98,34 +98,34 @@ def far_of(answer: Offload, number: int = 0) -> Far:
 
 
 def cut_at(answer: Offload, cut: int) -> None:
-    """From here on requests are cut there."""
+    """Cut all further requests at ``cut``."""
     answer._rule = Rule(cut=cut)
 
 
 def let_in(answer: Offload) -> None:
-    """Wait for a server that may fail to be in time with a large network at first, and is tried again."""
+    """Wait until a server passes its check; a large network may miss the deadline at first."""
     far, captured = far_of(answer), answer._forms.first.captured
     wait_for(lambda: far.costs(captured) is not None)
 
 
 def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number: int = 0) -> None:
-    """The link to a server is so, as far as anybody knows."""
+    """Set the estimated speed of the link to a server."""
     far = far_of(answer, number)
     far.link = LinkWindow()
     far.link.saw(1, rtt_s)
     far.link.saw(max(1e6, bytes_per_s), rtt_s + max(1e6, bytes_per_s) / bytes_per_s)
     far._costs = {digest: replace(costs, handling=Handling()) for digest, costs in far._costs.items()}
-    far._download = lambda: None  # nothing is known of the way down
+    far._download = lambda: None  # no estimate for the downlink
 
 
 def tell_load(answer: Offload, k: float, wait_s: float = 0.0, number: int = 0) -> None:
     far = far_of(answer, number)
     far._load, far._wait_s = k, wait_s
-    far._provisional = set()  # whatever else keeps this machine busy
+    far._provisional = set()  # whatever else uses this machine
 
 
 class Proxy:
-    """A server in front of a real one, which does something else with run requests when told to."""
+    """A server in front of a real one that can treat run requests differently."""
 
     def __init__(self, url: str) -> None:
         self.url = ""
@@ -152,7 +152,7 @@ class Proxy:
 
 @contextmanager
 def proxy(url: str) -> Iterator[Proxy]:
-    """A proxy in front of the server at ``url``."""
+    """Run a proxy in front of the server at ``url``."""
     found = Proxy(url)
     with scripted(found) as found.url:
         yield found

@@ -1,4 +1,4 @@
-"""A server in front of a real one that says other things of itself: its process, its load, its seconds."""
+"""A server in front of a real one that reports another process, load, or time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from upriver.types import Timings
 
 
 class Between:
-    """Passes everything on, and changes what it is told to in the answers.
+    """Pass every request on, and change the chosen parts of the responses.
 
     Attributes:
-        process: That answers.
-        asked: Paths with the process that answered, in order.
+        process: Name of the responding process.
+        asked: Paths with the process that responded, in order.
         load: Fields of ``/v1/load`` in place of the server's.
         profile_s: Seconds of every stage in profiles.
-        run_s: Seconds of every stage in answers.
-        k: In answers.
-        phases: Seconds of phases in answers, beside those that the server says.
-        refuses: By path an error in place of an answer.
-        before: Called with each path before it is answered.
+        run_s: Seconds of every stage in run responses.
+        k: Value of k in run responses.
+        phases: Seconds of phases in run responses, added to those of the server.
+        refuses: Errors by path, each in place of a response.
+        before: Called with each path before its response.
     """
 
     def __init__(self, url: str) -> None:
@@ -44,7 +44,7 @@ class Between:
         self._address = urlsplit(url).netloc
 
     def count(self, path: str) -> int:
-        """How often that was asked for."""
+        """Return the number of requests for this path."""
         return sum(each == path for each, _ in self.asked)
 
     def __call__(self, exchange: Exchange) -> None:
@@ -90,7 +90,7 @@ class Between:
 
 @contextmanager
 def between(url: str) -> Iterator[Between]:
-    """The same in front of the server at ``url``."""
+    """Run a `Between` in front of the server at ``url``."""
     found = Between(url)
     with scripted(found) as found.url:
         yield found

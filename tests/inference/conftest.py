@@ -1,4 +1,4 @@
-"""One server for most tests, which computes with as many threads as this process."""
+"""Run one server for most tests, which computes with as many threads as this process."""
 
 from __future__ import annotations
 

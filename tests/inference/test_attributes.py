@@ -1,4 +1,4 @@
-"""Attributes that a captured forward has read and that change afterwards: an error, never an old answer."""
+"""Check that a changed attribute that a captured forward has read is an error, never an old answer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Config:
 
 
 class Aliases:
-    """Translates names, as configurations of transformers do."""
+    """Translate names, as configurations of transformers do."""
 
     def __init__(self) -> None:
         self.power = 1.5
@@ -60,7 +60,7 @@ class Aliases:
 
 
 class Scaling:
-    """Is called through a method, a partial or a reference."""
+    """Scale, called through a method, a partial or a reference."""
 
     def __init__(self) -> None:
         self.by = 1.0
@@ -74,7 +74,7 @@ def positive(x: torch.Tensor, *, least: float = 0.0) -> torch.Tensor:
 
 
 class Odd(nn.Module):
-    """Reads attributes of many forms."""
+    """Read attributes of many forms."""
 
     rate = 1.0
 
@@ -124,7 +124,7 @@ class Odd(nn.Module):
 
 
 Change = Callable[[Odd], Callable[[], object]]
-"""Changes something, and gives what puts it back."""
+"""Change a model, and return a function that undoes the change."""
 
 
 def setting(path: str, value: Any) -> Change:

@@ -1,4 +1,4 @@
-"""An offloaded model where PyTorch looks on, or is told to do things another way than by default."""
+"""Check an offloaded model that PyTorch observes, or runs in another way than by default."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def remote(model: nn.Module, server: Running) -> Iterator[Offload]:
 
 
 class Around(nn.Module):
-    """A model that asks an offloaded one."""
+    """A model that calls an offloaded one."""
 
     def __init__(self, answer: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Around(nn.Module):
 def test_offload_called_while_another_thread_exports_answers(
     answer: Offload, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is noted for the graph of that thread is no request's, and two that note it at once raised."""
+    """Annotations belong to the other thread's graph; two threads that annotate at once raised."""
 
     def annotate(_notes: object) -> AbstractContextManager[None]:
         raise KeyError("custom")

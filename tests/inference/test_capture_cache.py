@@ -1,4 +1,4 @@
-"""Which network a call is for: captured once for each form, and named where it is none."""
+"""Check the network of each call: captured once for each input form, and named where no capture exists."""
 
 from __future__ import annotations
 

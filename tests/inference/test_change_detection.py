@@ -1,4 +1,4 @@
-"""Weights that change after the capture: an error at every cut, never a mixture of old and new ones."""
+"""Check that weights changed after the capture raise at every cut, and never mix old and new values."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_other_modules_and_hooks_are_an_error_at_every_cut_until_they_are_as_the
 
 
 def test_hooks_of_a_capture_are_nobodys(model: Chain, answer: Offload) -> None:
-    """Requests of the forms that there are go on meanwhile."""
+    """Meanwhile requests of the captured forms go on."""
     x, wrong = torch.randn(2, 64), []
     wanted = here(model, x)
     capturing = threading.Event()
@@ -246,7 +246,7 @@ def test_another_form_is_captured_with_the_same_weights_or_not_at_all(
     how: str, model: Chain, answer: Offload
 ) -> None:
     before = copy.deepcopy(model.state_dict())
-    if how == "data":  # which moves no version
+    if how == "data":  # which changes no version
         model.layers.second.weight.data.mul_(2)
     else:
         model.load_state_dict(chain(seed=1).state_dict(), assign=True)
@@ -274,7 +274,7 @@ def test_statistics_that_training_moves_are_weights_and_its_counters_are_not() -
 
 
 class Statistics(nn.Module):
-    """Weights of which any piece may have its turn for a long time before the statistics'."""
+    """Weights of which any piece may be checked long before the statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ def statistics() -> Statistics:
 def test_a_forward_in_training_is_an_error_with_the_next_request_at_every_cut(
     statistics: Statistics, server: Running
 ) -> None:
-    """The kernel writes through: of the statistics no version moves, but that of their counter does."""
+    """The kernel writes directly: only the version of the counter changes, none of the statistics."""
     x = torch.randn(4, 64)
     with upriver.offload(statistics, example_inputs=x, servers=[server.url], cut=0, **SELDOM) as answer:
         before, wanted = copy.deepcopy(statistics.state_dict()), here(statistics, x)

@@ -1,4 +1,4 @@
-"""Whatever becomes of a server a request is answered, and rightly: real servers, and ones that misbehave."""
+"""Check that every request gets the right answer from real and misbehaving servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from upriver.types import MicroBatch, Timings
 LONG = 3600.0
 
 DEADLINE_S, LONG_AFTER_S = 3.0, 60.0
-"""Of requests to a server that does not answer in time, and when it does something."""
+"""Deadline of requests to a server that misses it, and the time after which such a server acts."""
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def asking(url: str, model: Chain, **options: Any) -> Offload:
 
 
 def hurry(answer: Offload) -> None:
-    """From here on requests have a short deadline; what comes before them may take its time."""
+    """Give further requests a short deadline; earlier ones may be slow."""
     answer._patience = replace(answer._patience, deadline_s=DEADLINE_S)
 
 
@@ -66,7 +66,7 @@ def hang(exchange: Exchange) -> None:
 
 
 def trickle(exchange: Exchange) -> None:
-    """Some bytes now and then."""
+    """Send a few bytes now and then."""
     exchange.start_chunks()
     for _ in range(int(LONG_AFTER_S / 0.05)):
         exchange.chunk(b"U")
@@ -147,7 +147,7 @@ def test_a_request_is_known_to_be_under_way(hedge_s: float | None, between: Prox
             return busy
 
         between.instead = look
-        wait_for(asked)  # beside the device a request may have nothing left to send
+        wait_for(asked)  # when the device competes, a request may have nothing left to send
         assert all(busy) or hedge_s == 0.0, "there the device may have been first"
         assert uplink.busy_since_s == math.inf
         answer.warm()
@@ -199,7 +199,7 @@ def test_nobody_at_the_address(server: Running) -> None:
 
 
 def test_a_server_with_wrong_numbers_is_not_let_in(between: Proxy) -> None:
-    """It says that it computes alike, and does not."""
+    """The server claims to compute the same bits, and does not."""
     model, x = chain(), torch.randn(2, 64)
     between.instead = answer_with(torch.zeros(2, 3))
     with asking(between.url, model) as answer:
@@ -232,7 +232,7 @@ def test_a_hung_server_is_broken_off_at_the_deadline(between: Proxy) -> None:
 def test_a_deadline_holds_where_the_servers_name_is_not_found(
     between: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The network is gone, and a request needs a new connection."""
+    """The network is down, and a request needs a new connection."""
     model, x, original = chain(), torch.randn(2, 64), socket.getaddrinfo
     gone, over, found = threading.Event(), threading.Event(), []
 
@@ -284,7 +284,7 @@ def test_a_server_that_is_quick_enough_is_not_hedged(server: Running) -> None:
 
 
 def test_who_is_first_wins(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is at it, and the server's answer comes: it counts, and the device stops."""
+    """The device computes when the server's answer comes: the answer counts, and the device stops."""
     model, x = chain(), torch.randn(2, 64)
     wanted = here(model, x)
     with asking(between.url, model, hedge_s=0.0) as answer:
@@ -318,7 +318,7 @@ def test_who_is_first_wins(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Known(ThreadPoolExecutor):
-    """Remembers what it was given to do."""
+    """Remember the work that it was given."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -332,7 +332,7 @@ class Known(ThreadPoolExecutor):
 def test_a_server_that_fails_while_it_is_hedged_is_left_alone(
     between: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hangs up while the device is at the rest of the request."""
+    """The server hangs up while the device computes the rest of the request."""
     model, x = chain(), torch.randn(2, 64)
     wanted = here(model, x)
     with Known() as helpers, asking(between.url, model) as answer:
@@ -344,7 +344,7 @@ def test_a_server_that_fails_while_it_is_hedged_is_left_alone(
             exchange.hang_up()
 
         def slow(tensors: Any, start: int, stop: int, *, on_stage: Any = None) -> Any:
-            if on_stage is not None:  # beside the server
+            if on_stage is not None:  # while the server computes
                 may_fail.set()
                 wait(helpers.given)
             return run(tensors, start, stop, on_stage=on_stage)

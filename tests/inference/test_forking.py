@@ -1,4 +1,4 @@
-"""A forked child asks servers by itself, and each process gets the answers to its own inputs."""
+"""Check that a forked child sends its own requests, and each process gets the answers to its own inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="here nothing is
 
 
 def by_the_server(answer: Offload, x: torch.Tensor, wanted: torch.Tensor, times: int) -> Callable[[], bool]:
-    """Whether so many answers come from it, once it is let in, and all are right."""
+    """Return a check that ``times`` right answers come from the server after its admission."""
 
     def asked() -> bool:
         assert torch.equal(answer(x), wanted)
@@ -109,7 +109,7 @@ def test_what_was_closed_stays_closed_there(server: Running) -> None:
 
 
 def test_an_answer_to_another_request_is_not_taken(server: Running) -> None:
-    """However it came here: it repeats numbers that this request has not."""
+    """The response repeats identifiers that this request does not have."""
     model, inputs, kept = chain(), [torch.randn(1, 64) for _ in range(2)], list[bytes]()
 
     def replay(exchange: Exchange) -> None:

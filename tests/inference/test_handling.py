@@ -1,4 +1,4 @@
-"""What a request takes beside stages: each second is counted once, when it is predicted and when seen."""
+"""Check the time of a request outside its stages: predictions and measurements count each second once."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from upriver.rpc.client import ServerClient
 from upriver.types import Timings
 
 UP, DOWN, RTT_S = 1e6, 0.5e6, 0.02
-"""What the link carries, and how long a round trip takes."""
+"""Bytes per second that the link carries, and seconds of a round trip."""
 
 FRONT_S, BESIDE_S, STAGE_S, TOLD_BYTES = 0.003, 0.004, 0.05, 5000
 
 PACK_S, UNPACK_S = 2e-8, 1e-8
-"""Of a byte."""
+"""Seconds per byte."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,14 +42,14 @@ def packs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def captured() -> CapturedModel:
-    """Its answer is larger than its input, as that of a network which says something of every pixel."""
+    """Return a network whose answer is larger than its input, as of a network that classifies every pixel."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2000, 100), nn.ReLU(), nn.Linear(100, 80_000))
     return capture_whole(model, Example.of(torch.randn(2, 2000)))
 
 
 def request(captured: CapturedModel, cut: int, *, up: float = UP, k: float = 1.0) -> Finished:
-    """How long one takes, by definition."""
+    """Return a finished request whose seconds follow from the definition."""
     program = captured.program
     crossing, answer = crossing_bytes(program, cut), crossing_bytes(program, program.num_stages)
     stages = {at: k * STAGE_S for at in range(cut + 1, program.num_stages + 1)}
@@ -75,7 +75,7 @@ def link_of(up: float = UP) -> LinkWindow:
 
 @pytest.fixture
 def far(captured: CapturedModel) -> Iterator[Far]:
-    """A server that was let in, and that nobody asks."""
+    """Return an admitted server that gets no requests."""
     program = captured.program
     narrowest = 1
     handling = handling_of(program, narrowest, [request(captured, narrowest)] * 2, link_of())
@@ -100,7 +100,7 @@ def test_an_answer_is_fetched_once(captured: CapturedModel, far: Far) -> None:
     assert now is not None
     predicted = ESTIMATES["inference"](costs.sums, now)
     for cut in range(captured.program.num_stages):
-        wanted = cut + request(captured, cut).took_s - 0.001  # nobody else is there this time
+        wanted = cut + request(captured, cut).took_s - 0.001  # no other request is there this time
         assert predicted[cut] == pytest.approx(wanted)
     assert predicted[-1] == captured.program.num_stages
 
@@ -109,7 +109,7 @@ def test_an_answer_is_fetched_once(captured: CapturedModel, far: Far) -> None:
 def test_what_is_no_transfer_is_no_part_of_the_links_rate(
     captured: CapturedModel, far: Far, up: float
 ) -> None:
-    """Requests show the link's rate to the bit, and what else they take stays what it is on another link."""
+    """Requests show the link's rate to the bit, and their other costs stay the same on another link."""
     for _ in range(3):
         far.answered(captured, 0, request(captured, 0, up=up))
     assert far.link.bandwidth_bytes_per_s == pytest.approx(up)
@@ -149,7 +149,7 @@ def test_packing_takes_no_less_than_nothing() -> None:
 def test_what_an_accelerator_still_computes_when_it_is_called_is_the_device_s_time(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor that is fetched waits for all that is before it there."""
+    """A tensor fetch waits for all earlier work on the accelerator."""
     late_s, fetch, clock = 0.0, torch.Tensor.cpu, SimpleNamespace(perf_counter=lambda: late_s)
 
     def fetched(tensor: torch.Tensor) -> torch.Tensor:

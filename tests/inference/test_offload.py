@@ -1,4 +1,4 @@
-"""``upriver.offload`` with a real server: the model's own bits from every cut, and the cut of the moment."""
+"""Check ``upriver.offload`` with a real server: the model's bits at every cut, and the best current cut."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_policy_without_choice_does_as_it_is_told(server: Running) -> None:
 
 @pytest.fixture
 def slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as anybody knows the device takes 10 ms for a stage."""
+    """Make the device appear to take 10 ms per stage."""
     monkeypatch.setattr(
         offload_module,
         "device_seconds",
@@ -155,12 +155,12 @@ def asked(server: Running, slow_device: None) -> Any:
         costs = far_of(answer)._costs
         for digest, each in costs.items():  # 1 ms a stage there, to the bit
             costs[digest] = type(each)(program=each.program, device_s=each.device_s, server_s=(0.001,) * 7)
-        tell_load(answer, 1.0)  # what else runs on this machine is no part of it
+        tell_load(answer, 1.0)  # other load on this machine does not count
         yield answer
 
 
 def test_the_cut_follows_the_bandwidth(asked: Offload) -> None:
-    """What crosses gets less from stage to stage, so a thin link keeps more of them here."""
+    """Values shrink from stage to stage, so a thin link keeps more stages on the device."""
     cuts = []
     for rate in (1e9, 1e6, 5e5, 2e5, 1e5, 1e4):
         tell_link(asked, rate)
@@ -209,7 +209,7 @@ def test_a_decision_explains_itself(asked: Offload) -> None:
 
 
 def test_a_decision_is_printed_in_a_line(asked: Offload) -> None:
-    """And not with all weights."""
+    """The line does not print all weights."""
     tell_link(asked, 1e9)
     tell_load(asked, 1.0)
     for decision in (asked.decide(), replace(asked.decide(), costs=None, now=None, server="")):
@@ -272,7 +272,7 @@ def test_requests_tell_the_link_and_the_load(server: Running) -> None:
         probed, heard = far._probed_at, far._heard_at
         answer(x)
         assert far._load < 77.0 and far._wait_s < 5.0 and far._heard_at > heard
-        wait_for(lambda: far._probed_at > probed)  # at once, or after a probe: the link is another one
+        wait_for(lambda: far._probed_at > probed)  # at once, or after a probe: the link has changed
         assert answer.last is not None
         assert answer.last.sent_bytes == x.nbytes
         phases = answer.last
@@ -478,7 +478,7 @@ def test_another_form_is_captured_once_and_served_too(server: Running) -> None:
 
 @contextmanager
 def stuck(server: Running, seed: int, others: torch.Tensor) -> Iterator[tuple[Offload, threading.Event]]:
-    """One of which the server has the example's form, and is sent that of ``others`` as long as it takes."""
+    """Yield an offloaded model whose server has the example's form; the upload for ``others`` hangs."""
     may_go = threading.Event()
     with between(server.url) as front, ExitStack() as on_exit:
         answer = upriver.offload(

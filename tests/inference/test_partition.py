@@ -1,4 +1,4 @@
-"""The decision for one request against its definition, and against the policies that plan from files."""
+"""Check the decision for one request against its definition, and against policies that plan from files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE = Workload(batch_size=1, num_samples=1)
 
 
 def drawn(rng: random.Random, stages: int) -> Profile:
-    """Whole numbers, so that many cuts are equal."""
+    """Draw whole numbers, so that many cuts cost the same."""
     return Profile(
         model="",
         freeze=stages,
@@ -75,7 +75,7 @@ def sums_of(profile: Profile) -> Sums:
 
 
 def by_hand(profile: Profile, cut: int, now: Now) -> float:
-    """Seconds of a request, stage by stage."""
+    """Return the seconds of a request, summed stage by stage."""
     stages = profile.stages
     seconds = sum(stage.seconds["compute"][1] for stage in stages[:cut])
     if cut == len(stages):

@@ -1,4 +1,4 @@
-"""What a device does with one server, turn by turn: a clock that stands still, a server as it is told."""
+"""Check a device's handling of one server turn by turn, with a stopped clock and a scripted server."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from upriver.retry import Backoff
 from upriver.types import Timings
 
 RTT_S, QUESTION_S = 0.01, 1.0
-"""Of the way there, and what a probe may take."""
+"""Seconds of a round trip, and the time limit of a probe."""
 
 
 class Upmost(random.Random):
-    """Draws what is the most."""
+    """Draw the maximum every time."""
 
     def uniform(self, a: float, b: float) -> float:
         return b
@@ -55,13 +55,13 @@ class There:
     """A server, and everything that a `Far` does with it.
 
     Attributes:
-        now_s: What the clock says.
-        rate: Bytes per second of the way there.
+        now_s: Time of the clock.
+        rate: Bytes per second of the uplink.
         rtt_s: Seconds of a round trip.
-        refuses: By digest what it says to whoever is to be let in with that program.
-        down: What it says to all else.
-        machine: How busy it is.
-        did: Probes, round trips, questions and let-ins, in order.
+        refuses: Error for the check with the program of this digest.
+        down: Error for all other requests.
+        machine: Load of the server's machine.
+        did: Probes, round trips, questions and checks, in order.
     """
 
     now_s: float = 1000.0
@@ -124,7 +124,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> There:
 
 @pytest.fixture
 def far(there: There) -> Iterator[Far]:
-    """Takes turns when a test says so; its pauses are the longest that they may be."""
+    """Return a server handle that takes turns when a test says so, with the longest allowed pauses."""
     far = Far(there, Terms(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S, rng=Upmost())
@@ -135,7 +135,7 @@ def far(there: There) -> Iterator[Far]:
 
 @pytest.fixture(scope="module")
 def networks() -> list[CapturedModel]:
-    """One network for two forms of call."""
+    """Return one network, captured for two forms of call."""
     model = chain()
     return [capture_whole(model, Example.of(torch.randn(rows, 64))) for rows in (1, 4)]
 
@@ -146,7 +146,7 @@ def serve(far: Far, *networks: CapturedModel) -> None:
 
 
 def turn(far: Far) -> float:
-    """What its thread does; the seconds until it does it again."""
+    """Do one turn of the thread's work; return the seconds until its next turn."""
     try:
         return far._turn()
     except UpriverError as error:
@@ -296,7 +296,7 @@ def test_one_that_is_gone_when_a_network_is_to_be_let_in_is_asked_for_none(
 def test_pauses_grow_until_a_request_is_answered(
     far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
-    """Also of a server that is well whenever it is let in, and fails what it is asked."""
+    """This holds too for a server that passes every check and fails every request."""
     captured = networks[0]
     serve(far, captured)
 
@@ -335,7 +335,7 @@ def test_a_server_without_room_is_left_alone_as_long_as_it_says(
 
 
 def probes_beside(far: Far, there: There, captured: CapturedModel, cut: int, took_s: float) -> int:
-    """Probes in a minute of a request every two seconds."""
+    """Return the number of probes in a minute with a request every two seconds."""
     there.did.clear()
     for _ in range(30):
         there.now_s += 2.0
@@ -345,7 +345,7 @@ def probes_beside(far: Far, there: There, captured: CapturedModel, cut: int, too
 
 
 def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: There) -> None:
-    """At cut 6 of 7 a packet crosses, which is a round trip."""
+    """At cut 6 of 7 a single packet crosses, which measures a round trip."""
     wide = capture_whole(chain(), Example.of(torch.randn(16, 64)))
     assert [crossing_bytes(wide.program, cut) for cut in (0, 6)] == [4096, 768]
     serve(far, wide)
@@ -364,7 +364,7 @@ def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
     serve(far, networks[0])
     turn(far)
     there.did.clear()
-    far._probed_at = far._shown_at = math.inf  # it is about the load
+    far._probed_at = far._shown_at = math.inf  # it concerns the load
     assert turn(far) == 10.0
     far._wake.clear()
     for _ in range(3):
@@ -516,7 +516,7 @@ def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: Far, the
 def test_a_probe_waits_for_no_request_that_began_after_it_was_due(
     far: Far, there: There, networks: list[CapturedModel]
 ) -> None:
-    """Requests that show nothing of the link and follow each other without a gap."""
+    """Requests that show nothing about the link follow each other without a gap."""
     serve(far, networks[0])
     turn(far)
     there.did.clear()
@@ -542,7 +542,7 @@ def test_a_probe_is_not_repeated_beside_a_request(
     networks: list[CapturedModel],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is where the link seems to be another one and is free."""
+    """A probe is repeated where the link seems to have changed and is free."""
     serve(far, networks[0])
     turn(far)
     there.rate *= 10
@@ -576,7 +576,7 @@ def test_a_request_to_one_server_puts_off_the_probes_of_others(
 
 
 def test_a_link_that_has_become_thin_locks_no_server_out(far: Far, there: There) -> None:
-    """Requests of 600 kB over 8 MB/s, then 0.1 MB/s: a probe of their size takes longer than it may."""
+    """Requests of 600 kB over 8 MB/s, then 0.1 MB/s: a probe of their size exceeds its time limit."""
     captured = capture_whole(chain(), Example.of(torch.randn(2400, 64)))
     assert crossing_bytes(captured.program, 0) == 614_400
     there.rate = 8e6

@@ -1,4 +1,4 @@
-"""What a server has to show before it is asked, and what is measured of it then."""
+"""Check the proof that a server gives before its first request, and the measurements made then."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_answer_of_a_process_that_was_not_let_in_is_not_taken(
 
 
 def test_a_process_that_dies_while_it_measures_is_not_let_in_for_what_it_showed(front: Between) -> None:
-    """The next one answers all further questions, and would be let in without a canary."""
+    """The next process answers all further questions, and would be admitted without a canary."""
 
     def replaced(path: str) -> None:
         if path == PROFILE:
@@ -95,13 +95,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def takes(front: Between, stage_s: float, load: dict[str, Any] = FREE) -> None:
-    """From here on the server takes so long for each stage, and cannot tell that it is slow."""
+    """Make the server take this long for each stage, without a way to know that it is slow."""
     front.profile_s = front.run_s = stage_s
     front.k, front.load = 1.0, load
 
 
 def known_s(answer: Offload) -> list[float]:
-    """What the device believes of the server's stages."""
+    """Return the device's estimate of the server's stage seconds."""
     return [second for costs in far_of(answer)._costs.values() for second in costs.server_s]
 
 
@@ -114,7 +114,7 @@ def test_what_was_kept_is_used_as_long_as_it_is_so(front: Between, cache: Path) 
     for stage_s in (
         0.002,
         0.02,
-    ):  # it had more to do then, or has now and does not know: it was started again
+    ):  # it was busier then, or is now without knowing it: the server was started again
         takes(front, stage_s)
         with asking(front) as answer:
             assert known_s(answer) == pytest.approx([stage_s] * 7)
@@ -140,7 +140,7 @@ def test_what_a_busy_server_shows_is_not_kept_and_is_measured_anew_when_it_is_fr
         takes(front, 0.002)
 
         def anew() -> bool:
-            if requests:  # which tell k, and nothing of the machine
+            if requests:  # they tell k, and nothing about the machine
                 answer(torch.randn(2, 64))
             return known_s(answer) == pytest.approx([0.002] * 7)
 
@@ -155,7 +155,7 @@ def test_what_a_busy_server_shows_is_not_kept_and_is_measured_anew_when_it_is_fr
 def test_the_first_run_there_counts_only_until_its_stages_can_be_measured(
     first_s: float, believed_s: float, front: Between, cache: Path
 ) -> None:
-    """It was started again, and measures for somebody else just now."""
+    """The server was started again, and is measuring for another client just now."""
     takes(front, 0.01)
     with asking(front):
         pass
@@ -196,7 +196,7 @@ ABSURD: list[dict[str, Any]] = [
     {"load": {**FREE, "k": 1e308}},
     {"load": {**FREE, "expected_wait_s": 1e308}},
 ]
-"""What a server may say of itself."""
+"""Statements that a server may make about itself."""
 
 
 @pytest.mark.parametrize("when", ["from the start", "later"])
@@ -228,7 +228,7 @@ def test_no_number_of_a_server_s_keeps_a_request_from_its_answer(
 def test_a_server_that_has_not_the_program_is_to_be_pushed_that_one(
     skipped: int, level: Any, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a cut between operators would change bits stages end with modules, or there is a single one."""
+    """Stages end with modules, or there is a single one, where a cut between operators would change bits."""
     tries, through_cuts = count(), whole_model.through_cuts
 
     def changes_bits(*args: Any) -> Any:

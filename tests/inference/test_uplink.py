@@ -1,4 +1,4 @@
-"""The way out of a device that has several servers: what is sent to measure it, and what waits for that."""
+"""Check the uplink of a device with several servers: its probes, and the requests that wait for them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def captured() -> CapturedModel:
 def test_probes_to_several_servers_never_overlap(
     captured: CapturedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are due at the same moments, as their servers were let in at once."""
+    """The probes are due at the same moments, because the servers were admitted together."""
     lock, under_way, overlapped, sent = threading.Lock(), [0], [0], [0, 0, 0]
 
     def probe(client: Any, link: LinkWindow, **_: Any) -> None:
@@ -67,7 +67,7 @@ def test_probes_to_several_servers_never_overlap(
             stack.callback(far.close)
             far.serve(captured, (0.01,) * 7)
         wait_for(lambda: min(sent) > 10)
-        assert overlapped == [0]  # once one of them is closed nobody waits any more
+        assert overlapped == [0]  # once one of them is closed, nothing waits any more
 
 
 def test_a_let_in_probes_alone_and_is_waited_for_by_the_probes_of_others(
