@@ -1,4 +1,4 @@
-"""What a loader has left behind."""
+"""Find the threads, processes and shared memory that a loader has left behind."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.server.running import wait_for
 
 
 def shared() -> set[str]:
-    """Shared memory that this process has, or that has a name."""
+    """Return the shared memory that this process maps, or that has a name."""
     mapped = {line for line in Path("/proc/self/maps").read_text().splitlines() if "/torch_" in line}
     return mapped | {each for each in os.listdir("/dev/shm") if each.startswith(f"torch_{os.getpid()}_")}
 
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """No thread, process or shared memory more than before, as soon as everything has been closed."""
+    """Check that no further thread, process or shared memory remains once everything is closed."""
     threads, processes, memory = set(threading.enumerate()), multiprocessing.active_children(), shared()
     yield
     closers = {each for each in threading.enumerate() if each.name == "closing for upriver"}

@@ -1,4 +1,4 @@
-"""How many workers there are to be: found with one, started while training goes on, and released."""
+"""Check the number of workers: determined with one worker, grown during training, and released."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNT = 300
 
 
 class Team:
-    """In place of `Hired`: further workers come some steps after they were asked for, each like the one."""
+    """Replace `Hired`: further workers join some steps after the request, each like the first."""
 
     candidates = ("p2", "p3")
 
@@ -90,7 +90,7 @@ def train(
 
 @pytest.mark.parametrize(("there", "most", "needed"), [(0.2, 8, 2), (0.45, 8, 5), (0.45, 3, 3), (0.12, 8, 2)])
 def test_as_many_as_make_up_for_what_is_lacking(there: float, most: int, needed: int) -> None:
-    """Gthp 40, Lthp 8, Ocycle / Pcycle 1/8: Lower is 32 x 9/8 = 36 MB/s, and one worker has 4 / there."""
+    """Gthp 40, Lthp 8, Ocycle / Pcycle 1/8: Lower is 32 x 9/8 = 36 MB/s, and one worker makes 4 / there."""
     world = World(here=0.1, there=there / BATCH, step=0.1, receive=0.05)
     team = Team(world, most=most)
     measured, growth = train(world, team, 250)
@@ -98,7 +98,7 @@ def test_as_many_as_make_up_for_what_is_lacking(there: float, most: int, needed:
     assert growth.why.startswith(f"{needed} of at most {most} workers")
     [name] = measured.rthp
     assert growth.candidates == (name,), "the best one, measured again with all of them"
-    # A step takes 0.1 s, and 0.05 s each batch that comes in, unless the workers take longer.
+    # A step takes 0.1 s, plus 0.05 s for each received batch, unless the workers are slower.
     assert measured.rthp[name] == pytest.approx(4 / max(0.15, there / needed), rel=0.05)
     assert measured.decision is not None and measured.decision.candidate == name
 
@@ -122,7 +122,7 @@ def test_where_nothing_stalls_the_one_is_released() -> None:
 
 
 def test_one_is_hired_again_where_it_is_to_be_decided_again() -> None:
-    """As once the model has become faster: then how many are needed is open again."""
+    """Once the model is faster, the number of workers is open again."""
     world = World(here=0.1, there=0.2 / BATCH, step=100.0, receive=0.05)
     team = Team(world, most=8)
     measured, growth = train(world, team, 40)
@@ -159,7 +159,7 @@ def named(kind: str = "Noisy") -> Any:
 
 
 def rows(batch: list[Any]) -> list[Any]:
-    """No worker finds this by its name: only p2 is measured."""
+    """Return the batch; no worker finds this function by its name, so only p2 is measured."""
     return list(batch)
 
 
@@ -167,7 +167,7 @@ rows.__qualname__ = "nowhere"
 
 
 def loader_of(workers: Provider | int | str, *, stalls: bool | None = None, **arguments: Any) -> DataLoader:
-    """A loader that knows already whether the model waits: by a real clock that is left to chance."""
+    """Return a loader that knows whether the model waits, which a real clock would leave to chance."""
     loader = DataLoader(named(), batch_size=2, seed=3, collate_fn=rows, workers=workers, **arguments)
     if stalls is not None:
         found = loader._measured
@@ -183,7 +183,7 @@ def until(condition: Callable[[], Any], seconds: float = 120) -> None:
 
 
 class Watched(LocalWorkers):
-    """Remembers its fleets."""
+    """Remember its fleets."""
 
     fleets: list[LocalFleet]
 
@@ -224,7 +224,7 @@ def test_it_grows_while_training_goes_on(fleets: list[LocalFleet], reference: li
         assert same(found, epoch), f"{loader.report}"
         for server in servers(fleets[0]):
             with ServerClient(server.url) as stranger, pytest.raises(NotAuthorized):
-                stranger.info()  # another user of this machine, who could have this one's code run
+                stranger.info()  # another user of this machine could have this user's code run
         assert loader._hired is not None
         if loader._hired.count == 2:
             break
@@ -342,7 +342,7 @@ def test_processes_that_have_cpus_of_their_own_share_none(monkeypatch: pytest.Mo
 
 
 class Refusing(LocalFleet):
-    """Cannot start more than some."""
+    """Fail to start more than a number of workers."""
 
     def __init__(self, what: Serves, *, most: int, can: int) -> None:
         super().__init__(what, most=most)

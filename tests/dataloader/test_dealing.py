@@ -1,4 +1,4 @@
-"""Tasks among workers of any speed, by a clock of the test's own: who is given which, and is waited for."""
+"""Check the dealing of tasks among workers of any speed, and their time limits, by a simulated clock."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from upriver.protocol import DEFAULT_CAPS, Info
 from upriver.rpc.client import AnswerClosed
 
 PATIENCE_S = 60.0
-"""Of the test for a thread, in real seconds; nothing is told by it."""
+"""Longest wait of a test for a thread, in real seconds; no result depends on it."""
 
 TICK_S = 0.001
 
@@ -52,7 +52,7 @@ CANARY = -1
 
 
 class Asked:
-    """Nothing that crosses: an answer is what was asked for."""
+    """A dataset that sends nothing: each answer is the task itself."""
 
     name, joins, collates, key = "scripted", True, None, "scripted"
 
@@ -64,7 +64,7 @@ class Asked:
 
 
 class Answer:
-    """What comes of a task when the clock has reached its time."""
+    """The outcome of a task once the clock has reached its time."""
 
     def __init__(self, server: Server, task: Task) -> None:
         self.server, self.task, self.until_s = server, task, math.inf
@@ -90,7 +90,7 @@ class Answer:
 
 
 class Server:
-    """In place of a client: a worker whose processes take so many seconds for each sample."""
+    """Replace a client: a worker whose processes take a set time for each sample."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class Server:
 
 
 class Told(Workers):
-    """Counts what it was given and has called back."""
+    """Count the tasks given and called back."""
 
     taken = called_back = 0
 
@@ -172,7 +172,7 @@ class Told(Workers):
 
 
 class Queue(SimpleQueue[Arrival]):
-    """Counts what has come."""
+    """Count the arrivals."""
 
     come = 0
 
@@ -219,7 +219,7 @@ class Bed:
         return Canary(task=one, value=[("made", one.samples[0])], seconds=self.here_s)
 
     def settled(self) -> bool:
-        """Whether all threads are where they wait for the clock."""
+        """Return whether all threads wait for the clock."""
         with self.lock:
             held = sum(not each.late for told in self.loaders for each in told._held.values())
             begun = held + sum(len(told._proving) for told in self.loaders) == len(self.open)
@@ -239,7 +239,7 @@ class Bed:
         raise AssertionError("threads do not come to rest")
 
     def pass_to(self, now: float) -> None:
-        """Let time pass, in which whatever is to be done by then is."""
+        """Advance the clock, and end all tasks due by then."""
         while True:
             self.settle()
             answer = min(self.open, key=lambda each: each.until_s, default=None)
@@ -250,7 +250,7 @@ class Bed:
         self.now = now
 
     def step(self) -> int:
-        """On to the next task that is done, or comes back; its number."""
+        """Advance to the next task that is done or returned; return its number."""
         while True:
             self.settle()
             if not self.arrivals.empty():
@@ -266,7 +266,7 @@ class Bed:
         return arrival.number
 
     def train(self, count: int, *, first: int = 0, ahead: int | None = None) -> None:
-        """Consume so many tasks in order, each as soon as it is there; those that come back take no time."""
+        """Consume ``count`` tasks in order, each as soon as it is done; returned tasks take no time."""
         given = self.next = first
         there = set[int]()
         while self.next < first + count:
@@ -318,7 +318,7 @@ def test_each_makes_as_much_as_its_speed_allows(bed: Bed, seconds: tuple[float, 
 
 
 def test_processes_count(bed: Bed) -> None:
-    """Eight slow processes make more than a single one that is three times as fast."""
+    """Eight slow processes make more than one process that is three times as fast."""
     many, one = bed.server(0.3, processes=8), bed.server(0.1)
     bed.workers()
     bed.train(800)
@@ -428,7 +428,7 @@ def test_what_waits_for_a_place_is_not_late(bed: Bed) -> None:
 
 
 def test_limits_are_those_of_all_workers(bed: Bed) -> None:
-    """One that hangs is not waited for as long as its own last answers took."""
+    """A hanging worker gets the limit of all workers, not one from its own last response times."""
     _, slow = bed.server(1.0), bed.server(3.0)
     workers = bed.workers()
     bed.train(40)
@@ -458,7 +458,7 @@ def test_who_hangs_rests_longer_each_time_and_no_batch_depends_on_it_meanwhile(b
         server.seconds = server.free_at[0] = 0.0
         rested_from, number = bed.now, number + 1
         while not workers.give(task(number), None):
-            bed.pass_to(bed.now + 1)  # made here at once, and nobody waits
+            bed.pass_to(bed.now + 1)  # made here at once, without a wait
         rests.append(bed.now - rested_from)
         bed.step()
         number += 1
@@ -494,7 +494,7 @@ def test_one_that_still_hangs_costs_nothing_once_it_has_rested(bed: Bed) -> None
 
 
 def test_a_worker_that_begins_slowly_is_waited_for_once(bed: Bed) -> None:
-    """Its copy of the dataset takes minutes to be made: batches are made here, and none waits anew."""
+    """Its copy of the dataset takes minutes to build: batches are made here, and no batch waits again."""
     server = bed.server(1.0)
     server.canary_s = 100.0
     workers = bed.workers()
@@ -535,7 +535,7 @@ def test_where_nothing_is_given_who_could_not_be_asked_is_looked_at_again(bed: B
 
 
 def test_who_was_lost_sight_of_is_proved_again(bed: Bed) -> None:
-    """What answers at its address later may be another one."""
+    """Another worker may respond at its address later."""
     server, other = bed.server(1.0), bed.server(1.0)
     workers = bed.workers()
     bed.train(6)
@@ -614,7 +614,7 @@ def test_a_worker_that_began_slowly_is_not_waited_for_as_slowly_ever_after(bed: 
 def test_what_is_wrong_with_some_tasks_is_not_held_against_a_worker(
     bed: Bed, error: Exception, can_here: bool
 ) -> None:
-    """Not with those that cannot be made here either, and not with those of other stages."""
+    """Neither with tasks that fail here as well, nor with those of other stages."""
     bad = range(4, 12)
     servers = [
         bed.server(1.0, raises=lambda task: error if task.number in bad and task.whole else None)
@@ -669,7 +669,7 @@ def test_what_waits_for_somebody_who_turns_out_not_to_do_it_comes_back(bed: Bed)
 
 @pytest.mark.parametrize("most", [20, 12, 8, 5])
 def test_two_loaders_that_ask_for_more_than_there_are_places_keep_it_busy(bed: Bed, most: int) -> None:
-    """Each is told that it may have 16 tasks there at once."""
+    """Each loader is told that it may have 16 tasks there at once."""
     server = bed.server(0.5, processes=8, most=most)
     loaders = [bed.workers() for _ in range(2)]
     given, made = Counter[int](), Counter[int]()

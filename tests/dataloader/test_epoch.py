@@ -1,4 +1,4 @@
-"""Samples made here and elsewhere: batches, order and multiset, whatever the shares and the failures."""
+"""Check epochs of samples made here and elsewhere: batches, order, multiset, for all shares and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from upriver.pipeline.seeding import apart
 
 
 class There:
-    """Does tasks as they are given, and has them arrive from another thread, later and in any order."""
+    """Do the given tasks, and deliver them from another thread, later and in any order."""
 
     def __init__(self, maker: Maker, arrivals: Arrivals, *, failing: float = 0.0, slots: int = 0) -> None:
         self._maker, self._arrivals, self.slots = maker, arrivals, slots
@@ -265,7 +265,7 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
 
 
 class Interrupting:
-    """Interrupts this thread before the nth line that it comes to in some modules; once."""
+    """Interrupt this thread once, before the nth line that it reaches in some modules."""
 
     def __init__(self, at: int) -> None:
         self.left = at
@@ -348,7 +348,7 @@ def test_who_was_interrupted_in_the_sampler_is_told_that_a_batch_may_be_lost() -
 
 
 class Silent(SimpleQueue[Arrival]):
-    """Where nothing comes for as long as is waited, by a clock of its own."""
+    """A queue on which nothing arrives during any wait, by a clock of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ class Silent(SimpleQueue[Arrival]):
 
 
 class Later:
-    """Loader processes that do a task when they are told to."""
+    """Loader processes that do a task on command."""
 
     def __init__(self, arrivals: Arrivals) -> None:
         self.tasks: list[Task] = []
@@ -408,7 +408,7 @@ def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
     arrivals.now += 100  # in which the model trains
     processes.do()
     assert next(epoch) == [2, 3] and epoch.handed_out == 2
-    epoch.prepare(1)  # is not where anybody hears of it
+    epoch.prepare(1)  # where nothing notices the arrival
     with pytest.raises(RuntimeError, match="timed out"):
         next(epoch)
     processes.do()
@@ -416,7 +416,7 @@ def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
 
 
 class Many:
-    """Workers that hold everything until they are told to make it, or to give it back."""
+    """Workers that hold every task until a test makes them do or return it."""
 
     slots = 64
 
@@ -536,7 +536,7 @@ def test_as_many_batches_are_prepared_as_are_asked_for() -> None:
 
 
 class Refusing(SimpleQueue[Arrival]):
-    """Workers that take everything and give it back at once; nothing else ever arrives."""
+    """Workers that accept every task and return it at once; nothing else ever arrives."""
 
     slots, ready, coming = 64, False, False
 
@@ -573,7 +573,7 @@ def test_what_is_prepared_and_comes_back_is_prepared_here(count: int) -> None:
 
 
 def test_what_comes_back_is_not_prepared_where_that_is_no_use() -> None:
-    """It would be made while nobody trains; all of it is handed out as ever."""
+    """Preparing it early would happen while nothing trains; every batch is handed out all the same."""
     arrivals, made = Refusing(), list[int]()
 
     class Counting:
@@ -631,7 +631,7 @@ def test_room_is_a_part_of_what_is_free_and_shared_by_the_ranks(monkeypatch: pyt
 
 
 class Pinnable(list[Any]):
-    """A batch that notes by whom it was pinned."""
+    """A batch that records which thread pinned it."""
 
     by: tuple[str, ...] = ()
 
@@ -692,4 +692,4 @@ def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(
     if (share == 1 and whole) or (share == 0 and num_workers):
         assert here == 0 and set(devices) == {3}
     elif share != 0.5:
-        assert here == 12 and not devices  # this thread made it, or put its samples together
+        assert here == 12 and not devices  # this thread made it, or collated its samples

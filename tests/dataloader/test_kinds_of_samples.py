@@ -1,4 +1,4 @@
-"""Samples of any kind: made elsewhere as they are here, in all that code sees, or made here, with why."""
+"""Check samples of any kind: made elsewhere with all visible properties, or made here, with the reason."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Colour(enum.IntEnum):
 
 
 class Octets(bytes):
-    """A kind of bytes."""
+    """A subclass of bytes."""
 
 
 class Image(torch.Tensor):
-    """A kind of tensor."""
+    """A subclass of tensors."""
 
 
 @functools.cache
 def stored() -> str:
-    """The same file for every process, which each writes whole."""
+    """Return the same file for every process, each of which writes the whole file."""
     path = pathlib.Path(tempfile.gettempdir()) / "upriver-kinds-of-samples.npy"
     mine = path.with_suffix(f".{os.getpid()}.npy")
     np.save(mine, np.arange(40.0).reshape(COUNT - 2, 4))
@@ -144,7 +144,7 @@ KINDS = {**SENT, **HERE}
 
 
 class OfKind(torch.utils.data.Dataset[Any]):
-    """Samples of one kind, each beside its number."""
+    """Return samples of one kind, each with its number."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -157,7 +157,7 @@ class OfKind(torch.utils.data.Dataset[Any]):
 
 
 class Seldom(OfKind):
-    """Such a one now and then."""
+    """Return a sample of the kind now and then."""
 
     def __getitem__(self, index: int) -> Any:
         return index, KINDS[self.kind](index) if index % 5 == 4 else 0
@@ -168,7 +168,7 @@ def as_they_are(rows: list[Any]) -> list[Any]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two are the same in everything that code may go by."""
+    """Return whether both are the same in every property that code may use."""
     if type(one) is not type(other):
         return False
     match one:
@@ -259,14 +259,14 @@ def test_sample_made_by_a_loader_process_is_as_one_made_elsewhere(worker: Embedd
 def test_view_made_by_a_loader_process_has_the_numbers_of_one_here(
     worker: EmbeddedServer, kind: str, elsewhere: bool
 ) -> None:
-    """PyTorch's own loader gives those that lie under it."""
+    """PyTorch's own loader returns the numbers under the view."""
     there = loader(worker if elsewhere else None, kind, num_workers=1)
     for one, other in zip(there, loader(None, kind), strict=True):
         assert all(torch.equal(mine[1], theirs[1]) for mine, theirs in zip(one, other, strict=True))
 
 
 def test_tensor_in_a_graph_made_by_a_loader_process_is_an_error() -> None:
-    """Where PyTorch's own loader waits for good."""
+    """PyTorch's own loader waits for ever at this point."""
     with pytest.raises(ConfigError, match="cannot send a tensor with the graph"):
         list(loader(None, "in a graph", num_workers=1))
 

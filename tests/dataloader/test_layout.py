@@ -1,4 +1,4 @@
-"""How batches lie in memory, on which low bits hang of what kernels do: the same whoever makes them."""
+"""Check the memory layout of batches, which decides kernels' low bits: the same wherever they are made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WHERE = [None, *((candidate, ratio) for candidate in ("p1", "p2", "p3") for rati
 
 
 class Clips(Dataset[Any]):
-    """Pictures one after another, the colours of each pixel together in memory; arrays of such as well."""
+    """Return images one after another with the colours of each pixel together in memory; arrays as well."""
 
     def __len__(self) -> int:
         return COUNT
@@ -38,7 +38,7 @@ class Clips(Dataset[Any]):
 
 
 class Scans(Clips):
-    """What is read is turned, cut and read only; what comes of it hangs on the order of sums."""
+    """Read values that are turned, cut and read-only; the transformed values depend on the order of sums."""
 
     def read(self, index: int) -> Any:
         turned = np.random.rand(300, 40, 3).astype(np.float32).transpose(2, 0, 1)
@@ -55,7 +55,7 @@ class Scans(Clips):
 
 
 class Masked(Clips):
-    """What is read has values that count for nothing."""
+    """Read arrays with masked values."""
 
     def read(self, index: int) -> Any:
         return np.ma.masked_less(np.random.rand(5), 0.5)
@@ -65,7 +65,7 @@ class Masked(Clips):
 
 
 def filled(rows: list[Any]) -> Any:
-    """Without what counts for nothing."""
+    """Replace the masked values by a number."""
     return [row.filled(-1.0) for row in rows]
 
 
@@ -117,7 +117,7 @@ def test_arrays_that_are_more_than_their_elements_are_made_here(worker: Embedded
 
 
 class Word(str):
-    """Something of the user's, who has told PyTorch how it is collated."""
+    """A user type registered with PyTorch's collating."""
 
 
 def test_what_a_user_has_registered_with_pytorchs_own_collating_is_called(

@@ -1,4 +1,4 @@
-"""The loader against PyTorch's: the same order and batches; what is drawn by chance belongs to the sample."""
+"""Check the loader against PyTorch's: the same order and batches; random draws belong to the sample."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 class Drawing(Buckets):
-    """The same, one by one."""
+    """Make the same samples, one by one."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(torch.randperm(self.count).tolist())
@@ -87,7 +87,7 @@ def test_what_is_drawn_belongs_to_the_sample(dataset: Any) -> None:
         {"num_workers": 2, "prefetch_factor": 7},
     ):
         assert same(made(**arguments), inline), arguments
-    # Where processes persist PyTorch draws nothing for them: the order of the second epoch is another.
+    # PyTorch draws nothing for persistent processes: the order of the second epoch is another one.
     persistent = made(num_workers=2, persistent_workers=True)
     assert same(persistent[0], inline[0]) and not same(persistent[1], inline[1])
     assert not same(inline[0], inline[1])
@@ -167,7 +167,7 @@ def test_what_a_dataset_raises_takes_its_batchs_place(num_workers: int) -> None:
 
 
 def told(error: BaseException) -> str:
-    """What a traceback says below it."""
+    """Return the formatted traceback with all causes."""
     return "\n".join(traceback.format_exception(error))
 
 
@@ -271,14 +271,14 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 
 
 class Listed(Plain):
-    """Makes samples by lists of indices, and others by single ones."""
+    """Make samples by lists of indices, and other samples by single indices."""
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         return [100 * index + torch.rand(2) for index in indices]
 
 
 class Rowed(Plain):
-    """Makes a whole batch at once."""
+    """Make a whole batch at once."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         return torch.tensor(indices), torch.tensor(indices)
@@ -315,7 +315,7 @@ def test_dataset_that_makes_whole_batches_is_refused_by_name() -> None:
 
 
 class Own(DataLoader):
-    """Says itself what its batches are, as PyTorch's allows."""
+    """Define its own batches, as PyTorch's loader allows."""
 
     @property
     def _index_sampler(self) -> Any:
@@ -336,7 +336,7 @@ def test_timeout_that_is_set_without_processes_is_refused() -> None:
 
 
 def test_loader_whose_collate_fn_is_set_afterwards_refuses_it() -> None:
-    """It was taken without a word, and batches came as before."""
+    """An earlier version accepted it silently, and batches came as before."""
     loader = DataLoader(range(4), batch_size=2)
     with pytest.raises(ConfigError, match=r"collate_fn=…"):
         loader.collate_fn = tuple
@@ -345,7 +345,7 @@ def test_loader_whose_collate_fn_is_set_afterwards_refuses_it() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_every_epoch_has_the_order_of_pytorchs_loader_where_processes_persist(num_workers: int) -> None:
-    """Which draws no number for processes that are there already, so that the sampler draws another one."""
+    """PyTorch draws no number for running processes, so the sampler draws another one."""
 
     def orders(kind: Any) -> list[list[int]]:
         torch.manual_seed(11)
@@ -367,7 +367,7 @@ def test_every_epoch_has_the_order_of_pytorchs_loader_where_processes_persist(nu
 def test_the_order_of_pytorchs_loader_where_a_sampler_draws_as_soon_as_it_is_begun(
     num_workers: int, persistent: bool, single: bool
 ) -> None:
-    """Which is before a number is drawn for processes; and where these are started, once more after it."""
+    """The sampler draws before PyTorch draws a number for processes, and again after it where these start."""
 
     def orders(kind: Any) -> tuple[list[list[Any]], float]:
         torch.manual_seed(11)

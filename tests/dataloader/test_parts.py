@@ -1,4 +1,4 @@
-"""Parts of an indexed dataset, states of other datasets, and what makes a plain loader of one of ours."""
+"""Check parts of an indexed dataset, states of other datasets, and code that makes a plain loader of ours."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_part_of_an_indexed_dataset_is_made_by_servers(data: Dataset) -> None:
 
 
 class Moved(Subset[Any]):
-    """Has samples of its own."""
+    """A dataset with its own samples."""
 
     def __getitem__(self, index: Any) -> Any:
         return self.dataset[self.indices[index]]
@@ -113,7 +113,7 @@ def test_index_from_the_end_is_the_row_it_stands_for(data: Dataset, num_workers:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_index_that_a_part_lacks_takes_its_batchs_place_alone(data: Dataset, num_workers: int) -> None:
-    """Nor is a mask a list of indices, of which PyTorch's would be samples 0 and 1."""
+    """A mask is no list of indices either: PyTorch would use it as samples 0 and 1."""
     part = Subset(data, [5, 8, 3])  # type: ignore[arg-type, var-annotated]
     batches = iter(DataLoader(part, sampler=[0, 7, 2], seed=3, num_workers=num_workers))
     first = next(batches)
@@ -148,13 +148,13 @@ def test_plain_loader_of_an_indexed_dataset_says_who_makes_its_samples(data: Dat
 
 
 def test_loader_given_to_accelerate_says_how_it_is_used_there() -> None:
-    """As `Accelerator.prepare_data_loader` asks first."""
+    """`Accelerator.prepare_data_loader` asks this first."""
     with pytest.raises(ConfigError, match="Prepare model and optimizer alone"):
         getattr(DataLoader([1, 2]), "_is_accelerate_prepared", False)
 
 
 class Other(Plain):
-    """As many samples as another dataset."""
+    """A dataset as long as another one."""
 
 
 STATES: dict[
@@ -215,7 +215,7 @@ STATES: dict[
 def test_state_of_another_dataset_or_sampler_is_refused(
     data: Dataset, tmp_path: Path, name: str, batches: int | None
 ) -> None:
-    """Also before the first batch, and between epochs."""
+    """This holds before the first batch and between epochs, too."""
     mine, other, said = STATES[name]
     here, there = mine(data, tmp_path), other(data, tmp_path)
     if batches is None:

@@ -1,4 +1,4 @@
-"""What a sample raises: itself, wherever it was made, and never the end of an epoch that is not whole."""
+"""Check that a sample's error is the original one, wherever raised, and never silently ends the epoch."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ OURS |= {
 
 
 class Two(Exception):
-    """Takes two arguments."""
+    """Take two arguments."""
 
     def __init__(self, path: str, code: int) -> None:
         super().__init__(path, code)
 
 
 class Named(Exception):
-    """Takes keywords, and is not made again from its args."""
+    """Take keywords, so that its args do not rebuild it."""
 
     def __init__(self, *, path: str) -> None:
         super().__init__(f"no {path}")
@@ -55,14 +55,14 @@ class Named(Exception):
 
 
 class Counted(Exception):
-    """Takes a number, and no text."""
+    """Take a number, and no text."""
 
     def __init__(self, number: Any) -> None:
         super().__init__(int(number))
 
 
 class WithMessage(Exception):
-    """Has what PyTorch takes for a keyword."""
+    """Have an attribute that PyTorch treats as a keyword."""
 
     message = "of the class"
 
@@ -71,7 +71,7 @@ class WithMessage(Exception):
 
 
 class Holding(Exception):
-    """Holds what pickle cannot say, and takes two arguments."""
+    """Hold a value that pickle cannot represent, and take two arguments."""
 
     def __init__(self, one: Any, other: Any) -> None:
         super().__init__(one, other)
@@ -80,7 +80,7 @@ class Holding(Exception):
 
 def local() -> Exception:
     class Local(Exception):
-        """Nobody else finds it."""
+        """A local class that no import finds."""
 
     return Local("gone")
 
@@ -101,7 +101,7 @@ THEIRS: dict[str, tuple[Callable[[], Exception], bool]] = {
 
 
 class Raising:
-    """Sample 3 raises."""
+    """Raise at sample 3."""
 
     def __init__(self, make: Callable[[], BaseException]) -> None:
         self.make = make
@@ -116,7 +116,7 @@ class Raising:
 
 
 def raised(data: Any, **more: Any) -> tuple[list[Any], Exception]:
-    """What came before and after, and what was raised between."""
+    """Return the batches before and after, and the error between them."""
     found, error = list[Any](), None
     batches = iter(DataLoader(data, **{"batch_size": 2, "seed": 1, **more}))
     while True:
@@ -168,7 +168,7 @@ def test_error_of_a_users_kind_is_itself_or_named_from_a_loader_process(name: st
 
 
 class Exhausted:
-    """Sample 3 asks an iterator with nothing left, in one of several places."""
+    """Exhaust an iterator at sample 3, in one of several places."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -192,11 +192,11 @@ class Exhausted:
 
 
 class Own(StopIteration):
-    """A kind of it."""
+    """A subclass of the error."""
 
 
 def exhausted(rows: list[Any]) -> Any:
-    """Collates, but for the batch of sample 3."""
+    """Collate every batch except that of sample 3."""
     if 3 in rows:
         raise Own
     return torch.tensor(rows)
@@ -248,7 +248,7 @@ class Failing:
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_error_of_a_sampler_takes_the_place_of_its_index(num_workers: int) -> None:
-    """PyTorch's loader, without processes, raises it there, too."""
+    """PyTorch's loader without processes raises the error there, too."""
     for kind in (TorchLoader, DataLoader) if not num_workers else (DataLoader,):
         batches, found = iter(kind(list(range(COUNT)), None, sampler=Failing(), num_workers=num_workers)), []
         for _ in range(7):
@@ -261,7 +261,7 @@ def test_error_of_a_sampler_takes_the_place_of_its_index(num_workers: int) -> No
 
 
 class Unsendable:
-    """Sample 3 is something that no other process can be given."""
+    """Return a value at sample 3 that no other process can receive."""
 
     def __len__(self) -> int:
         return COUNT
@@ -276,7 +276,7 @@ def as_it_is(rows: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_batch_that_cannot_be_sent_is_an_error_in_its_place_alone(persistent: bool) -> None:
-    """PyTorch's loader waits for it for good."""
+    """PyTorch's loader waits for ever for such a batch."""
     loader = DataLoader(
         Unsendable(),
         batch_size=2,

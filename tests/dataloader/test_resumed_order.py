@@ -1,4 +1,4 @@
-"""The order of the epochs that follow once a loader has gone on from a state: as if nothing had been."""
+"""Check the order of the epochs after a resume: the same as without an interruption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = ("python", "numpy", "torch")
 
 
 class Late(Sampler[int]):
-    """Draws each index when it is asked for, from all of the generators that everybody shares."""
+    """Draw each index at its request, from all of the shared generators."""
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(3 * COUNT):
@@ -41,7 +41,7 @@ class Late(Sampler[int]):
 
 
 class Early(Sampler[int]):
-    """Draws a permutation by NumPy, which is seeded by the script."""
+    """Draw a permutation by NumPy, which the script seeds."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(np.random.permutation(COUNT).tolist())
@@ -51,7 +51,7 @@ class Early(Sampler[int]):
 
 
 class LateBatches(Late):
-    """Batches of lengths that are drawn as they are asked for."""
+    """Make batches whose lengths are drawn at their request."""
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(12):
@@ -92,7 +92,7 @@ LATE = ("late", "late batches", "by the shared one, given")
 
 
 def draw() -> None:
-    """As a model does: dropout, and what it takes from elsewhere."""
+    """Draw as a model does: dropout, and the other generators."""
     torch.nn.functional.dropout(torch.ones(11), 0.5)
     torch.rand(3)
     random.random()
@@ -102,11 +102,11 @@ def draw() -> None:
 def script(
     kind: str, *, seed: int = 0, state: Any = None, stop: Any = None, model: bool, more: Any = None
 ) -> Any:
-    """What a user runs again after an interruption: the batches of each epoch, or the state where it stops.
+    """Run a user's script: return the batches of each epoch, or the state where the script stops.
 
     Args:
-        stop: After so many batches of so many epochs; after 0 of one, it has begun; after None, it has not.
-        model: Whether what is trained draws, too.
+        stop: Epoch, and the number of batches after which to stop; 0: the epoch has begun; None: it has not.
+        model: Whether the trained model draws, too.
     """
     for each in (torch.manual_seed, np.random.seed, random.seed):
         each(seed)
@@ -144,7 +144,7 @@ def stops(kind: str) -> Iterator[tuple[int, int | None]]:
     [*((kind, False) for kind in KINDS), *((kind, True) for kind in KINDS if kind not in LATE)],
 )
 def test_loader_resumed_at_any_step_gives_the_uninterrupted_order(kind: str, model: bool) -> None:
-    """By the script alone, which seeds everything anew and restores no generator.
+    """The script alone seeds everything again, and restores no generator.
 
     Every other step is tried with a model that draws, and the steps between without.
     """
@@ -160,7 +160,7 @@ def test_loader_resumed_at_any_step_gives_the_uninterrupted_order(kind: str, mod
 
 @pytest.mark.parametrize("kind", LATE)
 def test_loader_resumed_with_draws_between_the_models_is_exact_or_refused(kind: str) -> None:
-    """What it drew hangs on how the model's draws lay between, unless all was drawn ahead; a digest tells."""
+    """The sampler's draws depend on the model's, unless all were drawn ahead; a digest tells."""
     whole, _ = script(kind, model=True)
     refused = 0
     for stop in stops(kind):
@@ -192,7 +192,7 @@ def test_loader_resumed_with_processes_gives_the_uninterrupted_order(kind: str, 
 
 
 class Eager(Sampler[int]):
-    """Draws as soon as it is begun, which PyTorch does twice where processes start."""
+    """Draw at the start of iteration, which PyTorch does twice where processes start."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(torch.randperm(COUNT).tolist())
@@ -263,7 +263,7 @@ def order(of: DataLoader) -> list[Any]:
 
 
 def test_loader_resumed_after_another_seed_goes_on_as_the_run_did() -> None:
-    """What the process was seeded with before it loads the state is no part of it."""
+    """The seed of the process before it loads the state does not matter."""
     torch.manual_seed(0)
     here = loader()
     order(here)
@@ -300,7 +300,7 @@ def test_loader_resumed_where_each_epoch_is_seeded_by_its_number_obeys(stop: int
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_loader_resumed_with_the_generators_of_the_checkpoint_draws_from_them(when: str) -> None:
-    """What is drawn from these besides is drawn as ever, too."""
+    """Other draws from these generators stay the same, too."""
     torch.manual_seed(0)
     here = loader()
     batches = iter(here)
@@ -320,7 +320,7 @@ def test_loader_resumed_with_the_generators_of_the_checkpoint_draws_from_them(wh
 
 @pytest.mark.parametrize("stop", [None, 2])
 def test_loader_resumed_leaves_the_shared_generators_as_pytorchs_would(stop: int | None) -> None:
-    """As an epoch that goes on draws nothing, and each further one what it takes."""
+    """A resumed epoch draws nothing, and each further one draws as usual."""
     torch.manual_seed(0)
     here = loader()
     order(here)
@@ -344,7 +344,7 @@ def test_loader_resumed_leaves_the_shared_generators_as_pytorchs_would(stop: int
 
 
 def test_loader_resumed_goes_on_past_another_loader_that_draws_in_between() -> None:
-    """Such as the one that is validated with, which draws a number an epoch."""
+    """One example is a validation loader, which draws a number per epoch."""
 
     def epochs(of: DataLoader, count: int) -> list[Any]:
         found = []
@@ -384,7 +384,7 @@ def test_loader_set_back_in_the_same_process_gives_the_same_epochs_again() -> No
 @pytest.mark.parametrize("count", [0, 1, 3, 623, 624, 625, 5000])
 @pytest.mark.parametrize("before", [0, 1, 624])
 def test_words_between_two_states_are_counted(count: int, before: int) -> None:
-    """Of each of the three generators; NumPy's legacy one and Python's draw a word at a time."""
+    """All three generators count; NumPy's legacy one and Python's draw a word at a time."""
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
@@ -445,7 +445,7 @@ def test_nothing_is_set_where_no_state_was_loaded() -> None:
 
 
 class Hidden(Sampler[int]):
-    """Draws from a generator of its own, which is in no state."""
+    """Draw from a private generator that is in no state."""
 
     def __init__(self) -> None:
         self.drawn_from = np.random.default_rng(0)
@@ -458,7 +458,7 @@ class Hidden(Sampler[int]):
 
 
 class Turning(Sampler[int]):
-    """Counts its epochs."""
+    """Count its epochs."""
 
     def __init__(self) -> None:
         self.begun = 0
@@ -472,12 +472,12 @@ class Turning(Sampler[int]):
 
 
 def orders(loader: DataLoader) -> list[list[int]]:
-    """Of one epoch."""
+    """Return the order of one epoch."""
     return [batch.tolist() for batch in loader]
 
 
 class Backwards(BatchSampler):
-    """Batches from their ends."""
+    """Make batches from the end of the data."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch[::-1] for batch in super().__iter__())
@@ -489,7 +489,7 @@ class Backwards(BatchSampler):
 def test_loader_resumed_between_epochs_goes_on_behind_what_its_sampler_hides(
     caplog: pytest.LogCaptureFixture, sampler: Callable[[], Any], num_workers: int, after: int
 ) -> None:
-    """Before the first batch nothing else tells: the first epoch's order came again, without a word."""
+    """Before the first batch no other sign exists: the first epoch's order came again, silently."""
 
     def loader() -> DataLoader:
         made = sampler()

@@ -1,4 +1,4 @@
-"""Shares at every prefix."""
+"""Check offload shares at every prefix."""
 
 from types import SimpleNamespace
 
@@ -81,7 +81,7 @@ def test_where_both_sides_are_as_busy_as_the_share_says_it_is_the_share(ratio, w
 
 @pytest.mark.parametrize(
     ("here", "elsewhere", "given"),
-    # Of so many under way half should be elsewhere; half a batch of 4 more or less is left alone.
+    # Of all samples under way half should be elsewhere; a deviation of half a batch of 4 is left alone.
     [(4, 4, 2), (6, 2, 2), (8, 2, 3), (12, 0, 4), (40, 0, 4), (2, 6, 2), (2, 8, 1), (0, 12, 0)],
 )
 def test_a_side_that_is_behind_gets_less_until_it_is_not(here, elsewhere, given):

@@ -1,4 +1,4 @@
-"""Going on in another process, after any batch: the same batches in the same order, whoever makes them."""
+"""Check resuming in another process after any batch: the same batches in the same order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNT = 30
 
 
 class Whimsical(Sampler[int]):
-    """Draws from Python's and NumPy's generators, as a user's own sampler may."""
+    """Draw from Python's and NumPy's generators, as a user's own sampler may."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(np.random.permutation(COUNT))
@@ -83,7 +83,7 @@ def drawn() -> tuple[Any, ...]:
 @settings(max_examples=12)
 @given(stop=st.integers(0, 20), again=st.integers(0, 5), seed=st.integers(0, 99))
 def test_what_is_left_comes_as_it_would_have(kind: str, stop: int, again: int, seed: int) -> None:
-    """Also where it is broken off a second time, and whatever else is drawn in between."""
+    """This holds for a second interruption, and for any other draws in between."""
     set_all(seed)
     here = loader_of(kind)
     batches, after = list(here), drawn()
@@ -144,7 +144,7 @@ def test_an_epoch_that_is_over_is_not_begun_again() -> None:
 def test_the_state_at_the_end_of_an_epoch_goes_on_with_the_next(
     kind: str, num_workers: int, persistent: bool, before: int, over: bool
 ) -> None:
-    """After the last batch nothing is left of the epoch; once it is over the next one begins."""
+    """After the last batch nothing of the epoch remains; once the epoch is over the next one begins."""
     processes = {"num_workers": num_workers, "persistent_workers": persistent}
     set_all(7)
     here = loader_of(kind, **processes)
@@ -173,7 +173,7 @@ def test_the_state_at_the_end_of_an_epoch_goes_on_with_the_next(
 
 
 class Seeded(Sampler[int]):
-    """Makes its generator when it is begun."""
+    """Create its generator at the start of iteration."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -209,7 +209,7 @@ def test_a_sampler_that_makes_its_generator_itself_goes_on(batches: int) -> None
 
 @pytest.mark.parametrize("first", ["told", "loaded"])
 def test_a_new_sampler_that_is_told_of_the_next_epoch_goes_on_with_it(first: str) -> None:
-    """Whether it is told before the state is loaded or after."""
+    """The sampler may be told before the state is loaded or after."""
 
     def loader_with() -> DataLoader:
         sampler = DistributedSampler(range(COUNT), num_replicas=2, rank=0)  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def test_a_new_sampler_that_is_told_of_the_next_epoch_goes_on_with_it(first: str
 
 
 class Told:
-    """Samples that say what their process began with."""
+    """Return samples that hold the seed of their process."""
 
     def __len__(self) -> int:
         return 8
@@ -404,7 +404,7 @@ def test_a_sampler_that_draws_as_soon_as_it_is_begun_goes_on_with_other_processe
 
 
 class Hidden(Sampler[int]):
-    """Draws from a generator of its own, which nobody sees."""
+    """Draw from a private generator that no state shows."""
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(0)
@@ -417,7 +417,7 @@ class Hidden(Sampler[int]):
 
 
 class Stateful(Hidden):
-    """Says how that stands."""
+    """Return the state of its generator."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self.rng.bit_generator.state}
@@ -459,7 +459,7 @@ def test_a_sampler_whose_order_cannot_be_had_again_is_refused_unless_it_has_a_st
 
 
 class Counting(DistributedSampler[int]):
-    """As torchdata's own: its state is how many it has given, and once loaded these are left out, once."""
+    """Keep the number of given indices as its state, as torchdata's sampler; skip them once after a load."""
 
     def __init__(self) -> None:
         super().__init__(range(COUNT), num_replicas=1, rank=0, seed=5)  # type: ignore[arg-type]
@@ -482,7 +482,7 @@ class Counting(DistributedSampler[int]):
 @pytest.mark.parametrize("stop", [0, 3])
 @pytest.mark.parametrize("before", [0, 1, 2])
 def test_a_sampler_whose_state_is_how_far_it_is_goes_on_too(before: int, stop: int, num_workers: int) -> None:
-    """Also a second time, and in the epoch after."""
+    """This holds a second time, too, and in the epoch after."""
 
     def loader_with() -> DataLoader:
         return DataLoader(Noisy(COUNT), batch_size=4, sampler=Counting(), seed=3, num_workers=num_workers)
@@ -550,7 +550,7 @@ def test_states_that_say_less_are_read() -> None:
 
 
 class Transform:
-    """Draws from a generator of its own."""
+    """Draw from a generator of its own."""
 
     def __init__(self, generator: Any) -> None:
         self.drawn_from = generator

@@ -1,4 +1,4 @@
-"""Threads of the loader: a process that ends waits for what they are at, and not for those that hang."""
+"""Check the loader's threads: an exiting process waits for running work, but not for threads that hang."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ begun.wait()
 
 
 def printed(script: str) -> str:
-    """By a process that ends by itself, and well."""
+    """Return the output of a process that exits by itself, with success."""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return done.stdout

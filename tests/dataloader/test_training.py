@@ -1,4 +1,4 @@
-"""Training with and without offloading: every loss and every weight the same to the bit."""
+"""Check training with and without offloading: every loss and every weight the same to the bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def worker() -> Iterator[EmbeddedServer]:
 
 
 def trained(**arguments: Any) -> tuple[DataLoader, list[torch.Tensor], list[torch.Tensor]]:
-    """The loader, the losses, and the weights in the end."""
+    """Return the loader, the losses, and the final weights."""
     torch.manual_seed(17)
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 8 * 8, 4), torch.nn.Dropout(0.2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -57,7 +57,7 @@ def test_the_same_losses(worker: EmbeddedServer, reference: Any, offload: Any, n
 
 
 def promise_too_much(loader: DataLoader) -> None:
-    """As if it had been measured that the worker makes ten times what this machine does, in MB/s."""
+    """Set measurements in which the worker makes ten times what this machine makes, in MB/s."""
     found = loader._measured
     found.gthp, found.lthp, found.pcycle, found.pseconds = 1.0, 0.002, 1.0, 1.0
     found.rthp = {"p1": 0.0002, "p2": 0.02, "p3": 0.0002}
@@ -73,7 +73,7 @@ def test_a_ratio_that_is_steered_changes_no_batch(
         torch.manual_seed(3)
         data = dataset("tests.dataloader.toy_datasets:Slow", count=1200)
         loader = DataLoader(data, batch_size=2, seed=5, shuffle=True, **arguments)
-        if "workers" in arguments:  # by what a busy machine measures it may be best to offload nothing
+        if "workers" in arguments:  # by a busy machine's measurements it may be best to offload nothing
             promise_too_much(loader)
         batches, ratios, steered = [], set(), []
         for batch in loader:
@@ -96,7 +96,7 @@ def test_a_ratio_that_is_steered_changes_no_batch(
 def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
     worker: EmbeddedServer, num_workers: int, policy: str
 ) -> None:
-    """Each takes a hundredth of a second, and nobody does anything with it; asking for four takes less."""
+    """Each sample takes a hundredth of a second, and the loop ignores it; a request for four is faster."""
     data = dataset("tests.dataloader.toy_datasets:Slow", count=1500)
     loader = DataLoader(data, batch_size=4, workers=[worker.url], num_workers=num_workers, policy=policy)
     ids, offloaded = [], []

@@ -1,4 +1,4 @@
-"""Batches made by real workers, over HTTP: the same to the bit whatever is offloaded, and whoever dies."""
+"""Check batches from real workers over HTTP: the same bits for any offloading and any killed process."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_always_is_whole_batches_and_single_samples_where_nobody_there_can_colla
 
 @pytest.mark.parametrize("candidate", CANDIDATES)
 def test_batches_of_many_samples(workers: list[EmbeddedServer], candidate: Any) -> None:
-    """More tensors than one answer may have."""
+    """They have more tensors than one response may hold."""
     data = dataset("tests.dataloader.toy_datasets:Divided", count=2100)
     here = list(DataLoader(data, batch_size=2100, seed=3))
     offload = Offloading(candidate=candidate)
@@ -117,7 +117,7 @@ def test_batches_of_many_samples(workers: list[EmbeddedServer], candidate: Any) 
 
 
 def test_an_epoch_that_is_dropped_is_closed_whoever_sees_that(workers: list[EmbeddedServer]) -> None:
-    """As the collector may in any thread, whoever has the lock and waits for that thread meanwhile."""
+    """The collector may close it in any thread, even one that the holder of a lock waits for."""
     loader = DataLoader(named(), batch_size=7, seed=3, workers=urls(workers), offload="always")
     epoch = iter(loader)
     next(epoch)
@@ -156,7 +156,7 @@ def test_nobody_collates_elsewhere_what_makes_no_batch(workers: list[EmbeddedSer
 def test_what_a_stopped_worker_was_given_is_made_here(
     reference: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long before its connections time out; and it is asked again once it has gone on."""
+    """This happens long before its connections time out; it gets tasks again once it has resumed."""
     monkeypatch.setattr("upriver.dataloader.remote.worker.LATE_S", 0.5)
     monkeypatch.setattr("upriver.dataloader.epoch.LOOK_S", 0.1)
     with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
@@ -205,7 +205,7 @@ def test_a_worker_that_does_not_allow_it_says_so(reference: list[list[Any]]) -> 
 def test_a_dataset_with_a_generator_of_its_own_stays_here(
     workers: list[EmbeddedServer], seed: int | None
 ) -> None:
-    """It is no part of what is seeded. From a seed of its own it gives the same at first, here and there."""
+    """The loader does not seed it. From its own seed it gives the same numbers at first, here and there."""
     data = named("OwnGenerator", seed=seed)
     loader = DataLoader(data, batch_size=7, seed=3, workers=urls(workers), offload="always")
     list(loader)
@@ -299,7 +299,7 @@ def as_rows(rows: list[Any]) -> Rows:
 
 
 def as_many(rows: list[Any]) -> list[torch.Tensor]:
-    """More tensors than an answer may have, of the last few samples, too."""
+    """Return more tensors than a response may have, also for the last few samples."""
     return [row[0] + at for row in rows for at in range(300)]
 
 
@@ -325,7 +325,7 @@ def test_workers_that_cannot_make_batches_make_samples(
             assert same(list(loader), list(reference))
         assert loader.report.made == {"here": 2 * COUNT}
         assert any(says in why for why in loader.report.why_not.values())
-        loader._offload = Offloading(candidate="p2")  # as `auto` goes on to what it measures next
+        loader._offload = Offloading(candidate="p2")  # as `auto` continues with its next measurement
         for _ in range(2):
             assert same(list(loader), list(reference))
         assert all(loader.report.made[url] > 0 for url in urls(two))
@@ -379,11 +379,11 @@ def test_a_worker_that_is_killed_at_it_loses_nothing(
     ratio: float,
     count: int,
 ) -> None:
-    """What it was at when it died is made by others, once each."""
+    """Others make its unfinished samples, once each."""
     monkeypatch.setattr("upriver.dataloader.remote.worker.MOST_REST_S", 600.0)
     monkeypatch.setattr(
         "upriver.dataloader.remote.worker.REST_S", 600.0
-    )  # else a sample more is made, to prove it
+    )  # otherwise one more sample is made, as a proof
     data = named("Held", folder=str(tmp_path))
     all_of_them = [victim.url, *urls(workers)][:count]
     loader = DataLoader(
@@ -395,7 +395,7 @@ def test_a_worker_that_is_killed_at_it_loses_nothing(
         if all(worker.proved for worker in loader._hired._workers):
             break
     for worker in loader._hired._workers:
-        worker.sample_s = 0.0  # else luck says which one is asked first
+        worker.sample_s = 0.0  # otherwise luck decides which one is asked first
     before = Counter(loader.report.made)
     here = DataLoader(data, batch_size=7, seed=3)
     here.epoch = loader.epoch
@@ -455,7 +455,7 @@ def test_the_same_batches_for_any_pipeline(
 def test_a_sample_that_cannot_be_made_and_is_not_asked_for_does_no_harm(
     workers: list[EmbeddedServer], offload: Any
 ) -> None:
-    """As where the sampler leaves out what is broken: sample 0 is nothing special."""
+    """The sampler may leave out broken samples: sample 0 is nothing special."""
     data = dataset("tests.dataloader.toy_datasets:Broken", count=12, bad=[0])
     loader = DataLoader(
         data, batch_size=3, sampler=list(range(1, 12)), workers=urls(workers), offload=offload
@@ -579,7 +579,7 @@ def test_a_job_that_is_interrupted_ends_also_where_a_worker_hangs(where: str, nu
 
 
 def kinds(numbers: list[int]) -> dict[str, Any]:
-    """The same numbers as samplers give them."""
+    """Return the same numbers as samplers give them."""
     return {
         "numpy": SubsetRandomSampler(list(np.array(numbers))),  # type: ignore[arg-type]
         "small": list(np.array(numbers, dtype=np.uint16)),

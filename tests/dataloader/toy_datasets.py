@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class Noisy(Dataset[Any]):
-    """Draws from all three generators for each sample, of a size of its own."""
+    """Draw from all three generators for each sample, each a different number of times."""
 
     def __init__(self, count: int = 23) -> None:
         self.count = count
@@ -36,7 +36,7 @@ class Noisy(Dataset[Any]):
 
 
 class Divided(Dataset[Any]):
-    """Reads here and computes there, both by chance."""
+    """Read here and compute there, both with random draws."""
 
     def __init__(self, count: int = 23) -> None:
         self.count = count
@@ -55,7 +55,7 @@ class Divided(Dataset[Any]):
 
 
 class Chancy(Divided):
-    """What is computed goes on with the numbers after those with which it was read."""
+    """Continue in the transform with the numbers after those of the read."""
 
     def read(self, index: int) -> tuple[int, float, float]:
         return index, random.gauss(0, 1), float(torch.rand(1)) if index % 2 else float(np.random.randn())
@@ -65,7 +65,7 @@ class Chancy(Divided):
 
 
 class Plain(Dataset[Any]):
-    """Draws nothing: PyTorch's own loader gives the same."""
+    """Draw nothing: PyTorch's own loader gives the same samples."""
 
     def __init__(self, count: int = 23) -> None:
         self.count = count
@@ -78,7 +78,7 @@ class Plain(Dataset[Any]):
 
 
 class Broken(Plain):
-    """Some samples cannot be made."""
+    """Fail at some samples."""
 
     def __init__(self, count: int, bad: Container[int]) -> None:
         super().__init__(count)
@@ -91,7 +91,7 @@ class Broken(Plain):
 
 
 class Mute(Plain):
-    """Says nothing of a sample that it cannot make; of some that only workers cannot."""
+    """Raise an error that names no sample at some samples, some of them on workers only."""
 
     def __init__(self, count: int, bad: Container[int] = (), bad_there: Container[int] = ()) -> None:
         super().__init__(count)
@@ -105,12 +105,12 @@ class Mute(Plain):
 
 
 def mute_rows(rows: list[Any]) -> Any:
-    """Says nothing either."""
+    """Fail to collate, with an error that names no sample."""
     raise ValueError("bad")
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two batches are the same to the bit, of the same types, and lie in memory in the same order."""
+    """Return whether two batches have the same bits, types, and memory order."""
     if type(one) is not type(other):
         return False
     match one:
@@ -126,7 +126,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def order(value: torch.Tensor | np.ndarray[Any, Any]) -> list[int]:
-    """Strides as they were without gaps between elements, where they say anything."""
+    """Return the strides without gaps between elements, where they matter."""
     if isinstance(value, torch.Tensor):
         strides = torch.empty_like(value, device="meta").stride()
     else:
@@ -136,7 +136,7 @@ def order(value: torch.Tensor | np.ndarray[Any, Any]) -> list[int]:
 
 
 class OwnGenerator(Plain):
-    """Draws from a generator of its own, which nobody seeds but it itself."""
+    """Draw from a generator of its own, which only the dataset itself seeds."""
 
     def __init__(self, count: int, seed: int | None = None) -> None:
         super().__init__(count)
@@ -147,21 +147,21 @@ class OwnGenerator(Plain):
 
 
 class OfProcess(Plain):
-    """The same in one process, and another one in the next."""
+    """Return the same samples within a process, and others in the next process."""
 
     def __getitem__(self, index: int) -> Any:
         return os.getpid()
 
 
 class Pictures(Plain):
-    """Samples that cannot be sent."""
+    """Return samples that cannot be sent."""
 
     def __getitem__(self, index: int) -> Any:
         return Image.new("RGB", (2, 2))
 
 
 class Slow(Divided):
-    """Takes long enough to be worth having elsewhere."""
+    """Take long enough that offloading pays."""
 
     def transform(self, raw: bytes) -> tuple[torch.Tensor, float]:
         time.sleep(0.01)
@@ -169,11 +169,11 @@ class Slow(Divided):
 
 
 VICTIM = "UPRIVER_TEST_VICTIM"
-"""Set where a worker's processes stop at their first sample."""
+"""Environment variable of a worker whose processes stop at their first sample."""
 
 
 class Held(Divided):
-    """Once there is a file ``armed``, notes who is at which sample; and a victim is at it for good."""
+    """Once a file ``armed`` exists, record which process makes which sample; a victim never finishes."""
 
     def __init__(self, count: int, folder: str) -> None:
         super().__init__(count)
@@ -219,7 +219,7 @@ def _through(names: Sequence[str], value: Any) -> Any:
 
 
 class Images(Plain):
-    """Small pictures, cut and turned by chance."""
+    """Return small pictures, cropped and flipped at random."""
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         pixels = torch.arange(3 * 10 * 10, dtype=torch.float32).reshape(3, 10, 10) * (index % 7 + 1) % 11
@@ -229,14 +229,14 @@ class Images(Plain):
 
 
 class Stream(IterableDataset[Any]):
-    """Has no samples by index."""
+    """Have no samples by index."""
 
     def __iter__(self) -> Any:
         return iter(())
 
 
 class Buckets:
-    """Batches of several sizes, drawn as soon as they are asked for, and not when the first is."""
+    """Make batches of several sizes, drawn when iteration starts, not at the first request."""
 
     def __init__(self, count: int) -> None:
         self.count = count

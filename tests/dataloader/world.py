@@ -1,4 +1,4 @@
-"""A training node, its loader processes and workers elsewhere, by a clock of our own: nothing ever sleeps."""
+"""Simulate a training node, its loader processes and workers elsewhere, on a clock that never sleeps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from upriver.policies import OFFLOAD_POLICIES, OffloadDecision
 
 BATCH = 4
 SAMPLE = torch.zeros(1).expand(250_000)
-"""1 MB, and no memory."""
+"""1 MB by its shape, without memory."""
 
 Change = Callable[["World"], None]
 
 
 class Queue(SimpleQueue[Arrival]):
-    """What arrives does so at its time, and costs the thread that takes it."""
+    """Deliver arrivals at their time, each at a cost for the receiving thread."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -70,16 +70,16 @@ class Processes:
 
 
 class World:
-    """What everything costs.
+    """The costs of a simulated job.
 
     Attributes:
         here: CPU seconds of a sample on the training node.
-        there: Seconds of a sample elsewhere, where one is made after another.
-        step: Seconds that a batch takes the model.
-        receive: CPU seconds of taking in a batch that was made elsewhere.
-        latency: Seconds until one is there at least.
-        processes: Loader processes; 0: the thread that trains makes samples.
-        dead: Whether nobody takes anything elsewhere.
+        there: Seconds of a sample elsewhere, where samples are made one after another.
+        step: Seconds of a training step per batch.
+        receive: CPU seconds to receive a batch that was made elsewhere.
+        latency: Minimum seconds until such a batch arrives.
+        processes: Loader processes; 0: the training thread makes samples.
+        dead: Whether all workers elsewhere refuse tasks.
         bad: Samples that cannot be made.
     """
 
@@ -197,7 +197,7 @@ class World:
         measured: TunerMeasurements | None = None,
         changes: Mapping[int, Change] | None = None,
     ) -> list[float]:
-        """When each batch was consumed; the ratio in force at each is kept."""
+        """Return the time at which each batch was consumed; keep the ratio in force at each."""
         times = []
         for number, batch in enumerate(batches):
             assert len(batch) == BATCH
@@ -211,7 +211,7 @@ class World:
 
 
 def stretch(*, whole: bool) -> Stretch:
-    """All of it."""
+    """Return the stretch of all stages."""
     return Stretch(start=START, stop=DONE, whole=whole)
 
 
@@ -222,12 +222,12 @@ def part(decision: OffloadDecision | None) -> OffloadShare:
 
 
 def rate(times: Sequence[float], last: int) -> float:
-    """MB/s over the last batches."""
+    """Return MB/s over the last batches."""
     return BATCH * last / (times[-1] - times[-1 - last])
 
 
 def best(make: Callable[[], World], *, whole: bool) -> float:
-    """MB/s at the best ratio of a sweep in tenths."""
+    """Return MB/s at the best ratio of a sweep in tenths."""
     rates = []
     for tenth in range(11):
         world = make()

@@ -1,4 +1,4 @@
-"""Candidates tried in turns: who is, and who is kept."""
+"""Check trials of offload candidates in turns: which are tried, and which one is kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = OFFLOAD_POLICIES["upriver"]
 
 
 def metrics(**rthp: float) -> Metrics:
-    """The first of the candidates is the cheapest here."""
+    """Return metrics in which the first candidate is the cheapest."""
     candidates = tuple(
         Candidate(name=name, rthp=each, ocycle=0.1 + number / 1000)
         for number, (name, each) in enumerate(rthp.items())
@@ -38,7 +38,7 @@ def rivals(policy: str = "upriver", **rthp: float) -> Rivals | None:
 
 
 def window(mb: float, *, elsewhere_s: float = 0.0, given: int = 32) -> StepWindow:
-    """16 batches of 4, half of them made elsewhere, or as many as are given."""
+    """Return a window of 16 batches of 4, half of them made elsewhere, at most ``given`` samples in all."""
     found = StepWindow()
     for number in range(16):
         there = min(4, given) if number % 2 else 0
@@ -143,7 +143,7 @@ def test_one_that_gives_about_the_most_is_taken_and_nothing_wherever_that_does(
 
 @given(st.dictionaries(st.sampled_from(["", "p1", "p2", "p3"]), st.floats(1, 1000), min_size=2))
 def test_promises_become_what_turns_have_shown(given_mb: dict[str, float]) -> None:
-    """In proportion to the best one's, not below what there is without, to the 2 % that promises hold."""
+    """They follow the best one's, stay above the rate without offloading, and hold to 2 %."""
     before = metrics(p1=120.0, p2=110.0, p3=100.0)
     assert OURS.promise is not None
     promises = {
@@ -184,7 +184,7 @@ def test_a_job_in_which_workers_turn_out_to_be_of_no_use_offloads_nothing() -> N
 
 
 def decided(**rthp: float) -> TunerMeasurements:
-    """That has rivals now."""
+    """Return measurements with a decision and rivals."""
     found = TunerMeasurements(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, spent=1)
     found.rthp, found.ocycles = dict(rthp), dict.fromkeys(rthp, 0.1)
     found.decide(OURS, 1.1, list(rthp))

@@ -1,4 +1,4 @@
-"""FastFlow's metrics on stages of known cost, by a clock of our own, and what follows from them."""
+"""Check FastFlow's metrics on stages of known cost, by a simulated clock, and the decisions from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(
     policy: str = "fastflow",
     candidates: Sequence[str] = ("p2", "p3"),
 ) -> tuple[TunerMeasurements, int]:
-    """What was measured in an epoch, and how many batches it had; all of them if it is not left early."""
+    """Return an epoch's measurements and its number of batches; ``leave`` stops the epoch early."""
     measured = measured or TunerMeasurements()
     auto = world.auto(batches, measured, number=number, policy=policy, candidates=candidates)
     return measured, len(world.train(islice(auto, leave)))
@@ -51,7 +51,7 @@ def test_the_metrics_of_a_job_that_stalls():
 
 
 def test_workers_that_are_far_slower_are_not_timed_beside_the_model():
-    """How fast they prepared is how fast they are; FastFlow times each of them all the same."""
+    """Their preparation rate is their rate; FastFlow times each of them all the same."""
     took = {}
     for policy in ("upriver", "fastflow"):
         world = World(here=0.05, there=0.5, step=0.1, receive=0.01)
@@ -92,7 +92,7 @@ def test_many_short_epochs_decide_as_one_long_one_does(processes: int):
         epochs += 1
         assert epochs < 60
     assert measured.gthp == pytest.approx(long.gthp) and measured.pcycle == pytest.approx(long.pcycle)
-    assert measured.lthp == pytest.approx(long.lthp, rel=0.2)  # each begins with nothing made
+    assert measured.lthp == pytest.approx(long.lthp, rel=0.2)  # each starts with no prefetched batches
     assert measured.ocycles == pytest.approx(long.ocycles)
     assert measured.rthp == pytest.approx(long.rthp, rel=0.1)
     assert long.decision is not None and measured.decision.ratio == pytest.approx(
@@ -134,7 +134,7 @@ def test_what_a_sample_raises_takes_the_place_of_its_batch_and_measuring_goes_on
 
 
 class Faulty(World):
-    """Workers that do not do some of their tasks."""
+    """Workers that skip some of their tasks."""
 
     given = 0
 
@@ -184,7 +184,7 @@ def test_workers_that_are_there_and_do_nothing_are_measured_anew_after_a_while()
 
 
 class Booting(World):
-    """Workers that are not there at first, then are at their first sample, then there."""
+    """Workers that refuse tasks first, then prove their first sample, then are ready."""
 
     def __init__(self, refused: int) -> None:
         super().__init__(here=0.1, there=0.05, step=0.1, receive=0.05)
@@ -209,7 +209,7 @@ class Booting(World):
 
 @pytest.mark.parametrize("refused", range(1, 40, 3))
 def test_a_worker_that_begins_late_has_all_its_tries(refused: int):
-    """Whichever of them it is in which it comes."""
+    """The worker may arrive during any of its tries."""
     world, measured = Booting(refused), TunerMeasurements()
     world.train(world.auto(300, measured, policy="fastflow", candidates=("p2",)))
     assert measured.rthp == {"p2": pytest.approx(20, rel=0.1)}
@@ -248,7 +248,7 @@ def test_workers_that_are_away_for_a_while_are_measured_for_what_was_left_out(po
 
 def test_workers_that_come_and_fail_each_time_are_measured_ever_more_rarely():
     class Flapping(World):
-        """As soon as it has begun it has too little memory."""
+        """Run out of memory soon after each start."""
 
         left = 0
 
@@ -284,7 +284,7 @@ def _useless(measured: TunerMeasurements) -> None:
 @pytest.mark.parametrize(
     "lost",
     [
-        lambda number: number <= 8,  # they begin late
+        lambda number: number <= 8,  # they start late
         lambda number: 10 < number <= 18,  # or are away for a while
         lambda number: not number % 20,  # or cannot do some
     ],
@@ -315,7 +315,7 @@ def test_what_one_candidate_cannot_do_is_held_against_no_other():
 
 
 def test_cpu_seconds_that_fall_end_no_epoch():
-    """As where a process that was counted ends between two readings."""
+    """A counted process may end between two readings."""
 
     class Falling(World):
         def give(self, task: Task, raw: Sequence[Any] | None) -> bool:
@@ -329,14 +329,14 @@ def test_cpu_seconds_that_fall_end_no_epoch():
 
 @dataclass
 class Bag:
-    """What no loader can look into."""
+    """A batch type that no loader can inspect."""
 
     rows: list[Any]
 
 
 @pytest.mark.parametrize("policy", ["upriver", "fastflow"])
 def test_batches_that_show_no_bytes_count_by_their_samples(policy: str):
-    """Of 1 MB each, as the others of this world have."""
+    """Each sample has 1 MB, as the other samples of this world."""
     found = []
     for bagged in (False, True):
         world, measured = World(here=0.1, there=0.05, step=0.1, receive=0.05), TunerMeasurements()

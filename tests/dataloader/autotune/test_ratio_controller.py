@@ -1,4 +1,4 @@
-"""The ratio kept right while a job runs: simulated jobs against a sweep of fixed ratios, no sleeps."""
+"""Check the ratio of a running job: simulated jobs against a sweep of fixed ratios, no sleeps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make(mix: str, **other: float) -> World:
 
 
 def decided(ratio: float, candidate: str = "p2") -> TunerMeasurements:
-    """A decision, and all that it was made by as wrong as it."""
+    """Return a decision whose every input is as wrong as the decision."""
     found = TunerMeasurements(gthp=1.0, lthp=1.0, pcycle=1.0)
     found.decision = OffloadDecision(offload=True, candidate=candidate, ratio=ratio, why="because")
     steering = Steering(ratio, here=1.01 - ratio, elsewhere=ratio)
@@ -141,7 +141,7 @@ def test_workers_that_nobody_needs_any_more_are_let_go() -> None:
 
 
 class Shared(World):
-    """Each side has two thirds of its speed for a while, again and again, at times of its own."""
+    """Slow each side to two thirds of its speed at times, on a schedule of its own."""
 
     def __init__(self, *, hold: float, **costs: Any) -> None:
         self.now = 0.0
@@ -244,7 +244,7 @@ def test_a_stall_that_comes_later_is_measured_and_at_most_every_so_many_batches(
 
 
 def test_nothing_is_measured_anew_where_nothing_has_changed() -> None:
-    for there in (0.05, 20.0):  # offloads, and does not as it would not pay
+    for there in (0.05, 20.0):  # offloads, and does not, as it would not pay
         world, measured = World(here=0.1, there=there, step=0.05), TunerMeasurements()
         batches = world.auto(4000, measured, candidates=("p2",))
         spent = []
@@ -339,7 +339,7 @@ def window(
     returned: int = 0,
     mb: float = 10.0,
 ) -> StepWindow:
-    """A second of which so much was waited for either side."""
+    """Return a window of one second with the given waits for either side."""
     waits = Waits(here_s=here, elsewhere_s=elsewhere, samples=samples, given=given, returned=returned)
     found = StepWindow()
     found.add(
@@ -363,16 +363,16 @@ def steered(ratio: float, *windows: StepWindow) -> float:
 def test_the_direction_is_that_of_the_side_that_waits_least_for_a_sample() -> None:
     assert steered(0.3, window(0.8, 0.0)) > 0.3
     assert steered(0.8, window(0.0, 0.8)) < 0.8
-    # Equal waits, but nine times as many samples were made elsewhere: one of those waits for less.
+    # Equal waits, but nine times as many samples were made elsewhere: the wait per sample there is shorter.
     assert steered(0.9, *[window(0.3, 0.3)] * 15) > 0.9
     assert steered(0.1, *[window(0.3, 0.3)] * 15) < 0.1
 
 
 def test_a_ratio_that_gave_more_is_gone_back_to_and_rested_at() -> None:
-    """The waits say less and less, and the throughput falls with it: workers were not what was short."""
+    """The waits and the throughput fall together: workers were not the bottleneck."""
     law, ratios = Steering(0.4, here=5.0, elsewhere=5.0), []
     for _ in range(120):
-        # 1 MB/s is lost with each hundredth that is not made elsewhere.
+        # The job loses 1 MB/s with each hundredth that is not made elsewhere.
         ratios.append(law.turn(window(0.0, 0.4, mb=max(1.0, 10 - 100 * abs(law.ratio - 0.4)))))
     assert min(ratios) > 0.35 and sum(ratio > 0.38 for ratio in ratios) > 100
     rests = [len(list(run)) for _, run in groupby(ratios)]
@@ -422,7 +422,7 @@ def test_what_lacks_has_to_do_so_for_some_windows() -> None:
     assert [watch.lacks(slow, offloads=True) for _ in range(WINDOWS)] == [False] * (WINDOWS - 1) + [True]
     assert not watch.lacks(fast, offloads=True)
     assert not watch.lacks(slow, offloads=True)
-    # A model that is slower than it was is nobody's fault.
+    # A model that slows down is the fault of neither side.
     assert not any(watch.lacks(window(0.0, 0.0, mb=10), offloads=True) for _ in range(5))
     assert [watch.lacks(window(0.3, 0.0), offloads=False) for _ in range(WINDOWS)][-1]
     assert not any(watch.lacks(window(0.15, 0.0), offloads=False) for _ in range(5))

@@ -1,4 +1,4 @@
-"""What one job has measured, the next one goes by: in another process, on the same machines."""
+"""Check that a job reuses the measurements of an earlier one: in another process, on the same machines."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def worker() -> Iterator[EmbeddedServer]:
 def job(
     worker: EmbeddedServer, cache: Path, model: str = "mine", batch_size: int = 2, *, whole: bool = False
 ) -> dict[str, Any]:
-    """What a process of its own has found, of all batches or at the first one."""
+    """Return the findings of a process of its own, over all batches or at the first one."""
     done = subprocess.run(
         [sys.executable, "-c", JOB, worker.url, model, str(batch_size), str(int(whole))],
         env={**os.environ, "UPRIVER_CACHE": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -82,7 +82,7 @@ def test_another_job_measures_again(worker: EmbeddedServer, tmp_path: Path, othe
 
 
 def kept(cache: Path) -> list[set[str]]:
-    """Names of the figures in each file."""
+    """Return the names of the figures in each file."""
     return [set(json.loads(file.read_bytes())["figures"]) for file in (cache / "metrics").glob("*.json")]
 
 

@@ -1,4 +1,4 @@
-"""Datasets with declared stages in the loader: any stretch elsewhere, in any share, and the same batches."""
+"""Check datasets with declared stages: any stretch made elsewhere, in any share, gives the same batches."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def epochs(data: Dataset, **arguments: Any) -> list[list[Any]]:
 
 
 class Plainly(torch.utils.data.Dataset[Any]):
-    """The same samples, one stage after the other."""
+    """Make the same samples, one stage after another."""
 
     def __init__(self, data: Dataset, epoch: int) -> None:
         self._data, self._epoch = data, epoch
@@ -109,7 +109,7 @@ def test_batches_are_those_of_pytorchs_loader(
 
 
 class Reads:
-    """All but the first batch of an epoch are on their way until the next one reads, which waits for them."""
+    """Hold all reads but an epoch's first until the next epoch reads, which waits for them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._turn, self._second, self._old = threading.Condition(), False, 0
@@ -219,7 +219,7 @@ def test_numbers_of_any_type(data: Dataset, servers: list[EmbeddedServer]) -> No
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, str], list[EmbeddedServer]]]:
-    """A store for each kind of file that a chain can begin with, and servers that have all of them."""
+    """Return a store for each kind of file that a chain can begin with, and servers that have all stores."""
     uris = {}
     for decoder, blobs in STORED.items():
         suffix = {"decode": "jpg", "decode_wav": "wav", "load_tensor": "npy"}[decoder]
@@ -246,7 +246,7 @@ def test_any_chain_at_any_place(
     arguments: dict[str, Any] = {"batch_size": batch_size, "seed": SEED}
     try:
         reference = list(DataLoader(made_of, **arguments))
-    except (BadSample, RuntimeError):  # too small for a stage, or of sizes that are no batch
+    except (BadSample, RuntimeError):  # too small for a stage, or of sizes that form no batch
         assume(False)
     names = Declared(made_of, SEED).stages
     first = data.draw(st.integers(0, len(names) - 1))

@@ -1,4 +1,7 @@
-"""A dataset that the training loop moves on: no epoch mixes samples of two states, and the reason is said."""
+"""Check datasets that the training loop changes: no epoch mixes samples of two states.
+
+The report gives the reason.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,14 @@ NAME = "tests.dataloader.datasets.test_digests"
 
 
 class Blur:
-    """Something of a pipeline."""
+    """A step of a pipeline."""
 
     def __init__(self) -> None:
         self.radius = 0
 
 
 class Staged(torch.utils.data.Dataset[Any]):
-    """A sample tells its number and the stage that it was made in, wherever the dataset keeps that."""
+    """Return samples that hold their number and their stage, wherever the dataset keeps the stage."""
 
     everywhere: ClassVar[int] = 0
     steps: ClassVar[list[int]] = []
@@ -67,7 +70,7 @@ class Staged(torch.utils.data.Dataset[Any]):
 
 
 class Busy(Staged):
-    """Making samples changes it: it opens something, keeps what it made, and counts."""
+    """Change while making samples: open a file, cache samples, and count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +238,7 @@ def test_named_dataset_copied_is_a_named_dataset(again: Callable[[Any], Any]) ->
 
 
 class Holding:
-    """What pickle cannot say, and what is beside it."""
+    """Hold values that pickle cannot represent, among others that it can."""
 
     def __init__(self) -> None:
         self.inner = Staged()

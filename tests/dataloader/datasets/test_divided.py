@@ -1,4 +1,4 @@
-"""Datasets with methods that are called read and transform, and have them for one thing or another."""
+"""Check datasets whose methods are called read and transform, for offloading or for another purpose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOBODY = ["http://127.0.0.1:9"]
 
 
 class Birds(Dataset[Any]):
-    """As most are: a helper that takes a path, and a transform that knows of no label."""
+    """A common dataset: a helper that takes a path, and a transform that knows no label."""
 
     asked: ClassVar[list[Any]] = []
 
@@ -40,7 +40,7 @@ class Birds(Dataset[Any]):
 
 
 class Folded(Birds):
-    """Reads by an index, which is another one; of the first it is the same."""
+    """Read by a permuted index; index 0 stays the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,21 +54,21 @@ class Folded(Birds):
 
 
 class Labelled(Folded):
-    """Reads by the index, and adds a label."""
+    """Read by the index, and add a label."""
 
     def __getitem__(self, index: int) -> Any:
         return self.transform(self.read(index)), index % 3
 
 
 class Trimmed(Folded):
-    """What is transformed is not all that was read."""
+    """Transform another value than the one that was read."""
 
     def __getitem__(self, index: int) -> Any:
         return self.transform(self.read(index) + "!")
 
 
 class Tossed(Folded):
-    """Draws something before."""
+    """Draw a random number first."""
 
     def __getitem__(self, index: int) -> Any:
         random.random()
@@ -76,25 +76,25 @@ class Tossed(Folded):
 
 
 class Alone(Folded):
-    """Has both for others."""
+    """Have both methods, and use neither for its samples."""
 
     def __getitem__(self, index: int) -> Any:
         return str(index)
 
 
 class Whole(Folded):
-    """What it is for."""
+    """Read and transform as offloading expects."""
 
     def __getitem__(self, index: int) -> Any:
         return self.transform(self.read(index))
 
 
 class Text(str):
-    """Would come out as something else at the other end."""
+    """A text type that arrives as another type at the other end."""
 
 
 class Told(Whole):
-    """What it reads has the index in it."""
+    """Return the index as part of the read value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,14 +105,14 @@ class Told(Whole):
 
 
 class Opened(Whole):
-    """What it reads is nothing that can be sent."""
+    """Read a value that cannot be sent."""
 
     def read(self, path: Any) -> Text:
         return Text(path)
 
 
 class Holding(Whole):
-    """Closes what it has opened where it ends, which is what a copy has open as well."""
+    """Close its file at its end, although a copy shares the file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,14 +128,14 @@ class Holding(Whole):
 
 
 class Only(Whole):
-    """There is one."""
+    """Return itself as its copy."""
 
     def __copy__(self) -> Only:
         return self
 
 
 class Remembered(Whole):
-    """Those that have made a sample, as long as they are there."""
+    """Remember the live datasets that have made a sample."""
 
     seen: ClassVar[WeakSet[Any]] = WeakSet()
 
@@ -145,7 +145,7 @@ class Remembered(Whole):
 
 
 class Absent(Whole):
-    """There is no sample 0."""
+    """Have no sample 0."""
 
     def read(self, path: Any) -> str:
         if path == 0:

@@ -1,4 +1,4 @@
-"""Datasets and functions by name."""
+"""Check datasets and functions by name."""
 
 from __future__ import annotations
 

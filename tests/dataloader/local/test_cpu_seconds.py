@@ -1,4 +1,4 @@
-"""CPU seconds of those who make samples here, by real processes."""
+"""Check the CPU seconds of processes that make samples here, with real processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def of_others(clock: CpuSeconds) -> float:
 
 
 def test_they_are_those_of_loader_processes_too(child: Child) -> None:
-    """To less than the hundredths of a second in which /proc counts."""
+    """The error is below the hundredths of a second in which /proc counts."""
     clock = CpuSeconds(lambda: [child.pid])
     assert child.done.wait(60)
     there = of_others(clock)
@@ -78,7 +78,7 @@ def test_a_number_that_another_process_has_again_counts_from_there(monkeypatch: 
 
 
 class Burning:
-    """Says who made a sample, and how many CPU seconds that one has used since it began."""
+    """Return the process that made a sample, and the CPU seconds that it has used since its start."""
 
     def __len__(self) -> int:
         return 40

@@ -1,4 +1,4 @@
-"""Loader processes: what they are given first, and whose error it is."""
+"""Check loader processes: the order of their tasks, and the origin of their errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
 
 
 class Slow:
-    """Reading is quick, computing is not; some samples cannot be read, others not be computed."""
+    """Read quickly and compute slowly; some samples cannot be read, others cannot be computed."""
 
     def read(self, index: int) -> int:
         if index % 10 == 7:
@@ -52,7 +52,7 @@ class Slow:
 
 
 class Niceness(Slow):
-    """Says how nice the process is in which it is computed."""
+    """Return the niceness of the process that computes the sample."""
 
     def transform(self, raw: int) -> int:
         return os.nice(0)
@@ -102,7 +102,7 @@ def test_every_result_and_every_error_is_that_of_its_task(num_workers: int, give
 
 
 class Strided(Slow):
-    """Samples of tensors whose memory is in any order, and of whatever else there is."""
+    """Return tensors of any memory order, and samples of all other kinds."""
 
     def read(self, index: int) -> int:
         return index
@@ -135,7 +135,7 @@ def test_samples_come_with_their_strides_and_take_a_descriptor_a_task() -> None:
 
 
 class Columns(Slow):
-    """Samples that lie apart in one large tensor."""
+    """Return samples that lie apart in one large tensor."""
 
     def __init__(self) -> None:
         self.table = torch.arange(1000 * 24.0).reshape(4, 6, 1000)
@@ -157,7 +157,7 @@ def test_of_samples_that_lie_far_apart_nothing_else_comes_along() -> None:
 
 
 class Twice(Slow):
-    """A sample is a tensor, and an array over the same memory."""
+    """Return a tensor, and an array over the same memory."""
 
     def read(self, index: int) -> torch.Tensor:
         return torch.full((1000,), float(index))
@@ -207,7 +207,7 @@ def test_they_make_way_for_the_process_that_trains_whatever_else_they_begin_with
 
 
 class Noted:
-    """Something made that notes who lets go of it last."""
+    """A sample that records which thread releases it last."""
 
     threads: ClassVar[list[str]] = []
 
@@ -216,7 +216,7 @@ class Noted:
 
 
 class Noting(Slow):
-    """Makes such things."""
+    """Make `Noted` samples."""
 
     def __len__(self) -> int:
         return 30
@@ -240,13 +240,13 @@ def test_another_thread_lets_go_of_what_was_handed_out_where_memory_is_not_short
         time.sleep(0.02)  # the accelerator's turn
     del loader
     gc.collect()
-    wait_for(lambda: len(Noted.threads) >= 30)  # nothing is kept: the other thread lets go at its end
+    wait_for(lambda: len(Noted.threads) >= 30)  # nothing is kept: the other thread releases at its end
     assert len(Noted.threads) == 30
     assert ("upriver-here" in Noted.threads) is room
 
 
 class Opened:
-    """Says what a loader process was begun with: the file that each opens, and its generators."""
+    """Return the state in which a loader process started: the file that each opens, and its generators."""
 
     file: Any = None
 
@@ -260,7 +260,7 @@ class Opened:
 
 
 def opened(number: int) -> None:
-    """As PyTorch's documentation has it."""
+    """Open a file in each worker, as PyTorch's documentation shows."""
     info = get_worker_info()
     assert info is not None and info.id == number
     drawn = torch.initial_seed(), torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()
@@ -287,7 +287,7 @@ def test_what_a_process_begins_with_is_the_users_dataset_and_pytorchs_seeds(cont
 
 
 class Deadly:
-    """One sample ends the process that makes it, as one that takes too much memory may; but only once."""
+    """Kill the process at one sample, once, as a lack of memory may."""
 
     def __init__(self, done: Path) -> None:
         self.done = done
@@ -325,7 +325,7 @@ def test_a_process_that_is_killed_is_told_and_nobody_waits_for_it(
     assert raised and all("killed by SIGKILL" in each for each in raised), raised
     assert len(found) + len(raised) == 20
     first = states[0]["batches"]
-    assert set(range(first)) <= set(found) and first <= 8  # of what was lost, nothing counts as handed out
+    assert set(range(first)) <= set(found) and first <= 8  # no lost sample counts as handed out
     other = DataLoader(Deadly(tmp_path / "done"), batch_size=2, num_workers=num_workers)
     other.load_state_dict({**states[0], "seed": other.seed})
     assert [batch.tolist() for batch in other] == [[2 * at, 2 * at + 1] for at in range(first, 20)]
@@ -333,7 +333,7 @@ def test_a_process_that_is_killed_is_told_and_nobody_waits_for_it(
 
 
 class Leaving:
-    """One sample has the process that makes it exit."""
+    """Exit the process at one sample."""
 
     def __init__(self, leave: Callable[[int], None], code: int) -> None:
         self.leave, self.code = leave, code
@@ -348,7 +348,7 @@ class Leaving:
 
 
 def ended(told: BaseException) -> int | None:
-    """Which process is said to have."""
+    """Return the process that the error names."""
     found = re.search(r"DataLoader worker \(pid\(s\) (\d+)\) exited unexpectedly, with", str(told))
     return int(found[1]) if found is not None else None
 
@@ -370,11 +370,11 @@ def test_a_dataset_that_exits_ends_its_process_and_loses_no_batch_before(
             next(iterator)
         assert ended(caught.value) in pids
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        list(loader)  # with others, which come to the same sample
+        list(loader)  # with others, which reach the same sample
 
 
 class Stopped(BaseException):
-    """No error, as with frameworks that cancel what runs."""
+    """An exception that is no error, as frameworks use for cancellation."""
 
 
 def stopped(code: int) -> None:
@@ -441,7 +441,7 @@ def test_what_a_process_fails_with_when_it_begins_is_each_batchs(tmp_path: Path)
 
 
 class Blocked(Slow):
-    """Makes one sample only when a file is there."""
+    """Block at one sample until a file exists."""
 
     def __init__(self, there: Path) -> None:
         self.there = there
