@@ -1,4 +1,4 @@
-"""From what both tiers reported to what a policy plans with."""
+"""Check the profile that is built from the reports of both tiers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A profile that follows a running job."""
+"""Check a profile that follows a running job."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ TOOK_S = 0.125
 
 
 def answered(live: LiveProfile, count: int, wait_s: float, *, took_s: float = TOOK_S) -> None:
-    """Answers of a server that says how long one more micro-batch would wait there."""
+    """Feed responses of a server that states how long one more micro-batch would wait."""
     phases = {"queue": 99.0, "forward": 0.75 * took_s, "encode": 0.25 * took_s}
     for _ in range(count):
         live.saw(Tier.STORAGE, Timings(phases=phases, expected_wait_s=wait_s))
@@ -150,7 +150,7 @@ def test_what_a_job_waits_for_by_itself_is_no_load(in_flight: int, at_once: int)
 def test_taking_turns_takes_as_many_times_as_long_as_there_are_more(
     mine: int, others: int, at_once: int, took_s: float
 ) -> None:
-    """Who all ask again at once go round and round: of each round this job has its own part alone."""
+    """Clients that repeat at once share in rounds: this job has only its own part of each round."""
     at = AtServers(in_flight=mine, at_once=at_once)
     live = LiveProfile(alexnet(), cluster(load=0.5), samples=16, at_servers=at)
     answered(live, ENOUGH, (mine - 1 + others) * took_s / at_once, took_s=took_s)

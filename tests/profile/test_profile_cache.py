@@ -1,4 +1,4 @@
-"""What was measured is found again by who asks for the very same, and by nobody else."""
+"""Check that a cached profile is found for exactly equal questions, and for no others."""
 
 import os
 import threading
@@ -152,7 +152,7 @@ def test_a_profile_of_other_stages_is_ignored(folder):
 
 @pytest.mark.parametrize("missing", ["storage", "compute"])
 def test_a_profile_without_seconds_of_a_main_processor_is_ignored(folder, missing):
-    """``upriver plan`` reads it; those who look profiles up ask each stage for both."""
+    """``upriver plan`` reads it; a lookup in the cache asks each stage for both."""
     seconds = {**stage("b").seconds, f"{missing}.cpu": (0.0, 0.1)}
     del seconds[missing]
     save_profile(KEY, replace(profile(), stages=(stage("a"), replace(stage("b"), seconds=seconds))), CLUSTER)

@@ -1,4 +1,4 @@
-"""What a process can still take: the machine's memory, or what its control groups leave of theirs."""
+"""Check a process's available memory: the machine's, or the rest within its control groups."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Groups:
-    """Control groups that are made up, and a process in one of them."""
+    """Simulated control groups, and a process in one of them."""
 
     def __init__(self, folder: Path, version: int) -> None:
         self.version, self.top, self.membership = version, folder / "cgroup", folder / "membership"
@@ -207,7 +207,7 @@ PERIOD = 100_000
 
 
 class CpuGroups(Groups):
-    """The same, of CPUs."""
+    """Simulated control groups of CPUs."""
 
     def __init__(self, folder: Path, version: int) -> None:
         super().__init__(folder, version)

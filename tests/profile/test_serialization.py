@@ -1,4 +1,4 @@
-"""Profiles and clusters as files: the same both ways, and strict."""
+"""Check profiles and clusters as files: a strict round trip."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ GONE = object()
 
 
 def label(value: object) -> str:
-    """Of a test's argument, the same in every process."""
+    """Return a label of a test's argument, the same in every process."""
     return str(getattr(value, "__name__", value))[:40]
 
 
 def changed(document: dict[str, Any], path: str, value: object) -> str:
-    """The document as JSON with one place set, or removed when ``value`` is GONE."""
+    """Return the document as JSON with one entry set, or removed when ``value`` is GONE."""
     copy = json.loads(json.dumps(document))
     *parents, last = [int(part) if part.isdigit() else part for part in path.split("/")]
     place = copy

@@ -1,4 +1,4 @@
-"""Stages measured at several sizes: the line through the medians, and what a program is asked to do."""
+"""Check stages measured at several sizes: the line through the medians, and the runs of a program."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_no_allowed_line_is_nearer(points: list[tuple[int, float]], data: st.Dat
         ([(16, 10.0), (4, 4.0)], (2.0, 0.5)),
         ([(16, 16.0), (4, 2.0)], (0.0, 1.0)),  # a negative fixed part
         ([(4, 4.0), (16, 32.0)], (0.0, 1.0)),
-        ([(16, 3.0), (4, 5.0)], (3.0, 0.0)),  # less for more samples
+        ([(16, 3.0), (4, 5.0)], (3.0, 0.0)),  # less time for more samples
         ([(16, 0.0), (4, 5.0)], (0.0, 0.0)),
     ],
 )

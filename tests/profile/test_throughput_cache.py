@@ -1,4 +1,4 @@
-"""What was measured comes back to who asks for the very same, whatever happens to the folder."""
+"""Check that measurements come back for exactly equal jobs, whatever happens to the folder."""
 
 import json
 import logging
@@ -54,7 +54,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def told():
-    """What was logged so far, as it grows."""
+    """Yield the growing list of logged messages."""
 
     class Listener(logging.Handler):
         def emit(self, record):
@@ -91,7 +91,7 @@ def knowns(draw):
 
 @st.composite
 def keys(draw):
-    """Of so few that many share something."""
+    """Draw keys from so few values that many keys share some."""
     several = st.lists(st.sampled_from([ONE, TWO]), min_size=1).map(tuple)
     remote = st.builds(RemoteResources, workers=several, candidates=st.just(("p1", "p2", "p3")))
     return StoreKey(
@@ -112,7 +112,7 @@ def test_any_figures_come_back_to_the_last_bit(key, known):
 
 
 def rows(key, known):
-    """The paper's tables as one mapping: what a figure depends on, and what is known of it."""
+    """Yield the paper's tables as one mapping: the dependencies of a figure, and the known value."""
     job = (key.model, key.batch_size, key.local)
     yield ("gthp", *job, key.sample), known.gthp
     yield ("lthp", *job, key.pipeline), known.lthp
@@ -242,7 +242,7 @@ def test_figures_may_be_too_old(folder, monkeypatch):
     assert store.load(KEY) == store.load(KEY, max_age_s=1001) == replace(ALL, lthp=7)
     assert store.load(KEY, max_age_s=999) == KnownThroughput(lthp=7)
     assert store.load(KEY, max_age_s=9) == KnownThroughput()
-    monkeypatch.setattr(time, "time", lambda: now - 2000)  # the clock was put back
+    monkeypatch.setattr(time, "time", lambda: now - 2000)  # the clock was set back
     assert store.load(KEY, max_age_s=900) == KnownThroughput()
 
 
@@ -311,7 +311,7 @@ def test_the_oldest_go_when_there_are_too_many(folder, monkeypatch):
 
 
 def kept_files(folder):
-    """The files by the first of their figures: gthp, lthp, pcycle."""
+    """Return the files by their first figure: gthp, lthp, pcycle."""
     found = {next(iter(json.loads(path.read_text())["figures"])): path for path in folder.iterdir()}
     assert all(json.loads(path.read_text())["schema"] == STORE_SCHEMA for path in found.values())
     return found
@@ -372,7 +372,7 @@ def test_no_damage_is_an_error(data):
             at = data.draw(st.integers(0, 200))
             text[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
             path.write_bytes(text)
-        store.load(KEY)  # a digit may have become another, so anything that is allowed may come back
+        store.load(KEY)  # a digit may have become another, so any allowed value may come back
         store.save(KEY, ALL)
         assert store.load(KEY) == ALL
 
@@ -403,7 +403,7 @@ def test_reading_leaves_no_file_open(folder):
 
 @contextmanager
 def files_of_at_most(num_bytes):
-    """Further bytes are refused by the system, as on a full disk."""
+    """Limit the size of files: the system refuses further bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -491,7 +491,7 @@ def known(number):
 
 
 def run(folder, script):
-    """Jobs in a process of their own; what they print, and what the log has."""
+    """Run jobs in a process of their own; return the output and the log."""
     return subprocess.run(
         [sys.executable, "-c", JOBS + textwrap.dedent(script), str(folder)],
         capture_output=True,
@@ -524,7 +524,7 @@ def test_jobs_that_are_killed_while_they_save_leave_whole_files(folder):
             assert all(each.rthp == 2 * each.ocycle for each in found.candidates), found
         """,
     )
-    assert done.stderr == ""  # no file was found damaged
+    assert done.stderr == ""  # no file was damaged
     kept = [path for path in folder.iterdir() if not path.name.startswith(".")]
     assert len(kept) == 5
 
@@ -555,7 +555,7 @@ def test_what_a_killed_job_leaves_half_written_is_cleared_up(folder, halt):
     [left] = set(folder.iterdir()) - before
     assert store.load(KEY) == ALL
     store.save(KEY, KnownThroughput(lthp=5))
-    assert left.exists()  # whoever writes it may be alive
+    assert left.exists()  # its writer may be alive
     os.utime(left, (0, time.time() - LEFT_BEHIND_S - 5))
     store.save(KEY, KnownThroughput(lthp=6))
     assert set(folder.iterdir()) == before

@@ -1,4 +1,4 @@
-"""Calibration: which configurations, how each is timed, and what a small one gives."""
+"""Check calibration: its configurations, the timing of each, and the result of a small one."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def relu(elements: int, seconds: float, *, held_out: bool = False, works: int = 
 
 def test_errors_are_those_of_what_was_held_out() -> None:
     fitted = [relu(1000 * n, 1e-6 * n) for n in range(1, 30)]
-    # 10 % and 20 % under what is predicted, the second one long
+    # 10 % and 20 % below the predictions, the second one long
     held_out = [relu(9000, 10e-6, held_out=True), relu(80000, 100e-6, held_out=True)]
     predictor = fit([*fitted, *held_out], place_of("cpu"))
     by_model = {error.model: error for error in predictor.errors}

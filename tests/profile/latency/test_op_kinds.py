@@ -1,4 +1,4 @@
-"""Operator calls as works: the kinds and features of the paper, what costs nothing, what is unknown."""
+"""Check operator calls as works: the paper's kinds and features, free calls, unknown calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_alexnet_is_what_the_paper_counts() -> None:
     relu, max_pool = "activation.relu", "max_pool"
     convolution = ["conv", "bias", relu]
     wanted = [*convolution, max_pool] * 2 + convolution * 3 + [max_pool]
-    # The paper's 19th of 27 nodes is the flatten behind the last pooling: a node, and no work.
+    # The paper's 19th of 27 nodes is the flatten after the last pooling: a node, and no work.
     wanted += ["matmul", "bias", relu] * 2 + ["matmul", "bias"]
     assert kinds(graph) == wanted
     assert len(wanted) == 26 and wanted[3] == wanted[7] == wanted[17] == max_pool
@@ -50,7 +50,7 @@ def test_alexnet_is_what_the_paper_counts() -> None:
 def test_operations_of_alexnet_by_hand() -> None:
     found = [work for parts in works(network("alexnet", 224)) for work in parts]
     first = found[0].features
-    # 64 filters of 3 x 11 x 11 at 55 x 55 places
+    # 64 filters of 3 x 11 x 11 at 55 x 55 positions
     assert first["flops"] == 3 * 55 * 55 * 11 * 11 * 64 == 70_276_800
     assert (first["s_f"], first["h_in_s_f"], first["c_out_s_f"]) == (363, 224 * 363, 64 * 363)
     assert found[1].features == {"flops": 64 * 55 * 55}
@@ -82,7 +82,7 @@ def test_pooling_that_changes_nothing_is_no_work() -> None:
 
 
 class Rest(nn.Module):
-    """What a test looks at, behind a layer that has weights."""
+    """Run the function under test after a layer with weights."""
 
     def __init__(self, rest: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Rest(nn.Module):
 
 
 def behind(rest: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> list[str]:
-    """Kinds of what a function does, and the addition behind it that keeps it from being left out."""
+    """Return the kinds of a function's calls, without the addition that keeps them from being left out."""
     graph = capture(Rest(lambda x: rest(x) + 1), torch.randn(*(shape or (4, 6)))).graph
     first, second, *found, last = kinds(graph)
     assert (first, second, last.split(".")[:2]) == ("matmul", "bias", ["elementwise", "add"])
@@ -188,7 +188,7 @@ def test_what_a_program_writes_over_is_known() -> None:
 
 
 def works_on(op: str, args: Sequence[object], **given: TensorSpec) -> OpWork:
-    """The first work of a call; tensors whose names begin with w are weights."""
+    """Return the first work of a call; tensors whose names begin with w are weights."""
     weights = {name: spec for name, spec in given.items() if name.startswith("w")}
     call = call_on(op, args, {name: spec for name, spec in given.items() if name not in weights}, weights)
     assert call is not None

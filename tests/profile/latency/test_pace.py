@@ -1,4 +1,4 @@
-"""What cold starts are told of a device that was calibrated."""
+"""Check the rates that cold starts get from a calibrated device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Fixed:
         self.unknown = unknown
 
     def work_seconds(self, works: Sequence[OpWork]) -> list[float | None]:
-        """Of each work."""
+        """Return the seconds of each work."""
         return [None if work.kind in self.unknown else seconds_of(work) for work in works]
 
 

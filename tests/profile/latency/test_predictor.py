@@ -1,4 +1,4 @@
-"""Latency models: what a fit recovers, what never is nothing, and models as files."""
+"""Check latency models: fits recover known rates, predictions stay above zero, models survive as files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KINDS = ("conv", "matmul", "bias", "elementwise.add", "activation.relu")
 
 
 def seconds_of(work: OpWork) -> float:
-    """A device that computes and moves at fixed rates, and has a step where a cache ends."""
+    """Return seconds on a device that computes and moves at fixed rates, with a step where a cache ends."""
     facts = work.facts
     moved = facts["bytes_in"] + facts["bytes_out"] + facts["weight_bytes"]
     slower = 2.0 if moved > 1e6 else 1.0
@@ -298,7 +298,7 @@ def test_models_come_back_from_a_file_as_they_were(predictor: Predictor) -> None
 
 
 def corrected(document: dict[str, Any]) -> dict[str, Any]:
-    """A kind that has a correction."""
+    """Return a kind that has a correction."""
     found: dict[str, Any] = next(line for line in document["ours"].values() if line["correction"])
     return found
 

@@ -1,4 +1,4 @@
-"""What convolutions take beside arguments and results, by rule against torch's allocator."""
+"""Check the scratch memory of convolutions: the rule against torch's allocator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMS = [
     (32, 32, 32, 14, 1, 1, 0, 1),
 ]
 CLOSE = {0, 1, 5, 9}
-"""Of those the forms whose rule is met closely: large, of whole blocks of channels."""
+"""Indices of the forms whose rule is close: large, of whole blocks of channels."""
 
 
 def call(form: tuple[int, ...], *, transposed: bool) -> tuple[torch.Tensor, torch.Tensor, list[Any]]:

@@ -1,4 +1,4 @@
-"""Estimates of peak memory against what torch's allocator says of real runs, byte for byte."""
+"""Check estimates of peak memory against torch's allocator in real runs, byte for byte."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from upriver.program.graph.executor import Program
 
 
 def allocated_at_most(run: Callable[[], Any]) -> int:
-    """The most bytes that torch's allocator has given out at once while ``run`` runs."""
+    """Return the most bytes that torch's allocator has in use at once during ``run``."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     sizes: list[tuple[int, int]] = []
@@ -45,7 +45,7 @@ def allocated_at_most(run: Callable[[], Any]) -> int:
 
 
 def forward_peak(program: Program, start: int, stop: int) -> int:
-    """Of running a stretch, what it is given counted in."""
+    """Return the peak of running a stretch, including its inputs."""
     first = [value.spec.empty("cpu") for value in program.live(0)]
     for tensor in first:
         tensor.fill_(1)
@@ -56,7 +56,7 @@ def forward_peak(program: Program, start: int, stop: int) -> int:
 
 
 def training_peak(model: nn.Module, x: torch.Tensor, **options: bool) -> int:
-    """Of an iteration of Adam after the first, optimizer's state and input counted in."""
+    """Return the peak of an Adam iteration after the first, including the optimizer's state and the input."""
     optimizer = torch.optim.Adam(model.parameters(), **options)
 
     def iteration() -> None:
@@ -70,7 +70,7 @@ def training_peak(model: nn.Module, x: torch.Tensor, **options: bool) -> int:
 
 
 class Residual(nn.Module):
-    """Adds what its layers give to what they were given."""
+    """Add the layers' output to their input."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def test_of_a_plain_chain_it_is_exact_for_every_stretch(name: str) -> None:
         for stop in range(start, program.num_stages + 1):
             estimate, exact = peaks.of(start, stop), forward_peak(program, start, stop)
             assert estimate.low_bytes == exact
-            # The one thing more that may count is room for a Python number among operands.
+            # The only possible addition is memory for a Python number among operands.
             assert 0 <= estimate.high_bytes - estimate.reserve_bytes - exact <= 64
 
 
@@ -148,7 +148,7 @@ networks = st.lists(st.tuples(st.sampled_from(sorted(LAYERS)), st.booleans()), m
 def test_no_run_of_a_random_network_takes_more_than_the_high_end_or_less_than_the_low(
     steps: list[tuple[str, bool]],
 ) -> None:
-    # In place on what a skip reads would be an error of the network's own.
+    # Writing in place into a value that a skip reads would be the network's own error.
     skips = [skip and name != "relu" for name, skip in steps]
     model = network([name for name, _ in steps], skips)
     x = torch.randn(4, 3, 12, 12)
@@ -219,7 +219,7 @@ def test_frozen_units_take_what_they_take_in_eval() -> None:
 
 @pytest.fixture(scope="module")
 def _libraries_keep_nothing() -> Iterator[None]:
-    """What libraries keep is large beside small networks: a bound that is too small would hide behind it."""
+    """Hide the memory that libraries keep: next to small networks it would mask a bound that is too small."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("START_BYTES", "KERNEL_BYTES", "ALL_PACKED_BYTES"):
             patch.setattr(libraries, name, 0)
@@ -234,7 +234,7 @@ def line_at(estimate: MemoryEstimate, samples: int) -> float:
 
 
 def check_line(model: nn.Module, shape: tuple[int, ...]) -> None:
-    """At no number of samples is the line of an estimate under the one that is made there."""
+    """Check that the line of each estimate is never below the estimate made at another number of samples."""
     estimates = {n: tail_peak(model, [torch.empty(n, *shape, device="meta")], samples=n) for n in COUNTS}
     for given_samples, estimate in estimates.items():
         for samples, wanted in estimates.items():

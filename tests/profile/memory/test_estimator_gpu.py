@@ -1,4 +1,4 @@
-"""Estimates of peak memory against what torch's allocator has given out on an accelerator."""
+"""Check estimates of peak memory against torch's allocator on an accelerator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def network() -> nn.Module:
 
 
 def peak_beside(run: Callable[[], object], held: int) -> int:
-    """Most bytes given out while ``run`` runs, beyond those before it, which are ``held`` and weights."""
+    """Return the peak bytes allocated during ``run``, plus ``held``, minus those allocated before it."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

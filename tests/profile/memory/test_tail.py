@@ -1,4 +1,4 @@
-"""Memory of training the tail of a split model, against real runs, and as a profile says it."""
+"""Check the memory of training the tail of a split model: real runs, and the value in a profile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def of_images() -> nn.Module:
 
 
 class Sequences(nn.Module):
-    """Has its samples in the second dimension behind the freeze point."""
+    """A model that has its samples in the second dimension after the freeze point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Attends(nn.Module):
 
 
 def drops(dropout: float = 0.25) -> nn.Module:
-    """A tail with dropout, and with a frozen unit that drops nothing although it could."""
+    """Return a tail with dropout, and with a frozen unit whose dropout stays inactive."""
     frozen = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout())
     frozen.requires_grad_(False)
     return nn.Sequential(
@@ -104,7 +104,7 @@ def cut(
 
 
 def training_peak(model: nn.Module, parts: Split, features: torch.Tensor) -> int:
-    """Of an iteration of Adam after the first, its state and the features counted in."""
+    """Return the peak of an Adam iteration after the first, including its state and the features."""
     optimizer = torch.optim.Adam(p for p in model.parameters() if p.requires_grad)
 
     def iteration() -> None:
