@@ -1,4 +1,4 @@
-"""Frames refuse whatever is not exactly right, and only ever with a ProtocolError."""
+"""Check that frames refuse every deviation, and only with a ProtocolError."""
 
 import contextlib
 import io
@@ -72,7 +72,7 @@ def read(body, caps=Caps()):  # noqa: B008
 
 
 def with_header(change, payload=None):
-    """The frame of BATCH with its header changed by ``change``."""
+    """Return the frame of BATCH with its header changed by ``change``."""
     body = wire(BATCH)
     header_nbytes, payload_nbytes = struct.unpack(">8xIQ", body[:PREFIX_NBYTES])
     header = json.loads(body[PREFIX_NBYTES : PREFIX_NBYTES + header_nbytes])
@@ -158,7 +158,7 @@ def test_a_lie_in_the_header_is_found(path, value):
 
 
 def test_a_tensor_across_its_alignment_is_refused():
-    """Kernels would die of it: aligned instructions on an address that is not."""
+    """Kernels would crash on it: aligned instructions on an unaligned address."""
     odd = torch.empty(0, dtype=torch.uint8).set_(
         aligned_empty(65).zero_().untyped_storage()[1:65], 0, (64,), (1,)
     )
@@ -177,7 +177,7 @@ def test_an_expanded_tensor_cannot_stand_for_more_than_the_cap():
 
 
 def test_bools_that_overlap_are_not_looked_at_a_million_times_each():
-    """A thousand of them, in a few kB, would keep a reader busy for minutes."""
+    """A thousand of them, in a few kB, would occupy a reader for minutes."""
     overlapping = torch.zeros(4096, dtype=torch.bool).as_strided((2048, 2048), (1, 1))
     with pytest.raises(ProtocolError, match="elements of bool tensors"):
         read(wire(MicroBatch(ids=(1,), position=0, tensors=(overlapping,))))
@@ -187,7 +187,7 @@ def test_bools_that_overlap_are_not_looked_at_a_million_times_each():
 
 
 def test_a_name_ends_where_it_ends():
-    """A pattern that ends in ``$`` would let a line's end pass."""
+    """A pattern that ends in ``$`` would accept a trailing newline."""
     header = json.loads(wire(REQUEST)[PREFIX_NBYTES:])
     for change in (
         {"program": "1" * 64 + "\n"},
@@ -277,7 +277,7 @@ def test_numbers_of_any_size_only_ever_raise_protocol_errors(tensor, field, numb
     except ProtocolError:
         return
     for each in batch.tensors:
-        each.clone()  # whatever was let through lies inside the payload
+        each.clone()  # every accepted tensor lies inside the payload
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tensors as networks make them, views of views of shared storage, sent from tier to tier to tier."""
+"""Send tensors as networks make them, views of views of shared storage, from tier to tier to tier."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _expand(tensor: torch.Tensor, number: int) -> torch.Tensor:
     )
 
 
-# What networks do to a tensor without copying it. Each takes a number that says where.
+# Operations by which networks change a tensor without a copy. Each takes a number that selects the place.
 VIEWS: dict[str, View] = {
     "transposed": lambda t, n: t.transpose(_some_dim(t, n), _some_dim(t, n + 1)),
     "sliced": _narrow,
@@ -59,13 +59,13 @@ VIEWS: dict[str, View] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A tensor: which storage it starts from, and what is done to it."""
+    """A recipe of a tensor: the storage it starts from, and the views applied to it."""
 
     base: int
     views: tuple[tuple[str, int], ...]
 
     def make(self, bases: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor; a view that does not fit it is left out."""
+        """Return the tensor; skip a view that does not fit the tensor."""
         made = bases[self.base % len(bases)]
         for name, number in self.views:
             try:
@@ -85,14 +85,14 @@ class Base:
     numbers: bool
 
     def make(self, seed: int) -> torch.Tensor:
-        """A dense tensor on it."""
+        """Return a dense tensor on the storage."""
         dtype = DTYPES[self.dtype]
         count = torch.Size(self.shape).numel()
         whole = aligned_empty((count + self.skew) * dtype.itemsize)
         most = 2 if dtype is torch.bool else 256
         generator = torch.Generator().manual_seed(seed)
         whole.copy_(torch.randint(0, most, whole.shape, dtype=torch.uint8, generator=generator))
-        # A storage of its own, as memory of another library would be.
+        # A separate storage, as memory of another library would be.
         storage = whole.untyped_storage()[self.skew * dtype.itemsize :]
         made = torch.empty(0, dtype=dtype).set_(storage, 0, self.shape)
         if self.numbers and dtype.is_floating_point:
@@ -128,7 +128,7 @@ def tensors(draw: st.DrawFn, of: st.SearchStrategy[Base] = bases) -> list[torch.
 
 
 def hop(sent: Sequence[torch.Tensor], caps: Caps | None = None) -> tuple[torch.Tensor, ...]:
-    """What another tier has of these tensors."""
+    """Return these tensors as another tier receives them."""
     batch = MicroBatch(ids=(7,), position=1, tensors=tuple(sent))
     body = b"".join(bytes(part) for part in encode(batch))
     got = read_frame(io.BytesIO(body), caps or Caps())
@@ -141,7 +141,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def distances(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """How far apart any two tensors start, where they share storage."""
+    """Return how far apart any two tensors start, where they share storage."""
     full = [tensor for tensor in tensors if tensor.numel()]
     return [
         a.data_ptr() - b.data_ptr()
@@ -162,7 +162,7 @@ def assert_same(got: Sequence[torch.Tensor], sent: Sequence[torch.Tensor]) -> No
 
 
 def dense_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes between the first and the last element used of each storage, rounded out to 64 at its start."""
+    """Return the bytes between each storage's first and last used element, its start rounded down to 64."""
     used: dict[int, tuple[int, int]] = {}
     for tensor in tensors:
         if not tensor.numel():
@@ -195,7 +195,7 @@ def test_no_more_than_the_used_range_crosses_and_the_caps_say_exactly_how_much(
     nbytes = lay_out(sent).nbytes
     assert nbytes <= dense_bytes(sent)
     largest = max((tensor.numel() * tensor.itemsize for tensor in sent), default=0)
-    # A size of zero hides the others from numel(); the reader looks at them all the same.
+    # A size of zero hides the other sizes from numel(); the reader checks them all the same.
     enough = max(nbytes, largest, *(_unhidden(tensor) for tensor in sent), 0, 0)
     assert_same(hop(sent, Caps(payload_bytes=enough)), sent)
     if nbytes:

@@ -1,4 +1,4 @@
-"""Tensors cross bit for bit: values, strides, alignment, shared storage."""
+"""Check that tensors cross bit for bit: values, strides, alignment, shared storage."""
 
 import io
 
@@ -21,7 +21,7 @@ def wire(batch):
 
 
 def storage_bytes(count, seed, skew):
-    """A storage whose start is ``skew`` bytes past a 64-byte boundary, with valid bools in it."""
+    """Return a storage whose start is ``skew`` bytes past a 64-byte boundary, with valid bools in it."""
     whole = aligned_empty(count + skew)
     generator = torch.Generator().manual_seed(seed)
     whole.copy_(torch.randint(0, 2, (count + skew,), dtype=torch.uint8, generator=generator))
@@ -30,7 +30,7 @@ def storage_bytes(count, seed, skew):
 
 @st.composite
 def views(draw, storage):
-    """Any strided view of ``storage``: gaps, stride 0, overlaps, empty, any dtype that may cross."""
+    """Draw any strided view of ``storage``: gaps, stride 0, overlaps, empty, any dtype that may cross."""
     fitting = [name for name, dtype in DTYPES.items() if storage.data_ptr() % dtype.itemsize == 0]
     dtype = DTYPES[draw(st.sampled_from(fitting))]
     room = storage.nbytes() // dtype.itemsize
@@ -71,7 +71,7 @@ def assert_same(got, sent):
 
 
 def distances(tensors):
-    """Which tensors share storage, and how far apart they start."""
+    """Return which tensors share storage, and how far apart they start."""
     full = [tensor for tensor in tensors if tensor.numel()]
     return [
         (

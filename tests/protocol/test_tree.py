@@ -1,4 +1,4 @@
-"""Samples taken apart and put together again; what cannot be sent is named, what was forged refused."""
+"""Check that samples survive flattening; an unsendable value is named, and a forged sample is refused."""
 
 import math
 from collections import OrderedDict, namedtuple
