@@ -1,4 +1,4 @@
-"""FastFlow's Algorithm 1: both branches, the threshold, the argmax, ties; and its file, strictly."""
+"""Check FastFlow's Algorithm 1: both branches, the threshold, the argmax, ties; and its file, strictly."""
 
 import json
 import math
@@ -114,7 +114,7 @@ some = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e6)), max_size=5)
 
 
 @given(positive, positive, positive, some)
-@example(3.0, 2.0, 1.0, [(5e-324, 0.0)])  # whose share of the samples is less than a float can say
+@example(3.0, 2.0, 1.0, [(5e-324, 0.0)])  # whose share of the samples is below a float's resolution
 def test_the_algorithm_line_by_line(gthp, lthp, pcycle, pairs):
     found = decide(
         metrics(
@@ -136,7 +136,7 @@ def test_the_algorithm_line_by_line(gthp, lthp, pcycle, pairs):
 
 
 @given(positive, positive, positive, some)
-@example(3.0, 2.0, 1.0, [(5e-324, 0.0)])  # whose share of the samples is less than a float can say
+@example(3.0, 2.0, 1.0, [(5e-324, 0.0)])  # whose share of the samples is below a float's resolution
 def test_what_is_decided_is_sound(gthp, lthp, pcycle, pairs):
     given = metrics(
         *(candidate(f"c{n}", *pair) for n, pair in enumerate(pairs)), gthp=gthp, lthp=lthp, pcycle=pcycle

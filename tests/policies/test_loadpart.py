@@ -1,4 +1,4 @@
-"""LoADPart's Algorithm 1 against the paper's own words and against brute force; and ours beside it."""
+"""Check LoADPart's Algorithm 1 against the paper's own words and against brute force, with our policy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ every_policy = pytest.mark.parametrize("name", REQUEST_POLICIES)
 
 
 def network(device: list[float], server: list[float], sent: list[float]) -> Profile:
-    """A chain by its seconds on both sides and what crosses: one more size than stages, the input's first."""
+    """Return a chain from its seconds on both sides and its crossing sizes: stages + 1, the input's first."""
     return Profile(
         model="chain",
         freeze=0,
@@ -64,7 +64,7 @@ def link(upload: float, download: float | None = None, **storage: Any) -> Cluste
 def by_the_book(
     device: list[float], server: list[float], sent: list[float], upload: float, download: float, load: float
 ) -> int:
-    """Algorithm 1 as it stands in the paper, line by line; B_d is infinite where the answer is free."""
+    """Run Algorithm 1 line by line as in the paper; B_d is infinite where the answer is free."""
     n = len(device)
     f, g = [0.0, *device], [0.0, *(load * each for each in server)]
     prefix, suffix = [0.0] * (n + 2), [0.0] * (n + 2)
@@ -87,7 +87,7 @@ def exact(
     download: float | None,
     load: float,
 ) -> list[Fraction]:
-    """Problem (1) at every p, without rounding."""
+    """Return Problem (1) at every p, without rounding."""
     f, g, s = ([Fraction(each) for each in list_] for list_ in (device, server, sent))
     n = len(f)
     answer = Fraction(0) if download is None else s[n] / Fraction(download)
@@ -99,7 +99,7 @@ def exact(
 
 
 def test_a_thousand_random_chains_with_ties_against_brute_force() -> None:
-    """Whole numbers of sixteenths and rates that are powers of two: floats are exact, and ties are ties."""
+    """Numbers are whole sixteenths and rates are powers of two: floats are exact, and ties are ties."""
     draw = random.Random(1)
     tied = 0
     for _ in range(1_000):
@@ -146,7 +146,7 @@ def test_no_other_cut_is_shorter(
 
 
 def slow_device(load: float = 1.0, bandwidth: float = 1e6) -> tuple[Profile, Cluster]:
-    """AlexNet's sizes; the device takes 40 times as long as the server."""
+    """Return AlexNet's sizes; the device takes 40 times as long as the server."""
     return alexnet(storage_s=1e-3, compute_s=40e-3), link(bandwidth, load=load)
 
 

@@ -1,11 +1,10 @@
-"""LoADPart on AlexNet, in the paper's numbers: which cut it takes as the link and the server's load change.
+"""Check LoADPart on AlexNet, in the paper's numbers: its cut as the link and the server's load change.
 
-The device is of the order of the paper's, a Raspberry Pi 4: four cores of 1.5 GHz that can do 4 multiply-adds
-a cycle (24e9 a second, of which a good kernel reaches two thirds), and memory of which it reads or writes 2e9
-bytes a second. A node takes its multiply-adds at the one rate, and then what it reads and writes (what
-crosses before and after it, and its weights) at the other; a view takes nothing. That makes 173 ms for the
-whole network, two thirds of it for the weights of the linear layers. The server takes a fortieth, node by
-node.
+The device is of the order of the paper's, a Raspberry Pi 4. It has four cores of 1.5 GHz that can do 4
+multiply-adds a cycle (24e9 a second, of which a good kernel reaches two thirds). Its memory reads or writes
+2e9 bytes a second. A node's time is its multiply-adds at the first rate, plus its reads and writes (the
+values before and after it, and its weights) at the second rate. A view takes no time. The whole network takes
+173 ms, two thirds of it for the weights of the linear layers. The server takes a fortieth, node by node.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LAYERS = {
     23: (4096 * 4096, 1),
     26: (1000 * 4096, 1),
 }
-"""Node to its weights, and at how many places each of them is used: a multiply-add for each of both."""
+"""Weights of each node, and the number of positions that use each weight: one multiply-add per pair."""
 
 
 def device_s(previous: PaperNode, node: PaperNode) -> float:
@@ -63,7 +62,7 @@ def sums() -> Sums:
 
 
 def test_the_choice_moves_back_from_4_to_8_to_19_to_27_as_the_link_slows_down(sums: Sums) -> None:
-    """Figure 6 and section V-B. Ties (the flatten takes nothing) go to the later one: 19 and never 18."""
+    """Figure 6 and section V-B. Ties (the flatten takes no time) go to the later node: 19 and never 18."""
     powers = [decide(sums, upload=rate * MBIT) for rate in (1024, 64, 32, 16, 8, 4, 2, 1)]
     assert powers == [0, 4, 4, 19, 19, 19, 27, 27]
     rates = [2 ** (6 - step / 32) for step in range(6 * 32 + 1)]
@@ -85,7 +84,7 @@ def test_each_choice_is_the_least_of_all_28(sums: Sums) -> None:
 
 
 def test_the_choice_moves_from_8_to_19_to_27_as_the_server_gets_busy(sums: Sums) -> None:
-    """Section V-C: at a rate at which an idle server is given what is left behind 8."""
+    """Section V-C: the rate is one at which an idle server gets all nodes after 8."""
     chosen = [decide(sums, upload=27.4 * MBIT, load=load) for load in (1, 2, 4, 8, 16, 20, 40, 80)]
     assert chosen == sorted(chosen)
     assert list(dict.fromkeys(chosen)) == [8, 19, 27]

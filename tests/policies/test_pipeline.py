@@ -1,4 +1,4 @@
-"""upriver's policy for input pipelines against brute force over ratios, and what its decision must keep."""
+"""Check upriver's policy for input pipelines against brute force over ratios, and its guarantees."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ questions = st.builds(
 
 
 def brute(given: Metrics, each: Candidate) -> tuple[float, float]:
-    """The greatest throughput over a grid of ratios, refined around its best, and the smallest such ratio."""
+    """Return the best throughput over a grid of ratios, refined around it, and its smallest ratio."""
     low, high = 0.0, 1.0
     cost = each.ocycle / max(given.pcycle, given.pseconds or 0)
     for _ in range(4):
@@ -84,7 +84,7 @@ def test_the_decision_is_that_of_brute_force(given):
         assert (found.candidate, found.ratio) == (None, 0.0)
         return
     assert promise(given, found) >= most * (1 - CLOSE) * (1 - 1e-5)
-    # No smaller ratio of any candidate is as good, and no earlier candidate is at the same one.
+    # No smaller ratio of any candidate is as good, and no earlier candidate reaches it at the same ratio.
     for each in given.candidates:
         for ratio in np.linspace(0, max(0.0, found.ratio - 1e-6), 500):
             assert throughput(given, each, float(ratio)) < most * (1 - CLOSE) * (1 + 1e-5)
@@ -137,7 +137,7 @@ def test_a_pipeline_that_waits_more_than_it_computes_is_offloaded_too():
     assert not decide(metrics(waits, pcycle=1)).offload
     found = decide(metrics(waits, pcycle=1, pseconds=10))
     assert found.offload and promise(metrics(waits, pcycle=1, pseconds=10), found) > 70
-    # One that computes in several processes takes fewer seconds than CPU seconds.
+    # A dataset that computes in several processes takes fewer seconds than CPU seconds.
     assert decide(metrics(waits, pcycle=10, pseconds=1)) == decide(metrics(waits, pcycle=10))
 
 
@@ -176,7 +176,7 @@ def test_the_threshold_is_what_the_metrics_say():
     given = dict(gthp=100.0, lthp=40.0, pcycle=10.0, candidates=(candidate("p2", 40, 0),))
     assert decide(Metrics(**given, speedup_threshold=2.1)).offload is False
     assert decide(Metrics(**given, speedup_threshold=1.9)).offload is True
-    # Even where any gain is worth it, nothing is offloaded for one that nobody could measure.
+    # Even with a threshold that any gain passes, a gain too small to measure offloads nothing.
     tiny = given | {"candidates": (candidate("p2", 0.2, 0),)}
     assert decide(Metrics(**tiny, speedup_threshold=1.0)).offload is False
 

@@ -1,4 +1,4 @@
-"""What every policy must keep, whatever it decides."""
+"""Check the contract of every policy, whatever its decision."""
 
 from __future__ import annotations
 

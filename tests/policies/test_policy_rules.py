@@ -1,4 +1,4 @@
-"""Each policy against its own rule, computed again from scratch, and in limits where the answer is plain."""
+"""Check each policy against its own rule, recomputed, and in limits where the answer is obvious."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EPOCH = Workload(batch_size=1000, num_samples=10_000)
 
 
 def naive_fits(cut: int, profile: Profile, cluster: Cluster, workload: Workload) -> bool:
-    """Memory by its definition, stage by stage."""
+    """Return whether memory fits by its definition, stage by stage."""
     positions = range(profile.unsplit + 1, profile.freeze + 1)
     pushed = [profile.stage(p) for p in positions if p <= cut]
     kept = [profile.stage(p) for p in positions if p > cut]
@@ -38,7 +38,7 @@ def naive_fits(cut: int, profile: Profile, cluster: Cluster, workload: Workload)
 
 
 def naive_hapi_epoch_s(cut: int, profile: Profile, cluster: Cluster, workload: Workload) -> float:
-    """HAPI's objective by its definition: requests in waves, forward passes in turn."""
+    """Return HAPI's objective by its definition: requests in waves, forward passes in turn."""
     storage, link = cluster.storage, cluster.link
     batch = min(workload.batch_size, workload.num_samples)
     at_once = cluster.compute.micro_batch or workload.batch_size
@@ -135,7 +135,7 @@ def test_hapi_bandwidth_on_the_papers_own_case(batch: int, cut: int) -> None:
 
 
 def test_hapi_bandwidth_pushes_less_down_over_a_faster_link() -> None:
-    """A candidate is smaller than what is stored; where the link takes none, the freeze point."""
+    """A candidate is smaller than the stored sample; if the link carries none, the freeze point wins."""
     stored = alexnet(stored_bytes=150_000)
     cuts = [
         POLICIES["hapi_bandwidth"](
@@ -214,13 +214,13 @@ def test_where_nothing_is_frozen_that_is_the_reason(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["min", "neurosurgeon", "hapi_bandwidth", "hapi"])
 def test_what_is_searched_is_said(name: str) -> None:
-    """They never look at cut 0 and those below, so a better one may stand in the table."""
+    """These policies never consider cut 0 and below, so the table may hold a better cut."""
     thin = alexnet(stored_bytes=1_000_000)
     assert "among cuts 1 to 17" in POLICIES[name](thin, cluster(), EPOCH).why
 
 
 def test_hapi_bandwidth_says_both_conditions_when_it_falls_to_the_freeze_point() -> None:
-    """A fast link takes every output within a second, but none is smaller than what is stored."""
+    """A fast link carries every output within a second, but none is smaller than the stored sample."""
     plan = POLICIES["hapi_bandwidth"](alexnet(stored_bytes=1), cluster(bandwidth=1e15), EPOCH)
     says = "as no earlier one is smaller than what is stored and crosses within a second a batch"
     assert plan.why.startswith(f"cut 17, the freeze point, {says}. ")

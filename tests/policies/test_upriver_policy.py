@@ -1,4 +1,4 @@
-"""The mix of routes: against brute force over a fine grid, and against every single cut."""
+"""Check the mix of routes against brute force over a fine grid, and against every single cut."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_mix_is_taken_only_for_a_gain_to_rely_on(
 
 @pytest.mark.parametrize(("gain", "cuts"), [(0.02, [1]), (0.20, [0, 1])])
 def test_a_mix_of_little_gain_is_left_for_the_single_cut(gain: float, cuts: list[int]) -> None:
-    """Cut 1 takes the storage tier; of ``gain`` of the samples the compute tier could relieve it."""
+    """Cut 1 keeps the storage tier busy; the compute tier could relieve it of ``gain`` of the samples."""
     stages = (stage("all", 1000, storage=0.01, compute=0.01 * (1 - gain) / gain),)
     freed = InputProfile(stored_bytes=1000, tensor_bytes=1000)
     profile = Profile(model="one way", freeze=1, input=freed, stages=stages)
@@ -68,7 +68,7 @@ def test_a_mix_of_little_gain_is_left_for_the_single_cut(gain: float, cuts: list
 
 
 def test_a_cut_that_keeps_next_to_nothing_busy() -> None:
-    """What the others take, measured in what that cut takes, is no number that a float could not hold."""
+    """The other cuts' time, in units of that cut's time, would overflow a float."""
     freed = InputProfile(stored_bytes=0, tensor_bytes=0)
     decode = stage("decode", 602112.0, storage=0.0, compute=0.0)
     tail = TailProfile(seconds=(0.0, sys.float_info.min), param_bytes=0, peak_bytes=0)
@@ -90,7 +90,7 @@ def test_few_routes_and_whole_micro_batches(profile: Profile, cluster: Cluster, 
     plan = POLICIES["upriver"](profile, cluster, workload)
     units = math.ceil(workload.num_samples / cluster.storage.micro_batch)
     resources = np.count_nonzero(CostModel(profile, cluster, workload).epochs.busy.any(axis=1))
-    # Where storage is no resource of its own, sparing it has the length of the epoch as one more bound.
+    # Where storage is no resource of its own, the epoch's length is one more bound while storage is spared.
     spared = cluster.stream != "micro_batch"
     assert len(plan.routes) <= max(1, resources + spared)
     for route in plan.routes:
@@ -101,7 +101,7 @@ def test_few_routes_and_whole_micro_batches(profile: Profile, cluster: Cluster, 
 
 
 def grid(parts: int, steps: int) -> Iterator[tuple[int, ...]]:
-    """Every way to share ``steps`` among ``parts``."""
+    """Yield every way to share ``steps`` among ``parts``."""
     if parts == 1:
         yield (steps,)
         return
@@ -130,7 +130,7 @@ def test_the_linear_program_against_a_fine_grid(busy: list[tuple[float, float, f
     steps = 40
     best = min((matrix @ (np.array(counts) / steps)).max() for counts in grid(len(busy), steps))
     assert shortest <= best + 1e-9
-    # A grid point lies within half a step a cut of the optimum, and no resource moves by more than that.
+    # A grid point lies within half a step a cut of the optimum, and no resource changes by more than that.
     assert best <= shortest + len(busy) * matrix.max() / steps + 1e-9
 
 
@@ -185,7 +185,7 @@ def test_both_linear_programs_against_another_solver(
 
 
 def test_a_mix_beats_every_single_cut_where_cuts_are_coarse() -> None:
-    """One cut leaves the storage tier idle, the other the compute tier: half and half keeps both busy."""
+    """One cut leaves the storage tier idle, the other the compute tier: half of each keeps both busy."""
     profile = Profile(
         model="two ways",
         freeze=1,
@@ -201,7 +201,7 @@ def test_a_mix_beats_every_single_cut_where_cuts_are_coarse() -> None:
 
 
 def test_a_third_cut_that_fills_the_pipeline_late_is_left_out() -> None:
-    """With it all three resources finish together, but a micro-batch of it alone takes the link for 0.5 s."""
+    """With it all three resources finish together, but one of its micro-batches takes the link for 0.5 s."""
     profile = Profile(
         model="residual",
         freeze=2,
@@ -235,7 +235,7 @@ def test_a_mix_of_more_is_never_behind_two_of_its_cuts(
 
 
 def test_what_is_within_the_slack_goes_to_the_cheapest_for_the_storage_tier() -> None:
-    """The link decides alone: cuts 1 and 2 ship as much, and 1 is less work for the storage tier."""
+    """Only the link decides: cuts 1 and 2 ship as much, and 1 is less work for the storage tier."""
     profile = Profile(
         model="spare",
         freeze=2,
