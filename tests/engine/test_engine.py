@@ -1,4 +1,4 @@
-"""The engine: any stretch, in any pieces, gives the same micro-batch; bad samples are named or padded."""
+"""Check that any stretch in any pieces gives the same micro-batch, and bad samples are named or padded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HOW = {"object_names": NAMES, "seed": 3, "epoch": 1}
 
 @cache
 def program() -> Program:
-    """Return the same one each time; nobody who only collects tests waits for it."""
+    """Return one cached program, which is captured only when a test runs."""
     found = capture(frozen_small(), (torch.randn(MICRO, 3, 16, 16),), outputs=[TensorSource(path="block2")])
     assert found.num_stages == END
     return found

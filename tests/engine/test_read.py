@@ -1,4 +1,4 @@
-"""Reading: the right bytes in the right order, in few GETs, never of another object than the indexed one."""
+"""Check reads: the right bytes in the right order, in few GETs, and only of the indexed object."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READERS = {"sync": read_samples, "async": lambda dataset, ids: asyncio.run(read_
 
 
 class CountingStore(Store):
-    """A real store that keeps count of its ranged GETs and of how many run at once."""
+    """A real store that counts its ranged GETs and those that run at once."""
 
     gets: list[tuple[str, int, int, str | None]]
     running = most_running = 0
@@ -77,7 +77,7 @@ def write_shard(path: Path, numbers: range, size: int) -> None:
             for name, data in ((f"{number:04d}.cls", b"0"), (f"{number:04d}.jpg", body(number, size))):
                 entry = tarfile.TarInfo(name)
                 entry.size = len(data)
-                entry.mtime = 0.5  # fractional: every member gets a PAX extension, the widest gap there is
+                entry.mtime = 0.5  # fractional: every member gets a PAX extension, the widest gap possible
                 archive.addfile(entry, io.BytesIO(data))
 
 
@@ -120,7 +120,7 @@ def test_one_get_a_shard_and_one_a_run(dataset: Dataset, reader: Reader) -> None
     reader(dataset, list(range(60)))
     assert sorted(get[0] for get in gets_of(dataset)) == ["0.tar", "1.tar", "2.tar"]
     gets_of(dataset).clear()
-    reader(dataset, [0, 1, 5, 6, 12, 40, 41])  # what lies between 1 and 5 is larger than the gap
+    reader(dataset, [0, 1, 5, 6, 12, 40, 41])  # the bytes between 1 and 5 are more than the gap
     assert len(gets_of(dataset)) == 4
     wanted = sum(ref.stop - ref.start for ref in dataset.locate([0, 1, 5, 6, 12, 40, 41]))
     assert sum(stop - start for _, start, stop, _ in gets_of(dataset)) <= wanted + 3 * read.GAP_BYTES
@@ -146,7 +146,7 @@ def test_only_so_many_gets_run_at_once(
         def _enter(self, get: tuple[str, int, int, str | None]) -> None:
             super()._enter(get)
             if threading.current_thread() is not threading.main_thread():
-                time.sleep(0.01)  # long enough for the others to begin, were they let
+                time.sleep(0.01)  # long enough for the others to begin, if allowed
 
     monkeypatch.setattr(read, "CONCURRENCY", 3)
     dataset.store.__class__ = Slow
@@ -201,7 +201,7 @@ def test_a_missing_object_is_named(dataset: Dataset, reader: Reader, tmp_path: P
 
 
 def test_a_short_object_is_no_shorter_sample(dataset: Dataset, reader: Reader) -> None:
-    """A store without If-Match whose object was cut off: the length alone must tell."""
+    """A store without If-Match returns an object that was cut off: only the length shows it."""
 
     class Forgetful(CountingStore):
         def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
