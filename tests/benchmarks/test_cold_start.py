@@ -376,7 +376,7 @@ def test_streamed_ways_have_learnt_of_the_link_before_they_count(tmp_path: Path)
     records, jobs = measured(tmp_path)
     before = [run for do, run, _, _ in jobs.asked if do == "run"]
     for run in SETTING.runs:
-        more = way_of(run) in STREAMED and run not in WAYS  # the others are swept
+        more = way_of(run) in STREAMED and run not in WAYS  # the others learn in the sweep
         assert run in WAYS or before.count(run) == SETTING.repeats + more
     jobs.asked = []
     later = [turn_key(SETTING, number, run) for number in range(2) for run in (OURS, "runai")]

@@ -173,7 +173,7 @@ def test_what_a_tenant_may_not_read_counts_with_the_index_once_for_each_choice_o
     datasets = kept(published, budget=budget)
     first = published[0]
     assert asks(datasets, first, "a").digest == first.digest
-    assert budget.held_by(INDEXES) == first.nbytes  # all of it may be read: nothing is kept
+    assert budget.held_by(INDEXES) == first.nbytes  # the tenant may read all of it: no mask is kept
     for folder, masks in (("b", 1), ("b", 1), ("c", 2)):
         refused(datasets, first, folder)
         assert budget.held_by(INDEXES) == first.nbytes + masks * len(first)
