@@ -6,7 +6,10 @@ upriver changes where results are computed, and never a result. ``upriver.connec
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from upriver._moved import MovedModules
 
 __version__ = "0.1.0"
 
@@ -91,6 +94,9 @@ if TYPE_CHECKING:
     from upriver.rpc.link_meter import LinkMeter as LinkMeter
     from upriver.store import Store as Store
     from upriver.types import Plan as Plan
+
+
+sys.meta_path.append(MovedModules())
 
 
 def __dir__() -> list[str]:
