@@ -105,7 +105,7 @@ def removed(store: Store, *, days: float = 30, **options: Any) -> list[str]:
     return [each.digest for each in collect(store, PREFIX, older_than_s=days * DAY_S, **options)]
 
 
-# ------------------------------------------------------------------------------------ what is decided
+# ------------------------------------------------------------------------------------------ decisions
 
 NAMES = st.sampled_from("abc")
 
@@ -147,7 +147,7 @@ def test_what_goes_is_the_most_that_may(
     assert unused(programs, weights, needs, before_s=before, only=only) == most
 
 
-# ------------------------------------------------------------------------------------ what is removed
+# ------------------------------------------------------------------------------------------- removals
 
 
 def test_what_nobody_used_for_long_goes_with_its_weights_and_notes(store: Clocked) -> None:
@@ -251,7 +251,7 @@ def test_two_removals_at_once_are_refused_and_one_that_was_broken_off_is_not_wai
     assert store.paths() == set()
 
 
-# -------------------------------------------------------------------------------- what goes on meanwhile
+# --------------------------------------------------------------------------- concurrent uploads and uses
 
 
 def uploading(store: Clocked, program: str, weights: str) -> Iterator[None]:
@@ -278,7 +278,8 @@ def using(store: Clocked, program: str, weights: str) -> Iterator[None]:
 def interleaved(store: Clocked, other: Iterator[None], at: list[int]) -> bool:
     """Run a removal while ``other`` makes its steps before the requests ``at``.
 
-    Returns: Whether ``other`` ended well.
+    Returns:
+        Whether ``other`` ended well.
     """
     requests, steps, ended = itertools.count(), sorted(at), []
 
@@ -342,7 +343,7 @@ def test_a_program_that_is_used_meanwhile_is_there_whole_or_not_at_all() -> None
     assert left == {True, False}
 
 
-# ------------------------------------------------------------------------------------ what is counted
+# --------------------------------------------------------------------------------------------- counts
 
 
 def refusing(most: int) -> Callable[[int, int, int], None]:

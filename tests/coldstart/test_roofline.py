@@ -243,7 +243,7 @@ def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch)
         keep_pace(CPU, CORE, threads=1)
 
 
-# ------------------------------------------------------------------------------------- they count
+# ------------------------------------------------------------------------------- effect on a load
 
 MIB = 1 << 20
 

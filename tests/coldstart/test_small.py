@@ -1,4 +1,4 @@
-"""Check that a small model needs one request, and that a load imports only the modules it uses."""
+"""Check that a load requests a small model in one go, and imports only the modules it uses."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
         torch.manual_seed(4)
         return nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 300), nn.Linear(300, 1500), nn.Linear(1500, 4))
 
-    # 1 MB arrives meanwhile: the two layers have 1 MB together, the second one 1.8 MB.
+    # The link carries 1 MB during one latency: two layers reach that together, the second has 1.8 MB.
     far = StoreLink(latency_s=0.01, bandwidth_bytes_per_s=1e8)
     monkeypatch.setattr(strategy.link_cache, "link_to", lambda *_: far)
     store, limits = connected(server), StreamLimits(request_bytes=64 << 10, in_flight_bytes=128 << 10)

@@ -28,7 +28,7 @@ from upriver.rpc.worker_fleet import Fleet, Provider, Serves
 COUNT = 300
 
 
-# -------------------------------------------------------------------------------------- how many, by a clock
+# ------------------------------------------------------------------- number of workers, by a simulated clock
 
 
 class Team:
@@ -151,7 +151,7 @@ def test_where_the_one_does_nothing_it_is_released_and_that_is_said() -> None:
     assert growth.why == "none of the workers can be used"
 
 
-# ------------------------------------------------------------------------------------------------ for real
+# -------------------------------------------------------------------------------------------- real workers
 
 
 def named(kind: str = "Noisy") -> Any:
@@ -279,7 +279,7 @@ def test_a_fleet_that_is_stopped_starts_nobody() -> None:
     assert not fleet.lost()
 
 
-# ------------------------------------------------------------------------------------------- what cannot be
+# -------------------------------------------------------------------------------------- impossible requests
 
 
 def named_rows(batch: list[Any]) -> list[Any]:

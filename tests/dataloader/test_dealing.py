@@ -342,7 +342,7 @@ def test_none_of_many_is_left_out_where_all_are_alike(bed: Bed) -> None:
     assert all(bed.made[server.url] == pytest.approx(100, abs=10) for server in servers)
 
 
-# --------------------------------------------------------------------------- as many as it has processes
+# ------------------------------------------------------------------------------------- tasks per process
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_nothing_is_planned_for_workers_that_get_nothing(bed: Bed) -> None:
     assert epoch.planned == 5 and workers.slots == 16
 
 
-# ----------------------------------------------------------------------------- who is waited for how long
+# -------------------------------------------------------------------------------------------- time limits
 
 
 def test_a_task_that_takes_long_here_is_waited_for(bed: Bed) -> None:
@@ -594,7 +594,7 @@ def test_a_worker_that_began_slowly_is_not_waited_for_as_slowly_ever_after(bed: 
     assert workers.late() == [44]
 
 
-# ----------------------------------------------------------------------- what a task says, and not a worker
+# ------------------------------------------------------------------------ failures of tasks, not of workers
 
 
 @pytest.mark.parametrize(

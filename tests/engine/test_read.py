@@ -184,7 +184,7 @@ def test_every_sample_lies_in_exactly_one_get(spans: list[tuple[str, int, int]])
         assert one.object != two.object or two.start - one.stop > read.GAP_BYTES
 
 
-# ---------------------------------------------------------------------------------- when it goes wrong
+# -------------------------------------------------------------------------------------------- failures
 
 
 def test_a_changed_object_is_named(dataset: Dataset, reader: Reader, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_server_that_refuses_counts_for_the_time_in_which_it_does_not() -> Non
     assert capacity((up, 1.0), (up, 1.0), (up, 1.0), (up, 1.0)) == 1.25, "one that has joined since"
 
 
-# ------------------------------------------------------------------------ asking where nothing comes
+# ------------------------------------------------------------------------- questions to idle servers
 
 
 class Telling(ScriptedServer):
@@ -223,7 +223,7 @@ def test_while_answers_come_nobody_is_asked() -> None:
     assert server.asked == 0
 
 
-# --------------------------------------------------------------------------------------- for real
+# ----------------------------------------------------------------------------------- real servers
 
 
 @contextmanager

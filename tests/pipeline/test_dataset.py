@@ -146,7 +146,7 @@ def test_chain_json_is_written_last(dataset: Dataset, tmp_path: Path) -> None:
         Dataset.open(dataset.store, dataset.digest)
 
 
-# ---------------------------------------------------------------------------------- damaged or false
+# --------------------------------------------------------------------------------- damaged or forged
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -113,7 +113,7 @@ def test_input_stages_on_cores_of_their_own_are_followed_under_that_name() -> No
     assert live.now()[0].stage(0).seconds == {"compute.cpu": (0.0, 2.0)}
 
 
-# ------------------------------------------------------------------------------------ others' work
+# ---------------------------------------------------------------------------------- work of others
 
 TOOK_S = 0.125
 

@@ -66,7 +66,7 @@ def told():
     log.removeHandler(listener)
 
 
-# ------------------------------------------------------------------------------- what comes back, and to whom
+# ---------------------------------------------------------------------------------------------------- matches
 
 
 def test_what_was_saved_comes_back_to_another_job(folder, told):
@@ -246,7 +246,7 @@ def test_figures_may_be_too_old(folder, monkeypatch):
     assert store.load(KEY, max_age_s=900) == KnownThroughput()
 
 
-# ------------------------------------------------------------------------------------------ where it is kept
+# --------------------------------------------------------------------------------------------------- folders
 
 
 def test_the_folder_is_beside_the_other_caches(tmp_path, monkeypatch):
@@ -398,7 +398,7 @@ def test_reading_leaves_no_file_open(folder):
     wait_for(lambda: set(os.listdir("/proc/self/fd")) <= before)  # other tests' threads may have some
 
 
-# ----------------------------------------------------------------------------- folders that cannot be written
+# ----------------------------------------------------------------------------------------- unwritable folders
 
 
 @contextmanager

@@ -688,7 +688,7 @@ def test_refusal_of_a_large_body_is_heard():
         server.join()
 
 
-# ------------------------------------------------------------------------------- servers that mean ill
+# ----------------------------------------------------------------------------------- malicious servers
 
 
 def trickle(exchange: Exchange) -> None:

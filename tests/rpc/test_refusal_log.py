@@ -71,7 +71,7 @@ def test_a_moment_counts_once_however_many_requests_it_is_lost_for(
     assert refusals.available == pytest.approx(max(LEAST, 1 - len(recent) / 20))
 
 
-# ------------------------------------------------------------------------------------- what is said of it
+# ----------------------------------------------------------------------------------------------- messages
 
 FULL = Overloaded("all of 8 connections are in use", retry_after_s=2)
 

@@ -380,7 +380,7 @@ def test_a_server_that_refuses_all_the_time_is_hardly_there():
         assert pool.status()[0].available < refusing
 
 
-# ------------------------------------------------------------------------------------- come and go
+# ----------------------------------------------------------------------------- servers come and go
 
 
 def test_a_server_that_is_added_is_let_in_like_all_others():

@@ -109,7 +109,7 @@ def _no_thread_is_left() -> Iterator[None]:
     assert threads() == []
 
 
-# --------------------------------------------------------------------------------- what arrives
+# ------------------------------------------------------------------------------------- arrivals
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
@@ -171,7 +171,7 @@ def test_default_limits_bring_it_too(store: Store) -> None:
     assert len(kinds(stream, "request")) == 1
 
 
-# --------------------------------------------------------------------------------- what is asked for
+# ------------------------------------------------------------------------------------------ requests
 
 
 @st.composite
@@ -363,7 +363,7 @@ def test_groups_have_every_tensor_once_and_in_order(groups: list[range]) -> None
         asked_for([("a", 0, 100), ("a", 100, 200), ("a", 200, 300)], groups)
 
 
-# --------------------------------------------------------------------------------- when it is asked for
+# ------------------------------------------------------------------------------------ times of requests
 
 
 NUM, SIZE = 10, 1000
@@ -562,7 +562,7 @@ def test_what_takes_several_is_found_sooner_each_time_and_forgotten_when_it_is_o
     def loads(fills: int, requests: int) -> tuple[int, int]:
         """Return the request counts at the start and the end of a load of 0.25 s.
 
-        The link is full with ``fills`` requests.
+        ``fills`` requests fill the link.
         """
         flow = said(1e9, requests=requests)
         begins = flow.wanted
@@ -678,7 +678,7 @@ def test_a_link_that_cannot_be_is_refused(link: dict[str, float]) -> None:
         Stream(source, [range(1)], Memory(source), link=replace(LINK, **link))
 
 
-# --------------------------------------------------------------------------------- ends before the end
+# ------------------------------------------------------------------------------------------ early ends
 
 
 def test_a_cancel_ends_it_at_once() -> None:
@@ -835,7 +835,7 @@ def test_a_failure_holds_on_to_no_memory() -> None:
     assert [ref() for ref in rooms] == [None] * NUM
 
 
-# --------------------------------------------------------------------------------- a store on a bad day
+# --------------------------------------------------------------------------------------- a faulty store
 
 
 @pytest.fixture

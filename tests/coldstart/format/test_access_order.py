@@ -70,7 +70,7 @@ def both_ways(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return without
 
 
-# ------------------------------------------------------------------------------- what counts as touched
+# ---------------------------------------------------------------------------------- accesses that count
 
 
 def test_weights_come_in_the_order_of_their_use() -> None:

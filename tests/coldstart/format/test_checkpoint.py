@@ -100,7 +100,7 @@ def save_sharded(store: Store, tensors: Mapping[str, torch.Tensor], index: str =
     return table
 
 
-# --------------------------------------------------------------------------------------- what is found
+# ------------------------------------------------------------------------------ tensors that are found
 
 
 def test_what_was_published_is_in_order_and_has_checksums(store: Store) -> None:
@@ -377,7 +377,7 @@ def test_an_object_that_is_not_the_manifests(store: Store) -> None:
     assert names(find(store, PATH)) == ["other"]
 
 
-# ------------------------------------------------------------------------------------ anyone's header
+# ---------------------------------------------------------------------------------- untrusted headers
 
 
 def file_of(header: Mapping[str, Any] | bytes, body: bytes = b"", length: int | None = None) -> bytes:

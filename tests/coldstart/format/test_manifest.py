@@ -61,7 +61,7 @@ def published(store: Store, **arguments: Any) -> tuple[dict[str, torch.Tensor], 
     return tensors, publish(tensors, store, PATH, **arguments)
 
 
-# ------------------------------------------------------------------------------------- what is there
+# ------------------------------------------------------------------------------------------ contents
 
 
 def test_any_safetensors_reader_reads_it(store: Store) -> None:
@@ -161,7 +161,7 @@ def test_every_flipped_byte_is_found_in_its_chunk(data: st.DataObject) -> None:
         damaged(stored, raw[1:], chunk_bytes=64)
 
 
-# ----------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------ refusals
 
 
 @pytest.mark.parametrize(

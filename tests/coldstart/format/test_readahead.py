@@ -99,7 +99,7 @@ def reads(server: FaultyServer) -> list[range]:
     return [range(int(each[1]), int(each[2]) + 1) for each in found if each]
 
 
-# --------------------------------------------------------------------------------- what comes of it
+# ------------------------------------------------------------------------------------------ results
 
 
 @pytest.mark.parametrize("num_bytes", [1, 100, 700, 5000, 40_001, 10**6])
@@ -179,7 +179,7 @@ def test_what_is_looked_at_first(path: str) -> None:
     assert object_at("a/net.safetensors.index.json") is object_at("a/net.bin") is None
 
 
-# --------------------------------------------------------------------------------- what may go wrong
+# ------------------------------------------------------------------------------------------ failures
 
 
 @pytest.mark.parametrize("fault", ["cut", "reset", "stalled", "silent", "flipped", "short", 403, 404, 503])

@@ -141,7 +141,7 @@ def test_groups_that_are_not_all_layers_in_order_are_refused(groups: list[range]
         makespan(groups, **asdict(case))
 
 
-# --------------------------------------------------------------------------------------- the greedy one
+# ------------------------------------------------------------------------------------ the greedy policy
 
 
 @given(
@@ -172,7 +172,7 @@ def test_greedy_by_hand() -> None:
     assert greedy(sizes, latency_s=50, bandwidth_bytes_per_s=2) == [range(7)]
 
 
-# --------------------------------------------------------------------------------------------- ours
+# --------------------------------------------------------------------------------------- our policy
 
 
 @given(cases())

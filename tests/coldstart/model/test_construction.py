@@ -30,7 +30,7 @@ def nothing_left() -> Iterator[None]:
     assert globals_now() == before
 
 
-# --------------------------------------------------------------------------------- what is put off
+# ---------------------------------------------------------------------------------- deferred fills
 
 
 def test_no_random_number_is_drawn_for_what_is_loaded() -> None:
@@ -110,7 +110,7 @@ def test_what_is_thrown_away_is_not_filled() -> None:
     checked(build)
 
 
-# ------------------------------------------------------------------------------------ what is read
+# ------------------------------------------------------------------------------------------- reads
 
 
 class _Reading(nn.Module):
@@ -243,7 +243,7 @@ def test_a_refused_fill_is_refused_at_once() -> None:
         construct(lambda: nn.init.uniform_(nn.Linear(3, 3).weight, 2.0, 1.0))  # type: ignore[arg-type,return-value]
 
 
-# --------------------------------------------------------------------------------- what is filled
+# ------------------------------------------------------------------------------------------ fills
 
 
 def test_what_no_state_dict_names_is_filled() -> None:

@@ -137,7 +137,7 @@ def test_workers_that_nobody_needs_any_more_are_let_go() -> None:
     assert rate(times, 1000) == pytest.approx(BATCH / 1.0, rel=0.01)
 
 
-# ------------------------------------------------------------------------ speeds that come and go
+# -------------------------------------------------------------------------------- changing speeds
 
 
 class Shared(World):
@@ -227,7 +227,7 @@ def test_workers_that_hang_are_asked_less_and_less() -> None:
     assert world.ratios[599] > 0.3 and world.ratios[-1] < PROBE
 
 
-# ----------------------------------------------------------------------------- measuring anew
+# ---------------------------------------------------------------------- repeated measurements
 
 
 def test_a_stall_that_comes_later_is_measured_and_at_most_every_so_many_batches() -> None:
@@ -297,7 +297,7 @@ def test_short_epochs_are_steered_too() -> None:
     assert measured.decision is not None and 0.3 < measured.decision.ratio < 0.8
 
 
-# ----------------------------------------------------------------------------- what is seen
+# ----------------------------------------------------------------------------- observations
 
 
 def seen(world: World, ratio: float, *, whole: bool = False) -> tuple[Waits, float]:
@@ -327,7 +327,7 @@ def test_what_nobody_takes_is_counted() -> None:
     assert waits.given == waits.returned == 240
 
 
-# ----------------------------------------------------------------------------- the law
+# --------------------------------------------------------------------- the control law
 
 
 def window(

@@ -62,7 +62,7 @@ def question_of(parts: Split, data: Dataset) -> JobRequirements:
     return JobRequirements(dataset=data, program=parts.program, seed=7, on_bad_sample="fail")
 
 
-# ---------------------------------------------------------------------------------------- who offers what
+# ------------------------------------------------------------------------------------------ offered sizes
 
 
 @given(
@@ -135,7 +135,7 @@ def test_only_where_low_bits_may_differ_and_nothing_is_replayed(data: Dataset) -
         near.finetune(frozen_small(), data, **fields, exact="numeric", replay=placed)
 
 
-# ------------------------------------------------------------------------------------ what is captured
+# -------------------------------------------------------------------------------------------- captures
 
 
 def test_sizes_that_no_server_takes_or_that_cannot_be_captured_are_left_out(
@@ -171,7 +171,7 @@ def test_sizes_that_no_server_takes_or_that_cannot_be_captured_are_left_out(
     assert batched_capture.notes((), ()) == []
 
 
-# ------------------------------------------------------------------------------------- what is near enough
+# ----------------------------------------------------------------------------------------------- tolerance
 
 
 class Here:
@@ -346,7 +346,7 @@ def test_a_server_that_joins_proves_every_size_and_one_that_has_just_done_so_doe
     assert [offer.micro_batch for offer in gate.offers] == [SIZES[1]], "for nobody any more"
 
 
-# ------------------------------------------------------------------------------------------ for real
+# -------------------------------------------------------------------------------------- real servers
 
 
 @pytest.fixture(scope="module")

@@ -212,7 +212,7 @@ def test_exactly_once_in_order_whatever_happens(
     assert all(len(request) <= per_request for server in servers for request in server.requests)
 
 
-# ------------------------------------------------------------------------------------ single stories
+# -------------------------------------------------------------------------------------- single cases
 
 
 def test_requests_are_the_shorter_the_more_routes_there_are():

@@ -286,7 +286,7 @@ def test_any_shape_is_standardized() -> None:
             Standardize().apply(value, draw_of())
 
 
-# ------------------------------------------------------------------------------------------- all of it
+# ------------------------------------------------------------------------------------------ all stages
 
 STAGES: list[InputStage] = [
     FixLength(20_000),

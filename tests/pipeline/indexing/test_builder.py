@@ -225,7 +225,7 @@ def test_of_a_long_sound_little_is_read(tmp_path: Path) -> None:
     assert sum(stop - start for _, start, stop in store.gets) <= 4096
 
 
-# -------------------------------------------------------------------------------------- what is wrong
+# ---------------------------------------------------------------------------------------- faulty data
 
 
 def cut(data: bytes, at: int) -> bytes:
@@ -381,7 +381,7 @@ def test_a_sample_larger_than_the_cap(tmp_path: Path, monkeypatch: pytest.Monkey
         index(write(tmp_path, {"a.tar": shard(samples(1))}), stages=STAGES)
 
 
-# ------------------------------------------------------------------------------------ how much is read
+# ------------------------------------------------------------------------------------------ bytes read
 
 
 class CountingStore(Store):

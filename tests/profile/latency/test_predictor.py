@@ -133,7 +133,7 @@ def test_without_scipy_the_message_says_what_to_install(monkeypatch: pytest.Monk
         nnls_fit(np.ones((2, 1)), np.ones(2))
 
 
-# ----------------------------------------------------------------------------------------- LoADPart's
+# ---------------------------------------------------------------------------------- LoADPart's models
 
 
 def test_the_papers_model_recovers_what_goes_by_its_features() -> None:
@@ -163,7 +163,7 @@ def test_kinds_of_which_few_were_timed_have_no_model() -> None:
     assert set(PaperModel.fit(few, "edge").coefficients) == set(OwnModel.fit(few).lines) == {"bias"}
 
 
-# ---------------------------------------------------------------------------------------------- ours
+# ---------------------------------------------------------------------------------------- our models
 
 
 def test_ours_is_near_for_configurations_that_it_has_not_seen(predictor: Predictor) -> None:

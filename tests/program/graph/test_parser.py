@@ -166,7 +166,7 @@ def test_every_allowed_operator_exists_and_none_is_random_or_in_place() -> None:
         assert not random or name == "scaled_dot_product_attention.default", name
 
 
-# ------------------------------------------------------------------------ operators made harmful
+# ----------------------------------------------------------------------------- harmful operators
 
 
 def one_node(
@@ -311,7 +311,7 @@ def test_attention_with_dropout_is_refused(dropout: Any) -> None:
     check_call("scaled_dot_product_attention.default", [0, 0, 0], {"dropout_p": 0.0})
 
 
-# ------------------------------------------------------------------------------- what a run takes
+# -------------------------------------------------------------------------------- memory of a run
 
 
 class Attending(nn.Module):
@@ -537,7 +537,7 @@ def test_a_weight_of_another_type_or_shape_is_named() -> None:
     refused(graph, r"weight '2.weight' is float32 \[3, 4\] in its file", weights=other.weights_bytes)
 
 
-# ---------------------------------------------------------------------------------- anything at all
+# ---------------------------------------------------------------------------------- arbitrary bytes
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

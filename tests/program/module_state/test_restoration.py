@@ -296,7 +296,7 @@ def test_splitting_and_measuring_leave_the_model_as_it_was(tail: str) -> None:
     assert everybodys() == generators
 
 
-# --------------------------------------------------------------------------- what the forward writes
+# ----------------------------------------------------------------------------- writes in the forward
 
 
 def step(model: nn.Module, run: Callable[[], torch.Tensor], parts: Split, steps: int = 3) -> list[Any]:
