@@ -129,7 +129,7 @@ def test_a_plan_that_needs_no_server_says_nothing(data: Dataset) -> None:
 
 @contextmanager
 def without_room(server_url: str, refused: Callable[[], bool]) -> Iterator[str]:
-    """Run a proxy that answers requests with 503 while ``refused`` is set; return its URL."""
+    """Run a proxy that answers requests with 503 while ``refused()`` is true; yield its URL."""
     host = server_url.removeprefix("http://")
 
     def respond(exchange: Exchange) -> None:

@@ -280,7 +280,7 @@ X = torch.linspace(-1, 1, 16).reshape(2, 8)
 
 @pytest.fixture
 def a_little(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Limit the bytes requested at once; the model has more."""
+    """Limit the readahead to these bytes, fewer than the model has."""
     monkeypatch.setattr(strategy, "MOST_BYTES", 50_000)
     return 50_000
 
