@@ -75,7 +75,7 @@ class Outcome:
 
     @property
     def finite(self) -> bool:
-        """Whether the outcome holds no NaN and no infinity."""
+        """True if the outcome holds no NaN and no infinity."""
         gradients = [gradient for gradient in self.gradients.values() if gradient is not None]
         return all(bool(t.isfinite().all()) for t in [*self.answers, *gradients])
 

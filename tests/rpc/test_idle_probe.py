@@ -112,7 +112,7 @@ def test_a_job_probes_when_everything_has_crossed(
         steps = len(job)
 
         def until_quiet() -> None:
-            """Wait for a quiet link, and record that the job, which looks once a step, has seen all traffic."""
+            """Wait for a quiet link, and record that the job has seen all traffic in this step."""
             wait_for(lambda: near.meter.quiet_s > 2 * AFTER_S)
             quiet = job._quiet
             quiet._crossed, quiet._since = quiet._num_bytes(), time.monotonic()
