@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+import struct
+
+import numpy as np
 import pytest
 import torch
 from numpy import random as numpy_random
 
-from upriver.pipeline.seeding import Generators, generators_kept
+from upriver.pipeline import Draw
+from upriver.pipeline.draw import _PERSON
+from upriver.pipeline.seeding import Generators, apart, generators_kept, seed_generators
+
+
+@pytest.mark.parametrize("numbers", [(0, 0, 0, 0), (1, 2, 3, 4), (-1, 7, 2**62, 1)])
+def test_seed_generators_sets_all_three_by_a_hash_of_seed_epoch_sample_and_stage(
+    numbers: tuple[int, int, int, int],
+) -> None:
+    """Pin the draws of a user's code: a sample must have the same ones in every version."""
+    seed, epoch, sample, stage = numbers
+    hashed = hashlib.blake2b(struct.pack("<4q", *numbers), digest_size=16, person=_PERSON).digest()
+    whole = int.from_bytes(hashed, "little")
+    with generators_kept():
+        seed_generators(Draw(seed=seed, epoch=epoch, sample=sample, stage=stage))
+        assert random.random() == random.Random(whole).random()
+        words = np.frombuffer(hashed, "<u4").tolist()
+        assert numpy_random.random() == numpy_random.RandomState(words).random()
+        expected = torch.Generator().manual_seed(whole & 2**63 - 1)
+        assert torch.equal(torch.rand(5), torch.rand(5, generator=expected))
+
+
+def test_apart_computes_with_one_thread_and_draws_nothing_from_outside() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        before = Generators.now()
+        with apart():
+            assert torch.get_num_threads() == 1
+            torch.rand(3)
+            random.random()
+            numpy_random.random()
+        assert torch.get_num_threads() == 2
+        assert Generators.now().same(before)
+        with pytest.raises(KeyError), apart():
+            raise KeyError
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_state_that_lies_behind_others_in_memory_is_taken_as_it_is() -> None:
