@@ -1,4 +1,4 @@
-"""What every benchmark needs: a description of the machine, fair turns, CPU time, spreads, tables."""
+"""Share what every benchmark needs: machine facts, interleaving, CPU time, spreads and tables."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Repeats of one figure: a single one means nothing on a shared machine."""
+    """Repeated measurements of one figure. A single measurement means nothing on a shared machine."""
 
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Take the repeats in the order in which they were measured."""
+        """Build a spread from the repeats, in the order in which they were measured."""
         return cls(tuple(values))
 
     @property
     def median(self) -> float:
-        """The middle value."""
+        """Return the median of the repeats."""
         return statistics.median(self.values)
 
     def text(self, digits: int = 2) -> str:
-        """``median (lowest to highest)``."""
+        """Return ``median (lowest to highest)`` as text."""
         low, high = min(self.values), max(self.values)
         return f"{self.median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def interleave(runs: Mapping[str, Callable[[int], T]], repeats: int) -> dict[str, list[T]]:
-    """Run A B A B …, so that whatever else the machine does hits all alike.
+    """Interleave runs as A B A B …, so that other load on the machine affects all alike.
 
     Args:
-        runs: Name to a function that takes the number of the repeat.
-        repeats: How often each is run.
+        runs: Name to a function that receives the number of the repeat.
+        repeats: How often each function runs.
 
     Returns:
-        Each one's results, in order.
+        The results of each function, in order.
     """
     results: dict[str, list[T]] = {name: [] for name in runs}
     for repeat in range(repeats):
@@ -64,7 +64,10 @@ def interleave(runs: Mapping[str, Callable[[int], T]], repeats: int) -> dict[str
 
 
 def cpu_seconds() -> float:
-    """CPU time, user and system, of this process and all its descendants, living or ended, so far."""
+    """Return the CPU time, user and system, of this process and all its descendants so far.
+
+    Ended descendants count too.
+    """
     mine = os.times()
     total = mine.user + mine.system + mine.children_user + mine.children_system
     for child in psutil.Process().children(recursive=True):
@@ -75,9 +78,9 @@ def cpu_seconds() -> float:
 
 
 def confine(cores: Sequence[int]) -> None:
-    """Let every thread of this process and its descendants, and all they start later, use these cores only.
+    """Pin every thread of this process and its descendants to these cores, and what they start later.
 
-    One call of ``os.sched_setaffinity`` moves a single thread; threads of libraries would stay behind.
+    ``os.sched_setaffinity`` moves a single thread, so the threads of libraries would stay behind.
     """
     here = psutil.Process()
     for process in (here, *here.children(recursive=True)):
@@ -87,24 +90,24 @@ def confine(cores: Sequence[int]) -> None:
 
 
 def let_threads_sleep() -> None:
-    """Start this program anew with OpenMP threads that sleep while they wait, unless something else is set.
+    """Restart this program with OpenMP threads that sleep while they wait, unless the user set a policy.
 
-    By default they spin, which takes the cores from other processes of the same run, and on a busy machine
-    has them wait for each other.
+    OpenMP threads spin by default. Spinning takes cores from other processes of the same run. On a busy
+    machine the threads then wait for each other.
     """
-    if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads it once, when it is loaded
+    if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads it once, when the library is loaded
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
 def commit() -> str:
-    """The commit that is measured, and whether tracked files differ from it."""
+    """Return the measured commit, and whether tracked files differ from it."""
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
     return (_git("rev-parse", "--short=12", "HEAD") or "unknown") + (
         ", with local changes" if changed else ""
@@ -115,9 +118,10 @@ POLICIES = "src/upriver/policies"
 
 
 def code() -> str:
-    """What of ``src`` runs, whatever else was committed since; and whether files differ from it.
+    """Return the version of the code in ``src`` that runs, and whether files differ from it.
 
-    Policies are left out: a run of a benchmark is told its choice, so runs outlast a change of policy.
+    Later commits elsewhere do not change this version. Policies are left out: a benchmark run receives its
+    choice, so its record stays valid when a policy changes.
     """
     listed = _git("ls-tree", "-r", "HEAD", "src").splitlines()
     files = [line for line in listed if not line.split("\t", 1)[1].startswith(f"{POLICIES}/")]
@@ -127,7 +131,7 @@ def code() -> str:
 
 
 def version_of(files: Iterable[Path]) -> str:
-    """Of what these hold, one after another."""
+    """Return a version of the contents of these files, taken in order."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.read_bytes() + b"\0")
@@ -135,7 +139,7 @@ def version_of(files: Iterable[Path]) -> str:
 
 
 def policies() -> str:
-    """The tree of the policies that choose; and whether files differ from it."""
+    """Return the git tree of the policies, and whether files differ from it."""
     changed = _git("status", "--porcelain", "--", POLICIES)
     return _noted(_git("rev-parse", "--short=12", f"HEAD:{POLICIES}") or "unknown", changed)
 
@@ -150,7 +154,7 @@ def _git(*arguments: str) -> str:
 
 
 def machine() -> str:
-    """Processor, cores and memory; nothing that names the host."""
+    """Return the processor, cores and memory, without the name of the host."""
     model = platform.processor() or platform.machine()
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -165,6 +169,6 @@ def machine() -> str:
 
 
 def versions(*packages: str) -> str:
-    """Python's and packages' versions."""
+    """Return the versions of Python and of the named packages."""
     found = (f"{package} {importlib.metadata.version(package)}" for package in packages)
     return ", ".join((f"Python {platform.python_version()}", *found))

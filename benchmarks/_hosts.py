@@ -1,4 +1,4 @@
-"""Real processes on the two sides of a testbed, each pinned to a core, and their end."""
+"""Start and end real processes on the two sides of a testbed, each pinned to a core."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from _netns import TestbedError
 Side = Literal["storage", "compute"]
 
 Cores = int | Collection[int] | None
-"""One core, or several; None for the side's own."""
+"""One core or several. None selects the core of the side."""
 
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
 STOP_TIMEOUT_S = 10.0
-"""After SIGTERM; what has not ended by then is killed."""
+"""Seconds after SIGTERM until a process that still runs is killed."""
 
 LOG_LINES = 20
 
 
 class Hosts:
-    """The processes of both sides.
+    """Manage the processes of both sides.
 
     Args:
         names: The network namespace of each side.
-        cores: The core that each side's processes are pinned to.
+        cores: The core that the processes of each side are pinned to.
         token: Put into the environment of every process.
     """
 
@@ -51,13 +51,13 @@ class Hosts:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> subprocess.Popen[Any]:
-        """Start a process on one side; it ends with the testbed at the latest.
+        """Start a process on one side. The process ends with the testbed at the latest.
 
         Args:
             side: ``storage`` or ``compute``.
             argv: The program and its arguments.
-            core: What it and all its threads and children may use; the side's own core if None.
-            env: Variables beside those of this process, proxies left out, and the token.
+            core: The cores of the process, its threads and its children. None selects the core of the side.
+            env: Added to the variables of this process (without proxies) and the token.
             options: For ``subprocess.Popen``.
         """
         cores = {self._cores[side]} if core is None else {core} if isinstance(core, int) else set(core)
@@ -70,7 +70,7 @@ class Hosts:
             [*inside, *pinned, *map(str, argv)],
             env={**_environment(), TOKEN_VARIABLE: self.token, **(env or {})},
             stdin=options.pop("stdin", subprocess.DEVNULL),
-            start_new_session=True,  # its group is ended as one, and Ctrl-C reaches this process alone
+            start_new_session=True,  # the group is ended as one, and Ctrl-C reaches only this process
             **options,
         )
         self._processes.append(process)
@@ -79,19 +79,19 @@ class Hosts:
     def run(
         self, side: Side, argv: Sequence[object], *, timeout_s: float, **options: Any
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program on one side to its end.
+        """Run a program on one side until it ends.
 
         Args:
             side: ``storage`` or ``compute``.
             argv: The program and its arguments.
-            timeout_s: After which it is ended.
+            timeout_s: Seconds after which the program is ended.
             options: As for `popen`.
 
         Returns:
-            What it printed, as text.
+            The output of the program, as text.
 
         Raises:
-            TestbedError: If it fails or takes longer, with the last lines of its stderr.
+            TestbedError: If the program fails or exceeds the timeout. The text ends with its last lines of stderr.
         """
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = self.popen(side, argv, **{**pipes, **options})
@@ -107,12 +107,12 @@ class Hosts:
         return subprocess.CompletedProcess(process.args, 0, out, errors)
 
     def end(self, process: subprocess.Popen[Any]) -> None:
-        """End a process and its whole group, SIGTERM first and SIGKILL after 10 s, and close its pipes."""
+        """End a process and its group, with SIGTERM first and SIGKILL after 10 s, and close its pipes."""
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGTERM)
             _wait_unreaped(process.pid, STOP_TIMEOUT_S)
-            # Not reaped yet, dead or alive: nobody else can have its id, nor its group's.
+            # The process is not reaped yet, so no other process can have its id or its group id.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -123,18 +123,18 @@ class Hosts:
             self._processes.remove(process)
 
     def end_all(self) -> None:
-        """End what has been started and not ended yet, the last one first."""
+        """End every process that was started and still runs, the last one first."""
         for process in reversed(self._processes[:]):
             self.end(process)
 
 
 def _environment() -> dict[str, str]:
-    """This process's, but for proxies: they cannot be reached from within."""
+    """Return the environment of this process without proxies, which a namespace cannot reach."""
     return {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
 
 
 def _wait_unreaped(pid: int, seconds: float) -> None:
-    """Wait for a child to end, but leave it a zombie, which keeps its id from being given away."""
+    """Wait for a child to end, but leave it a zombie, so that its process id is not reused."""
     deadline = time.monotonic() + seconds
     look = os.WEXITED | os.WNOWAIT | os.WNOHANG
     while os.waitid(os.P_PID, pid, look) is None and time.monotonic() < deadline:
@@ -143,7 +143,7 @@ def _wait_unreaped(pid: int, seconds: float) -> None:
 
 @contextlib.contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Have SIGTERM end this process as SystemExit does, unless somebody has decided otherwise."""
+    """Make SIGTERM end this process as SystemExit does, unless another handler is installed."""
 
     def leave(signum: int, frame: FrameType | None) -> None:
         sys.exit(128 + signum)
@@ -161,7 +161,7 @@ def sigterm_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold back SIGTERM and SIGINT until the end of the block."""
+    """Defer SIGTERM and SIGINT until the end of the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
         yield
@@ -170,12 +170,12 @@ def undisturbed() -> Iterator[None]:
 
 
 def words(argv: Sequence[object]) -> str:
-    """A command, short enough for a message."""
+    """Return a command, shortened for a message."""
     text = " ".join(Path(word).name if word.startswith("/") else word for word in map(str, argv[:4]))
     return f"`{text}{' …' if len(argv) > 4 else ''}`"
 
 
 def last_lines(text: str | None) -> str:
-    """The end of what a program said, to follow its name in a message."""
+    """Return the last lines of a program's output, formatted to follow its name in a message."""
     lines = (text or "").strip().splitlines()[-LOG_LINES:]
     return "; it said:\n" + "\n".join(lines) if lines else ""

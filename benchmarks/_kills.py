@@ -1,4 +1,4 @@
-"""Two near-data servers that are killed and started again, as a supervisor would start them."""
+"""Run two near-data servers that are killed and restarted, as a supervisor would restart them."""
 
 from __future__ import annotations
 
@@ -21,35 +21,36 @@ import psutil
 from _leftovers import Seen, alive, is_open, workers_of
 
 READY_LIMIT_S = 180.0
-"""Front and worker import torch one after the other: 2 s each, or 20 on a busy machine."""
+"""Seconds until a server must be ready. The front and the worker import torch one after the other: 2 s each,
+or 20 s on a busy machine."""
 
 STOP_LIMIT_S = 60.0
-"""After SIGTERM a server is gone within 30 s."""
+"""Seconds until a stopped server must have ended. A server ends within 30 s of SIGTERM."""
 
 GONE_LIMIT_S = 30.0
-"""Processes that were told to end, or killed, are gone long before."""
+"""Seconds until ended or killed processes must be gone. They are gone long before."""
 
 PROBE_LIMIT_S = 5.0
 POLL_S = 0.02
 
 PORTS = range(20000, 30000)
-"""Below those that the kernel gives to outgoing connections: one of these might lie where a server that is
-started again is to listen."""
+"""Ports below the kernel's range for outgoing connections. An outgoing connection could otherwise occupy the
+port of a server that restarts."""
 
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
 TAIL_BYTES = 2000
-"""Of a server's log, for an error."""
+"""Bytes of a server's log that an error quotes."""
 
 Kind = Literal["front", "worker"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What is to be killed.
+    """The process to kill.
 
     Attributes:
-        server: Which of the servers.
-        kind: Its front, or one of its workers' processes.
+        server: Index of the server.
+        kind: The server's front, or one process of its workers.
     """
 
     server: int
@@ -61,9 +62,9 @@ class Kill:
     """A process that was killed.
 
     Attributes:
-        at: When, by the monotonic clock.
-        target: What it was; a front where there was no worker to kill.
-        pid: Its number.
+        at: Time of the kill, by the monotonic clock.
+        target: What was killed: the front where no worker ran.
+        pid: Its process id.
     """
 
     at: float
@@ -72,11 +73,14 @@ class Kill:
 
 
 class NotWell(Exception):
-    """A server is not as it should be; the text says how, with the end of its log."""
+    """Error for a server in an unexpected state. The text describes it and ends with the server's log."""
 
 
 def drawn(rng: random.Random, count: int, *, servers: int = 2) -> list[Target]:
-    """What to kill, in a random order: fronts and workers of each at least once, the rest by chance."""
+    """Draw targets in a random order: the front and workers of each server at least once.
+
+    The other targets are drawn by chance.
+    """
     every = [Target(server=server, kind=kind) for server in range(servers) for kind in ("front", "worker")]
     targets = rng.sample(every, min(count, len(every)))
     targets += rng.choices(every, k=count - len(targets))
@@ -85,16 +89,16 @@ def drawn(rng: random.Random, count: int, *, servers: int = 2) -> list[Target]:
 
 
 class Supervised:
-    """A near-data server that is started again, on the same port, whenever it is killed.
+    """Run a near-data server that is restarted on the same port whenever it is killed.
 
     Args:
-        store: URI of what it serves.
-        port: Of loopback.
-        log: File that it writes to.
-        seen: Told of its processes.
+        store: URI of the store that the server reads.
+        port: Port on loopback.
+        log: File that the server writes to.
+        seen: Records the server's processes.
 
     Attributes:
-        ended: Exit codes of its fronts, in order; one that is negative is a signal's number.
+        ended: Exit codes of the server's fronts, in order. A negative code is the number of a signal.
     """
 
     def __init__(self, store: str, *, port: int, log: Path, seen: Seen) -> None:
@@ -103,7 +107,7 @@ class Supervised:
         self._store, self._log, self._seen = store, log, seen
         self._stopping = False
         self._lock = threading.Lock()
-        # It ends at the end of this pipe: when this process does, however that happens.
+        # The server ends when this pipe closes, which happens however this process ends.
         self._theirs, self._ours = os.pipe()
         self._process, self._front = self._start()
         self._thread = threading.Thread(target=self._supervise, name=f"supervisor-{port}", daemon=True)
@@ -111,16 +115,16 @@ class Supervised:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Return the URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def log_tail(self) -> str:
-        """The end of what it wrote."""
+        """Return the end of the server's log."""
         return self._log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
 
     def is_ready(self) -> bool:
-        """Whether it has a worker, and takes requests."""
+        """Return whether the server has a worker and accepts requests."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PROBE_LIMIT_S)
         try:
             connection.request("GET", "/readyz")
@@ -131,10 +135,10 @@ class Supervised:
             connection.close()
 
     def wait_ready(self) -> None:
-        """Wait until it takes requests.
+        """Wait until the server accepts requests.
 
         Raises:
-            NotWell: If it does not in time, or has ended by itself.
+            NotWell: If the server is not ready in time, or ended by itself.
         """
         until = time.monotonic() + READY_LIMIT_S
         while not self.is_ready():
@@ -145,15 +149,15 @@ class Supervised:
         self._seen.look(self._front)
 
     def kill(self, kind: Kind, rng: random.Random, *, patience_s: float) -> tuple[Kind, int]:
-        """Kill one of its processes; what it was, and its number.
+        """Kill one process of the server. Return its kind and process id.
 
         Args:
-            kind: Its front, or any of the processes of a worker.
-            rng: Chooses among several.
-            patience_s: How long a worker is waited for where there is none; then it is the front's turn.
+            kind: The front, or any process of a worker.
+            rng: Chooses among several processes.
+            patience_s: Seconds to wait for a worker. If none appears, the front is killed instead.
 
         Raises:
-            NotWell: If it has ended by itself.
+            NotWell: If the server ended by itself.
         """
         until = time.monotonic() + patience_s
         while True:
@@ -172,14 +176,14 @@ class Supervised:
             try:
                 victim.kill()
             except psutil.NoSuchProcess:
-                continue  # it was faster
+                continue  # it ended before this check
             return ("front" if victim is front else "worker"), victim.pid
 
     def stop(self) -> int:
-        """Tell it to end, and wait; its exit code.
+        """Stop the server, wait for its end, and return its exit code.
 
         Raises:
-            NotWell: If it does not end in time.
+            NotWell: If the server does not end in time.
         """
         with self._lock:
             self._stopping = True
@@ -193,7 +197,7 @@ class Supervised:
         return code
 
     def close(self) -> None:
-        """End it, whatever it is at. May be called again."""
+        """End the server in any state. A second call does nothing."""
         with self._lock:
             self._stopping = True
             process = self._process
@@ -206,10 +210,10 @@ class Supervised:
         self._theirs = self._ours = -1
 
     def _check(self) -> None:
-        """Whether it is there, or will be again.
+        """Check that the server runs or will be restarted.
 
         Raises:
-            NotWell: If it has ended by itself.
+            NotWell: If the server ended by itself.
         """
         if not self._thread.is_alive():
             raise NotWell(f"{self.url} has ended, its fronts with {self.ended}:\n{self.log_tail}")
@@ -228,10 +232,15 @@ class Supervised:
                 env=environment,
             )
         self._seen.fronts.add(process.pid)
-        return process, psutil.Process(process.pid)  # which knows it from another one of that number
+        return process, psutil.Process(
+            process.pid
+        )  # which tells the process from another one with the same id
 
     def _supervise(self) -> None:
-        """Start it again when it was killed; one that ends by itself is left as it is, to be noticed."""
+        """Restart the server after each kill.
+
+        Leave a server that ended by itself, so that a check notices it.
+        """
         while True:
             code = self._process.wait()
             with self._lock:
@@ -242,16 +251,16 @@ class Supervised:
 
 
 class Servers:
-    """Some servers of one store; use it as a context manager.
+    """Run several servers of one store, as a context manager.
 
     Args:
-        store: Its URI.
-        folder: For their logs.
-        count: How many.
+        store: URI of the store.
+        folder: Folder for the logs.
+        count: Number of servers.
 
     Attributes:
-        seen: What was seen of them.
-        kills: What was killed so far.
+        seen: The processes and resources of the servers that were seen.
+        kills: The processes that were killed so far.
     """
 
     def __init__(self, store: str, folder: Path, *, count: int = 2) -> None:
@@ -268,46 +277,46 @@ class Servers:
 
     @property
     def urls(self) -> list[str]:
-        """Where they listen."""
+        """Return the URLs of the servers."""
         return [server.url for server in self._servers]
 
     @property
     def ports(self) -> list[int]:
-        """Of loopback."""
+        """Return the ports of the servers on loopback."""
         return [server.port for server in self._servers]
 
     @property
     def ended(self) -> list[int]:
-        """Exit codes of all fronts that have ended, server by server."""
+        """Return the exit codes of all ended fronts, server by server."""
         return [code for server in self._servers for code in server.ended]
 
     def wait_ready(self) -> None:
-        """Wait until all take requests; their control groups are noted, too.
+        """Wait until all servers accept requests, and record their control groups.
 
         Raises:
-            NotWell: If one does not in time.
+            NotWell: If a server is not ready in time.
         """
         for server in self._servers:
             server.wait_ready()
         self.seen.look_for_groups()
 
     def kill(self, target: Target, rng: random.Random, *, patience_s: float = 0.0) -> Kill:
-        """Kill one process; see `Supervised.kill`."""
+        """Kill one process, as `Supervised.kill` does."""
         kind, pid = self._servers[target.server].kill(target.kind, rng, patience_s=patience_s)
         kill = Kill(at=time.monotonic(), target=Target(server=target.server, kind=kind), pid=pid)
         self.kills.append(kill)
         return kill
 
     def stop(self) -> list[int]:
-        """End all of them as an operator would; their exit codes."""
+        """Stop all servers as an operator would, and return their exit codes."""
         return [server.stop() for server in self._servers]
 
     def left(self) -> dict[str, list[str]]:
-        """What is left of them once they have ended, by kind."""
+        """Return what the ended servers left behind, by kind."""
         return self.seen.left_after(GONE_LIMIT_S, self.ports)
 
     def close(self) -> None:
-        """End all of them, whatever they are at."""
+        """End all servers in any state."""
         for server in self._servers:
             server.close()
 
@@ -321,11 +330,11 @@ class Servers:
 
 
 class Killer:
-    """Kills one process after the other, by the clock, from `begin` on; a context manager, which ends it.
+    """Kill one process after the other at a fixed interval, from `begin` until the context ends.
 
     Args:
-        targets: What to kill, in order.
-        every_s: Seconds from one to the next.
+        targets: Targets, in order.
+        every_s: Seconds between two kills.
         rng: Chooses among the processes of a worker.
     """
 
@@ -339,7 +348,7 @@ class Killer:
         self.began = 0.0
 
     def begin(self) -> None:
-        """The first one is killed after as long as lies between two."""
+        """Start the clock. The first kill follows after one interval."""
         self.began = time.monotonic()
         self._thread.start()
 
@@ -367,7 +376,7 @@ class Killer:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback at which nobody listens."""
+    """Return free ports of loopback."""
     ports: list[int] = []
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         if len(ports) == count:

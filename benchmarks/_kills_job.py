@@ -1,7 +1,7 @@
-"""The job that goes on while servers are killed: a small network is fine-tuned, and two runs are compared.
+"""Fine-tune a small network while servers are killed, and compare two runs.
 
-Every stored sample is in a class of its own, so that the target that comes with a sample says which one it
-is; the network learns the remainder of that.
+Every stored sample is in a class of its own, so its target identifies it. The network learns the remainder of
+that target.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ BATCH, MICRO_BATCH = 20, 8
 """Sizes that do not divide each other, so that steps cut through micro-batches."""
 
 PER_REQUEST = 2
-"""Micro-batches of a request: most requests are in the middle of their answer at some moment of a step."""
+"""Micro-batches of a request: most requests are inside their answer at some moment of a step."""
 
 STORED_SIDE, SIDE = 64, 48
-"""Pixels of a stored image, and of what the network takes: some milliseconds a micro-batch."""
+"""Pixels of a stored image and of the network's input: some milliseconds for a micro-batch."""
 
 AfterStep = Callable[[int, FinetuneJob], object]
-"""Told the number of steps done, and the job."""
+"""Callback that receives the number of finished steps and the job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
-        epochs: Ids of the samples, in the order in which they came.
-        losses: Of every step.
+        epochs: Ids of the samples, in the order of their delivery.
+        losses: Loss of every step.
         weights: Parameters and buffers at the end.
-        samples: Server or ``local`` to the samples that came from there.
-        retried: Micro-batches that had to be asked for again.
+        samples: Server or ``local`` to the number of samples that it computed.
+        retried: Micro-batches that were requested again.
     """
 
     epochs: Sequence[Sequence[int]]
@@ -60,26 +60,26 @@ class Outcome:
 
     @property
     def through_servers(self) -> float:
-        """Share of the samples that came through servers."""
+        """Return the share of the samples that came through servers."""
         return through_servers(self.samples)
 
 
 def through_servers(samples: Mapping[str, int]) -> float:
-    """Share of the samples that came through servers, by where each came from; 0 if there are none."""
+    """Return the share of the samples that came through servers, or 0 without samples."""
     total = sum(samples.values())
     return 1 - samples.get(LOCAL, 0) / total if total else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How a run differs from another one.
+    """Differences between two runs.
 
     Attributes:
-        lost: Samples that did not come in their epoch.
-        doubled: Samples that came more often than they should.
-        moved: Places of the order where another sample came.
-        losses: Steps with another loss, if only in the last bit.
-        weights: Names of what differs at the end.
+        lost: Samples that are missing from their epoch.
+        doubled: Samples that came more often than expected.
+        moved: Positions of the order that hold another sample.
+        losses: Steps whose loss differs in any bit.
+        weights: Names of the tensors that differ at the end.
     """
 
     lost: int
@@ -93,7 +93,7 @@ class Difference:
 
     @classmethod
     def of(cls, got: Outcome, wanted: Outcome) -> Difference:
-        """Compare, bit for bit."""
+        """Compare two outcomes bit for bit."""
         epochs = list(zip_longest(got.epochs, wanted.epochs, fillvalue=()))
         names = sorted(got.weights.keys() | wanted.weights.keys())
         return cls(
@@ -117,7 +117,7 @@ def _layer(inner: int, outer: int, stride: int = 1) -> nn.Sequential:
 
 
 class Network(nn.Module):
-    """A few convolutions. Moving statistics and Dropout in what is trained notice every difference."""
+    """A few convolutions. Moving statistics and dropout in the trainable part expose every difference."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,13 +128,13 @@ class Network(nn.Module):
         self.head = nn.Linear(48, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of the classes."""
+        """Return the scores of the classes."""
         x = self.last(self.body(self.stem(x)))
         return self.head(self.dropout(functional.adaptive_avg_pool2d(x, 1).flatten(1)))
 
 
 def network() -> Network:
-    """With seeded weights and moving statistics, frozen up to ``body``."""
+    """Return a network with seeded weights and moving statistics, frozen up to ``body``."""
     torch.manual_seed(SEED)
     model = Network().train()
     with torch.no_grad():
@@ -144,7 +144,7 @@ def network() -> Network:
 
 
 def make_data(folder: Path, count: int) -> Dataset:
-    """So many small images of noise, each in a class of its own: its target is its id."""
+    """Write `count` small images of noise, each in a class of its own: its target is its id."""
     for number in range(count):
         place = folder / "data" / f"{number:05}"
         place.mkdir(parents=True)
@@ -167,7 +167,7 @@ def _png(pixels: np.ndarray) -> bytes:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """As the servers compute: another number may give other low bits."""
+    """Compute with one thread, as the servers do. Another number may give other low bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -183,7 +183,7 @@ def train(
     epochs: int,
     after_step: AfterStep = lambda step, job: None,
 ) -> Outcome:
-    """Fine-tune from the same beginning, with the whole frozen part on servers as long as there are any."""
+    """Fine-tune from the same initial weights, with the frozen part on servers while any server runs."""
     came: list[list[int]] = []
     losses: list[torch.Tensor] = []
     with _one_thread(), upriver.connect(*urls) as near:
@@ -202,7 +202,7 @@ def train(
             for _ in range(epochs):
                 came.append([])
                 for features, ids in job:
-                    torch.manual_seed(len(losses))  # Dropout draws the same in every run
+                    torch.manual_seed(len(losses))  # dropout draws the same in every run
                     loss = functional.cross_entropy(job(features), ids % CLASSES)
                     loss.backward()
                     optimizer.step()

@@ -1,4 +1,4 @@
-"""What the records of `kills` say: whether anything was lost, and how much still came through servers."""
+"""Report the records of `kills`: whether anything was lost, and the share that came through servers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from _common import machine, table, versions
 
 GOAL_SHARE = 0.5
-"""More than that of the samples must have come through servers."""
+"""Least share of the samples that must come through servers."""
 
 FAULTS = {
     "lost": "samples lost: {}",
@@ -17,13 +17,13 @@ FAULTS = {
     "losses": "losses with other bits: {}",
     "weights": "weights with other bits: {}",
 }
-"""What a run may differ in from an undisturbed one, in words."""
+"""Possible differences from an undisturbed run, in words."""
 
 Row = Mapping[str, Any]
 
 
 def faults(row: Row) -> list[str]:
-    """What went wrong in a run, in words; empty when all was as it should be."""
+    """Return the faults of a run, in words. The list is empty for a correct run."""
     found = [text.format(row[name]) for name, text in FAULTS.items() if row[name]]
     if not row["through_servers"] > GOAL_SHARE:
         found.append(f"only {row['through_servers']:.0%} of the samples came through servers")
@@ -35,13 +35,13 @@ def faults(row: Row) -> list[str]:
 
 
 def kinds(row: Row) -> str:
-    """What was killed, counted."""
+    """Return the killed processes, counted by kind."""
     fronts = sum(kill["kind"] == "front" for kill in row["kills"])
     return f"{fronts} fronts, {len(row['kills']) - fronts} workers"
 
 
 def verdict(rows: Sequence[Row], runs: int) -> str:
-    """What came out, in a sentence."""
+    """Return the result as a sentence."""
     if not rows:
         return "Not run yet."
     so_far = f" so far, {len(rows)} of {runs} runs" if len(rows) < runs else ""
@@ -56,7 +56,7 @@ def verdict(rows: Sequence[Row], runs: int) -> str:
 
 
 def report(rows: Sequence[Row], runs: int, *, every_s: float) -> str:
-    """The page."""
+    """Return the report as Markdown."""
     summary = [
         (
             row["seed"],

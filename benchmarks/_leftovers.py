@@ -1,8 +1,8 @@
-"""What servers that were killed may leave behind: processes, ports, shared memory, control groups.
+"""Find what killed servers leave behind: processes, ports, shared memory and control groups.
 
-Other servers may run on the same machine, so nothing is looked for by its kind alone. Processes are those
-that were seen to descend from a front, and those whose command line names one; shared memory is what such a
-process was seen to hold; control groups carry the number of their front.
+Other servers may run on the same machine, so nothing is searched by its kind alone. Processes count if they
+were seen to descend from a front, or if their command line names a front. Shared memory counts if such a
+process was seen to hold it. Control groups carry the process id of their front.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from pathlib import Path
 import psutil
 
 GROUPS = Path("/sys/fs/cgroup")
-"""Where Linux mounts control groups, of version 1 and of version 2."""
+"""Mount point of control groups on Linux, of version 1 and of version 2."""
 
 MEMORY = "/memfd:upriver"
 """Prefix of the kernel's name for a server's shared memory (`upriver.server.ipc.shared_memory`)."""
 
 ENTRY = os.path.join("execution", "worker_entry.py")
-"""The file that a worker is started with; two arguments further on stands its front's number."""
+"""The file that a worker starts from. The process id of its front follows two arguments later."""
 
 POLL_S = 0.05
 
@@ -34,12 +34,12 @@ _GROUP = re.compile(r"upriver-([0-9]+)-[0-9]+-(?:[0-9]+|front)")
 
 @dataclass(kw_only=True, slots=True)
 class Seen:
-    """What was seen of some servers while they ran.
+    """Processes and resources of servers, recorded while the servers ran.
 
     Attributes:
-        fronts: Numbers of all their fronts.
-        processes: Fronts, workers, and whatever else they started.
-        memory: Inodes of shared memory that these held.
+        fronts: Process ids of all fronts.
+        processes: Fronts, workers, and every other process they started.
+        memory: Inodes of the shared memory that these processes held.
         groups: Control groups of these fronts.
     """
 
@@ -49,7 +49,7 @@ class Seen:
     groups: set[str] = field(default_factory=set)
 
     def look(self, front: psutil.Process) -> None:
-        """Note what there is of a server now."""
+        """Record the current processes and resources of a server."""
         self.fronts.add(front.pid)
         found = [front]
         with suppress(psutil.Error):
@@ -59,14 +59,14 @@ class Seen:
             self.memory |= memory_of(process.pid)
 
     def look_for_groups(self) -> None:
-        """Note the control groups that there are; they are looked for in the whole tree."""
+        """Record the current control groups, searched in the whole tree."""
         self.groups.update(groups_of(self.fronts))
 
     def left(self, ports: Collection[int] = ()) -> dict[str, list[str]]:
-        """What is still there, by kind; kinds of which nothing is there are left out.
+        """Return what still exists, by kind. Kinds with nothing left are omitted.
 
         Args:
-            ports: Of loopback, that were listened at.
+            ports: Ports on loopback where the servers listened.
         """
         processes = {process.pid for process in self.processes if alive(process)} | set(strays(self.fronts))
         found = {
@@ -82,7 +82,10 @@ class Seen:
         return {kind: names for kind, names in found.items() if names}
 
     def left_after(self, seconds: float, ports: Collection[int] = ()) -> dict[str, list[str]]:
-        """The same, once nothing is left, or after so long: the end of a process takes a moment."""
+        """Return what still exists after at most `seconds`, or earlier once nothing is left.
+
+        The end of a process takes a moment.
+        """
         until = time.monotonic() + seconds
         while (found := self.left(ports)) and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -90,21 +93,24 @@ class Seen:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it has not ended; one that only waits for its parent to take note has."""
+    """Return whether a process still runs. A zombie counts as ended."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def workers_of(front: psutil.Process) -> list[psutil.Process]:
-    """The processes of a front's workers, bubblewrap's among them; not what it starts to look around."""
+    """Return the worker processes of a front, including those of bubblewrap.
+
+    Processes that the front starts to inspect its environment are left out.
+    """
     with suppress(psutil.Error):
         return sorted(filter(_is_worker, front.children(recursive=True)), key=lambda worker: worker.pid)
     return []
 
 
 def strays(fronts: Collection[int]) -> Iterator[int]:
-    """Workers of these fronts, whoever their parent is now."""
+    """Yield the workers of these fronts, under any parent."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if _front_of(process.cmdline()) in fronts and alive(process):
@@ -112,7 +118,7 @@ def strays(fronts: Collection[int]) -> Iterator[int]:
 
 
 def memory_of(pid: int) -> set[int]:
-    """Inodes of the shared memory of servers that a process has open, or mapped."""
+    """Return the inodes of servers' shared memory that a process has open or mapped."""
     found = set()
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
@@ -128,7 +134,7 @@ def memory_of(pid: int) -> set[int]:
 
 
 def groups_of(fronts: Collection[int]) -> list[str]:
-    """Control groups that these fronts made."""
+    """Return the control groups that these fronts made."""
     return [
         os.path.join(folder, name)
         for folder, names, _ in os.walk(GROUPS)
@@ -138,7 +144,7 @@ def groups_of(fronts: Collection[int]) -> list[str]:
 
 
 def is_open(port: int) -> bool:
-    """Whether somebody listens at a port of loopback."""
+    """Return whether a process listens on a port of loopback."""
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
 
@@ -150,7 +156,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 def _front_of(command: list[str]) -> int | None:
-    """The front that a command line names; None where it is no worker's."""
+    """Return the front that a command line names, or None if the command is no worker."""
     for at, part in enumerate(command[:-2]):
         if part.endswith(ENTRY) and command[at + 2].isdecimal():
             return int(command[at + 2])

@@ -1,8 +1,8 @@
-"""The training side of `link_change.py`: a job that goes on planning, trained a few steps at a time.
+"""Run the training side of `link_change.py`: a job that goes on planning, a few steps at a time.
 
-Takes orders as `_planned_job.py` does, and three more: ``begin`` makes a job and starts its first epoch anew,
-``steps`` trains some steps (or for some seconds) and tells of each, ``judge`` says what the plans that ran
-would cost over a link, beside what a fresh plan would.
+Accepts the orders of `_planned_job.py` and three more. ``begin`` makes a job and starts its first epoch anew.
+``steps`` trains some steps, or for some seconds, and reports each. ``judge`` returns what the plans that ran
+would cost over a link, and what a fresh plan would cost.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POLICY = "upriver"
 
 
 class Follower(Trainer):
-    """Trains a job whose plan may change."""
+    """Train a job whose plan may change."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         super().__init__(spec)
@@ -37,7 +37,7 @@ class Follower(Trainer):
         self._running: Iterator[dict[str, Any]] = iter(())
 
     def answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what is asked."""
+        """Execute an order."""
         match order["do"]:
             case "begin":
                 return self.begin(replan=order["replan"])
@@ -49,7 +49,7 @@ class Follower(Trainer):
                 return super().answer(order)
 
     def begin(self, *, replan: bool) -> dict[str, Any]:
-        """A new job from the first weights, planned over the link as it is."""
+        """Start a new job from the first weights, planned over the current link."""
         if self._job is not None:
             self._job.close()
         _forget_profiles()
@@ -60,7 +60,7 @@ class Follower(Trainer):
         return {"plan": told(self._job.plan), "window": self._job.window.micro_batches}
 
     def some_steps(self, count: int | None, seconds: float | None) -> list[dict[str, Any]]:
-        """The next steps, epoch after epoch."""
+        """Train the next steps, epoch after epoch."""
         began, done = time.monotonic(), list[dict[str, Any]]()
         while len(done) < count if count is not None else time.monotonic() - began < (seconds or 0):
             done.append(next(self._running))
@@ -76,7 +76,7 @@ class Follower(Trainer):
         began, number = time.monotonic(), 0
         while True:
             for features, targets in job:
-                torch.manual_seed(number)  # the tail may drop out
+                torch.manual_seed(number)  # the tail may contain dropout
                 loss = nn.functional.cross_entropy(job(features), targets)
                 loss.backward()
                 optimizer.step()
@@ -91,10 +91,10 @@ class Follower(Trainer):
                 }
 
     def judge(self, bandwidth: float, plans: Sequence[Mapping[int, float]]) -> dict[str, Any]:
-        """What an epoch of each plan would take over a link that carries so much, by two profiles.
+        """Return the predicted epoch time of each plan over a link of this bandwidth, by two profiles.
 
-        ``live`` is what the running job knows now, with that link; ``new`` what a new job measures over the
-        link as it is.
+        ``live`` is the running job's current knowledge, with that link. ``new`` is the measurement of a new
+        job over the current link.
         """
         profile, cluster = self._job._replanner._live.now()
         link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
@@ -126,12 +126,12 @@ class Follower(Trainer):
 
 
 def _forget_profiles() -> None:
-    """Let the next job measure as if there had been none before it."""
+    """Make the next job measure as if no job had run before."""
     shutil.rmtree(cache_folder() / "profiles", ignore_errors=True)
 
 
 def told(plan: Plan) -> dict[str, float]:
-    """Cut to share."""
+    """Return the plan as cut to share."""
     return {str(route.cut): route.share for route in plan.routes}
 
 

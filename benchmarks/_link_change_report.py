@@ -1,4 +1,4 @@
-"""What `link_change.py` makes of its runs: after how many iterations the plan is a fresh one, its page."""
+"""Report the runs of `link_change.py`: after how many iterations the plan equals a fresh one."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from _common import commit, machine, table, versions
 from _planned import Setting
 
 GOAL = 10
-"""Iterations after the change within which the plan must be that of a fresh one."""
+"""Iterations after the change within which the plan must equal a fresh one."""
 
 NEAR = 0.03
-"""A plan counts as the fresh one if its epoch is predicted at most so much longer."""
+"""A plan counts as the fresh one if its predicted epoch is longer by at most this share."""
 
 Step = Mapping[str, Any]
 Shares = Mapping[str, float]
@@ -24,9 +24,9 @@ class Change:
     """A run in which the link changed.
 
     Attributes:
-        steps: Of the whole run, in order.
-        at: Steps that had been trained when the link changed.
-        judged: By profile (``live``, ``new``): the fresh plan and what each of `plans` would cost.
+        steps: Steps of the whole run, in order.
+        at: Number of trained steps when the link changed.
+        judged: By profile (``live``, ``new``): the fresh plan, and the cost of each of `plans`.
     """
 
     steps: Sequence[Step]
@@ -35,7 +35,7 @@ class Change:
 
     @property
     def plans(self) -> list[Shares]:
-        """Every plan that ran, the first one first."""
+        """Return every plan that ran, the first one first."""
         found: list[Shares] = []
         for step in self.steps:
             if step["plan"] not in found:
@@ -43,12 +43,15 @@ class Change:
         return found
 
     def over_fresh(self, plan: Shares, profile: str) -> float:
-        """By what share its epoch is predicted longer than a fresh plan's."""
+        """Return by what share the plan's predicted epoch is longer than a fresh plan's."""
         judged = self.judged[profile]
         return float(judged["plans_s"][self.plans.index(plan)]) / float(judged["fresh_s"]) - 1
 
     def iterations(self, profile: str) -> int | None:
-        """Steps after the change with a plan that a fresh one beats; None if the last is one of them."""
+        """Return the steps after the change with a plan that a fresh one beats.
+
+        The result is None if the last step has such a plan.
+        """
         after = [self.over_fresh(step["plan"], profile) for step in self.steps[self.at :]]
         wrong = [number for number, over in enumerate(after, start=1) if over > NEAR]
         last = wrong[-1] if wrong else 0
@@ -60,10 +63,10 @@ class Jitter:
     """A run over a link whose rate changed each second.
 
     Attributes:
-        mbit: The rate around which it did.
-        settling: Steps in which a plan may still be left for what a job learns at its start.
-        steady: Steps over the rate as it is: what else makes this machine leave a plan.
-        steps: Those with jitter.
+        mbit: Mean rate of the link.
+        settling: Steps in which a job may still leave a plan because of its first measurements.
+        steady: Steps at a constant rate. They show the other reasons for leaving a plan on this machine.
+        steps: Steps with jitter.
     """
 
     mbit: float
@@ -73,17 +76,17 @@ class Jitter:
 
     @property
     def switches(self) -> int:
-        """How often the plan was left with jitter."""
+        """Return how often the plan changed with jitter."""
         return _switches(self.steady, self.steps)
 
     @property
     def switches_without(self) -> int:
-        """How often it was without."""
+        """Return how often the plan changed without jitter."""
         return _switches(self.settling, self.steady)
 
     @property
     def observed_mbit(self) -> tuple[float, float]:
-        """The least and the most that the job took the link for, while it jittered."""
+        """Return the least and the greatest rate that the job estimated during the jitter."""
         seen = [step["bandwidth"] * 8e-6 for step in self.steps if step["bandwidth"] is not None]
         return min(seen), max(seen)
 
@@ -93,12 +96,12 @@ def _switches(before: Sequence[Step], steps: Sequence[Step]) -> int:
 
 
 def same_losses(steps: Sequence[Step], others: Sequence[Step]) -> bool:
-    """Whether two runs agree in every bit of every loss; of different lengths they do not."""
+    """Return whether two runs agree in every bit of every loss. Runs of different lengths do not."""
     return [step["loss"] for step in steps] == [step["loss"] for step in others]
 
 
 def verdict(change: Change, reference: Sequence[Step], jitters: Sequence[Jitter]) -> str:
-    """What came out, in a paragraph."""
+    """Return the result as a paragraph."""
     parts = []
     for profile, words in (("live", "by what the job knows"), ("new", "by what a new job measures")):
         took = change.iterations(profile)
@@ -118,7 +121,7 @@ def verdict(change: Change, reference: Sequence[Step], jitters: Sequence[Jitter]
 def report(
     setting: Setting, after_mbit: float, change: Change, reference: Sequence[Step], jitters: Sequence[Jitter]
 ) -> str:
-    """The page."""
+    """Return the report as Markdown."""
     plans = [
         (
             shown(plan),
@@ -173,5 +176,5 @@ of the iteration, vary with the machine; what is compared is predicted, not meas
 
 
 def shown(plan: Shares) -> str:
-    """A plan in a cell of a table."""
+    """Format a plan for a table cell."""
     return ", ".join(f"{cut}: {share:.0%}" for cut, share in plan.items())

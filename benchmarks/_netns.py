@@ -1,7 +1,7 @@
-"""Two network namespaces joined by a veth pair, shaped at both ends, by way of ``ip`` and ``tc``.
+"""Join two network namespaces by a veth pair, shaped at both ends with ``ip`` and ``tc``.
 
-A namespace's name holds the process that owns it and when that began, so that what a killed owner left behind
-can be told from what is in use, and removed.
+The name of a namespace holds the id and the start time of its owner process. These tell the leftovers of a
+killed owner from namespaces in use, so that the leftovers can be removed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,27 @@ from typing import Any
 import psutil
 
 DEVICE = "tier0"
-"""Each end of the pair; it lives in its namespace only, so every pair can have the same name."""
+"""Name of each end of the pair. Every pair can use this name, because an end is visible in its namespace
+only."""
 
 MTU = 1500
 FRAME_BYTES = MTU + 14
-"""What a full packet costs on the wire: Ethernet's header counts, for the shaper and for the counters."""
+"""Bytes of a full packet on the wire. The Ethernet header counts for the shaper and for the counters."""
 
 PAYLOAD_SHARE = (MTU - 52) / FRAME_BYTES
-"""Of the bytes on the wire: IP takes 20 of a packet, TCP 32 with its time stamps."""
+"""Share of the bytes on the wire that is payload: IP uses 20 bytes of a packet, TCP 32 with its time stamps.
+"""
 
 MOST_SEGMENTS = 43
 KERNEL_SEGMENTS = 65535
 """Packets of a stream that travel as one: as many as make 64 KB, and the kernel's own limit."""
 
 QUEUE_S = 0.05
-"""What may wait before the shaper, as in a switch with a modest buffer; beyond that packets are dropped."""
+"""Seconds of data that may queue before the shaper, as in a switch with a modest buffer. Further packets are
+dropped."""
 
 QUEUE_FRAMES = 32
-"""At least so many, or a slow link would lose packets all the time."""
+"""Least number of frames in the queue. With fewer, a slow link would lose packets constantly."""
 
 KILL_TIMEOUT_S = 10.0
 
@@ -45,18 +48,18 @@ _NAME = re.compile(r"upriver-(\d+)-(\d+)-\d+-\w+")
 
 
 class TestbedError(Exception):
-    """The testbed cannot be made or used; one line that says why."""
+    """Error for a testbed that cannot be made or used. One line gives the reason."""
 
 
 class Unavailable(TestbedError):
-    """This user or machine cannot have a testbed at all."""
+    """Error for a user or machine that cannot have a testbed at all."""
 
 
 def require_rights() -> None:
-    """Check what making namespaces needs.
+    """Check the rights and programs that namespaces need.
 
     Raises:
-        Unavailable: If this is not root, or a program is missing.
+        Unavailable: If the user is not root, or a program is missing.
     """
     if os.geteuid() != 0:
         raise Unavailable("the testbed makes network namespaces, which only root may: run it as root")
@@ -68,18 +71,18 @@ def require_rights() -> None:
 
 
 def name_of(number: int, side: str) -> str:
-    """The name of this process's namespace for one side of one testbed."""
+    """Return the name of this process's namespace for one side of one testbed."""
     return f"upriver-{os.getpid()}-{_began(os.getpid())}-{number}-{side}"
 
 
 def create(addresses: dict[str, str]) -> None:
-    """Make two namespaces, the pair between them, and bring it up with no shape.
+    """Make two namespaces joined by a pair, and bring the pair up without shaping.
 
     Args:
         addresses: The two namespaces' names to their addresses, in one network of four.
 
     Raises:
-        Unavailable: If the kernel or its caretaker refuses.
+        Unavailable: If the kernel or its administrator refuses.
     """
     one, other = addresses
     try:
@@ -88,7 +91,7 @@ def create(addresses: dict[str, str]) -> None:
         peer = ("peer", "name", DEVICE, "netns", other)
         command("ip", "link", "add", "name", DEVICE, "netns", one, "type", "veth", *peer)
         for name, address in addresses.items():
-            # Without IPv6 nothing but what the benchmark sends crosses (and a few requests for addresses).
+            # Without IPv6 only the benchmark's traffic (and a few address requests) crosses the pair.
             command("ip", "-n", name, "link", "set", DEVICE, "addrgenmode", "none", "mtu", str(MTU))
             command("ip", "-n", name, "address", "add", f"{address}/30", "dev", DEVICE)
             command("ip", "-n", name, "link", "set", DEVICE, "up")
@@ -100,23 +103,24 @@ def create(addresses: dict[str, str]) -> None:
 
 
 def segments_for(burst_bytes: int) -> int:
-    """How many packets of a stream travel as one.
+    """Return how many packets of a stream travel as one.
 
-    The kernel sends up to 64 KB as one where it can. A shaper with a small burst would take that apart with
-    pauses, so it is a quarter of the burst at most: single packets on slow links. On faster ones they would
-    cost too much: two fifths of a core at 200 Mbit/s, and beyond 300 a core cannot do it.
+    The kernel sends up to 64 KB as one where it can. A shaper with a small burst would split that with
+    pauses, so a unit is at most a quarter of the burst. Slow links therefore send single packets. On faster
+    links single packets would cost too much: two fifths of a core at 200 Mbit/s, and over 300 a core cannot
+    do it.
     """
     return min(max(burst_bytes // (4 * FRAME_BYTES), 1), MOST_SEGMENTS)
 
 
 def shape(name: str, rate_bytes_per_s: float | None, *, burst_bytes: int, segments: int) -> None:
-    """Let no more than a rate leave a namespace; None for what the machine can carry.
+    """Limit the rate at which data leaves a namespace. None removes the limit.
 
-    What waits there goes on waiting, and a burst that is smaller than one of those who wait blocks the link.
+    Queued packets stay queued. A burst smaller than a queued packet blocks the link.
     """
     here = ("-n", name)
     if rate_bytes_per_s is None:
-        with contextlib.suppress(TestbedError):  # there was no shape
+        with contextlib.suppress(TestbedError):  # the pair had no shape
             command("tc", *here, "qdisc", "del", "dev", DEVICE, "root")
         command("ip", *here, "link", "set", DEVICE, "gso_max_segs", str(KERNEL_SEGMENTS))
     else:
@@ -126,13 +130,13 @@ def shape(name: str, rate_bytes_per_s: float | None, *, burst_bytes: int, segmen
 
 
 def sent_bytes(name: str) -> int:
-    """What has left a namespace through the pair so far, with one header for what travelled as one."""
+    """Return the bytes sent from a namespace so far, with one header for packets that travelled as one."""
     found: Any = json.loads(command("ip", "-json", "-stats", "-n", name, "link", "show", "dev", DEVICE))
     return int(found[0]["stats64"]["tx"]["bytes"])
 
 
 def remove(names: Iterable[str]) -> None:
-    """End every process in some namespaces and remove them, with what is in them.
+    """End every process in some namespaces, and remove the namespaces with their contents.
 
     Raises:
         TestbedError: If a process cannot be ended.
@@ -140,7 +144,7 @@ def remove(names: Iterable[str]) -> None:
     left: list[str] = []
     for name in names:
         if name in existing():
-            # Somebody else may be sweeping too.
+            # Another process may be sweeping too.
             with contextlib.suppress(TestbedError):
                 left += _kill_all(name)
                 command("ip", "netns", "delete", name)
@@ -149,10 +153,10 @@ def remove(names: Iterable[str]) -> None:
 
 
 def sweep() -> list[str]:
-    """Remove what owners that are gone have left behind.
+    """Remove the namespaces of owners that no longer run.
 
     Returns:
-        The names of what was removed.
+        The names of the removed namespaces.
     """
     left_over = [name for name in existing() if (match := _NAME.fullmatch(name)) and not _owned(match)]
     remove(left_over)
@@ -160,15 +164,15 @@ def sweep() -> list[str]:
 
 
 def existing() -> list[str]:
-    """Names of all namespaces on this machine."""
+    """Return the names of all namespaces on this machine."""
     return [line.split()[0] for line in command("ip", "netns", "list").splitlines() if line.strip()]
 
 
 def command(*argv: str) -> str:
-    """Run a program and give what it printed.
+    """Run a program and return its output.
 
     Raises:
-        TestbedError: If it fails, with what it said.
+        TestbedError: If the program fails, with its error output.
     """
     done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
@@ -184,19 +188,22 @@ def _tbf(rate_bytes_per_s: float, burst_bytes: int) -> tuple[str, ...]:
 
 
 def _owned(match: re.Match[str]) -> bool:
-    """Whether the process that a namespace is named after still runs, and is the same one."""
+    """Return whether the process that a namespace is named after still runs, and is the same one."""
     return _began(int(match[1])) == int(match[2])
 
 
 def _began(pid: int) -> int | None:
-    """When a process began, in clock ticks since the machine did; ids come again, this does not."""
+    """Return the start time of a process in clock ticks since boot.
+
+    Process ids are reused, start times are not.
+    """
     with contextlib.suppress(OSError):
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
     return None
 
 
 def _kill_all(name: str) -> list[str]:
-    """Kill a namespace's processes and their descendants; what is left after a while."""
+    """Kill the processes of a namespace and their descendants. Return what still runs after a while."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while found := _living(name):
         if time.monotonic() > deadline:
@@ -209,7 +216,10 @@ def _kill_all(name: str) -> list[str]:
 
 
 def _living(name: str) -> list[psutil.Process]:
-    """A namespace's processes, and their descendants: a server's workers have a namespace of their own."""
+    """Return the processes of a namespace and their descendants.
+
+    A server's workers have another namespace.
+    """
     found: dict[int, psutil.Process] = {}
     for pid in map(int, command("ip", "netns", "pids", name).split()):
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""The report of ``plain.py``: what a row is and when it counts, tables, words and plot."""
+"""Report `plain.py`: the rows and their validity, the tables, the text and the plot."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from _sides import LEARNING_RATE, Epoch
 from upriver.types import DEFAULT_MICRO_BATCH
 
 LOSS_TOLERANCE = 1e-3
-"""Relative. Frozen layers see 16 samples at once on one side and a whole batch on the other, so low bits may
-differ; Adam's first steps, of one size for gradients of any size, carry that into the weights."""
+"""Relative tolerance. Frozen layers see 16 samples at once on one side and a whole batch on the other, so low
+bits may differ. Adam's first steps have one size for gradients of any size, and carry that into the weights.
+"""
 
 OURS, THEIRS = "plain way", "DataLoader"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting, measured: what was tried, what was best, and the epochs at its best."""
+    """Measurements of one setting: the tried options, the best one, and the epochs with the best one."""
 
     rate_mbit: float | None
     cores: int
@@ -31,33 +32,33 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The setting."""
+        """Return the name of the setting."""
         link = f"{self.rate_mbit:g} Mbit/s" if self.rate_mbit else "unshaped"
         return f"{link}, {self.cores} core{'s' * (self.cores > 1)}"
 
     @property
     def pairs(self) -> list[tuple[Epoch, Epoch]]:
-        """Neighbours in time: ours, theirs."""
+        """Return pairs of epochs that ran next to each other: ours, theirs."""
         return list(zip(self.epochs[OURS], self.epochs[THEIRS], strict=True))
 
     @property
     def ratio(self) -> Spread:
-        """Their seconds over ours."""
+        """Return their seconds over ours."""
         return Spread.of(theirs.wall_s / ours.wall_s for ours, theirs in self.pairs)
 
     def spread(self, side: str, figure: str) -> Spread:
-        """One figure of a side's epochs."""
+        """Return one figure of the epochs of a side."""
         return Spread.of(getattr(epoch, figure) for epoch in self.epochs[side])
 
     @property
     def loss_difference(self) -> float:
-        """The largest of any step, relative to theirs."""
+        """Return the largest loss difference of any step, relative to theirs."""
         steps = [step for a, b in self.pairs for step in zip(a.losses, b.losses, strict=True)]
         return max(abs(ours - theirs) / abs(theirs) for ours, theirs in steps)
 
     @property
     def why_not(self) -> str:
-        """Why the row does not count; empty when it does."""
+        """Return why the row does not count, or an empty text if it does."""
         if any(Counter(ours.ids) != Counter(theirs.ids) for ours, theirs in self.pairs):
             return "other samples"
         if any((ours.ids, ours.targets) != (theirs.ids, theirs.targets) for ours, theirs in self.pairs):
@@ -66,14 +67,14 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """By whether all repeats agree."""
+        """Return the verdict, which depends on whether all repeats agree."""
         if self.why_not:
             return f"does not count: {self.why_not}"
         low, high = min(self.ratio.values), max(self.ratio.values)
         return "faster" if low > 1 else "slower" if high < 1 else "equal within the noise"
 
     def bound_s(self, work_s: float, num_bytes: float) -> float:
-        """Seconds of the busier of link and cores, were it never idle."""
+        """Return the seconds of the busier of link and cores, if it were never idle."""
         link_s = num_bytes * 8 / (self.rate_mbit * 1e6) if self.rate_mbit else 0.0
         return max(link_s, work_s / self.cores)
 
@@ -85,7 +86,7 @@ def report(
     facts: Mapping[str, str],
     options: argparse.Namespace,
 ) -> str:
-    """The whole report, in Markdown."""
+    """Return the whole report, in Markdown."""
     times, costs, tried, repeats = [], [], [], []
     for row in rows:
         bound = row.bound_s(work_s, num_bytes)
@@ -201,7 +202,7 @@ Run it again, on a quiet machine: `python benchmarks/plain.py`.
 
 
 def plot(rows: Sequence[Row], work_s: float, num_bytes: float, path: Path) -> None:
-    """Every repeat as a point, medians and bounds as lines."""
+    """Plot every repeat as a point, and medians and bounds as lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What the records of `plan_quality` say: each setting's best measured cut, and how far plans are off."""
+"""Report the records of `plan_quality`: each setting's best measured cut, and the distance of each plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from _slowed import way
 
 REPEATS = 5
 LEAST_REPEATS = 3
-"""With fewer that count, a choice has no median: it is taken to have failed."""
+"""Least number of valid repeats for a median. A choice with fewer counts as failed."""
 
 FINALISTS = 3
 GOAL_WITHIN, GOAL_SHARE = 0.05, 0.95
@@ -38,7 +38,10 @@ PAPER = {
 
 
 def bin_of(ratio: float | None) -> str:
-    """Where a plan belongs, by its seconds over the best single cut's; None did not fit, infinity failed."""
+    """Return the bin of a plan, by its seconds over those of the best single cut.
+
+    None did not fit, infinity failed.
+    """
     if ratio is None:
         return NO_FIT
     if ratio <= 1:
@@ -49,19 +52,19 @@ def bin_of(ratio: float | None) -> str:
 
 @dataclass(frozen=True)
 class Found:
-    """A setting and what was recorded of it."""
+    """A setting and its records."""
 
     setting: Setting
     records: Records
 
     @property
     def plan(self) -> dict[str, Any] | None:
-        """The record of the policies' choices; None where there is none yet."""
+        """Return the record of the policies' choices, or None before it exists."""
         return self.records.rows.get(plan_key(self.setting))
 
     @cached_property
     def choices(self) -> dict[str, str | None]:
-        """Policy to the name of its choice; None where it does not fit."""
+        """Return each policy's choice by name, or None where the policy does not fit."""
         plans = (self.plan or {}).get("plans", {})
         return {
             name: label_of({int(cut): share for cut, share in plan["shares"].items()})
@@ -72,38 +75,41 @@ class Found:
 
     @property
     def unsplit(self) -> str:
-        """The cut that pushes nothing down, which gives the reference."""
+        """Return the cut that offloads nothing and gives the reference."""
         assert self.plan is not None
         return str(self.plan["cuts"][0])
 
     @property
     def sweep_labels(self) -> list[str]:
-        """Every legal cut, and the one that gives the reference, first."""
+        """Return every legal cut, starting with the reference cut."""
         assert self.plan is not None
         legal = [str(cut) for cut in self.plan["cuts"] if str(cut) not in self.plan["why_not"]]
         return [self.unsplit, *(label for label in legal if label != self.unsplit)]
 
     @cached_property
     def reference(self) -> str:
-        """Digest of what the plain way gave; empty where it was not run."""
+        """Return the digest of the plain way's results, or an empty text if it did not run."""
         return str((self._row(self.unsplit, 0) or {}).get("digest", ""))
 
     def _row(self, label: str, repeat: int) -> dict[str, Any] | None:
         return run_of(self.records, self.setting, label, repeat)
 
     def why_not(self, label: str, repeat: int) -> str | None:
-        """Why a run does not count: empty when it does, None when it is not there."""
+        """Return why a run does not count: empty when it does, None when it does not exist."""
         row = self._row(label, repeat)
         return None if row is None else why_not_valid(row, self.reference)
 
     def seconds(self, label: str, repeats: Sequence[int]) -> list[float]:
-        """Of the runs that count."""
+        """Return the seconds of the runs that count."""
         rows = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
         return [float(row["seconds"]) for row in rows if row is not None]
 
     @cached_property
     def finalists(self) -> list[str]:
-        """The best three of the sweep and every policy's choice; known when the sweep is done."""
+        """Return the best three cuts of the sweep and every policy's choice.
+
+        They are known after the sweep.
+        """
         excluded = set((self.plan or {}).get("why_not", {}))
         swept = {
             label: seconds[0]
@@ -115,7 +121,7 @@ class Found:
 
     @cached_property
     def missing(self) -> str:
-        """How much is not there yet; empty when the setting is finished."""
+        """Return how much is still missing, or an empty text when the setting is finished."""
         if self.plan is None:
             return "not begun"
         swept = [label for label in self.sweep_labels if self.why_not(label, 0) is not None]
@@ -127,7 +133,7 @@ class Found:
 
     @cached_property
     def medians(self) -> dict[str, float]:
-        """Finalists to their seconds: the median of the repeats that count, where those are enough."""
+        """Return each finalist's median seconds over its valid repeats, if it has enough of them."""
         found = {label: self.seconds(label, range(1, REPEATS + 1)) for label in self.finalists}
         return {
             label: statistics.median(seconds)
@@ -137,28 +143,28 @@ class Found:
 
     @property
     def best(self) -> str:
-        """The single cut that was measured fastest."""
+        """Return the single cut that was measured fastest."""
         singles = {label: seconds for label, seconds in self.medians.items() if ":" not in label}
         return min(singles, key=singles.__getitem__)
 
     @property
     def noise(self) -> float:
-        """Median over the finalists of half the range of their repeats, as a share."""
+        """Return the median over the finalists of half the range of their repeats, as a share."""
         repeats = range(1, REPEATS + 1)
         spreads = [spread_of(s) for label in self.finalists if (s := self.seconds(label, repeats))]
         return statistics.median(spreads)
 
     def ratio(self, policy: str) -> float | None:
-        """Seconds of a policy's choice over those of the best single cut.
+        """Return the seconds of a policy's choice over those of the best single cut.
 
-        None where it does not fit, infinite where too few of its runs count.
+        The result is None where the policy does not fit, and infinite where too few of its runs count.
         """
         label = self.choices[policy]
         return None if label is None else self.medians.get(label, math.inf) / self.medians[self.best]
 
     @property
     def not_counted(self) -> list[str]:
-        """Runs that do not count, and why."""
+        """Return the runs that do not count, and why."""
         labels = dict.fromkeys((*self.sweep_labels, *self.finalists)) if self.plan is not None else {}
         return [
             f"{self.setting.key}, {label}, repeat {repeat}: {why}"
@@ -169,18 +175,18 @@ class Found:
 
 
 def judged(found: Sequence[Found]) -> list[Found]:
-    """The settings that are finished, and in which some single cut can be held against the choices."""
+    """Return the finished settings in which some single cut can be compared with the choices."""
     return [one for one in found if not one.missing and any(":" not in label for label in one.medians)]
 
 
 def shares(done: Sequence[Found], policy: str) -> tuple[float, ...]:
-    """Per cent of the settings in each bin."""
+    """Return the per cent of the settings in each bin."""
     counts = Counter(bin_of(one.ratio(policy)) for one in done)
     return tuple(100 * counts[name] / len(done) for name in BINS)
 
 
 def verdict(done: Sequence[Found], declared: int) -> str:
-    """The goal, in a sentence; of so many settings, those that are done."""
+    """Return a sentence that compares the goal with the finished ones of the declared settings."""
     ratios = [ratio for one in done if (ratio := one.ratio("upriver")) is not None]
     within = sum(ratio <= 1 + GOAL_WITHIN for ratio in ratios) / len(done)
     mean = statistics.fmean(ratios) if ratios else float("inf")
@@ -193,12 +199,12 @@ def verdict(done: Sequence[Found], declared: int) -> str:
 
 
 def so_far(done: int, declared: int) -> str:
-    """What a verdict on some of the settings is worth."""
+    """Return how to read a verdict on a part of the settings."""
     return "" if done == declared else f" so far, {done} of {declared} settings"
 
 
 def report(found: Sequence[Found], policies: Sequence[str], name: str = "plan_quality") -> str:
-    """The page."""
+    """Return the report as Markdown."""
     done = judged(found)
     open_ = [
         f"- {one.setting.key}: {one.missing or 'a choice has no run that counts'}"
@@ -344,7 +350,7 @@ Run it again: `python benchmarks/plan_quality.py`.
 
 
 def plot(found: Sequence[Found], policies: Sequence[str], path: Path) -> None:
-    """Ratios, a row of points for each setting."""
+    """Plot the ratios, a row of points for each setting."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""What the benchmarks of plans share: settings, their data, their records, and the two hosts they run on.
+"""Share what the benchmarks of plans need: settings, data, records and the two hosts.
 
-A benchmark declares `Setting`s, opens a `Rig` for one of them, and has it run choices: a choice deals the
-samples of an epoch among cuts. Every run becomes one line of `Records`, so that a benchmark can be ended at
-any moment and goes on where it was.
+A benchmark declares `Setting`s, opens a `Rig` for one of them, and makes it run choices. A choice assigns the
+samples of an epoch to cuts. Every run becomes one line of `Records`, so a benchmark can be ended at any
+moment and resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ JPEG_BYTES = 110_000
 """Mean size of an image in HAPI (2022)."""
 
 TENSOR_SHAPE = (3, 224, 224)
-"""Ready float tensors of 602,112 bytes, as in HAPI (2025); a ``.npy`` file has 128 bytes of header more."""
+"""Shape of stored float tensors of 602,112 bytes, as in HAPI (2025). A ``.npy`` file adds a header of 128
+bytes."""
 
 PIXELS = (500, 375)
 """Width and height of a stored image: the mean of ImageNet's."""
 
 CACHE = Path(tempfile.gettempdir()) / "upriver-benchmarks"
-"""Proofs of cuts, kept from setting to setting; profiles are measured anew for each."""
+"""Folder for proofs of cuts, shared by all settings. Profiles are measured anew for each setting."""
 
 CLASSES = 10
 TOLERANCE = 0.05
-"""How far a stored image may be off its size: what one step of the JPEG quality makes."""
+"""Relative size tolerance of a stored image: the effect of one step of the JPEG quality."""
 
 RUN_LIMIT_S = 1800.0
 START_LIMIT_S = 600.0
@@ -53,10 +54,10 @@ START_LIMIT_S = 600.0
 _here = Path(__file__).resolve().parent
 
 LOADER = "loader "
-"""``loader 1x2`` is the plain loop with one worker and a prefetch factor of 2."""
+"""Prefix of the plain loop's label. ``loader 1x2`` has one worker and a prefetch factor of 2."""
 
 MEASURED, SWEPT = 0, 1
-"""Seeds of the order of samples: of what is measured, and of the plain loop's sweep."""
+"""Seeds of the order of samples: of the measured runs, and of the plain loop's sweep."""
 
 Shares = Mapping[int, float]
 
@@ -70,11 +71,11 @@ class Setting:
         stored: ``jpeg`` or ``tensor``.
         mbit: Rate of the link; None for no limit.
         batch_size: Samples of a training step.
-        samples: Of an epoch.
+        samples: Samples of an epoch.
         server_speed: Share of its core that the near-data server gets.
         client_speed: Share of its core that the training process gets.
-        cap_share: Compute memory: 0 what the most frugal cut needs, 1 what the neediest does; None: no cap.
-        stored_scale: Stored images have so many times the bytes, and pixels.
+        cap_share: Compute memory, from 0 (the need of the smallest cut) to 1 (of the largest); None: no cap.
+        stored_scale: Factor on the bytes and pixels of stored images.
     """
 
     network: str
@@ -104,7 +105,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Everything that a run depends on, short."""
+        """Return a short key of everything that a run depends on."""
         parts = [
             self.network,
             self.stored + (f"x{self.stored_scale}" if self.stored_scale > 1 else ""),
@@ -118,14 +119,14 @@ class Setting:
 
 
 def label_of(shares: Shares) -> str:
-    """A choice, as records name it: ``4``, or ``-3:0.25,4:0.75``."""
+    """Return the label of a choice in the records: ``4``, or ``-3:0.25,4:0.75``."""
     if len(shares) == 1:
         return str(next(iter(shares)))
     return ",".join(f"{cut}:{share!r}" for cut, share in sorted(shares.items()))
 
 
 def shares_from(label: str) -> dict[int, float]:
-    """The choice of that name."""
+    """Return the choice with this label."""
     if ":" not in label:
         return {int(label): 1.0}
     pairs = (part.split(":") for part in label.split(","))
@@ -136,10 +137,12 @@ def shares_from(label: str) -> dict[int, float]:
 
 
 class Records:
-    """JSON lines, one a run, written as they come; a last line that was torn by the end of a process is gone.
+    """JSON lines, one per run, written as the runs finish.
+
+    A last line that the end of a process truncated is dropped.
 
     Attributes:
-        rows: What is there, by key.
+        rows: Records by key.
     """
 
     def __init__(self, path: Path) -> None:
@@ -158,11 +161,11 @@ class Records:
         return key in self.rows
 
     def add(self, key: str, row: Mapping[str, Any]) -> None:
-        """Keep a run for good."""
+        """Store the record of a run."""
         record = {"key": key, **row}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
-            file.truncate(self._whole)  # takes off what a torn line left
+            file.truncate(self._whole)  # removes the rest of a truncated line
             file.seek(0, os.SEEK_END)
             file.write(json.dumps(record).encode() + b"\n")
             file.flush()
@@ -172,27 +175,27 @@ class Records:
 
 
 class TimeIsUp(Exception):
-    """The minutes that were given are over."""
+    """Error for a benchmark whose time limit has passed."""
 
 
 class Deadline:
-    """Ends a benchmark between two runs."""
+    """End a benchmark between two runs."""
 
     def __init__(self, minutes: float | None) -> None:
         self._until = math.inf if minutes is None else time.monotonic() + 60 * minutes
 
     def check(self) -> None:
-        """Between two runs.
+        """Check the deadline between two runs.
 
         Raises:
-            TimeIsUp: If no other one may begin.
+            TimeIsUp: If no further run may begin.
         """
         if time.monotonic() >= self._until:
             raise TimeIsUp
 
 
 def short(label: str | None) -> str:
-    """A choice for a narrow column: shares in per cent."""
+    """Format a choice for a narrow column, with shares in per cent."""
     if label is None or ":" not in label:
         return label or "does not fit"
     pairs = (part.split(":") for part in label.split(","))
@@ -200,17 +203,17 @@ def short(label: str | None) -> str:
 
 
 def plan_key(setting: Setting) -> str:
-    """Of the record that holds what every policy chose."""
+    """Return the key of the record that holds every policy's choice."""
     return f"{setting.key}|plan"
 
 
 def run_key(setting: Setting, label: str, repeat: int) -> str:
-    """Of a run; repeat 0 is the sweep's."""
+    """Return the key of a run. Repeat 0 belongs to the sweep."""
     return f"{setting.key}|{label}|{repeat}"
 
 
 def run_of(records: Records, setting: Setting, label: str, repeat: int) -> dict[str, Any] | None:
-    """The record of a run; None where there is none by the code that the setting's plans are of."""
+    """Return the record of a run, or None if no run has the code version of the setting's plans."""
     plan, row = records.rows.get(plan_key(setting)), records.rows.get(run_key(setting, label, repeat))
     return row if plan is not None and row is not None and row["code"] == plan["code"] else None
 
@@ -219,7 +222,7 @@ def run_of(records: Records, setting: Setting, label: str, repeat: int) -> dict[
 
 
 def make_data(setting: Setting, folder: Path) -> None:
-    """The setting's stored samples, in class folders; the same ones every time."""
+    """Write the stored samples of the setting in class folders. The samples are always the same."""
     for number in range(setting.samples):
         rng = np.random.default_rng([number, setting.stored_scale])
         place = folder / "data" / f"class{number % CLASSES}"
@@ -232,13 +235,13 @@ def make_data(setting: Setting, folder: Path) -> None:
 
 
 def jpeg(rng: np.random.Generator, *, scale: int = 1) -> bytes:
-    """A picture of soft patches and grain, at the quality that brings it nearest to its size."""
+    """Return a picture of soft patches and grain, at the quality that brings it nearest to its size."""
     width, height = (round(side * math.sqrt(scale)) for side in PIXELS)
     patches = Image.fromarray(rng.integers(0, 256, (6, 8, 3), dtype=np.uint8)).resize((width, height))
     grain = rng.normal(0, 12, (height, width, 1)) + rng.normal(0, 4, (height, width, 3))
     picture = Image.fromarray(np.clip(np.asarray(patches) + grain, 0, 255).astype(np.uint8))
     wanted, low, high = JPEG_BYTES * scale, 30, 98
-    while low < high:  # the first quality that reaches the size
+    while low < high:  # finds the first quality that reaches the size
         middle = (low + high) // 2
         low, high = (low, middle) if len(_encoded(picture, middle)) >= wanted else (middle + 1, high)
     tried = [_encoded(picture, quality) for quality in (low - 1, low)]
@@ -255,18 +258,18 @@ def _encoded(picture: Image.Image, quality: int) -> bytes:
 
 
 class RunFailed(Exception):
-    """The training process could not do what it was asked for."""
+    """Error for an order that the training process could not execute."""
 
 
 class Rig:
-    """The two hosts of a setting: store and server on one, on the other a process that trains to order.
+    """Run the two hosts of a setting: store and server on one, and a training process on the other.
 
     Args:
-        setting: What is to be measured.
-        folder: An empty one, for the stored samples.
+        setting: The setting to measure.
+        folder: An empty folder for the stored samples.
 
     Attributes:
-        facts: What every record says of where it comes from.
+        facts: Provenance that every record carries.
     """
 
     def __init__(self, setting: Setting, folder: Path) -> None:
@@ -291,7 +294,7 @@ class Rig:
             )
             self._rest = b""
             stack.callback(self._end_child)
-            bed.set_rate(None)  # frozen weights go to the store once, whatever is measured afterwards
+            bed.set_rate(None)  # frozen weights go to the store once, before any measurement
             self._answer(START_LIMIT_S)
             self._ask({"do": "publish"}, START_LIMIT_S)
             stack.enter_context(slowed("server", server.process.pid, setting.server_speed))
@@ -313,10 +316,10 @@ class Rig:
         self._bed.end(self._child)
 
     def plan(self, records: Records) -> None:
-        """What every policy chooses, from one measurement by the running system, unless it is there already.
+        """Record what every policy chooses, from one measurement by the running system.
 
-        Runs by other code count no more then. Where only policies have changed, they choose anew from what
-        was measured, if that was kept.
+        Nothing happens if the record exists. Runs by other code then no longer count. If only policies
+        changed, they choose anew from the stored measurement, if one exists.
         """
         known = records.rows.get(plan_key(self.setting))
         same_code = known is not None and known["code"] == self.facts["code"]
@@ -327,13 +330,13 @@ class Rig:
         records.add(plan_key(self.setting), {**self.facts, "policies": policies(), **planned})
 
     def run(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """One epoch: seconds from the first request to the last step, bytes by the link's counters.
+        """Run one epoch. Return its seconds from the first request to the last step, and the link's bytes.
 
-        Also what the processes of each side computed meanwhile, in seconds of a whole core: of the near-data
-        server, of all on its side, and of training.
+        The result also holds the compute seconds of the processes of each side, in seconds of a whole core:
+        of the near-data server, of all processes on its side, and of training.
 
         Raises:
-            RunFailed: If it cannot be done; the process is then ready for the next order.
+            RunFailed: If the run fails. The process is then ready for the next order.
         """
         self._ask(order, START_LIMIT_S)
         before, spent = self._bed.bytes_carried(), self._cpu_s()
@@ -350,11 +353,11 @@ class Rig:
         return {side: sum(map(cpu_s, pids)) for side, pids in self._sides.items()}
 
     def choice(self, label: str, *, swept: bool) -> dict[str, Any]:
-        """One epoch of what has that name: of upriver with that choice, or of the plain loop.
+        """Run one epoch of the labelled choice: of upriver, or of the plain loop.
 
         Args:
-            label: Its name.
-            swept: Whether the loop only looks for its best form, which it does on samples in another order.
+            label: Label of the choice.
+            swept: Whether the loop only searches for its best form, on samples in another order.
         """
         if label.startswith(LOADER):
             workers, prefetch = map(int, label.removeprefix(LOADER).split("x"))
@@ -389,7 +392,7 @@ class Rig:
 
 
 def run_once(rig: Rig, records: Records, label: str, repeat: int, deadline: Deadline) -> None:
-    """One run, unless it is there already; one that fails is kept with its error."""
+    """Execute one run unless it is recorded. A failed run is recorded with its error."""
     key = run_key(rig.setting, label, repeat)
     if run_of(records, rig.setting, label, repeat) is not None:
         return
@@ -408,7 +411,7 @@ def run_once(rig: Rig, records: Records, label: str, repeat: int, deadline: Dead
 
 
 def why_not_valid(row: Mapping[str, Any], reference: str) -> str:
-    """Why a run does not count; empty when it does."""
+    """Return why a run does not count, or an empty text if it does."""
     if "error" in row:
         return f"failed: {row['error']}"
     if row["digest"] != reference:
@@ -417,16 +420,16 @@ def why_not_valid(row: Mapping[str, Any], reference: str) -> str:
 
 
 def spread_of(values: Sequence[float]) -> float:
-    """Half the range over the median: how far repeats of one figure lie apart."""
+    """Return half the range over the median: the spread of the repeats of one figure."""
     return (max(values) - min(values)) / 2 / float(np.median(values))
 
 
 class Finding(Protocol):
-    """What the records say of one setting."""
+    """The records of one setting."""
 
     @property
     def missing(self) -> str:
-        """What has not been run yet; empty when nothing is left."""
+        """Return what has not run yet, or an empty text when nothing is left."""
 
 
 def command(
@@ -439,7 +442,7 @@ def command(
     measure: Callable[[Setting, Records, Deadline], None],
     write: Callable[[Sequence[Setting], Records, Path, str], str],
 ) -> None:
-    """The command line of a resumable benchmark: run what is missing, then report what is there."""
+    """Run the command line of a resumable benchmark: run what is missing, then report all records."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--minutes", type=float, help="begin no further run after so many")
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")

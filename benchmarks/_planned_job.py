@@ -1,11 +1,11 @@
-"""The training side of `_planned.Rig`: takes orders as JSON lines, answers each with one.
+"""Run the training side of `_planned.Rig`: read orders as JSON lines, and answer each with one line.
 
-``plan`` measures and answers what every policy chooses. ``run`` and ``loader`` prepare an epoch, which
-``go`` then trains. Model, capture and weights stay from order to order, a job that ran before is taken up
-again, and every epoch is the same one and starts from the same trainable weights.
+``plan`` measures and answers with every policy's choice. ``run`` and ``loader`` prepare an epoch, which
+``go`` then trains. Model, capture and weights stay from order to order, and an earlier job is reused. Every
+epoch is the same one and starts from the same trainable weights.
 
-What warms up lies before the epoch: each job has run the canary at its cut on both hosts and the tail twice.
-The first steps of an epoch are counted, since whatever was fetched during them would otherwise come free.
+Warm-up happens before the epoch: each job has run the canary at its cut on both hosts and the tail twice. The
+first steps of an epoch count, because data fetched during them would otherwise be free.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ from upriver.profile import cluster_from_json, cluster_to_json, profile_from_jso
 from upriver.types import DEFAULT_MICRO_BATCH, Plan, Route, Tier, Workload
 
 MOST_JOBS = 16
-"""Kept for another turn."""
+"""Number of jobs that stay cached."""
 
 LEARNING_RATE = 1e-4
-"""Of plain SGD: as little of its own as an optimizer can have; random weights do not learn anyway."""
+"""Learning rate of plain SGD, the optimizer with the least work of its own. Random weights do not learn
+anyway."""
 
 STAGES = {
     "jpeg": (Decode(), Resize(256), CenterCrop(224), Normalize()),
@@ -57,11 +58,11 @@ STAGES = {
 }
 
 Steps = Iterator[tuple[Callable[[], Any], torch.Tensor]]
-"""Of each training step: what gives the model's answer, and the targets."""
+"""For each training step: a function that returns the model's answer, and the targets."""
 
 
 class Trainer:
-    """Keeps what lasts from order to order."""
+    """Keep the state that lasts from order to order."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.setting = Setting(**spec["setting"])
@@ -88,12 +89,12 @@ class Trainer:
     # ---------------------------------------------------------------------------------------- orders
 
     def answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what is asked."""
+        """Execute an order."""
         match order["do"]:
             case "publish":
                 with patch.object(
                     time_budget, "SHARE", 0.0
-                ):  # what is sent to be measured is sent in its turn
+                ):  # a micro-batch for a measurement is sent in its turn
                     self.finetune(policy="freeze").close()
                 return {}
             case "plan":
@@ -108,16 +109,16 @@ class Trainer:
                 raise ValueError(f"no such order: {unknown!r}")
 
     def finetune(self, **given: Any) -> Any:
-        """A job of upriver, on the setting."""
+        """Return a job of upriver on the setting."""
         return self.near.finetune(
             self.model, self.data, batch_size=self.setting.batch_size, replan=False, **given
         )
 
     def plan(self, kept: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Every policy's choice, and what the cost model says of every cut, from one measurement.
+        """Return every policy's choice, and the cost model's times of every cut, from one measurement.
 
         Args:
-            kept: What was measured before, as ``measured`` in the answer; None to measure now.
+            kept: An earlier measurement, as ``measured`` in the answer. None measures now.
         """
         found = self._measured() if kept is None else kept
         profile = profile_from_json(json.dumps(found["profile"]))
@@ -143,9 +144,9 @@ class Trainer:
         }
 
     def _measured(self) -> dict[str, Any]:
-        """What a job measures before its first iteration, as if none had measured before.
+        """Return what a job measures before its first iteration, as if no job had measured before.
 
-        The frozen weights are in the store already; sending them is no measuring.
+        The frozen weights are in the store already, because sending them is no part of measuring.
         """
         shutil.rmtree(cache_folder() / "profiles", ignore_errors=True)
         self.finetune(policy="freeze").close()
@@ -159,7 +160,7 @@ class Trainer:
         }
 
     def prepare_run(self, shares: Mapping[int, float]) -> dict[str, Any]:
-        """A job with that choice, up to its first iteration."""
+        """Prepare a job with that choice, up to its first iteration."""
         self._forget()
         label = label_of(shares)
         job = self._jobs.pop(label, None) or self.finetune(cut=dict(shares))
@@ -176,7 +177,7 @@ class Trainer:
         return {"plan": [(route.cut, route.share) for route in job.plan.routes]}
 
     def prepare_loop(self, workers: int, prefetch: int, seed: int) -> dict[str, Any]:
-        """An ordinary loop over a ``DataLoader``, its processes started."""
+        """Prepare an ordinary loop over a ``DataLoader``, and start its processes."""
         self._forget()
         loop = Loop(self.model, self.data, self.orders[seed], workers=workers, prefetch=prefetch)
         stack = ExitStack()
@@ -192,7 +193,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------- an epoch
 
     def go(self) -> dict[str, Any]:
-        """Train the epoch that was prepared."""
+        """Train the prepared epoch."""
         if self._prepared is None:
             raise RuntimeError("nothing was prepared")
         stack, steps, order, job = self._prepared
@@ -214,7 +215,7 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
         optimizer = torch.optim.SGD(self.trained.values(), lr=LEARNING_RATE)
         losses, targets = [], []
-        torch.manual_seed(0)  # the tail may drop out
+        torch.manual_seed(0)  # the tail may contain dropout
         began = time.perf_counter()
         for outputs, wanted in steps:
             loss = nn.functional.cross_entropy(outputs(), wanted)
@@ -236,7 +237,7 @@ class Trainer:
 
 
 def digest_of(losses: list[float], ids: tuple[int, ...]) -> str:
-    """Of every bit of the losses, and of the samples in their order."""
+    """Return a digest of every bit of the losses, and of the samples in their order."""
     data = struct.pack(f"<{len(losses)}d{len(ids)}q", *losses, *ids)
     return hashlib.sha256(data).hexdigest()[:16]
 
@@ -251,12 +252,12 @@ def _told(plan: Plan) -> dict[str, Any]:
 
 
 def misplaced(routes: Sequence[Route], placed: Sequence[int], start: int) -> str:
-    """Whether micro-batches ran elsewhere than the choice says; empty when none did.
+    """Return how the micro-batches ran elsewhere than the choice says, or an empty text if none did.
 
     Args:
         routes: The choice.
-        placed: Where each micro-batch left the storage host, in any order: ``start`` as it is stored.
-        start: The cut that pushes nothing down.
+        placed: The cut at which each micro-batch left the storage host, in any order. ``start`` is the input.
+        start: The cut that offloads nothing.
     """
     counts = Counter(placed)
     if counts == Counter(hand.cut for hand in deal(routes, len(placed), start=start)):
@@ -265,11 +266,11 @@ def misplaced(routes: Sequence[Route], placed: Sequence[int], start: int) -> str
 
 
 def main() -> None:
-    """Take orders until there are no more."""
+    """Execute orders until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     torch.set_num_threads(1)
-    # More workers than this host has cores is part of a sweep.
+    # A sweep includes more workers than this host has cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
 
     def say(answer: Mapping[str, Any]) -> None:

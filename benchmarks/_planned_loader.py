@@ -1,4 +1,4 @@
-"""The plain way that a benchmark of plans is held against: an ordinary loop over a PyTorch ``DataLoader``."""
+"""Run the baseline of the benchmarks of plans: an ordinary loop over a PyTorch ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from upriver.pipeline.chain import stored_tensor
 from upriver.program.freeze import frozen_units, keep_in_eval
 
 CONTEXT = multiprocessing.get_context("forkserver")
-"""Workers fork from a process without busy threads; forking this one would copy locks its threads hold."""
+"""Workers fork from a process without busy threads. A fork of this process would copy locks its threads hold.
+"""
 CONTEXT.set_forkserver_preload(["torch.utils.data", "upriver.pipeline", "upriver.engine.read"])
 
 Sample = tuple[torch.Tensor, int]
@@ -35,7 +36,10 @@ class Stored(MapDataset[Sample]):
         return self.__getitems__([sample])[0]
 
     def __getitems__(self, ids: Sequence[int]) -> list[Sample]:
-        """A whole batch, which a ``DataLoader`` asks for where it can: reads are joined and parallel."""
+        """Read a whole batch with joined and parallel reads.
+
+        A ``DataLoader`` calls this method where it exists.
+        """
         blobs = read_samples(self._data, ids)
         chain = self._data.chain
         return [
@@ -48,7 +52,7 @@ class Stored(MapDataset[Sample]):
 
 
 class Loop:
-    """The user's own model, whole, on whole batches from a ``DataLoader``."""
+    """Train the user's own model, whole, on whole batches from a ``DataLoader``."""
 
     def __init__(
         self, model: nn.Module, data: Dataset, order: EpochOrder, *, workers: int, prefetch: int
@@ -62,14 +66,14 @@ class Loop:
             Stored(data),
             batch_sampler=self._batches,
             num_workers=workers,
-            generator=torch.Generator(),  # each pass draws from it; the tail's dropout must not notice
+            generator=torch.Generator(),  # each pass draws from it, not the tail's dropout
             **(many if workers else {}),
         )
         list(self._loader)  # starts every worker, with one sample
         self._batches[:] = batches
 
     def steps(self) -> Iterator[tuple[Callable[[], Any], torch.Tensor]]:
-        """Of each training step: what gives the model's answer, and the targets."""
+        """Yield for each training step a function that returns the model's answer, and the targets."""
         for inputs, targets in self._loader or ():
             keep_in_eval(self._model, self._in_eval)
             yield (lambda inputs=inputs: self._model(inputs)), targets

@@ -1,6 +1,7 @@
-"""What runs inside a testbed's namespaces to look at it: a bounded transfer, and waiting for a server.
+"""Probe a testbed from inside its namespaces: a bounded transfer, and waiting for a server.
 
-The standard library only, so that it starts in a few milliseconds. Everything here ends by itself.
+The script uses the standard library only, so that it starts in a few milliseconds. Every probe ends by
+itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ POLL_S = 0.05
 
 
 def receive(host: str, seconds: float) -> None:
-    """Take one connection's bytes until its end; print the port, then bytes and seconds as JSON."""
+    """Receive the bytes of one connection until its end. Print the port, then bytes and seconds as JSON."""
     deadline = time.monotonic() + seconds
     buffer = bytearray(BLOCK_BYTES)
     with socket.create_server((host, 0)) as listener:
@@ -26,7 +27,7 @@ def receive(host: str, seconds: float) -> None:
         connection, _ = listener.accept()
     with connection:
         connection.settimeout(seconds)
-        connection.recv_into(buffer)  # what came with the first read took no time that can be seen
+        connection.recv_into(buffer)  # the bytes of the first read arrived in no measurable time
         num_bytes, began = 0, time.perf_counter()
         while time.monotonic() < deadline and (got := connection.recv_into(buffer)):
             num_bytes += got
@@ -34,7 +35,7 @@ def receive(host: str, seconds: float) -> None:
 
 
 def send(host: str, port: int, num_bytes: int, seconds: float) -> None:
-    """Send so many zeros, or what goes in that time."""
+    """Send that many zeros, or as many as fit into the time."""
     deadline = time.monotonic() + seconds
     block = memoryview(bytes(BLOCK_BYTES))
     with socket.create_connection((host, port), timeout=seconds) as connection:
@@ -43,7 +44,7 @@ def send(host: str, port: int, num_bytes: int, seconds: float) -> None:
 
 
 def ready(url: str, seconds: float) -> bool:
-    """Ask until the answer is 200."""
+    """Poll the URL until it answers 200."""
     parts, deadline = urlsplit(url), time.monotonic() + seconds
     while time.monotonic() < deadline:
         connection = http.client.HTTPConnection(parts.netloc, timeout=5)

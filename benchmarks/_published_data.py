@@ -1,4 +1,7 @@
-"""The runs that HAPI's authors published, as a file of commas; what its columns mean stands beside it."""
+"""Read the runs that HAPI's authors published, from a CSV file.
+
+A text next to the file describes its columns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ RUNS = Path(__file__).parent / "data" / "hapi_published_runs.csv"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """One published run: a network, a link and a split. Seconds are of one batch, but for ``epoch_s``."""
+    """One published run: a network, a link and a split. Seconds are of one batch, except ``epoch_s``."""
 
     model: str
     link_gbps: float
@@ -37,7 +40,7 @@ class Run:
 
     @property
     def bandwidth_bytes_per_s(self) -> float:
-        """The link's nominal rate."""
+        """Return the link's nominal rate."""
         return self.link_gbps * 1e9 / 8
 
 
@@ -52,17 +55,17 @@ class Pair:
 
     @property
     def model(self) -> str:
-        """The network."""
+        """Return the network."""
         return self.runs[0].model
 
     @property
     def link_gbps(self) -> float:
-        """The link's nominal rate."""
+        """Return the link's nominal rate."""
         return self.runs[0].link_gbps
 
     @property
     def profiling(self) -> tuple[Run, Run]:
-        """The runs at the earliest split and at the freeze point."""
+        """Return the runs at the earliest split and at the freeze point."""
         return self.runs[0], self.runs[-1]
 
 
@@ -70,7 +73,7 @@ def read_runs(path: Path = RUNS) -> list[Run]:
     """Read the file.
 
     Raises:
-        ConfigError: If it cannot be read or says something else than published runs; names line and column.
+        ConfigError: If the file cannot be read or holds no valid runs. The text names line and column.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
@@ -82,7 +85,7 @@ def read_runs(path: Path = RUNS) -> list[Run]:
 
 
 def pairs(runs: Iterable[Run]) -> list[Pair]:
-    """Put runs of the same network and link together, in the order of the file.
+    """Group runs of the same network and link, in the order of the file.
 
     Raises:
         ConfigError: If a split was run twice, or the runs of a pair lack its freeze point.

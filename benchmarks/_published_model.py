@@ -1,12 +1,13 @@
-"""Epoch times of all splits, from the two runs that HAPI's Algorithm 1 makes before it decides.
+"""Predict epoch times of all splits from the two runs that HAPI's Algorithm 1 makes before it decides.
 
-What is taken from where, for one network over one link (a *pair*):
+Sources of the figures, for one network over one link (a *pair*):
 
 * **The capture of the network**: bytes that cross each cut and operations of each stage.
-* **The pair's own two runs**, earliest split and freeze point, and no other run of that network: the seconds
-  of an operation on the training side (from the difference of the two forward passes), what a byte costs
-  there beside it (from the difference of the two iterations), what a batch costs whatever its size, what a
-  byte costs on its way beyond the link's nominal rate, and what a request costs whatever its answer's size.
+* **The pair's own two runs**, earliest split and freeze point, and no other run of that network. They give
+  five figures: the seconds of an operation on the training side (from the difference of the two forward
+  passes), the additional cost of a byte there (from the difference of the two iterations), the constant
+  cost of a batch, the cost of a byte on its way beyond the link's nominal rate, and the constant cost of a
+  request.
 * **The profiling runs of the other networks**, over both links: how many times longer the storage side takes
   for the same stages, and how many batches an epoch has. The first is a property of the two machines, the
   second of the program that was run on them.
@@ -40,15 +41,15 @@ from upriver.types import (
 )
 
 LABEL_BYTES = 8
-"""What the answers carry beside the features of a sample: its class as int64."""
+"""Bytes that the answers carry in addition to the features of a sample: its class as int64."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """What the capture of a network says; index ``k`` is the cut after stage ``k``, 0 the input.
+    """Capture of a network. Index ``k`` is the cut after stage ``k``, and 0 the input.
 
     Attributes:
-        out_bytes: Per sample, its label included.
+        out_bytes: Bytes per sample, with its label.
         flops: Operations before the cut, per sample.
         param_bytes: Weights of the whole network.
     """
@@ -73,7 +74,7 @@ def capture(name: str) -> Network:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profiled:
-    """All that a prediction may know of a pair: the capture, and two runs."""
+    """The inputs of a prediction for a pair: the capture, and two runs."""
 
     network: Network
     early: Run
@@ -81,39 +82,48 @@ class Profiled:
 
     @classmethod
     def of(cls, network: Network, pair: Pair) -> Profiled:
-        """Take the two runs, and leave the others behind."""
+        """Select the two profiling runs of the pair, and leave the others out."""
         early, late = pair.profiling
         return cls(network=network, early=early, late=late)
 
     @property
     def runs(self) -> tuple[Run, Run]:
-        """The two."""
+        """Return the two runs."""
         return self.early, self.late
 
     def bytes(self, run: Run) -> float:
-        """What crosses the link in a batch."""
+        """Return the bytes that cross the link in a batch."""
         return self.network.out_bytes[run.split] * run.train_batch
 
     def pushed_s(self, run: Run) -> float:
-        """Seconds that the stages before the split would take on the training side for a batch."""
+        """Return the seconds of the stages before the split on the training side, for a batch."""
         return self.seconds_per_flop * self.network.flops[run.split] * run.train_batch
 
     @property
     def seconds_per_flop(self) -> float:
-        """On the training side: what the freeze point saves it, over the operations that it saves."""
+        """Return the seconds of an operation on the training side.
+
+        The freeze point saves this side some seconds and some operations. The result is their quotient.
+        """
         early, late = self.runs
         flops = self.network.flops[late.split] - self.network.flops[early.split]
         return (early.forward_s - late.forward_s) / (flops * late.train_batch)
 
     @property
     def receive_s_per_byte(self) -> float:
-        """On the training side, for unpacking and copying: what iterations differ in beside the forward."""
+        """Return the seconds per byte on the training side for unpacking and copying.
+
+        Iterations differ by this cost in addition to the forward pass.
+        """
         early, late = self.runs
         return (_unpack_s(early) - _unpack_s(late)) / (self.bytes(early) - self.bytes(late))
 
     @property
     def batch_s(self) -> float:
-        """On the training side, of any batch: the tail, and what does not depend on the split."""
+        """Return the constant seconds of a batch on the training side.
+
+        They cover the tail and everything else that no split changes.
+        """
         return self.late.iteration_s - self.receive_s_per_byte * self.bytes(self.late)
 
 
@@ -126,11 +136,11 @@ def _unpack_s(run: Run) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machines:
-    """What holds for any network on these two machines.
+    """Figures that hold for any network on these two machines.
 
     Attributes:
         storage_load: How many times longer the storage side takes for the same stages.
-        batches: In an epoch.
+        batches: Batches of an epoch.
     """
 
     storage_load: float
@@ -138,15 +148,15 @@ class Machines:
 
 
 def fit_machines(others: Sequence[Profiled]) -> Machines:
-    """Learn from the profiling runs of networks other than the one to be predicted."""
+    """Fit the figures to the profiling runs of the networks that are not predicted."""
     return Machines(storage_load=_storage_load(others), batches=_batches(others))
 
 
 def _storage_load(others: Sequence[Profiled]) -> float:
-    """Least squares of relative errors over what a fetch takes beyond the link's nominal rate.
+    """Return the storage load, by least squares of relative errors over fetch times beyond the nominal rate.
 
-    Explained by bytes, by the stages pushed down, by the weights to be loaded and by a constant; none of them
-    can save time.
+    The regressors are bytes, the stages pushed down, the weights to load and a constant. None of them can
+    save time.
     """
     known = [(profiled, run) for profiled in others for run in profiled.runs]
     found = _least_squares(
@@ -158,14 +168,17 @@ def _storage_load(others: Sequence[Profiled]) -> float:
 
 
 def _batches(others: Sequence[Profiled]) -> int:
-    """The most whole batches whose fetches fit into every epoch: in synchronised runs none overlap."""
+    """Return the most whole batches whose fetches fit into every epoch.
+
+    Synchronised runs overlap no fetches.
+    """
     return math.floor(min(run.epoch_s / run.fetch_s for profiled in others for run in profiled.runs))
 
 
 def _least_squares(
     factors: Sequence[Sequence[float]], seconds: Sequence[float], scale: Sequence[float]
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Coefficients, none below 0, of the least squares of errors relative to ``scale``."""
+    """Return non-negative coefficients that minimise the squared errors relative to ``scale``."""
     matrix, target, weight = np.array(factors), np.array(seconds), 1 / np.array(scale)
     size = np.abs(matrix).max(axis=0)  # bytes and seconds are 1e9 apart
     found, _ = nnls(matrix / size * weight[:, np.newaxis], target * weight)
@@ -176,7 +189,7 @@ def _least_squares(
 
 
 def predict(profiled: Profiled, machines: Machines) -> dict[int, float]:
-    """Seconds of an epoch at each split that fits, earliest to freeze point.
+    """Predict the seconds of an epoch at each split that fits, earliest to freeze point.
 
     Raises:
         ConfigError: If the two runs say that more bytes or more stages take less time.
@@ -190,7 +203,7 @@ def predict(profiled: Profiled, machines: Machines) -> dict[int, float]:
 
 
 def profile_of(profiled: Profiled, machines: Machines) -> Profile:
-    """The network's stages, with seconds in proportion to their operations."""
+    """Return the network's stages, with seconds in proportion to their operations."""
     network, per_flop = profiled.network, profiled.seconds_per_flop
     if per_flop <= 0:
         raise ConfigError(f"forward_s must fall from split {profiled.early.split} to {profiled.late.split}")
@@ -215,7 +228,10 @@ def profile_of(profiled: Profiled, machines: Machines) -> Profile:
 
 
 def cluster_of(profiled: Profiled, machines: Machines) -> Cluster:
-    """The two machines and the link at its nominal rate; a batch is one request, and nothing overlaps."""
+    """Return the two machines and the link at its nominal rate.
+
+    A batch is one request, and nothing overlaps.
+    """
     per_byte, _ = _answers(profiled, machines)
     return Cluster(
         link=Link(bandwidth_bytes_per_s=profiled.late.bandwidth_bytes_per_s),
@@ -231,7 +247,7 @@ def cluster_of(profiled: Profiled, machines: Machines) -> Cluster:
 
 
 def _answers(profiled: Profiled, machines: Machines) -> tuple[float, float]:
-    """Seconds per byte beyond the link's nominal rate, and seconds of a request: from the two fetches."""
+    """Return the seconds per byte beyond the link's nominal rate and per request, from the two fetches."""
     runs = profiled.runs
     beyond = [
         run.fetch_s

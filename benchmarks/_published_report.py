@@ -1,4 +1,4 @@
-"""Predicted beside published: rows, goals, picture, document."""
+"""Compare predicted with published epoch times: rows, goals, plot and document."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MENTIONED_BATCHES = 10
 
 
 def bytes_off(network: Network, pair: Pair, framing: float = 0.0) -> list[float]:
-    """By how much the bytes of a batch, as captured, differ from the published ones; one figure a split.
+    """Return the relative differences between captured and published bytes of a batch, one for each split.
 
     Args:
         network: The capture.
         pair: The published runs.
-        framing: Bytes a sample to be added.
+        framing: Additional bytes of a sample.
     """
     return [
         (network.out_bytes[run.split] + framing) * run.train_batch / run.received_bytes_per_batch - 1
@@ -50,7 +50,10 @@ def bytes_off(network: Network, pair: Pair, framing: float = 0.0) -> list[float]
 
 
 def framing_bytes(networks: Mapping[str, Network], runs: Sequence[Pair]) -> list[float]:
-    """What the published answers hold beside features and labels, per sample, over some pairs' two runs."""
+    """Return the bytes per sample of published answers beyond features and labels.
+
+    They are computed over the two runs of some pairs.
+    """
     return [
         run.received_bytes_per_batch / run.train_batch - networks[pair.model].out_bytes[run.split]
         for pair in runs
@@ -63,7 +66,7 @@ def framing_bytes(networks: Mapping[str, Network], runs: Sequence[Pair]) -> list
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """One pair's prediction, held against what was published."""
+    """One pair's prediction, compared with the published runs."""
 
     pair: Pair
     profiled: Profiled
@@ -72,42 +75,45 @@ class Held:
 
     @property
     def name(self) -> str:
-        """Network and link."""
+        """Return the network and the link."""
         return f"{self.pair.model}, {self.pair.link_gbps:g} Gbit/s"
 
     @cached_property
     def ours(self) -> list[float]:
-        """Predicted seconds of an epoch, one a published run; rounded, so that equal ones are equal."""
+        """Return the predicted seconds of an epoch for each published run.
+
+        The seconds are rounded, so that equal values stay equal.
+        """
         return [round(self.predicted[run.split], 6) for run in self.pair.runs]
 
     @cached_property
     def published(self) -> list[float]:
-        """Published seconds of an epoch."""
+        """Return the published seconds of an epoch."""
         return [run.epoch_s for run in self.pair.runs]
 
     @cached_property
     def errors(self) -> list[float]:
-        """Relative errors."""
+        """Return the relative errors."""
         return [ours / theirs - 1 for ours, theirs in zip(self.ours, self.published, strict=True)]
 
     @cached_property
     def rank(self) -> float:
-        """Spearman's rank correlation of predicted and published epoch times."""
+        """Return Spearman's rank correlation of predicted and published epoch times."""
         return _rank(self.ours, self.published)
 
     @cached_property
     def unseen_rank(self) -> float:
-        """The same without the two runs that the prediction knows."""
+        """Return the rank correlation without the two runs that the prediction knows."""
         return _rank(self.ours[1:-1], self.published[1:-1])
 
     @cached_property
     def bytes_rank(self) -> float:
-        """That of bytes alone, as published or as captured, whichever ranks better."""
+        """Return the rank correlation of bytes alone, published or captured, whichever ranks better."""
         return max(_rank(sizes, self.published) for sizes in self._sizes)
 
     @cached_property
     def unseen_bytes_rank(self) -> float:
-        """The same without the two runs that the prediction knows."""
+        """Return the rank correlation of bytes without the two runs that the prediction knows."""
         return max(_rank(sizes[1:-1], self.published[1:-1]) for sizes in self._sizes)
 
     @property
@@ -118,17 +124,17 @@ class Held:
 
     @property
     def picked(self) -> int:
-        """The split predicted best."""
+        """Return the split with the best predicted time."""
         return min(self.predicted, key=lambda split: (self.predicted[split], split))
 
     @property
     def best(self) -> int:
-        """The split that was published as the best."""
+        """Return the split with the best published time."""
         return min(self.pair.runs, key=lambda run: run.epoch_s).split
 
     @property
     def off(self) -> float:
-        """How far the published epoch of the split predicted best is off the published best."""
+        """Return by what share the published epoch of the picked split exceeds the published best."""
         epochs = {run.split: run.epoch_s for run in self.pair.runs}
         return epochs[self.picked] / min(self.published) - 1
 
@@ -143,7 +149,7 @@ def hold(
     Args:
         networks: Captures, by name.
         runs: All pairs.
-        change: Applied to what was learnt of the machines, to see how much hangs on it.
+        change: Applied to the fitted machines, to show the sensitivity of the prediction.
     """
     known = [Profiled.of(networks[pair.model], pair) for pair in runs]
     held = []
@@ -160,7 +166,7 @@ def _rank(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 def formula_errors(held: Held) -> list[float]:
-    """Relative errors if fetches and iterations were not predicted but known."""
+    """Return the relative errors with known instead of predicted fetches and iterations."""
     batches = held.machines.batches
     return [batches * (run.fetch_s + run.iteration_s) / run.epoch_s - 1 for run in held.pair.runs]
 
@@ -169,12 +175,12 @@ def formula_errors(held: Held) -> list[float]:
 
 
 def verdict(met: bool) -> str:
-    """As a goal is reported."""
+    """Return the report's words for a goal."""
     return "met" if met else "**missed**"
 
 
 def report(networks: Mapping[str, Network], runs: Sequence[Pair], facts: Mapping[str, str]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     held = hold(networks, runs)
     return TEMPLATE.format(
         **facts,
@@ -354,15 +360,18 @@ def _percent(share: float, digits: int) -> str:
 
 
 def plot(held: Sequence[Held], path: Path) -> None:
-    """Predicted over published, a panel a pair; what the prediction knows is filled."""
-    # Figure and its canvas are used directly: pyplot keeps state, and a window toolkit where there is one.
+    """Plot predicted over published times, a panel for each pair.
+
+    Filled points are known to the prediction.
+    """
+    # Figure and canvas are used directly. Pyplot keeps state, and a window toolkit where one is installed.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     figure = Figure(figsize=(16, 6.8), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(2, (len(held) + 1) // 2, squeeze=False).T.flat  # a column a network
+    panels = figure.subplots(2, (len(held) + 1) // 2, squeeze=False).T.flat  # a column for each network
     for axes, each in zip(panels, held, strict=False):
         low = 0.9 * min(*each.ours, *each.published)
         high = 1.1 * max(*each.ours, *each.published)

@@ -1,4 +1,4 @@
-"""Batches that adapt to the memory there is, on and off: Figure 13 and Table 3 of HAPI (2022)."""
+"""Compare batches that adapt to free memory with fixed ones: Figure 13 and Table 3 of HAPI (2022)."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ if TYPE_CHECKING:
 ON, OFF = "on", "off"
 TENANT = "one"
 GOAL_ALONE = 1.1
-"""Where there is memory enough adaptation must cost nothing but the wait for others, and noise."""
+"""Most slowdown allowed where memory suffices: adaptation then costs only the wait for others, and noise."""
 
 MOST_TRIES = 20
-"""A request that finds no memory is asked again so often."""
+"""Number of tries of a request that finds no memory."""
 
 PLENTY_BYTES = 1 << 40
-"""A budget that no request is ever held back by."""
+"""A budget that never holds a request back."""
 
 WATCH_S = 0.1
-"""How often memory is looked at here, where every worker's process has hundreds of thousands of pages."""
+"""Seconds between two looks at memory. Every worker's process has hundreds of thousands of pages here."""
 
 FRONT_BYTES = 256 << 20
-"""Of the process that talks HTTP, where no group says what it leaves."""
+"""Memory of the process that talks HTTP, where no group reports what remains."""
 
 RESERVE = 0.1
-"""What a server leaves alone of what it finds, by default."""
+"""Share of the found memory that a server leaves free by default."""
 
 NO_GROUP = "no control group can be made on this machine, so nothing would end a server that takes too much"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adaptation(Claim):
-    """Requests that come at once, and offer a large forward pass.
+    """Requests that arrive at once, and offer a large forward pass.
 
     Attributes:
-        network: Of all requests.
-        sizes: Samples of a forward pass: the smallest, the request's own, to the largest, which is all of it.
+        network: Network of all requests.
+        sizes: Samples of a forward pass: the smallest, the request's own, to the largest, the whole request.
         counts: Requests at once.
-        workers: Of the server: as many as there are requests, each of which the paper gives a process.
-        real_bytes: Memory that its processes have.
-        collect_s: How long a round waits for further requests.
+        workers: Workers of the server, one for each request. The paper gives each request a process.
+        real_bytes: Memory of the server's processes.
+        collect_s: Seconds that a round waits for further requests.
     """
 
     name: ClassVar[str] = "adaptation"
@@ -98,10 +98,10 @@ class Adaptation(Claim):
             for way, server in servers.items():
                 self._warm(bench, server, questions, way)
             many = _stream(servers[ON], ON, self.counts[-1], at_once=True)
-            bench.generator.put(servers[ON], questions, [many])  # and has programs of every size
+            bench.generator.put(servers[ON], questions, [many])  # the workers have programs of every size
             cold: set[str] = set()
             for cell, repeat in bench.todo(self):
-                while cold:  # new workers are not to start beside what is measured, nor be measured cold
+                while cold:  # new workers must not start during a measurement, nor be measured cold
                     each = cold.pop()
                     servers[each].wait_for_workers()
                     self._warm(bench, servers[each], questions, each)
@@ -112,7 +112,7 @@ class Adaptation(Claim):
                 cold |= {way} if row.get("restarts") else set()
 
     def _warm(self, bench: Bench, server: Server, questions: Questions, way: str) -> None:
-        """Every worker has been at it then: they take turns."""
+        """Make every worker compute once. The workers take turns."""
         bench.generator.put(server, questions, [_stream(server, way, self.workers)])
 
     def _questions(self, bench: Bench) -> dict[str, Question]:
@@ -159,7 +159,7 @@ class Adaptation(Claim):
         }
 
     def _batches(self, before: Metrics, after: Metrics) -> dict[str, int]:
-        """Requests by the samples of their forward passes: each size is counted in a bucket of its own."""
+        """Return the requests by the samples of their forward passes. Each size has a bucket of its own."""
         found = {}
         for size in self.sizes:
             at = next(number for number, edge in enumerate(ROWS) if edge >= size)
@@ -254,11 +254,11 @@ class Adaptation(Claim):
 
 
 def reductions(batches: Sequence[Mapping[str, int]], asked: int) -> tuple[float, float]:
-    """The share of requests whose batch is smaller than what was asked for, and the mean reduction over all.
+    """Return the share of requests with a reduced batch, and the mean reduction over all requests.
 
     Args:
-        batches: Of each run, requests by batch.
-        asked: The batch asked for.
+        batches: Requests by batch, for each run.
+        asked: The requested batch.
     """
     counts = [(int(batch), count) for run in batches for batch, count in run.items()]
     total = sum(count for _, count in counts)
@@ -269,13 +269,13 @@ def reductions(batches: Sequence[Mapping[str, int]], asked: int) -> tuple[float,
 
 
 def _kills(server: Server, metrics: Metrics) -> int:
-    """Workers ended for want of memory: a group of version 1 counts none of the groups within it."""
+    """Return the workers ended for lack of memory. A group of version 1 does not count its inner groups."""
     known = round(metrics.of("upriver_worker_restarts_total", reason="memory"))
     return max(known, server.group.kills() if server.group is not None else 0)
 
 
 def _passes(metrics: Metrics, at: int) -> float:
-    """Forward passes in one bucket; a bucket's counter counts those below it, too."""
+    """Return the forward passes in one bucket. The counter of a bucket includes the smaller ones."""
     edges = [float(ROWS[number]) for number in (at, at - 1) if number >= 0]
     counts = [metrics.of("upriver_forward_rows_bucket", tenant=TENANT, le=str(edge)) for edge in edges]
     return counts[0] - sum(counts[1:])

@@ -1,4 +1,4 @@
-"""One thing that a near-data server is to show: its runs, their records, and what these say of it."""
+"""Define a claim about a near-data server: its runs, their records and the verdict."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = Mapping[str, Any]
-"""What was recorded of one run."""
+"""The record of one run."""
 
 Questions = Mapping[str, Question]
-"""By name, as streams ask them."""
+"""Questions by name, as streams request them."""
 
 PIXELS = 4 << 20
-"""Most that a stored image may have for these servers, which keep 6 bytes each for decoding in every worker:
+"""Most pixels of a stored image for these servers, which keep 6 bytes for each in every worker to decode:
 twenty of the photographs used."""
 
 MIB = 1 << 20
@@ -42,7 +42,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether a goal was met, and the figures that say so; None where there is nothing to judge by."""
+    """Whether a goal was met, and the figures that show it; None without data to judge by."""
 
     met: bool | None
     text: str
@@ -54,12 +54,12 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(ABC):
-    """A claim; its fields are the settings of its runs.
+    """A claim. Its fields are the settings of its runs.
 
-    A run is one repeat of a cell; cells take turns, so that whatever else the machine does hits all alike.
+    A run is one repeat of a cell. Cells take turns, so that other load on the machine affects all alike.
 
     Attributes:
-        repeats: Of every cell.
+        repeats: Repeats of every cell.
     """
 
     name: ClassVar[str]
@@ -71,45 +71,45 @@ class Claim(ABC):
     @property
     @abstractmethod
     def cells(self) -> tuple[str, ...]:
-        """What is compared."""
+        """Return the compared cells."""
 
     @abstractmethod
     def measure(self, bench: Bench) -> None:
-        """Make the runs that are missing.
+        """Make the missing runs.
 
         Raises:
-            TimeIsUp: If the deadline comes first.
-            HostError: If one cannot be made.
+            TimeIsUp: If the deadline passes first.
+            HostError: If a run cannot be made.
         """
 
     @abstractmethod
     def verdict(self, rows: Rows) -> Verdict:
-        """The goal, judged by the runs that there are; each cell has one at least."""
+        """Judge the goal by the existing runs. Each cell has at least one."""
 
     @abstractmethod
     def tables(self, rows: Rows) -> str:
-        """The same figures, all of them."""
+        """Return all figures as tables."""
 
     @abstractmethod
     def draw(self, rows: Rows, figure: Figure) -> None:
-        """A picture of them."""
+        """Draw the figures as a plot."""
 
     @abstractmethod
     def notes(self) -> Sequence[str]:
-        """How it was measured, and what it does not show."""
+        """Return how the claim was measured, and what it does not show."""
 
     @property
     def settings(self) -> str:
-        """Tells runs of these settings from others."""
+        """Return a key that tells runs of these settings from others."""
         text = json.dumps({"claim": self.name, **asdict(self)}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 class Rows:
-    """The runs of a claim that count: those with its settings, by the code that the latest of them is of.
+    """The runs of a claim that count: those with its settings, by the code of the latest of them.
 
     Args:
-        code: Only those by that code; the latest run's if None.
+        code: Code version of the runs. None selects that of the latest run.
     """
 
     def __init__(self, claim: Claim, records: Records, *, code: str | None = None) -> None:
@@ -126,7 +126,7 @@ class Rows:
 
     @property
     def missing(self) -> list[tuple[str, int]]:
-        """Runs that were not made, in the order in which they are to be."""
+        """Return the missing runs, in the order in which they are to be made."""
         return [
             (cell, repeat)
             for repeat in range(self._claim.repeats)
@@ -136,17 +136,17 @@ class Rows:
 
     @property
     def complete(self) -> bool:
-        """Whether every cell was run once at least."""
+        """Return whether every cell has at least one run."""
         return all(self.of(cell) for cell in self._claim.cells)
 
     @property
     def state(self) -> str:
-        """How much there is; empty where nothing is missing."""
+        """Return how many runs exist, or an empty text where nothing is missing."""
         count = self._claim.repeats * len(self._claim.cells)
         return f"{count - len(self.missing)} of {count} runs made" if self.missing else ""
 
     def of(self, cell: str) -> list[Row]:
-        """Runs of a cell, in the order of their repeats."""
+        """Return the runs of a cell, in the order of their repeats."""
         return [
             self._found[cell, repeat]
             for repeat in range(self._claim.repeats)
@@ -154,24 +154,24 @@ class Rows:
         ]
 
     def values(self, cell: str, name: str) -> list[Any]:
-        """One figure of them; runs that have none are left out."""
+        """Return one figure of the cell's runs. Runs without it are left out."""
         return [row[name] for row in self.of(cell) if row.get(name) is not None]
 
     def spread(self, cell: str, name: str, *, scale: float = 1.0) -> Spread:
-        """The same as repeats of a number, divided by ``scale``."""
+        """Return the figure's repeats as a spread, divided by ``scale``."""
         return Spread.of(value / scale for value in self.values(cell, name))
 
     def text(self, cell: str, name: str, *, scale: float = 1.0, digits: int = 2) -> str:
-        """The same in a cell of a table."""
+        """Return the figure's spread as text for a table cell."""
         spread = self.spread(cell, name, scale=scale)
         return spread.text(digits) if spread.values else "-"
 
     def sum(self, name: str) -> int:
-        """Of a count, over all runs."""
+        """Return the sum of a count over all runs."""
         return sum(row.get(name, 0) for row in self.rows)
 
     def ratios(self, cell: str, other: str, name: str) -> Spread:
-        """One cell's figure over another's of the same repeat."""
+        """Return one cell's figure over another's of the same repeat."""
         pairs = (
             (self._found.get((cell, n)), self._found.get((other, n))) for n in range(self._claim.repeats)
         )
@@ -183,14 +183,14 @@ class Rows:
 
 
 class Bench:
-    """What all claims run on: a place for files, one process that makes load, and the records.
+    """Hold what all claims share: a folder, one process that makes load, and the records.
 
     Args:
-        records: Where runs are kept.
-        deadline: When no other one may begin.
-        folder: For whatever is needed meanwhile.
+        records: The records of the runs.
+        deadline: Time after which no further run may begin.
+        folder: For temporary files.
         samples: Photographs in the store.
-        side: Pixels across that networks take.
+        side: Width and height of the networks' input, in pixels.
     """
 
     def __init__(
@@ -209,14 +209,14 @@ class Bench:
 
     @cached_property
     def world(self) -> World:
-        """Stored photographs and networks."""
+        """Return the stored photographs and networks."""
         folder = self.folder / "store"
         folder.mkdir()
         return World(folder, self._samples, side=self._side)
 
     @cached_property
     def generator(self) -> Generator:
-        """Puts load on servers."""
+        """Return the process that puts load on servers."""
         return self._stack.enter_context(Generator())
 
     def server(
@@ -226,22 +226,22 @@ class Bench:
         *,
         group: MemoryGroup | None = None,
     ) -> Server:
-        """A server, not started yet; tenants may be names alone."""
+        """Return a server that is not started yet. Tenants may be names alone."""
         named = tenants if isinstance(tenants, Mapping) else {name: {} for name in tenants}
         capped = {"caps": {"pixels": PIXELS}, **settings}
         return Server(self.world.uri, self.folder, capped, tenants=named, group=group)
 
     def missing(self, claim: Claim) -> list[tuple[str, int]]:
-        """Runs by the code as it is that were not made yet."""
+        """Return the runs by the current code that were not made yet."""
         return Rows(claim, self.records, code=self._facts["code"]).missing
 
     def todo(
         self, claim: Claim, wanted: Callable[[str], bool] = lambda cell: True
     ) -> Iterator[tuple[str, int]]:
-        """The same one after the other: cells and repeats.
+        """Yield the cells and repeats of the missing runs.
 
         Raises:
-            TimeIsUp: If the deadline comes first.
+            TimeIsUp: If the deadline passes first.
         """
         for cell, repeat in self.missing(claim):
             if wanted(cell):
@@ -249,7 +249,7 @@ class Bench:
                 yield cell, repeat
 
     def add(self, claim: Claim, cell: str, repeat: int, row: Row) -> None:
-        """Keep a run for good."""
+        """Store the record of a run."""
         key = f"{claim.name}|{claim.settings}|{cell}|{repeat}"
         about = {"claim": claim.name, "settings": claim.settings, "cell": cell, "repeat": repeat}
         self.records.add(key, {**about, **self._facts, "at": time.time(), **row})
@@ -261,7 +261,7 @@ class Bench:
 
 
 def outcomes(asked: Iterable[Asked]) -> dict[str, Any]:
-    """How requests ended, for a record: how many were right, and how many of what else."""
+    """Return how requests ended, for a record: the number of right answers and of each other outcome."""
     requests = list(asked)
     counts = Counter(each.outcome for each in requests)
     others = {outcome: count for outcome, count in counts.items() if outcome != OK}
@@ -276,28 +276,28 @@ def outcomes(asked: Iterable[Asked]) -> dict[str, Any]:
 
 
 def span_s(asked: Iterable[Asked]) -> float:
-    """From the first question to the last answer."""
+    """Return the seconds from the first question to the last answer."""
     requests = list(asked)
     return max(each.done_s for each in requests) - min(each.asked_s for each in requests)
 
 
 def latencies(asked: Iterable[Asked]) -> list[float]:
-    """Of requests that were answered, seconds."""
+    """Return the latencies of answered requests, in seconds."""
     return [round(each.done_s - each.asked_s, 4) for each in asked if each.outcome == OK]
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that this share of all does not exceed."""
+    """Return the least value that this share of all values does not exceed."""
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def all_right(rows: Rows) -> bool:
-    """Whether every request of every run was answered, and rightly."""
+    """Return whether every request of every run was answered correctly."""
     return rows.sum("asked") > 0 and rows.sum("right") == rows.sum("asked")
 
 
 def wrong_text(rows: Rows) -> str:
-    """How many were not, in words."""
+    """Return the number of requests without a right answer, in words."""
     asked, right = rows.sum("asked"), rows.sum("right")
     if asked == right:
         return f"all {asked} requests answered, each rightly"
@@ -309,10 +309,10 @@ def wrong_text(rows: Rows) -> str:
 
 
 def mib(nbytes: float) -> str:
-    """Bytes in a cell of a table."""
+    """Format bytes for a table cell."""
     return f"{nbytes / MIB:.0f}"
 
 
 def table_of(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown, with an empty line behind it."""
+    """Return a table in Markdown, followed by an empty line."""
     return table(header, lines) + "\n"

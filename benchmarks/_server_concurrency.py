@@ -1,4 +1,4 @@
-"""Several requests of one iteration at once: Figure 14 of HAPI (2025)."""
+"""Run several requests of one iteration at once: Figure 14 of HAPI (2025)."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 TENANT = "one"
 CONCURRENCY = (1, 2, 4)
 GOAL = 0.95
-"""Concurrency must cost nothing; how much it gains is the network's and the cut's. A cut is slower with it
-where the median of its repeats is below this, and none of them reaches 1: of two dozen medians one is always
-low."""
+"""Least speed-up of every cut: concurrency must cost nothing. The gain depends on network and cut. A cut
+counts as slower if the median of its repeats is below this value and no repeat reaches 1. Of two dozen
+medians one is always low."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class Concurrency(Claim):
 
     Attributes:
         networks: Each is cut at ``num_cuts`` places.
-        requests: Of an iteration, one micro-batch each.
-        micro_batch: Samples of one.
+        requests: Requests of an iteration, one micro-batch each.
+        micro_batch: Samples of a micro-batch.
     """
 
     name: ClassVar[str] = "concurrency"
@@ -61,7 +61,7 @@ class Concurrency(Claim):
 
     @property
     def places(self) -> list[str]:
-        """Networks and their cuts, each by its number."""
+        """Return the networks and their cuts, each by its number."""
         return [f"{network} {number}" for network in self.networks for number in range(1, self.num_cuts + 1)]
 
     @property
@@ -109,15 +109,15 @@ class Concurrency(Claim):
     # ---------------------------------------------------------------------------------------- reporting
 
     def speedups(self, rows: Rows, place: str, at_once: int) -> Spread:
-        """Times as fast as one after another, in each repeat."""
+        """Return how many times as fast as sequential requests each repeat is."""
         return rows.ratios(f"{place} x1", f"{place} x{at_once}", "seconds")
 
     def speedup(self, rows: Rows, place: str, at_once: int) -> float:
-        """The same at their median."""
+        """Return the median of the speed-ups."""
         return self.speedups(rows, place, at_once).median
 
     def slower(self, rows: Rows) -> list[str]:
-        """Cuts at which concurrency costs time."""
+        """Return the cuts at which concurrency costs time."""
         cells = [(place, n) for place in self.places for n in CONCURRENCY[1:]]
         found = {f"{place} x{n}": self.speedups(rows, place, n) for place, n in cells}
         return [cell for cell, each in found.items() if each.median < GOAL and max(each.values) < 1]
@@ -190,7 +190,7 @@ class Concurrency(Claim):
         axes.legend(fontsize="small")
 
     def _label(self, rows: Rows, place: str) -> str:
-        """The cut; with its network, where that is the first of it."""
+        """Return the label of a cut, with the network at its first cut."""
         network, _, number = place.rpartition(" ")
         cut = rows.of(f"{place} x1")[0]["cut"]
         return f"{cut}\n{network}" if number == "1" else f"{cut}\n"

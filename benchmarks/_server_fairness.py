@@ -1,4 +1,4 @@
-"""A greedy tenant beside a modest one: what does the modest one notice?"""
+"""Measure how a greedy tenant affects a modest one."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ TAIL = 0.99
 
 @dataclass(frozen=True, kw_only=True)
 class Fairness(Claim):
-    """Latencies of one request at a time, alone and beside somebody who has many under way.
+    """Latencies of single requests, alone and next to a tenant with many requests in flight.
 
     Attributes:
-        network: Of both tenants.
+        network: Network of both tenants.
         micro_batch: Samples of a micro-batch.
-        micro_batches: Of a request.
-        greedy: Requests that the one tenant has under way.
-        requests: Of the other one in a run.
-        ahead_s: The greedy tenant begins so much earlier.
+        micro_batches: Micro-batches of a request.
+        greedy: Requests of the greedy tenant in flight.
+        requests: Requests of the modest tenant in a run.
+        ahead_s: Seconds by which the greedy tenant begins earlier.
         budget_bytes: Memory enough for all requests at once.
     """
 

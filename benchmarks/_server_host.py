@@ -1,4 +1,4 @@
-"""The two sides of a run: a server on one core, and a process that puts load on it on another."""
+"""Run the two sides of a benchmark: a server on one core, and a process that loads it on another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from upriver.server.tenants import hash_token
 
 START_LIMIT_S = 120.0
 LOAD_LIMIT_S = 600.0
-"""No order takes as long: the longest ones take two minutes."""
+"""Most seconds of an order. The longest orders last two minutes."""
 
 STOP_LIMIT_S = 10.0
 LOOK_S = 0.05
@@ -42,23 +42,23 @@ LOG_BYTES = 1 << 16
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
 
 Settings = Mapping[str, Any]
-"""Keys of a server's TOML file; a mapping becomes a table."""
+"""Keys of a server's TOML file. A mapping becomes a table."""
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
-"""All that there were when this began."""
+"""All cores that were available at the start."""
 
 SERVER_CORE, LOAD_CORE = CORES[0], CORES[-1]
-"""Of the server, and of whoever puts load on it or watches it: the first and the last one."""
+"""The first core is the server's. The last one belongs to the processes that load or watch the server."""
 
 _here = Path(__file__).resolve().parent
 
 
 class HostError(Exception):
-    """A process of the benchmark's own did not do what it should."""
+    """Error for a failed process of the benchmark itself."""
 
 
 def pinned(cores: Collection[int], argv: Sequence[object], *, group: MemoryGroup | None = None) -> list[str]:
-    """A command that runs on some cores, in a control group from its first moment on."""
+    """Return a command that runs on some cores, in a control group from its first moment on."""
     command = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores))), *map(str, argv)]
     if group is None:
         return command
@@ -66,13 +66,16 @@ def pinned(cores: Collection[int], argv: Sequence[object], *, group: MemoryGroup
 
 
 def environment() -> dict[str, str]:
-    """Of every process here: no token of the caller's, and threads that sleep while they wait."""
+    """Return the environment of every process.
+
+    It leaves out the caller's token, and makes threads sleep in waits.
+    """
     known = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
     return {**known, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
 
 
 def end(process: subprocess.Popen[Any], *, limit_s: float = STOP_LIMIT_S) -> None:
-    """End a process that leads a group, and the group, SIGTERM first; close its pipes."""
+    """End a process and the group that it leads, with SIGTERM first, and close its pipes."""
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -88,7 +91,7 @@ def end(process: subprocess.Popen[Any], *, limit_s: float = STOP_LIMIT_S) -> Non
 
 
 class Lines:
-    """What a process prints, a line at a time, each with a limit to how long it is waited for."""
+    """Read the lines that a process prints, each with a timeout."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -96,7 +99,7 @@ class Lines:
         self._rest = b""
 
     def next(self, limit_s: float) -> bytes:
-        """The next one; empty if there is none in time, or no more."""
+        """Return the next line. It is empty after the timeout or at the end."""
         until = time.monotonic() + limit_s
         while b"\n" not in self._rest:
             ready, _, _ = select.select([self.fd], [], [], max(0.0, until - time.monotonic()))
@@ -112,19 +115,19 @@ class Lines:
 
 
 class Server:
-    """``upriver serve`` from a TOML file, on its core, ready when the block begins.
+    """Run ``upriver serve`` from a TOML file on its core. It is ready when the block begins.
 
     Args:
-        uri: Of its one store, ``default``.
+        uri: URI of its one store, ``default``.
         folder: For its file and its log.
         settings: Further keys of the file.
-        tenants: Names, and keys of their tables; each has a token of its own.
-        group: That it runs in.
+        tenants: Names, and keys of their tables. Each tenant has a token of its own.
+        group: Control group that the server runs in.
 
     Attributes:
-        url: Where it is.
+        url: URL of the server.
         tokens: By tenant.
-        pid: Of its front.
+        pid: Process id of the front.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class Server:
     def __enter__(self) -> Server:
         path = self._folder / f"{self._tag}.toml"
         path.write_text(toml(self._document), encoding="utf-8")
-        reading, self._alive = os.pipe()  # a server ends when this process does, however that came
+        reading, self._alive = os.pipe()  # a server ends when this process does, however this process ends
         argv = [sys.executable, "-m", "upriver", "serve", "--config", path, "--parent-pipe", reading]
         try:
             with self._log.open("wb") as log:
@@ -183,7 +186,7 @@ class Server:
     def __exit__(self, *exc_info: object) -> None:
         family = self._family()
         end(self._process)
-        for process in family:  # workers end with the front; whatever does not is ended here
+        for process in family:  # workers end with the front; any process that does not is ended here
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=STOP_LIMIT_S)
@@ -198,10 +201,10 @@ class Server:
         self.wait_for_workers()
 
     def wait_for_workers(self) -> None:
-        """Until all of them are there, those that replace others among them.
+        """Wait until all workers run, including replacements.
 
         Raises:
-            HostError: If they do not come.
+            HostError: If a worker does not appear in time.
         """
         until = time.monotonic() + START_LIMIT_S
         while (load := self.load()) is None or len(load.workers) < self._settings["workers"]:
@@ -215,11 +218,11 @@ class Server:
         return []
 
     def client(self, tenant: str | None = None) -> ServerClient:
-        """For a tenant, or whichever comes first."""
+        """Return a client for a tenant, by default the first one."""
         return ServerClient(self.url, token=self.tokens[tenant or next(iter(self.tokens))])
 
     def load(self) -> Load | None:
-        """What it says of itself; None where it does not say in time."""
+        """Return the server's load report, or None if the server does not answer in time."""
         try:
             with self.client() as client:
                 return client.load()
@@ -227,10 +230,10 @@ class Server:
             return None
 
     def metrics(self) -> Metrics:
-        """What it has counted so far.
+        """Return the server's counters.
 
         Raises:
-            HostError: If it does not say.
+            HostError: If the server does not answer.
         """
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=START_LIMIT_S)
@@ -242,13 +245,13 @@ class Server:
             if response.status != 200:
                 raise HostError(f"/metrics answered {response.status}")
             return Metrics(body.decode())
-        except (OSError, http.client.HTTPException) as error:  # it has ended, or hangs
+        except (OSError, http.client.HTTPException) as error:  # the server has ended, or hangs
             raise HostError(f"no /metrics: {error!r}{last_lines(self.said())}") from error
         finally:
             connection.close()
 
     def said(self) -> str:
-        """The end of its log."""
+        """Return the end of the server's log."""
         with contextlib.suppress(OSError):
             return self._log.read_bytes()[-LOG_BYTES:].decode(errors="replace")
         return ""
@@ -261,7 +264,7 @@ class Metrics:
         self._lines = [line for line in text.splitlines() if line and not line.startswith("#")]
 
     def of(self, name: str, **labels: str) -> float:
-        """The sum over all series of that name with these labels."""
+        """Return the sum over all series of that name with these labels."""
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         total = 0.0
         for line in self._lines:
@@ -272,12 +275,12 @@ class Metrics:
 
     @property
     def restarts(self) -> int:
-        """Workers that had to be replaced, for whatever reason."""
+        """Return the number of replaced workers, for any reason."""
         return round(self.of("upriver_worker_restarts_total"))
 
 
 def toml(document: Mapping[str, Any], place: str = "") -> str:
-    """Text, numbers, lists and tables of them; a text in JSON is one in TOML."""
+    """Return TOML for text, numbers, lists and tables. A JSON string is a TOML string."""
     plain = {key: value for key, value in document.items() if not isinstance(value, Mapping)}
     lines = [f"[{place}]"] if place and (plain or not document) else []
     lines += [f"{_key(key)} = {json.dumps(value)}" for key, value in plain.items()]
@@ -297,7 +300,7 @@ def _key(name: str) -> str:
 
 
 class Generator:
-    """The process that puts load on servers, on its core; one for all runs."""
+    """Run the process that puts load on servers, on its core. All runs share it."""
 
     def __enter__(self) -> Generator:
         self._start()
@@ -319,7 +322,7 @@ class Generator:
             raise
 
     def __exit__(self, *exc_info: object) -> None:
-        end(self._process, limit_s=LOOK_S)  # it has nothing to finish
+        end(self._process, limit_s=LOOK_S)  # the process has nothing to finish
 
     def put(
         self,
@@ -330,10 +333,10 @@ class Generator:
         *,
         limit_s: float = LOAD_LIMIT_S,
     ) -> Done:
-        """Carry out an order.
+        """Execute an order.
 
         Raises:
-            HostError: If it cannot be done, or not in time; the next order goes to a new process then.
+            HostError: If the order fails or exceeds its time. The next order then goes to a new process.
         """
         if self._process.poll() is not None:
             self.__exit__()  # closes its pipes
@@ -352,7 +355,7 @@ class Generator:
     def _answer(self, limit_s: float, said: Any = lambda: "") -> Done:
         line = self._lines.next(limit_s)
         if not line:
-            self.__exit__()  # what it would still say of this order is no answer to the next one
+            self.__exit__()  # a late answer to this order is no answer to the next one
             raise HostError(f"no load within {limit_s:g} s{last_lines(said())}")
         done = msgspec.json.decode(line, type=Done)
         if done.error:

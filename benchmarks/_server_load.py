@@ -1,8 +1,9 @@
-"""Load on a server, from a process of its own: takes orders as JSON lines, answers each with what came of it.
+"""Load a server from a process of its own: read orders as JSON lines, and answer each with its results.
 
-An order names questions (run requests, with what their answers must be) and streams of them, each with a
-token: so many at once, or so many a second whatever comes of them. Readers that take nothing are in
-`_server_readers`. Everything is real HTTP through `ServerClient`, and every answer is checked.
+An order names questions (run requests with their expected answers) and streams of questions. Each stream has
+a token, and either a number of concurrent requests or a rate that does not depend on the answers. Readers
+that read nothing are in `_server_readers`. Everything is real HTTP through `ServerClient`, and every answer
+is checked.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ from upriver.rpc.tolerance import FLOAT32
 from upriver.types import MicroBatch
 
 AT_ONCE = 96
-"""Requests of one open stream that may be under way; four such streams stay below the connections that a
-server takes (512)."""
+"""Most requests in flight of one open stream. Four such streams stay below a server's limit of connections
+(512)."""
 
 FIRM_S = 600.0
-"""How long whoever asks goes on asking as a rule: a server's own deadline."""
+"""Seconds until a request is given up by default: a server's own deadline."""
 
 ALL_TRIES = 1 << 30
 
 JITTER = 0.25
-"""Share that is added to a wait at most, by chance: who was refused together does not come back together."""
+"""Largest share added to a wait at random, so that requests refused together do not return together."""
 
 OK, WRONG, LEFT, CLOSED = "ok", "wrong", "left", "closed"
-"""Ways in which a request ends, beside the codes of errors: with the right answer, with another one, given up
-when its stream was over, broken off from here."""
+"""Outcomes of a request, in addition to the codes of errors: the right answer, another answer, given up at
+the end of its stream, closed by this process."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
-    """A run request, and what must come of it.
+    """A run request, and its expected answer.
 
     Attributes:
-        digests: Of the tensors of each micro-batch, bit for bit; empty where they are not looked at.
+        digests: Digests of the tensors of each micro-batch, bit for bit; empty if they are not checked.
         values: A ``.npy`` file with the rows of all micro-batches, which the answer must be close to; for
             requests whose low bits are left to the server.
     """
@@ -67,16 +68,16 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     """Requests with one token.
 
     Attributes:
-        questions: Names, asked in turn, over and over.
-        count: How many requests; with neither this nor ``seconds``, until all other streams are through.
-        in_flight: So many at once; each is followed by the next when it is answered.
-        rate: So many a second instead, whatever comes of them; needs ``seconds``.
-        begin_s: Begins so long after the order.
-        after: Begins when the stream of that name is through.
-        seconds: Asks nothing more after so long.
-        pause_s: After a refusal asks again so much later; as the server says if None.
-        most_tries: Then gives a request up.
-        patience_s: Gives it up after so long, too.
+        questions: Names, requested in turn, over and over.
+        count: Number of requests. Without it and ``seconds``, the stream lasts until all others have ended.
+        in_flight: Concurrent requests. Each is followed by the next when it is answered.
+        rate: Requests a second instead, whatever their outcome; needs ``seconds``.
+        begin_s: Seconds from the order to the first request.
+        after: Name of the stream after whose end this one begins.
+        seconds: Seconds after which no request begins.
+        pause_s: Seconds between a refusal and the next try. None uses the server's advice.
+        most_tries: Number of tries after which a request is given up.
+        patience_s: Seconds after which a request is given up.
     """
 
     name: str
@@ -94,7 +95,7 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do with a server."""
+    """An order for the load on a server."""
 
     url: str
     questions: dict[str, Question]
@@ -103,14 +104,14 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(msgspec.Struct, kw_only=True):
-    """One request; seconds since the order.
+    """One request. Times are seconds since the order.
 
     Attributes:
-        asked_s: When it was due, or asked.
-        done_s: When the last byte was there, or nothing more was to come.
-        tries: How often it was asked.
+        asked_s: Time when the request was due, or sent.
+        done_s: Time of the last byte, or of the end without one.
+        tries: Number of tries.
         outcome: `OK`, `WRONG`, `LEFT`, `CLOSED` or an error's code.
-        work_s: That its micro-batches took in the worker, each on average.
+        work_s: Mean seconds of its micro-batches in the worker.
         why: An error's message.
     """
 
@@ -124,11 +125,11 @@ class Asked(msgspec.Struct, kw_only=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of an order.
+    """The results of an order.
 
     Attributes:
-        began: When it began, by the machine's monotonic clock.
-        error: Why nothing did.
+        began: Time of the start, by the machine's monotonic clock.
+        error: The reason if the order failed.
     """
 
     began: float = 0.0
@@ -141,7 +142,7 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:
-    """Of every bit, and of types and shapes."""
+    """Return a digest of every bit, and of types and shapes."""
     found = xxhash.xxh3_128()
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -150,7 +151,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
 
 class Check:
-    """Holds the micro-batches of an answer to what they must be, as they come."""
+    """Compare the micro-batches of an answer with the expected ones, as they arrive."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
@@ -159,7 +160,7 @@ class Check:
         self.right = True
 
     def __call__(self, batch: MicroBatch) -> None:
-        """The next one."""
+        """Check the next micro-batch."""
         at, self._seen = self._seen, self._seen + 1
         if self._values is not None:
             wanted = torch.from_numpy(np.array(self._values[self._rows : self._rows + len(batch.ids)]))
@@ -180,7 +181,7 @@ def _close(got: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 class Load:
-    """One order that is being carried out."""
+    """Execute one order."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -193,11 +194,11 @@ class Load:
         self._began = 0.0
 
     def now(self) -> float:
-        """Seconds since the order."""
+        """Return the seconds since the order."""
         return time.monotonic() - self._began
 
     def run(self) -> Done:
-        """Carry it out; all it started has ended then."""
+        """Execute the order. All its threads have ended on return."""
         self._began = time.monotonic()
         streams = [
             threading.Thread(target=self._guarded, args=(self._stream, stream))
@@ -218,7 +219,7 @@ class Load:
         return Done(began=self._began, streams=dict(self._asked), readers=taken)
 
     def _guarded(self, work: Callable[[Any], None], argument: Any) -> None:
-        """A thread that fails ends the order."""
+        """Run `work`. A failure in its thread ends the order."""
         try:
             work(argument)
         except BaseException as error:
@@ -233,7 +234,7 @@ class Load:
             taken += stall(self._order.url, reader, questions[reader.question].request)
 
     def _wait_for_bounded(self) -> None:
-        """Whoever has no end of his own goes on until everyone else is through."""
+        """Wait for the streams that end by themselves, and then end the others."""
         for stream in self._order.streams:
             if is_bounded(stream):
                 self._through[stream.name].wait()
@@ -250,13 +251,13 @@ class Load:
         self._through[stream.name].set()
 
     def add(self, stream: Stream, asked: Asked) -> None:
-        """A request has ended."""
+        """Record a request that has ended."""
         asked.done_s = self.now()
         with self._lock:
             self._asked[stream.name].append(asked)
 
     def attempt(self, stream: Stream, asked: Asked) -> Overloaded | None:
-        """Ask once; a refusal, or None where the request has ended."""
+        """Send a request once. Return a refusal, or None if the request has ended."""
         asked.tries += 1
         question = self._order.questions[asked.question]
         check, work, count = Check(question), 0.0, 0
@@ -277,7 +278,7 @@ class Load:
         return None
 
     def wait_s(self, stream: Stream, asked: Asked, refusal: Overloaded) -> float | None:
-        """How long to wait before asking again; None where it is given up."""
+        """Return the seconds until the next try, or None if the request is given up."""
         pause = refusal.retry_after_s if stream.pause_s is None else stream.pause_s
         pause *= random.uniform(1.0, 1.0 + JITTER)
         late = self.now() + pause > asked.asked_s + stream.patience_s
@@ -285,20 +286,20 @@ class Load:
 
 
 def is_bounded(stream: Stream) -> bool:
-    """Whether a stream ends by itself."""
+    """Return whether a stream ends by itself."""
     return stream.count is not None or stream.seconds is not None
 
 
 @dataclass(frozen=True)
 class Closed:
-    """So many requests at once: each is followed by the next when it has ended."""
+    """Keep a number of requests in flight: each is followed by the next when it has ended."""
 
     load: Load
     stream: Stream
 
     def run(self) -> None:
-        """Until there are no more."""
-        numbers = itertools.count()  # whose next number is one thread's alone
+        """Send requests until none is left."""
+        numbers = itertools.count()  # one thread alone draws the next number
         until = float("inf") if self.stream.seconds is None else self.load.now() + self.stream.seconds
         with ThreadPoolExecutor(self.stream.in_flight) as pool:
             for work in [pool.submit(self._work, numbers, until) for _ in range(self.stream.in_flight)]:
@@ -322,7 +323,7 @@ class Closed:
 
 
 class Open:
-    """So many requests a second, whatever comes of them; whoever waits to ask again takes no thread."""
+    """Send requests at a fixed rate, whatever their outcome. A waiting retry occupies no thread."""
 
     def __init__(self, load: Load, stream: Stream) -> None:
         if stream.seconds is None:
@@ -340,7 +341,10 @@ class Open:
         heapq.heapify(self._due)
 
     def run(self) -> None:
-        """Until the time is over; what is under way then is waited for, what waits to ask again leaves."""
+        """Send requests until the time is over.
+
+        Requests in flight then finish, and waiting retries are dropped.
+        """
         with ThreadPoolExecutor(AT_ONCE) as pool:
             tries = []
             while (asked := self._next()) is not None:
@@ -378,7 +382,7 @@ class Open:
 
 
 def carry_out(order: Order) -> Done:
-    """An order, from its beginning to its end."""
+    """Execute an order from its beginning to its end."""
     names = [stream.name for stream in order.streams]
     if len(set(names)) != len(names):
         raise ValueError(f"streams have names of their own, got {names}")
@@ -386,7 +390,7 @@ def carry_out(order: Order) -> Done:
 
 
 def main(lines: Iterable[bytes], say: Callable[[Done], None]) -> None:
-    """Carry out orders until there are no more."""
+    """Execute orders until the input ends."""
     for line in lines:
         try:
             say(carry_out(msgspec.json.decode(line, type=Order)))
@@ -395,7 +399,7 @@ def main(lines: Iterable[bytes], say: Callable[[Done], None]) -> None:
 
 
 def ended(done: Done, names: Sequence[str] = ()) -> list[Asked]:
-    """Requests of some streams, or of all, in the order of their ends; none that was broken off here."""
+    """Return the requests of some streams, or of all, by time of end. Requests closed here are left out."""
     chosen = names or list(done.streams)
     found = [asked for name in chosen for asked in done.streams.get(name, []) if asked.outcome != CLOSED]
     return sorted(found, key=lambda asked: asked.done_s)
@@ -404,7 +408,7 @@ def ended(done: Done, names: Sequence[str] = ()) -> list[Asked]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
 
     def write(done: Done) -> None:
         answers.write(msgspec.json.encode(done) + b"\n")

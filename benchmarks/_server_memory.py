@@ -1,4 +1,4 @@
-"""Many tenants that ask for several times the memory there is: does it run out, and what does it cost?"""
+"""Let many tenants request several times the memory, and measure whether it runs out and what that costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ONE, ALL = "one after another", "all at once"
 GOAL_PEAK, GOAL_THROUGHPUT = 1.1, 0.8
 
 NO_LIMIT_BYTES = 1 << 40
-"""Of the control group around the server, which only counts."""
+"""Limit of the control group around the server, which only counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,14 @@ class Memory(Claim):
     """Memory under load.
 
     Attributes:
-        networks: Dealt to the tenants in turn.
-        tenants: How many.
+        networks: Assigned to the tenants in turn.
+        tenants: Number of tenants.
         micro_batch: Samples of a request, which is one micro-batch.
         per_tenant: Requests of each tenant in a run.
-        in_flight: Of them at once.
-        times: What all tenants ask for together, over the memory budget.
-        workers: Of the server, all on one core: with two, two requests are computed at any moment.
-        least_budget_bytes: Less budget than that leaves nothing beside idle workers.
+        in_flight: Concurrent requests of each tenant.
+        times: The memory that all tenants request together, over the memory budget.
+        workers: Workers of the server, all on one core: two workers compute two requests at any moment.
+        least_budget_bytes: A smaller budget leaves nothing next to idle workers.
     """
 
     name: ClassVar[str] = "memory"
@@ -76,11 +76,11 @@ class Memory(Claim):
 
     @property
     def names(self) -> list[str]:
-        """Of the tenants."""
+        """Return the names of the tenants."""
         return [f"t{number:02}" for number in range(1, self.tenants + 1)]
 
     def network_of(self, name: str) -> str:
-        """A tenant's."""
+        """Return the network of a tenant."""
         return self.networks[self.names.index(name) % len(self.networks)]
 
     # ------------------------------------------------------------------------------------------ running
@@ -94,13 +94,16 @@ class Memory(Claim):
             bench.server(settings, self.names, group=group) as server,
         ):
             idle = Watch(server.pid, group=server.group).look()
-            self._put(bench, server, questions, ONE, per_tenant=1)  # warms up: programs are read
+            self._put(bench, server, questions, ONE, per_tenant=1)  # warms up: the server reads the programs
             for cell, repeat in bench.todo(self):
                 row = self._run(bench, server, questions, cell, idle)
                 bench.add(self, cell, repeat, {"budget": budget, "asks": asks, **row})
 
     def _questions(self, bench: Bench) -> tuple[Questions, int]:
-        """By network and number; and what all tenants ask for at once, beside their programs."""
+        """Return the questions by network and number, and the bytes that all tenants request at once.
+
+        The bytes leave out the tenants' programs.
+        """
         world, found, needs = bench.world, {}, {}
         for network in self.networks:
             program = world.program(network, self.micro_batch)

@@ -1,4 +1,4 @@
-"""The networks that a server is asked to run, and plain trainers train."""
+"""Define the networks that a server runs, and that plain trainers train."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from upriver.program.freeze import freeze_to
 TINY = "tiny"
 SIDES = {TINY: 32}
 SIDE = 224
-"""Pixels across that a network takes."""
+"""Width and height of a network's input, in pixels."""
 
 TINY_CLASSES = 10
 
 
 class Tiny(nn.Module):
-    """A network that takes no time, for runs that only show that everything works."""
+    """A network without noticeable compute time, for runs that only show that everything works."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,13 +28,13 @@ class Tiny(nn.Module):
         self.classifier = nn.Linear(4 * 16 * 16, TINY_CLASSES)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits."""
+        """Return the logits."""
         logits: torch.Tensor = self.classifier(self.features(images).flatten(1))
         return logits
 
 
 def build(spec: str) -> tuple[nn.Module, str]:
-    """A network with random weights, frozen, and its last frozen module.
+    """Return a frozen network with random weights, and the name of its last frozen module.
 
     Args:
         spec: ``resnet18`` is frozen as in `split_overhead`; ``alexnet:features`` up to that module instead.

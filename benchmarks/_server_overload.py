@@ -1,4 +1,4 @@
-"""Four times the load that a server can do: does it still do what it can, and how soon is it well again?"""
+"""Load a server with four times its capacity. Measure its goodput, and the time until it recovers."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
 
 POLITE, RUDE = "clients that wait", "clients that do not"
 RUDE_TRIES = 4
-"""Whoever does not wait asks so often in all, at once after each refusal: 16 times the load in requests."""
+"""Number of tries of a client that does not wait after a refusal: 16 times the load in requests."""
 
 PATIENCE_S = 10.0
-"""A client that waits as it is told gives up after so long. Three of four cannot be served: the longer they
-go on asking, the more of what the server does is refusing."""
+"""Seconds after which a client that waits as advised gives up. Three of four cannot be served. The longer
+they retry, the larger the part of the server's work that is refusing."""
 
 PROBE_PAUSE_S = 0.1
-"""Whoever looks whether the server is well again does so as often as that."""
+"""Seconds between two requests of the client that checks the recovery."""
 
 BEFORE, AFTER = "before", "after"
 GOAL_GOODPUT, GOAL_RECOVERY_S = 0.9, 5.0
 
 NORMAL = 1.5
-"""Latency is normal below so many times the median before."""
+"""Latency counts as normal below this multiple of the median before the load."""
 
 ODD = 0.1
-"""Share of requests that may take longer when all is well again: on a shared machine an odd one does."""
+"""Share of requests that may be slower after the recovery. A shared machine delays some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +51,17 @@ class Overload(Claim):
     """Goodput under too much load, and latencies after it.
 
     Attributes:
-        network: Of all requests.
+        network: Network of all requests.
         micro_batch: Samples of a request.
-        tenants: From which the load comes.
-        at_once: Requests at once that give the peak.
+        tenants: Tenants that make the load.
+        at_once: Concurrent requests that give the peak.
         times: The load, over the peak.
-        saturate_s: How long the peak is measured.
-        normal_s: How long latencies are before the load begins.
-        overload_s: How long the load lasts.
-        after_s: How long latencies are after it.
+        saturate_s: Seconds in which the peak is measured.
+        normal_s: Seconds in which latencies are measured before the load.
+        overload_s: Seconds of the load.
+        after_s: Seconds in which latencies are measured after the load.
         max_admitted: Requests that may compute at once.
-        max_waiting: Requests that may wait: what is worked off when the load is over.
+        max_waiting: Requests that may wait. The server finishes them after the load.
     """
 
     name: ClassVar[str] = "overload"
@@ -90,7 +90,7 @@ class Overload(Claim):
 
     @property
     def names(self) -> list[str]:
-        """Of the tenants."""
+        """Return the names of the tenants."""
         return [f"t{number}" for number in range(1, self.tenants + 1)]
 
     # ------------------------------------------------------------------------------------------ running
@@ -143,9 +143,9 @@ class Overload(Claim):
         }
 
     def _peak(self, bench: Bench, server: Server, questions: Questions) -> tuple[float, float]:
-        """Answers a second with as many requests at once as fill the server, but for the ends.
+        """Return the answers a second with enough concurrent requests to fill the server, without the ends.
 
-        And the share of the time in which the worker computed.
+        The second figure is the share of the time in which the worker computed.
         """
         streams = [
             _stream(
@@ -167,7 +167,10 @@ class Overload(Claim):
         return peak, peak * median(each.work_s for each in right)
 
     def _streams(self, server: Server, questions: Questions, cell: str, peak: float) -> list[Stream]:
-        """One client before, the flood, and one client after, which asks again at once when it is refused."""
+        """Return one client before, the flood, and one client after.
+
+        The last client retries at once after a refusal.
+        """
         polite = {"patience_s": PATIENCE_S}
         rude = {"pause_s": 0.0, "most_tries": RUDE_TRIES}
         flood = [
@@ -274,9 +277,9 @@ class Overload(Claim):
 
 
 def recovery_s(done: Done, end_s: float, normal_s: float) -> float | None:
-    """Seconds from the end of the load to the first request from which on all are answered as fast as before.
+    """Return the seconds from the end of the load until requests are as fast as before.
 
-    All but `ODD` of them. None where there is none.
+    From that request on, all but `ODD` of the requests are normal. The result is None without such a request.
     """
     requests = sorted(done.streams.get(AFTER, []), key=lambda each: each.asked_s)
     slow = [each.outcome != OK or each.done_s - each.asked_s > NORMAL * normal_s for each in requests]
@@ -291,7 +294,7 @@ def _stream(server: Server, questions: Questions, name: str, tenant: str, **fiel
 
 
 def _failed(requests: Sequence[Asked]) -> int:
-    """Those that ended otherwise than with an answer, or told to come back."""
+    """Return the number of requests that ended with neither an answer nor advice to retry."""
     fine = {OK, WRONG, LEFT, "overloaded", "quota"}
     return sum(each.outcome not in fine for each in requests)
 

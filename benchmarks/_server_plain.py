@@ -1,7 +1,7 @@
-"""One tenant of whom everything is done in the store: a plain trainer, tail, backward pass and step included.
+"""Train for one tenant in the store: a plain trainer with tail, backward pass and step.
 
-Run as a process of its own: it builds its model, says that it is ready, waits for a line, trains one step on
-one training batch, and says the loss and the seconds.
+The script runs as a process of its own. It builds its model, reports that it is ready, waits for a line,
+trains one step on one training batch, and reports the loss and the seconds.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from upriver.program.freeze import frozen_units, keep_in_eval
 from upriver.store import Store
 
 LEARNING_RATE = 1e-4
-"""Of plain SGD, which has no state of its own."""
+"""Learning rate of plain SGD, which has no state of its own."""
 
 
 class Trainer:
-    """One tenant's step.
+    """Train one step of a tenant.
 
     Args:
         spec: Its network, the store, the dataset, the samples of its training batch.
@@ -45,8 +45,8 @@ class Trainer:
         self.optimizer = torch.optim.SGD(trained, lr=LEARNING_RATE)
 
     def step(self) -> float:
-        """Read, decode, forward, backward, step; the loss."""
-        torch.manual_seed(0)  # the tail may drop out
+        """Read, decode, and run forward, backward and the step. Return the loss."""
+        torch.manual_seed(0)  # the tail may contain dropout
         images = self._images()
         loss = nn.functional.cross_entropy(self.model(images), self.data.targets[list(self.ids)])
         loss.backward()
@@ -63,10 +63,10 @@ class Trainer:
 
 
 def main() -> None:
-    """Build, wait, train once."""
+    """Build, wait, and train one step."""
     spec = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
 
     def say(**answer: object) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -83,7 +83,7 @@ def main() -> None:
         began, spent = time.perf_counter(), time.process_time()
         loss = trainer.step()
         say(loss=loss, seconds=time.perf_counter() - began, cpu_s=time.process_time() - spent)
-    except (MemoryError, RuntimeError) as error:  # how torch says that an allocation failed
+    except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation this way
         say(error=f"{type(error).__name__}: {error}"[:200])
 
 

@@ -1,4 +1,4 @@
-"""Readers that ask for an answer and take none of it: sockets with hardly any memory of their own."""
+"""Request answers without reading them, through sockets with hardly any memory of their own."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import msgspec
 from upriver.protocol import RunRequest, encode
 
 BUFFER_BYTES = 64 << 10
-"""Of what a socket may take in by itself: the kernel doubles it, and it is little beside any answer."""
+"""Receive buffer of a socket. The kernel doubles it, which is little compared with any answer."""
 
 PIECE_BYTES = 1 << 20
 DRAIN_S = 10.0
-"""What a server left in the kernel's buffers comes at once; for so long all readers look for more."""
+"""Seconds in which all readers read the rest. Data left in the server's kernel buffers arrives at once."""
 
 LEAST_S = 0.2
-"""What each of them has for it at least."""
+"""Least seconds of each reader for the rest."""
 
 
 class Stalled(msgspec.Struct, frozen=True, kw_only=True):
-    """Readers that take nothing.
+    """Readers that read nothing.
 
     Attributes:
-        token: Of all of them.
-        question: What each asks for.
-        count: How many.
-        hold_s: They take nothing for so long, and then what is left, to see how the answer ended.
+        token: Token of all readers.
+        question: Question of each reader.
+        count: Number of readers.
+        hold_s: Seconds without reading. The readers then read the rest, to see how the answer ended.
     """
 
     token: str
@@ -40,12 +40,12 @@ class Stalled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reader got in the end.
+    """The data that a reader received at the end.
 
     Attributes:
-        status: Of HTTP; 0 where not even that came.
-        num_bytes: All of the answer that was there, its head included.
-        whole: Whether the answer came to its end.
+        status: HTTP status; 0 if none arrived.
+        num_bytes: Bytes of the answer that arrived, including its head.
+        whole: Whether the answer arrived to its end.
         closed: Whether the server had ended the connection.
     """
 
@@ -56,7 +56,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def stall(url: str, readers: Stalled, request: RunRequest) -> Iterator[Taken]:
-    """Ask with every reader, hold still, then look what came of it."""
+    """Send a request with every reader, hold still, and then yield what each received."""
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as stack:
         for _ in range(readers.count):
@@ -79,7 +79,9 @@ def _asking(url: str, token: str, request: RunRequest) -> socket.socket:
     )
     asking = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        asking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)  # before there is a connection
+        asking.setsockopt(
+            socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES
+        )  # must be set before the connection exists
         asking.connect((address.hostname, address.port))
         asking.sendall("\r\n".join([*head, "", ""]).encode() + body)
     except BaseException:
@@ -89,7 +91,7 @@ def _asking(url: str, token: str, request: RunRequest) -> socket.socket:
 
 
 def _rest(reader: socket.socket, until: float) -> Taken:
-    """Everything that is still to be had."""
+    """Read everything that still arrives."""
     first, last, num_bytes, closed = b"", b"", 0, False
     with contextlib.suppress(TimeoutError):
         while not closed:

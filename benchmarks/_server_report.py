@@ -1,4 +1,4 @@
-"""The page on what a near-data server shows, claim by claim, and its pictures."""
+"""Write the page and the plots about a near-data server, claim by claim."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from _server_claim import Claim, Rows
 from _server_watch import EVERY_S, can_limit
 
 SIZE = (8.0, 4.0)
-"""Of a picture, in inches."""
+"""Size of a plot, in inches."""
 
 
 def write(claims: Sequence[Claim], records: Records, folder: Path, name: str) -> str:
-    """The page and its pictures, from what there is; what the page says."""
+    """Write the page and its plots from the existing records. Return the text of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     text = page(claims, records, name)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
@@ -27,7 +27,7 @@ def write(claims: Sequence[Claim], records: Records, folder: Path, name: str) ->
 
 
 def page(claims: Sequence[Claim], records: Records, name: str) -> str:
-    """The same as text alone."""
+    """Return the text of the page."""
     found = {claim: Rows(claim, records) for claim in claims}
     sections = [section(claim, rows, name) for claim, rows in found.items()]
     every = [row for rows in found.values() for row in rows.rows]
@@ -45,7 +45,7 @@ def page(claims: Sequence[Claim], records: Records, name: str) -> str:
 
 
 def short(claim: Claim, rows: Rows) -> str:
-    """In one word, or how far it is."""
+    """Return the verdict in one word, or the progress."""
     if not rows.complete:
         return f"not finished, {rows.state}"
     word = {True: "met", False: "missed", None: "not judged"}[claim.verdict(rows).met]
@@ -53,7 +53,7 @@ def short(claim: Claim, rows: Rows) -> str:
 
 
 def section(claim: Claim, rows: Rows, name: str) -> str:
-    """A claim, whether it holds, the figures, and how they were measured."""
+    """Return a claim, whether it holds, the figures, and how they were measured."""
     notes = "\n".join(f"- {note}" for note in (*claim.notes(), f"{claim.repeats} repeats of each, in turns."))
     head = f"## {claim.title}\n\n**Claim.** {claim.says}\n"
     if not rows.complete:
@@ -64,12 +64,12 @@ def section(claim: Claim, rows: Rows, name: str) -> str:
 
 
 def picture(claim: Claim, name: str) -> str:
-    """What its file is called."""
+    """Return the file name of a claim's plot."""
     return f"{name}_{claim.name}.png"
 
 
 def draw(claim: Claim, rows: Rows, path: Path) -> None:
-    """A claim's picture."""
+    """Draw a claim's plot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Programs kept between requests, or read for each: Figure 12 of HAPI (2025)."""
+"""Compare cached programs with programs read for each request: Figure 12 of HAPI (2025)."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ ON, OFF = "kept", "read anew"
 EARLY, LATE = "after stage 1", "at the freeze point"
 TENANT = "one"
 GOAL = 0.95
-"""Keeping a program must cost nothing; how much it gains is the network's."""
+"""Least speed-up of the cache, which must cost nothing. Its gain depends on the network."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reuse(Claim):
-    """Requests a second, one after another.
+    """Sequential requests a second.
 
     Attributes:
-        networks: Each with a server that keeps its program and one that does not.
-        requests: Of a run, one micro-batch each.
-        micro_batch: Samples of one.
+        networks: Each with a server that caches its program and one that does not.
+        requests: Requests of a run, one micro-batch each.
+        micro_batch: Samples of a micro-batch.
     """
 
     name: ClassVar[str] = "reuse"
@@ -58,7 +58,7 @@ class Reuse(Claim):
 
     @property
     def places(self) -> list[str]:
-        """Networks and their cuts."""
+        """Return the networks and their cuts."""
         return [f"{network} {cut}" for network in self.networks for cut in (EARLY, LATE)]
 
     @property
@@ -72,13 +72,13 @@ class Reuse(Claim):
                 self._measure(bench, network)
 
     def _measure(self, bench: Bench, network: str) -> None:
-        """Both servers are up at once; the one that is not asked does nothing."""
+        """Measure with both servers running. The server without a request does nothing."""
         program = bench.world.program(network, self.micro_batch)
         questions = {
             cut: bench.world.question(program, stop, bench.world.batches(0, self.micro_batch))
             for cut, stop in ((EARLY, 1), (LATE, program.num_stages))
         }
-        # A program that is let in must fit. Loaded it takes more than its files, so it is not kept.
+        # An admitted program must fit. Loaded, it needs more memory than its files, so it is not cached.
         settings = {ON: {}, OFF: {"program_budget_bytes": file_bytes(program)}}
         with ExitStack() as stack:
             servers = {
@@ -109,7 +109,7 @@ class Reuse(Claim):
     # ---------------------------------------------------------------------------------------- reporting
 
     def speedup(self, rows: Rows, place: str) -> float:
-        """Of keeping, at the median of the repeats."""
+        """Return the speed-up of the cache, at the median of the repeats."""
         return rows.ratios(f"{place}, {OFF}", f"{place}, {ON}", "seconds").median
 
     def verdict(self, rows: Rows) -> Verdict:

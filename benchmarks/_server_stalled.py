@@ -1,4 +1,4 @@
-"""Readers that ask for half a gigabyte each and take none of it: what do they cost, and for how long?"""
+"""Measure the cost and the duration of readers that request half a gigabyte each and read nothing."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ if TYPE_CHECKING:
 READERS, GOOD = "readers", "good"
 CELL = "stalled"
 EACH_BYTES = 2 << 20
-"""A stalled reader may take so much beside one micro-batch."""
+"""Bytes that a stalled reader may cost in addition to one micro-batch."""
 
 ROOM = 1.1
-"""The budget has room for all readers' requests, and a tenth."""
+"""The budget holds the requests of all readers, and a tenth more."""
 
 LATE_S = 3.0
-"""What a server may take beyond a deadline until it has let go of everything: a micro-batch under way."""
+"""Most seconds from a deadline until the server has released everything: a micro-batch in progress."""
 
 GOOD_RUNNING = 2
-"""Requests of the good client under way at most: one, and the last one, of which the server lets go."""
+"""Most requests of the good client in flight: one, and the last one, which the server is releasing."""
 
 AFTER_S = 5.0
-"""Readers stall on for so long after their deadline; then they look what there is."""
+"""Seconds that readers stall after their deadline. They then read what arrived."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StalledReaders(Claim):
-    """Memory of a server whose readers take nothing.
+    """Memory of a server whose readers read nothing.
 
     Attributes:
         network: Cut where tensors are large.
-        cut: Where answers stand.
+        cut: Cut of the answers.
         micro_batch: Samples of one micro-batch.
-        micro_batches: Of an answer.
-        readers: That take nothing.
-        deadline_s: Of their requests.
-        idle_bytes: Of the budget, for idle workers and the programs.
+        micro_batches: Micro-batches of an answer.
+        readers: Number of readers that read nothing.
+        deadline_s: Deadline of their requests.
+        idle_bytes: Part of the budget for idle workers and the programs.
     """
 
     name: ClassVar[str] = "stalled"
@@ -143,7 +143,7 @@ class StalledReaders(Claim):
     # ---------------------------------------------------------------------------------------- reporting
 
     def allowed(self, row: Row) -> int:
-        """Bytes by which all readers together may have the server grow."""
+        """Return the bytes by which all readers together may enlarge the server."""
         return self.readers * (EACH_BYTES + int(row["micro_batch_bytes"]))
 
     def verdict(self, rows: Rows) -> Verdict:
@@ -220,7 +220,7 @@ class StalledReaders(Claim):
 
 
 def _growth(row: Row) -> int:
-    """Of the front's resident memory, or of all processes' shares: whichever is more."""
+    """Return the growth of the front's resident memory or of all processes' shares, whichever is larger."""
     peaks, idle = row["peaks"], row["idle"]
     return max(peaks[name] - idle[name] for name in ("front_rss", "together"))
 
@@ -230,7 +230,7 @@ def _late(row: Row) -> float:
 
 
 def _let_go_s(looks: Sequence[tuple[float, Load]], began: float) -> float | None:
-    """Seconds until nothing but the good client's requests was under way for good; None if never."""
+    """Return the seconds until only the good client's requests remain in flight; None if never."""
     busy = [at for at, load in looks if load.running > GOOD_RUNNING]
     if looks and busy and busy[-1] == looks[-1][0]:
         return None

@@ -1,4 +1,4 @@
-"""One to ten tenants, against everything in the store: Figure 11 of HAPI (2022)."""
+"""Compare one to ten tenants with training in the store: Figure 11 of HAPI (2022)."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ NEAR, PLAIN = "near the store", "all in the store"
 BUILD_LIMIT_S = 180.0
 STEP_LIMIT_S = 600.0
 WATCH_S = 0.2
-"""How often the server's memory is looked at here, where it is no goal and looking takes time of a core."""
+"""Seconds between two looks at the server's memory. Memory is no goal here, and a look costs core time."""
 
 _here = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tenants(Claim):
-    """Tenants that come at once with one training batch each.
+    """Tenants that arrive at once with one training batch each.
 
     Attributes:
-        networks: Dealt to the tenants in turn.
+        networks: Assigned to the tenants in turn.
         counts: Tenants at once.
-        samples: Of the training batch of each.
-        micro_batch: In which the server computes it.
+        samples: Samples of each tenant's training batch.
+        micro_batch: Samples of the server's micro-batch.
         budget_bytes: Memory of both ways.
     """
 
@@ -76,7 +76,7 @@ class Tenants(Claim):
         return tuple(f"{way} x{count}" for count in self.counts for way in (NEAR, PLAIN))
 
     def networks_of(self, count: int) -> list[str]:
-        """Of so many tenants."""
+        """Return the networks of this many tenants."""
         return list(islice(cycle(self.networks), count))
 
     # ------------------------------------------------------------------------------------------ running
@@ -116,7 +116,10 @@ class Tenants(Claim):
         return {**outcomes(requests), **_completions(through), **about}
 
     def _plain(self, bench: Bench, count: int) -> Row:
-        """Processes that train, in a group with the budget's memory; or each with its share, without one."""
+        """Run training processes in a group with the budget's memory.
+
+        Without a group, each process has its share of that memory.
+        """
         with memory_group("plain", self.budget_bytes) as group, contextlib.ExitStack() as stack:
             share = None if group is not None else self.budget_bytes // count
             trainers = [
@@ -138,7 +141,7 @@ class Tenants(Claim):
     # ---------------------------------------------------------------------------------------- reporting
 
     def _lost(self, rows: Rows, way: str, count: int) -> int:
-        """Tenants that were not served, at the median of the runs."""
+        """Return the tenants that were not served, at the median of the runs."""
         found = sorted(row["asked"] - row["right"] for row in rows.of(f"{way} x{count}"))
         return found[len(found) // 2]
 
@@ -212,7 +215,7 @@ def _text(seconds: float | None) -> str:
 
 
 def _one_loss_each(rows: Rows) -> bool:
-    """Whether trainers of a network learned the same in every run."""
+    """Return whether the trainers of a network have the same loss in every run."""
     seen: dict[str, set[float]] = {}
     for row in rows.rows:
         for network, loss in row.get("losses", []):
@@ -225,7 +228,7 @@ def _stream(server: Server, name: str, question: str) -> Stream:
 
 
 def _completions(through: Sequence[float]) -> dict[str, float | None]:
-    """Seconds since all began."""
+    """Return the seconds since the common start."""
     if not through:
         return {"makespan_s": None, "mean_s": None}
     return {"makespan_s": max(through), "mean_s": mean(through)}
@@ -243,7 +246,7 @@ class _Trainer:
 
 @contextlib.contextmanager
 def _trainer(spec: dict[str, Any], group: MemoryGroup | None) -> Iterator[_Trainer]:
-    """A process that is building its model."""
+    """Run a process that builds its model."""
     argv = [sys.executable, _here / "_server_plain.py", json.dumps(spec)]
     process = subprocess.Popen(
         pinned(CORES, argv, group=group),
@@ -259,7 +262,7 @@ def _trainer(spec: dict[str, Any], group: MemoryGroup | None) -> Iterator[_Train
 
 
 def _trained(trainers: Sequence[_Trainer]) -> Row:
-    """Have all of them take their step at once; when each was through."""
+    """Make all trainers run their step at once. Return when each finished."""
     there, why = [], ""
     for trainer in trainers:
         said = _said(trainer.lines.next(BUILD_LIMIT_S))
@@ -292,7 +295,7 @@ def _trained(trainers: Sequence[_Trainer]) -> Row:
 
 
 def _answers(trainers: Sequence[_Trainer]) -> Iterator[tuple[_Trainer, float, bytes]]:
-    """What each says, with when it came, in the order of their coming; nothing of one that was ended."""
+    """Yield each answer and its arrival time, in order of arrival. A killed trainer gives no answer."""
     waiting = {trainer.lines.fd: trainer for trainer in trainers}
     until = time.monotonic() + STEP_LIMIT_S
     while waiting:
@@ -305,7 +308,7 @@ def _answers(trainers: Sequence[_Trainer]) -> Iterator[tuple[_Trainer, float, by
 
 
 def _said(line: bytes) -> dict[str, Any]:
-    """An empty one is that of a process that has ended."""
+    """Parse an answer. An empty line means that the process has ended."""
     found: dict[str, Any] = json.loads(line) if line else {}
     return found
 

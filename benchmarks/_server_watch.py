@@ -1,7 +1,7 @@
-"""What a server's processes take of memory, looked at every 20 ms; and control groups that limit it.
+"""Watch the memory of a server's processes every 20 ms, and limit it with control groups.
 
-Proportional set size (PSS): pages that several processes share count once over all of them, so sums mean
-something. A control group counts what its processes took, shared memory that nobody has mapped among it.
+Proportional set size (PSS) counts pages that several processes share once over all of them, so sums are
+meaningful. A control group counts the memory that its processes allocated, including unmapped shared memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 
 EVERY_S = 0.02
-"""As often as that; a micro-batch of the quickest network takes five times as long."""
+"""Seconds between two looks. A micro-batch of the quickest network lasts five times as long."""
 
 FAMILY_S = 0.25
-"""Which processes there are is asked so often: it costs a look at every process of the machine."""
+"""Seconds between two searches for processes. A search looks at every process of the machine."""
 
 GONE_TIMEOUT_S = 10.0
 GROUPS = Path("/sys/fs/cgroup")
@@ -30,13 +30,13 @@ MEMBERSHIP = Path("/proc/self/cgroup")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Footprint:
-    """Bytes that a server takes.
+    """Memory of a server, in bytes.
 
     Attributes:
         front: PSS of the process that talks HTTP.
         workers: PSS of all others.
-        front_rss: Resident memory of the first, shared pages in full.
-        group: What its control group counts, without what the kernel can drop; 0 where it is in none.
+        front_rss: Resident memory of the front, shared pages in full.
+        group: Bytes that its control group counts, without those the kernel can drop; 0 without a group.
     """
 
     front: int = 0
@@ -46,27 +46,27 @@ class Footprint:
 
     @property
     def together(self) -> int:
-        """PSS of all processes."""
+        """Return the PSS of all processes."""
         return self.front + self.workers
 
     def record(self) -> dict[str, int]:
-        """For a line of JSON."""
+        """Return the figures for a line of JSON."""
         return asdict(self) | {"together": self.together}
 
 
 class Watch:
-    """Looks at a server's memory from a thread of its own while the block runs, and once more at its end.
+    """Watch a server's memory from a thread while the block runs, and once more at its end.
 
     Args:
-        pid: Of its front.
-        group: That it is in.
-        every_s: How often it looks. It rests as long as a look took, at least: a look goes through all pages
-            of all processes, and is to leave the core to those who put load on the server.
-        ask: Called a few times a second with what it takes then, for whatever else is to be noted.
+        pid: Process id of the front.
+        group: Control group of the server.
+        every_s: Seconds between two looks. The thread rests at least as long as a look lasted. A look visits
+            all pages of all processes, and must leave the core to the processes that load the server.
+        ask: Called a few times a second with the current memory, to record other figures.
 
     Attributes:
-        peaks: The most of each figure, by name; they need not have been there together.
-        looks: How often it has looked.
+        peaks: Maximum of each figure, by name. The maxima may be of different moments.
+        looks: Number of looks.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Watch:
         self._thread.join()
 
     def look(self) -> Footprint:
-        """Once, now."""
+        """Look at the memory once, now."""
         if time.monotonic() >= self._looked_at + FAMILY_S:
             self._find()
         front, front_rss = pss_and_rss(self._front.pid)
@@ -129,7 +129,7 @@ class Watch:
 
 
 def pss_and_rss(pid: int) -> tuple[int, int]:
-    """Of a process, in bytes; 0 where it has gone."""
+    """Return PSS and RSS of a process in bytes, or 0 if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     except OSError:
@@ -143,7 +143,7 @@ def pss_and_rss(pid: int) -> tuple[int, int]:
 
 
 def _slowly(pid: int) -> tuple[int, int]:
-    """On a kernel that does not add it up."""
+    """Sum up the mappings, on a kernel without a summary of them."""
     with contextlib.suppress(psutil.Error):
         taken = psutil.Process(pid).memory_full_info()
         return int(taken.pss), int(taken.rss)
@@ -155,7 +155,7 @@ def _slowly(pid: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Version:
-    """Where groups are, under which controller's name, and what their files are called."""
+    """The folder of control groups, the controller's name and the names of its files."""
 
     mount: Path
     controller: str
@@ -183,27 +183,27 @@ _VERSIONS = (
 
 
 class MemoryGroup:
-    """A control group whose processes may take so much memory together.
+    """A control group whose processes share a memory limit.
 
     Attributes:
-        path: Its folder; whoever is written into ``cgroup.procs`` there is in it.
-        nbytes: What they may take.
+        path: Its folder. A process whose id is written into ``cgroup.procs`` there joins the group.
+        nbytes: The limit in bytes.
     """
 
     def __init__(self, path: Path, version: _Version, nbytes: int) -> None:
         self.path, self._version, self.nbytes = path, version, nbytes
 
     def used_bytes(self) -> int:
-        """What they take and the kernel cannot drop."""
+        """Return the used bytes that the kernel cannot drop."""
         counts = _fields(self.path / "memory.stat")
         return sum(counts.get(name, 0) for name in self._version.counted)
 
     def kills(self) -> int:
-        """Processes that were ended for want of memory."""
+        """Return the number of processes that were ended for lack of memory."""
         return _fields(self.path / self._version.events).get("oom_kill", 0)
 
     def remove(self) -> None:
-        """Take it away with those inside it, once their processes have gone."""
+        """Remove the group and its inner groups, once their processes have ended."""
         until = time.monotonic() + GONE_TIMEOUT_S
         while self.path.exists():
             for folder in (*(each for each in self.path.iterdir() if each.is_dir()), self.path):
@@ -216,7 +216,7 @@ class MemoryGroup:
 
 @contextlib.contextmanager
 def memory_group(name: str, nbytes: int) -> Iterator[MemoryGroup | None]:
-    """A group for a block; None where none can be made."""
+    """Make a group for a block, or yield None where none can be made."""
     group = _made(f"upriver-benchmark-{name}-{os.getpid()}-{secrets.token_hex(2)}", nbytes)
     try:
         yield group
@@ -226,7 +226,7 @@ def memory_group(name: str, nbytes: int) -> Iterator[MemoryGroup | None]:
 
 
 def can_limit() -> bool:
-    """Whether memory can be limited by a group on this machine."""
+    """Return whether a group can limit memory on this machine."""
     with memory_group("try", 1 << 40) as group:
         return group is not None
 
@@ -245,7 +245,7 @@ def _made(name: str, nbytes: int) -> MemoryGroup | None:
 
 
 def _own(version: _Version) -> Path:
-    """The group of this process: whatever holds for it is to hold for those beneath, too."""
+    """Return the group of this process. Its limits must hold for the groups beneath, too."""
     with contextlib.suppress(OSError):
         for line in MEMBERSHIP.read_text(encoding="utf-8").splitlines():
             _, controllers, path = line.split(":", 2)
@@ -259,17 +259,17 @@ def _limited(group: MemoryGroup, version: _Version) -> bool:
     first, second = version.limits
     swap = "0" if second == "memory.swap.max" else str(group.nbytes)
     try:
-        with (group.path / first).open("r+") as file:  # never made here: it is there, or this is no group
+        with (group.path / first).open("r+") as file:  # never creates the file: without it, this is no group
             file.write(str(group.nbytes))
     except OSError:
         return False
-    with contextlib.suppress(OSError), (group.path / second).open("r+") as file:  # a kernel without swap
+    with contextlib.suppress(OSError), (group.path / second).open("r+") as file:  # the kernel has no swap
         file.write(swap)
     return True
 
 
 def _fields(path: Path) -> Mapping[str, int]:
-    """Lines of a name and a number."""
+    """Parse lines of a name and a number."""
     try:
         lines = path.read_text(encoding="ascii").splitlines()
     except OSError:

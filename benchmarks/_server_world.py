@@ -1,6 +1,6 @@
-"""What the benchmarks of a server ask it for: stored photographs, networks captured for it, right answers.
+"""Make the inputs of the server benchmarks: stored photographs, captured networks and right answers.
 
-Right answers are computed here, by the engine and in this process, before a server is asked for any.
+The engine computes the right answers in this process, before a server receives a request.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class World:
     """A store with photographs, their dataset, and programs.
 
     Args:
-        folder: Where the store is made.
+        folder: Folder of the store.
         samples: Photographs, of 500 x 375 pixels and 110 KB.
-        side: Pixels across after the input stages.
+        side: Width and height after the input stages, in pixels.
 
     Attributes:
-        uri: Of the store.
+        uri: URI of the store.
     """
 
     def __init__(self, folder: Path, samples: int, *, side: int = SIDE) -> None:
@@ -56,7 +56,7 @@ class World:
     # --------------------------------------------------------------------------------------- programs
 
     def program(self, spec: str, micro_batch: int) -> Program:
-        """The frozen part of a network, captured and put into the store."""
+        """Capture the frozen part of a network, and put it into the store."""
         key = (spec, micro_batch)
         if key not in self._programs:
             model, last = build(spec)
@@ -66,7 +66,7 @@ class World:
         return self._programs[key]
 
     def sizes(self, spec: str, micro_batches: Sequence[int]) -> list[Program]:
-        """The same at several sizes, the first of which is proven as a job's would be."""
+        """Capture a network at several sizes. The first one is proven as a job's program would be."""
         if any((f"{spec} split", size) not in self._programs for size in micro_batches):
             model, _ = build(spec)
             first, *others = micro_batches
@@ -90,23 +90,23 @@ class World:
     # -------------------------------------------------------------------------------------- questions
 
     def ids(self, first: int, count: int) -> tuple[int, ...]:
-        """So many samples in a row, from the beginning again after the last."""
+        """Return consecutive sample ids, starting again after the last."""
         return tuple((first + number) % self._samples for number in range(count))
 
     def batches(self, first: int, micro_batch: int, count: int = 1) -> list[tuple[int, ...]]:
-        """So many micro-batches in a row."""
+        """Return consecutive micro-batches."""
         return [self.ids(first + number * micro_batch, micro_batch) for number in range(count)]
 
     def question(
         self, program: Program, stop: int, batches: Batches, *, checked: bool = True, **fields: Any
     ) -> Question:
-        """A run request on stored samples, and its right answer.
+        """Return a run request on stored samples with its right answer.
 
         Args:
-            stop: Where the answer stands.
+            stop: Cut of the answer.
             batches: Sample ids, as many in each as a micro-batch holds.
-            checked: Whether the answer will be read at all.
-            fields: Of the request.
+            checked: Whether the answer is read at all.
+            fields: Further fields of the request.
         """
         request = RunRequest(
             program=program.digest,
@@ -121,13 +121,13 @@ class World:
         return Question(request=request, digests=digests)
 
     def sized(self, programs: Sequence[Program], batches: Batches, values: Path) -> Question:
-        """One in which the server may choose among sizes of which the first is the request's.
+        """Return a question that lets the server choose among sizes. The first size is the request's.
 
-        Its low bits depend on what is chosen, so the answer is held to `values` within a tolerance.
+        The low bits depend on the chosen size, so the answer is compared with `values` within a tolerance.
 
         Args:
             programs: One network, at ascending sizes.
-            values: As `write_values` made them.
+            values: A file that `write_values` made.
         """
         first, *larger = programs
         question = self.question(
@@ -140,13 +140,13 @@ class World:
         return Question(request=question.request, values=str(values))
 
     def write_values(self, program: Program, batches: Batches, path: Path) -> Path:
-        """The rows that a program's last stage gives for these samples, in a ``.npy`` file."""
+        """Write the rows of a program's last stage for these samples to a ``.npy`` file."""
         rows = [self._run(program, program.num_stages, ids).tensors[0] for ids in batches]
         np.save(path, torch.cat(rows).numpy(), allow_pickle=False)
         return path
 
     def need_bytes(self, program: Program, question: Question) -> int:
-        """What a server holds for a request, beside its program: its own estimate."""
+        """Return the server's own estimate of the memory of a request, without its program."""
         weighed = FootprintEstimator(program.graph_bytes, torch.device("cpu")).weigh(0, question.request.stop)
         size = question.request.micro_batch
         return request_bytes(question.request, dataset=self.dataset, weighed={size: weighed})[size]
@@ -166,19 +166,19 @@ class World:
 
 
 def cuts(program: Program, count: int) -> list[int]:
-    """So many positions that one tensor crosses, evenly over the model, the last one its end."""
+    """Return evenly spaced positions that one tensor crosses, the last one the model's end."""
     single = [at for at in range(1, program.num_stages + 1) if len(program.live(at)) == 1]
     found = [single[round(number * len(single) / count) - 1] for number in range(1, count + 1)]
     return list(dict.fromkeys(found))
 
 
 def crossing_bytes(program: Program, position: int) -> int:
-    """What a sample takes of what crosses a cut."""
+    """Return the bytes of a sample that cross a cut."""
     return sum(value.spec.nbytes for value in program.live(position)) // program.micro_batch
 
 
 def file_bytes(program: Program) -> int:
-    """Of its two files."""
+    """Return the bytes of the program's two files."""
     return len(program.graph_bytes) + len(program.weights_bytes)
 
 

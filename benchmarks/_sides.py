@@ -1,4 +1,4 @@
-"""The same training along two ways: upriver's plain way, and an ordinary loop over a ``DataLoader``.
+"""Train the same task in two ways: upriver's plain way, and an ordinary loop over a ``DataLoader``.
 
 Both read one store with the same ranged reads, run the same input stages with the same draws in the same
 order of samples, and train the same tail from the same start with the same optimizer.
@@ -31,11 +31,12 @@ from upriver.rpc.link_meter import Kind, LinkMeter, MeteredStore
 from upriver.types import DEFAULT_MICRO_BATCH
 
 CONTEXT = multiprocessing.get_context("forkserver")
-"""Workers fork from a process without busy threads; forking this one would copy locks its threads hold."""
+"""Workers fork from a process without busy threads. A fork of this process would copy locks its threads hold.
+"""
 CONTEXT.set_forkserver_preload(["torch.utils.data", "upriver.rpc.link_meter", "upriver.pipeline"])
 
 LEARNING_RATE = 1e-3
-"""Of Adam, its default."""
+"""Default learning rate of Adam."""
 
 Sample = tuple[torch.Tensor, int, int]
 """Pixels, target, id."""
@@ -43,7 +44,7 @@ Sample = tuple[torch.Tensor, int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Epoch:
-    """What one epoch took and gave."""
+    """Time and results of one epoch."""
 
     wall_s: float
     cpu_s: float
@@ -59,13 +60,13 @@ class Side(Protocol):
     model: nn.Module
 
     def outputs(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The tail's answers and the targets of each step."""
+        """Yield the tail's outputs and the targets of each step."""
 
     def ids(self) -> Sequence[int]:
-        """The samples of the last epoch, as delivered."""
+        """Return the sample ids of the last epoch, in order of delivery."""
 
     def link_bytes(self) -> int:
-        """What crossed the link so far."""
+        """Return the bytes that crossed the link so far."""
 
     def close(self) -> None:
         """End threads and processes."""
@@ -73,11 +74,11 @@ class Side(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What both sides do.
+    """The task of both sides.
 
     Attributes:
-        model: As every epoch starts from: ResNet-18, frozen through ``layer4.0``.
-        data: By seed.
+        model: The initial model of every epoch: ResNet-18, frozen through ``layer4.0``.
+        data: Dataset by seed.
         start: The trainable part's parameters and buffers.
     """
 
@@ -92,7 +93,7 @@ class Task:
         object.__setattr__(self, "start", tail)
 
     def order(self, seed: int, epoch: int) -> EpochOrder:
-        """The order of an epoch, for both sides."""
+        """Return the order of an epoch, for both sides."""
         return epoch_order(
             len(self.data[seed]),
             seed=seed,
@@ -103,7 +104,7 @@ class Task:
         )
 
     def train(self, side: Side, label: str, epoch: int) -> Epoch:
-        """One epoch from the common start, measured."""
+        """Train and measure one epoch from the common start."""
         state = side.model.state_dict()
         for name, value in self.start.items():
             state[name].copy_(value)
@@ -134,7 +135,7 @@ class Task:
 
 
 class Plain:
-    """upriver with nothing pushed down."""
+    """Train with upriver and nothing offloaded."""
 
     def __init__(self, task: Task, rate: float | None, *, seed: int, workers: int) -> None:
         self.model, self._order = copy.deepcopy(task.model), partial(task.order, seed)
@@ -148,12 +149,12 @@ class Plain:
             seed=seed,
             num_workers=workers,
         )
-        # Warms up the tail; the frozen part is warm from being proved.
+        # Warms up the tail. The proof has already warmed up the frozen part.
         self._job(torch.zeros((task.batch_size, 512, 7, 7))).sum().backward()
         self._placed = 0
 
     def outputs(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Side`."""
+        """Yield outputs and targets; see `Side`."""
         self._placed = len(self._job.placed)
         self._job.load_state_dict({**self._job.state_dict(), "epoch": epoch, "step": 0})
         self.model.train()
@@ -161,21 +162,21 @@ class Plain:
             yield self._job(features), targets
 
     def ids(self) -> Sequence[int]:
-        """See `Side`."""
+        """Return the sample ids; see `Side`."""
         placed = self._job.placed[self._placed :]
         return [sample for at in placed for sample in self._order(at.epoch).micro_batches[at.index]]
 
     def link_bytes(self) -> int:
-        """See `Side`."""
+        """Return the link's bytes; see `Side`."""
         return self._meter.total_bytes
 
     def close(self) -> None:
-        """See `Side`."""
+        """End threads and processes; see `Side`."""
         self._near.close()
 
 
 class SharedLink:
-    """The state of one emulated link, for several processes."""
+    """The state of one emulated link, shared by several processes."""
 
     def __init__(self, rate_bytes_per_s: float | None) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
@@ -184,7 +185,7 @@ class SharedLink:
 
 
 class SharedMeter(LinkMeter):
-    """`LinkMeter`'s token bucket, its state in a `SharedLink`: processes have the same monotonic clock."""
+    """`LinkMeter` with its token bucket in a `SharedLink`. All processes have the same monotonic clock."""
 
     def __init__(self, link: SharedLink) -> None:
         super().__init__(link.rate_bytes_per_s)
@@ -212,7 +213,10 @@ class Photos(MapDataset[Sample]):
         return self.__getitems__([key])[0]
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Sample]:
-        """A whole batch, which a ``DataLoader`` asks for where it can: reads are joined and parallel."""
+        """Read a whole batch with joined and parallel reads.
+
+        A ``DataLoader`` calls this method where it exists.
+        """
         if self._direct is None:
             self._direct = self._data.with_store(MeteredStore(self._data.store, SharedMeter(self._link)))
         blobs = read_samples(self._direct, [sample for _, sample in keys])
@@ -250,7 +254,7 @@ class Vanilla:
         self._tail(features).sum().backward()
 
     def outputs(self, epoch: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See `Side`."""
+        """Yield outputs and targets; see `Side`."""
         order = self._order(epoch)
         stretches = (order.step(step) for step in range(order.num_steps))
         self._batches[:] = [[(epoch, sample) for sample in order.ids[slice(*both)]] for both in stretches]
@@ -262,19 +266,19 @@ class Vanilla:
             yield self._tail(features), targets
 
     def ids(self) -> Sequence[int]:
-        """See `Side`."""
+        """Return the sample ids; see `Side`."""
         return self._ids
 
     def link_bytes(self) -> int:
-        """See `Side`."""
+        """Return the link's bytes; see `Side`."""
         return int(self._link.num_bytes.value)
 
     def close(self) -> None:
-        """See `Side`."""
+        """End threads and processes; see `Side`."""
         self._loader = None  # ends the workers
         gc.collect()
 
 
 def say(text: str) -> None:
-    """Progress, beside the report."""
+    """Print progress, apart from the report."""
     print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""A process and all it starts, on a share of its core.
+"""Run a process and its descendants on a share of a core.
 
-By a quota of the ``cpu`` control group (version 1 or 2) where one can be made. Elsewhere by stopping and
-continuing it and all it started in turns of 20 ms, which also stops its network front.
+The share is a quota of the ``cpu`` control group (version 1 or 2) where one can be made. Elsewhere the
+process and its descendants are stopped and continued in turns of 20 ms, which also stops their network front.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from pathlib import Path
 import psutil
 
 PERIOD_S = 0.02
-"""Well below a micro-batch, so that a stretch of work takes as much longer as the share is smaller."""
+"""Period of the turns, well below a micro-batch, so that work slows down in proportion to the share."""
 
 GROUPS = Path("/sys/fs/cgroup")
 
 LOOK_S = 1.0
-"""How often process groups are looked for: workers of a server, and those started later, have their own."""
+"""Seconds between two searches for process groups. A server's workers, and later ones, have their own."""
 
 
 @contextlib.contextmanager
 def slowed(name: str, pid: int, share: float) -> Iterator[str]:
-    """Give a process, its children and those to come this share of a core, until the block is left.
+    """Limit a process and its present and future children to a share of a core during the block.
 
     Args:
-        name: Of the control group, with this process's id.
-        pid: The process; it and what it starts are in process groups of their own.
-        share: Of one core; 1 leaves it alone.
+        name: Name of the control group, extended by this process's id.
+        pid: The process. It and its descendants are in process groups of their own.
+        share: Share of one core; 1 sets no limit.
 
     Yields:
-        How it is done: ``""``, ``quota`` or ``turns``.
+        The mechanism: ``""``, ``quota`` or ``turns``.
     """
     if share == 1:
         yield ""
@@ -53,7 +53,7 @@ def slowed(name: str, pid: int, share: float) -> Iterator[str]:
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of a core that a process and all it started have computed so far."""
+    """Return the core seconds that a process and its descendants have computed so far."""
     found = 0.0
     for member in _family(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -63,7 +63,7 @@ def cpu_s(pid: int) -> float:
 
 
 def way() -> str:
-    """How processes are slowed on this machine."""
+    """Return how processes are slowed on this machine."""
     group = _group(f"upriver-try-{os.getpid()}", 0.5)
     if group is None:
         return f"stopped and continued in turns of {PERIOD_S * 1e3:g} ms"
@@ -72,7 +72,7 @@ def way() -> str:
 
 
 def _group(name: str, share: float) -> Path | None:
-    """A control group with a quota; None where there can be none."""
+    """Make a control group with a quota, or return None where none is possible."""
     period_us = round(PERIOD_S * 1e6)
     for parent, files in (
         (
@@ -88,7 +88,9 @@ def _group(name: str, share: float) -> Path | None:
             continue
         try:
             for file, text in files.items():
-                with (group / file).open("r+") as quota:  # never made here: it is there, or this is no group
+                with (group / file).open(
+                    "r+"
+                ) as quota:  # never creates the file: without it, this is no group
                     quota.write(text)
         except OSError:
             group.rmdir()
@@ -98,14 +100,14 @@ def _group(name: str, share: float) -> Path | None:
 
 
 def _move(pid: int, group: Path) -> None:
-    """Processes that are there; whatever they start comes along by itself."""
+    """Move existing processes into a group. Their later children join by themselves."""
     for process in _family(pid):
         with contextlib.suppress(ProcessLookupError):
             (group / "cgroup.procs").write_text(str(process))
 
 
 def _remove(group: Path) -> None:
-    """Move out what is left in it, and take it away."""
+    """Move the remaining processes out of a group, and remove it."""
     outside = group.parent / "cgroup.procs"
     with contextlib.suppress(OSError):
         for pid in (group / "cgroup.procs").read_text().split():
@@ -122,7 +124,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _process_groups(pid: int) -> set[int]:
-    """Of a process and all it started."""
+    """Return the process groups of a process and its descendants."""
     found = set()
     for member in _family(pid):
         with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What the records of `speedup` say: seconds and bytes of an epoch, and how far they are from the bound."""
+"""Report the records of `speedup`: seconds and bytes of an epoch, and their distance from the bound."""
 
 from __future__ import annotations
 
@@ -26,51 +26,51 @@ PLAIN = "plain"
 
 GOAL_BOUND, GOAL_PLAIN, GOAL_MEASURING = 0.85, 0.95, 0.03
 EPOCHS = 10
-"""Of which measuring may take that share."""
+"""Epochs whose time the measuring share refers to."""
 
 LOSS_TOLERANCE = 1e-4
-"""Relative: whole batches through the frozen modules may round otherwise than micro-batches do."""
+"""Relative tolerance. Whole batches through the frozen modules may round otherwise than micro-batches."""
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """A setting and what was recorded of it."""
+    """A setting and its records."""
 
     setting: Setting
     records: Records
 
     @cached_property
     def found(self) -> Found:
-        """What is as in `plan_quality`: plans, choices, the reference."""
+        """Return the findings shared with `plan_quality`: plans, choices, the reference."""
         return Found(self.setting, self.records)
 
     @property
     def unsplit(self) -> str:
-        """The cut that pushes nothing down, which gives the reference."""
+        """Return the cut that offloads nothing and gives the reference."""
         return self.found.unsplit
 
     def _row(self, label: str, repeat: int) -> dict[str, Any] | None:
         return run_of(self.records, self.setting, label, repeat)
 
     def why_not(self, label: str, repeat: int) -> str | None:
-        """Why a run does not count: empty when it does, None when it is not there."""
+        """Return why a run does not count: empty when it does, None when it does not exist."""
         row, reference = self._row(label, repeat), self._row(self.unsplit, 0)
         if not label.startswith(LOADER) or row is None or "error" in row:
             return self.found.why_not(label, repeat)
-        if repeat == 0:  # of the sweep, whose samples come in another order
+        if repeat == 0:  # a run of the sweep, whose samples come in another order
             return ""
         if reference is None or "losses" not in reference:
             return "no reference"
         return "" if alike(row["losses"], reference["losses"]) else "other losses"
 
     def rows(self, label: str, repeats: Sequence[int] = range(1, REPEATS + 1)) -> list[dict[str, Any]]:
-        """The runs that count."""
+        """Return the records of the runs that count."""
         found = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
         return [row for row in found if row is not None]
 
     @cached_property
     def best_loader(self) -> str | None:
-        """The fastest of the sweep; None before its end, or where none counts."""
+        """Return the fastest loop of the sweep; None before its end, or if none counts."""
         if any(self.why_not(label, 0) is None for label in SWEEP):
             return None
         seconds = {label: rows[0]["seconds"] for label in SWEEP if (rows := self.rows(label, [0]))}
@@ -78,17 +78,17 @@ class Speeds:
 
     @cached_property
     def ways(self) -> dict[str, str | None]:
-        """Each way's choice, as records name it; None where it does not fit, or is not known yet."""
+        """Return each way's choice, as records name it; None where it does not fit, or is not known yet."""
         return {name: self.found.choices.get(name) for name in POLICIES} | {PLAIN: self.best_loader}
 
     @property
     def labels(self) -> list[str]:
-        """What is run in turns."""
+        """Return the labels of the runs that take turns."""
         return list(dict.fromkeys(label for label in self.ways.values() if label is not None))
 
     @cached_property
     def missing(self) -> str:
-        """How much is not there yet; empty when the setting is finished."""
+        """Return how much is still missing, or an empty text when the setting is finished."""
         if self.found.plan is None:
             return "not begun"
         if any(self.why_not(label, 0) is None for label in (self.unsplit, *SWEEP)):
@@ -98,72 +98,72 @@ class Speeds:
         return f"{there} of {len(wanted)} repeats run" if there < len(wanted) else ""
 
     def seconds(self, name: str) -> Spread | None:
-        """Of a way's repeats; None where too few count."""
+        """Return the seconds of a way's repeats, or None if too few count."""
         label = self.ways[name]
         rows = self.rows(label) if label is not None else []
         return Spread.of(float(row["seconds"]) for row in rows) if len(rows) >= LEAST_REPEATS else None
 
     def megabytes(self, name: str) -> float:
-        """What crossed the link to the training side, by its counters: the median."""
+        """Return the median of the megabytes that crossed the link to the training side, by its counters."""
         rows = self.rows(self.ways[name] or "")
         return statistics.median(float(row["bytes_from_storage"]) for row in rows) / 1e6
 
     def cpu_s(self, name: str, side: str) -> float:
-        """Seconds of a whole core that a side computed: the median."""
+        """Return the median of the core seconds that a side computed."""
         return statistics.median(float(row["cpu_s"][side]) for row in self.rows(self.ways[name] or ""))
 
     def _link_s(self, name: str) -> float:
-        """What the link carried, at its rate."""
+        """Return the seconds of the link for the bytes it carried, at its rate."""
         mbit = self.setting.mbit
         return 0.0 if mbit is None else 8 * self.megabytes(name) / mbit
 
     def bound_s(self, name: str) -> float:
-        """Seconds of the busiest of storage, link and compute, were it never idle.
+        """Return the seconds of the busiest of storage, link and compute, if it were never idle.
 
-        The link's are what it carried at its rate, the others what the processes of each side computed on
-        the core, or the share of a core, that they have.
+        The link's seconds are its bytes at its rate. The seconds of a side are what its processes computed on
+        its core, or on its share of a core.
         """
         setting = self.setting
         storage_s = max(self.cpu_s(name, "server") / setting.server_speed, self.cpu_s(name, "storage"))
         return max(storage_s, self._link_s(name), self.cpu_s(name, "compute") / setting.client_speed)
 
     def profile_bound_s(self, name: str) -> float:
-        """The same, with what the measured profile says of both sides: the stages alone."""
+        """Return the same bound by the measured profile of both sides, which covers the stages alone."""
         plan = self.found.plan
         assert plan is not None
         cost = plan["predicted"][self.unsplit] if name == PLAIN else plan["plans"][name]["predicted"]
         return max(float(cost["storage_s"]), float(cost["compute_s"]), self._link_s(name))
 
     def of_bound(self, name: str) -> float | None:
-        """The bound over the median of the seconds."""
+        """Return the bound over the median of the seconds."""
         seconds = self.seconds(name)
         return None if seconds is None else self.bound_s(name) / seconds.median
 
     def of_profile_bound(self, name: str) -> float | None:
-        """The same, of the profile's bound."""
+        """Return the profile's bound over the median of the seconds."""
         seconds = self.seconds(name)
         return None if seconds is None else self.profile_bound_s(name) / seconds.median
 
     @property
     def measuring_s(self) -> dict[str, float]:
-        """What was measured before the first iteration, in seconds."""
+        """Return the seconds of each measurement before the first iteration."""
         assert self.found.plan is not None
         return {part: float(s) for part, s in self.found.plan["measuring_s"].items() if part != CANARY}
 
     @property
     def measuring_share(self) -> float:
-        """Of the first epochs, were they as long as those by `upriver`'s plan."""
+        """Return the measuring time as a share of the first epochs, at the epoch time of `upriver`'s plan."""
         seconds = self.seconds("upriver")
         return math.inf if seconds is None else sum(self.measuring_s.values()) / (EPOCHS * seconds.median)
 
     def over_plain(self, name: str) -> float | None:
-        """How many times as fast as the plain way."""
+        """Return how many times as fast as the plain way this way is."""
         seconds, plain = self.seconds(name), self.seconds(PLAIN)
         return None if seconds is None or plain is None else plain.median / seconds.median
 
 
 def alike(losses: Sequence[float], reference: Sequence[float]) -> bool:
-    """Whether two runs learned the same, but for rounding."""
+    """Return whether two runs learned the same, except for rounding."""
     return len(losses) == len(reference) and all(
         math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE)
         for ours, theirs in zip(losses, reference, strict=True)
@@ -171,7 +171,7 @@ def alike(losses: Sequence[float], reference: Sequence[float]) -> bool:
 
 
 def verdict(done: Sequence[Speeds], declared: int) -> str:
-    """The goals, in a few sentences; of so many settings, those that are done."""
+    """Return the goals in a few sentences, over the finished ones of the declared settings."""
     bounds = [one.of_bound("upriver") or 0.0 for one in done]
     plain = [one.over_plain("upriver") or 0.0 for one in done]
     held = "Met" if min(bounds) >= GOAL_BOUND and min(plain) >= GOAL_PLAIN else "Missed"
@@ -184,7 +184,7 @@ def verdict(done: Sequence[Speeds], declared: int) -> str:
 
 
 def measuring_verdict(done: Sequence[Speeds]) -> str:
-    """The goal of measuring, judged where epochs are shortest."""
+    """Return the verdict on measuring, judged where epochs are shortest."""
     known = [(seconds.median, one) for one in done if (seconds := one.seconds("upriver")) is not None]
     if not known:
         return "Nothing is known of measuring yet."
@@ -198,13 +198,13 @@ def measuring_verdict(done: Sequence[Speeds]) -> str:
 
 
 def report(found: Sequence[Speeds], name: str) -> str:
-    """The page."""
+    """Return the report as Markdown."""
     done = [one for one in found if not one.missing]
     names = (*POLICIES, PLAIN)
     header = ("setting", *names)
 
     def of_each(cell: Callable[[Speeds, str], str]) -> str:
-        """A table of the settings and the ways; nothing where too few runs count."""
+        """Return a table of the settings and the ways. A cell is empty where too few runs count."""
         cells = [[cell(one, each) if one.seconds(each) else "-" for each in names] for one in done]
         return table(header, [[one.setting.key, *row] for one, row in zip(done, cells, strict=True)])
 
@@ -234,7 +234,7 @@ def report(found: Sequence[Speeds], name: str) -> str:
 
 
 def _spread(seconds: Spread | None) -> str:
-    """Repeats in a cell, and how many count where not all do."""
+    """Format repeats for a table cell, with their number if some do not count."""
     assert seconds is not None
     few = len(seconds.values) < REPEATS
     return seconds.text() + (f", {len(seconds.values)} of {REPEATS}" if few else "")
@@ -262,7 +262,7 @@ def _measuring(done: Sequence[Speeds]) -> str:
 
 
 def _bad(one: Speeds) -> list[str]:
-    """Runs that do not count, and why."""
+    """Return the runs that do not count, and why."""
     if one.found.plan is None:
         return []
     labels = dict.fromkeys((one.unsplit, *SWEEP, *one.labels))
@@ -371,7 +371,7 @@ Run it again: `python benchmarks/speedup.py`.
 
 
 def plot(found: Sequence[Speeds], path: Path) -> None:
-    """Speed-ups over the plain way, a group of points for each setting."""
+    """Plot the speed-ups over the plain way, a group of points for each setting."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""A real object store on the storage side of a testbed: OpenStack Swift, with an account for each tenant.
+"""Run a real object store on the storage side of a testbed: OpenStack Swift, with an account per tenant.
 
-It must have been installed with ``scripts/swift install``. Both sides reach it at one address. Its folder is
-in use until the testbed has ended, so it comes first::
+``scripts/swift install`` must have installed it. Both sides reach it at one address. Its folder is in use
+until the testbed has ended, so the folder comes first::
 
     with TemporaryDirectory() as data, Testbed(rate=2.5e6) as bed:
         swift = run_swift(bed, Path(data), tenants=("alice", "bob"), buckets=("alice:photos",))
@@ -42,7 +42,7 @@ class SwiftService:
     keys: Mapping[str, str]
 
     def options(self, account: str) -> dict[str, str]:
-        """How an account's bucket is opened, from either side."""
+        """Return the options that open an account's bucket from either side."""
         return {
             "endpoint": self.service.url,
             "region": REGION,
@@ -62,20 +62,20 @@ def run_swift(
     core: Cores = None,
     timeout_s: float = READY_TIMEOUT_S,
 ) -> SwiftService:
-    """Start a Swift and wait until the other side sees it and its buckets are made.
+    """Start a Swift. Wait until the other side reaches it and its buckets exist.
 
     Args:
-        bed: It ends with this testbed.
-        data: Where its objects lie, on a file system with user attributes; must outlast the testbed.
+        bed: The testbed. Swift ends with it.
+        data: Folder of the objects, on a file system with user attributes; must outlast the testbed.
         tenants: Accounts, with a user and a fresh key each.
         buckets: ``ACCOUNT:BUCKET``.
         workers: Processes of the proxy and of the object server.
-        side: Where it runs.
+        side: Side of the testbed that Swift runs on.
         core: As for `Testbed.popen`.
-        timeout_s: How long it may take.
+        timeout_s: Most seconds of the start.
 
     Raises:
-        TestbedError: If it does not start; with what it said.
+        TestbedError: If Swift does not start. The text holds its output.
     """
     keys = {tenant: secrets.token_hex(16) for tenant in tenants}
     where = [os.environ["UPRIVER_SWIFT"]] if os.environ.get("UPRIVER_SWIFT") else []
@@ -90,7 +90,7 @@ def run_swift(
 
 
 def _wait_until_announced(service: Service, timeout_s: float) -> dict[str, Any]:
-    """It answers before its buckets are made, and prints its line after that."""
+    """Wait for the line that Swift prints after its buckets are made. It answers requests before that."""
     deadline = time.monotonic() + timeout_s
     while True:
         lines = [line for line in service.said().splitlines() if line.startswith("{")]

@@ -1,7 +1,7 @@
-"""How long a round of adaptive admission takes with 1,000 requests waiting, and how full the memory gets.
+"""Time a round of adaptive admission with 1,000 waiting requests, and measure how full the memory gets.
 
 Run with ``python benchmarks/admission_time.py``; ``--write`` writes ``benchmarks/results/admission_time.md``.
-Each repeat asks about other requests, so that nothing is remembered.
+Each repeat uses other requests, so that no result is cached.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIZES = (16, 32, 64, 128)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queue:
-    """Requests that wait, and the memory there is for them.
+    """Waiting requests, and the memory for them.
 
     Attributes:
         most: Requests that may be admitted; no limit if None.
@@ -36,7 +36,7 @@ class Queue:
 
 
 def ask(key: int, per_sample: int, *sizes: int) -> Ask:
-    """For one of twenty programs; from the first size to the last, or only these where there are more."""
+    """Return a request for one of twenty programs, with two sizes as a range or more sizes as a list."""
     return Ask(
         key=key,
         fixed_bytes=1 << 20,
@@ -50,52 +50,61 @@ def ask(key: int, per_sample: int, *sizes: int) -> Ask:
 
 
 def least_bytes(asks: Sequence[Ask]) -> int:
-    """What all of them take at their smallest batches."""
+    """Return the bytes of all requests at their smallest batches."""
     programs = {each.program: each.program_bytes for each in asks}
     requests = sum(each.fixed_bytes + each.smallest * each.bytes_per_sample for each in asks)
     return requests + sum(programs.values())
 
 
 def paper(draw: random.Random, memory: float) -> Queue:
-    """Batches of 25 to 1000 samples, as HAPI sets them; memory as a multiple of what the smallest take."""
+    """Return batches of 25 to 1000 samples, as in HAPI.
+
+    Memory is a multiple of the smallest batches' need.
+    """
     asks = [ask(key, draw.randrange(10**6, 10**8), 25, 1000) for key in range(REQUESTS)]
     return Queue(asks=asks, free_bytes=int(memory * least_bytes(asks)))
 
 
 def sizes_on_offer(draw: random.Random) -> Queue:
-    """Four sizes for each of twenty networks."""
+    """Return requests with four sizes for each of twenty networks."""
     networks = [draw.randrange(10**6, 10**8) for _ in range(20)]
     asks = [ask(key, networks[key % 20], *SIZES) for key in range(REQUESTS)]
     return Queue(asks=asks, free_bytes=int(2 * least_bytes(asks)))
 
 
 def alike(draw: random.Random) -> Queue:
-    """One network, four sizes."""
+    """Return requests of one network with four sizes."""
     per_sample = draw.randrange(10**6, 10**8)
     asks = [ask(key, per_sample, *SIZES) for key in range(REQUESTS)]
     return Queue(asks=asks, free_bytes=int(draw.uniform(1.0, 1.2) * least_bytes(asks)))
 
 
 def coarse(draw: random.Random) -> Queue:
-    """One sample or two, and room for about two more: few decide, and greedy is no help."""
+    """Return requests of one sample or two, with room for about two more.
+
+    Few requests decide the result, and a greedy choice does not help.
+    """
     asks = [ask(key, draw.randrange(10**7, 10**8), 1, 2) for key in range(REQUESTS)]
     return Queue(asks=asks, free_bytes=least_bytes(asks) + int(draw.uniform(1, 3) * 10**8))
 
 
 def nearly_alike(draw: random.Random) -> Queue:
-    """A small batch or one a thousand times as large, all a little different: two to five fit."""
+    """Return requests with a small batch or one a thousand times as large, all slightly different.
+
+    Two to five large batches fit.
+    """
     asks = [ask(key, 10**6 + draw.randrange(10**4), 1, 999, 1000) for key in range(REQUESTS)]
     return Queue(asks=asks, free_bytes=least_bytes(asks) + int(draw.uniform(2, 6) * 10**9))
 
 
 def no_two_alike(draw: random.Random) -> Queue:
-    """As before, but from one to fifty times as large: the hardest that was found."""
+    """Return slightly different requests from one to fifty times as large: the hardest queue found."""
     asks = [ask(key, int(10 ** draw.uniform(5, 6.7)), 1, 999, 1000) for key in range(REQUESTS)]
     return Queue(asks=asks, free_bytes=least_bytes(asks) + int(draw.uniform(2, 6) * 10**9))
 
 
 def capped(draw: random.Random) -> Queue:
-    """A thousand wait, and eight may go."""
+    """Return a thousand waiting requests of which eight may be admitted."""
     queue = sizes_on_offer(draw)
     free_bytes = int(draw.uniform(1, 4) * least_bytes(queue.asks[:8]))
     return Queue(asks=queue.asks, free_bytes=free_bytes, most=8)
@@ -114,7 +123,7 @@ QUEUES: dict[str, Callable[[random.Random], Queue]] = {
 
 
 def share(queue: Queue, grants: Sequence[Grant]) -> float:
-    """Bytes of samples over a bound of what could be had: all of the memory, or the largest batches."""
+    """Return the granted bytes over a bound: all of the memory, or the largest batches."""
     granted = queue.asks[: len(grants)]
     pairs = list(zip(granted, grants, strict=True))
     got = sum(grant.batch * each.bytes_per_sample for each, grant in pairs)
@@ -124,7 +133,7 @@ def share(queue: Queue, grants: Sequence[Grant]) -> float:
 
 
 def main() -> None:
-    """Measure, print, and write if asked."""
+    """Measure, print, and write on request."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args()

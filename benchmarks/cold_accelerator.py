@@ -1,17 +1,17 @@
-"""With an accelerator: how soon does a fresh process answer there, whose model lies in an object store?
+"""Time the first answer of a fresh process on an accelerator, with a model in an object store.
 
 The claim: from the end of its imports to the first right answer, the accelerator's own start included,
-upriver is fastest, or within 3 % of whoever is, with weights that come into the accelerator's memory beside
-what computes there; and every answer is ``torch.equal`` to that of the whole model there.
+upriver is fastest, or within 3 % of the fastest system. Weights reach the accelerator's memory while it
+computes, and every answer is ``torch.equal`` to that of the whole model there.
 
-The store is on the same host, behind loopback and without a limit: what a link takes is `cold_start.py`'s
-matter. Every way constructs the model as upriver does, without filling weights that are about to come, and
-has its own number of requests, the best of those tried.
+The store is on the same host, behind loopback and without a limit; `cold_start.py` covers links. Every way
+constructs the model as upriver does, without filling weights that will arrive. Each has its own number of
+requests, the best of those tried.
 
-Run ``python benchmarks/cold_accelerator.py``; ``--minutes 8`` ends it before the next turn, and what there is
-then is written to ``results/cold_accelerator.md`` all the same. Every run is a fork of a process that has
-imported PyTorch and the models, and has not asked for an accelerator. Other systems take part where they are
-installed beside upriver.
+Run ``python benchmarks/cold_accelerator.py``. ``--minutes 8`` ends it before the next turn, and still writes
+the runs so far to ``results/cold_accelerator.md``. Every run is a fork of a process that has imported PyTorch
+and the models, and has not touched an accelerator. Other systems take part where they are installed next to
+upriver.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Found:
     """All runs.
 
     Attributes:
-        runs: What each was, and what it took.
-        nbytes: Of each model's weights.
-        failed: What could not be run.
-        where: Of what code, on what machine.
+        runs: The specification and the times of each run.
+        nbytes: Bytes of each model's weights.
+        failed: The runs that failed.
+        where: The code version and the machine.
     """
 
     runs: list[dict[str, Any]] = field(default_factory=list)
@@ -72,11 +72,11 @@ class Found:
 
     @property
     def turns(self) -> int:
-        """How many turns count: the first one found the numbers of requests."""
+        """Return the number of turns that count. The first turn chose the numbers of requests."""
         return max((each["turn"] for each in self.runs), default=0)
 
     def best(self, model: str, way: str) -> int:
-        """The number of requests by which it was fastest in the first turn."""
+        """Return the number of requests with the fastest run of this way in the first turn."""
         tried = [
             each
             for each in self.runs
@@ -85,7 +85,7 @@ class Found:
         return min(tried, key=lambda each: each["answered_s"])["knob"] if tried else KNOBS[0]
 
     def seconds(self, model: str, way: str, started: bool) -> Spread | None:
-        """To the first answer."""
+        """Return the seconds to the first answer."""
         values = [
             each["answered_s"]
             for each in self.runs
@@ -98,7 +98,7 @@ class Found:
 
 
 def publish(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A model into the store, in every form, and the answer that is right there."""
+    """Publish a model to the store in every form, and its right answer."""
     from safetensors.torch import save_file
 
     forms = sorted({FORMS[way] for way in spec["ways"]})
@@ -113,16 +113,16 @@ def publish(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nobody(_: str) -> None:
-    """Is told."""
+    """Ignore a message."""
 
 
 def _right_of(spec: Mapping[str, Any]) -> Path:
-    """Where the right answer is."""
+    """Return the path of the right answer."""
     return Path(spec["references"]) / f"{spec['model']}.right"
 
 
 def run(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A first answer, and what it took from the end of imports on."""
+    """Run until the first answer. Return the times from the end of the imports on."""
     import torch
     from safetensors.torch import load_file
 
@@ -157,16 +157,16 @@ def _there(spec: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[
 
 
 def can_run() -> list[str]:
-    """Names of the ways whose packages are here."""
+    """Return the names of the ways whose packages are installed."""
     needs = {name: [package.replace("-", "_") for package in way.needs] for name, way in WAYS.items()}
     return [name for name in WAYS if all(map(importlib.util.find_spec, needs[name]))]
 
 
 def child(do: Do, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Have something done in a fork of this process, which has imported models and not asked for a device.
+    """Execute `do` in a fork of this process, which has imported models and not touched a device.
 
     Raises:
-        Failed: If it cannot be done.
+        Failed: If the fork fails.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
@@ -199,7 +199,7 @@ def _forked(do: Do, spec: Mapping[str, Any], answers: Connection) -> None:
 def spec_of(
     model: str, place: Local, scratch: str, ways: Sequence[str], *, device: str = "cpu"
 ) -> dict[str, Any]:
-    """What `publish` takes, and with the way, its knob and ``started`` `run`."""
+    """Return the specification for `publish`, or, with the way, its knob and ``started``, for `run`."""
     uri, options = place.writing
     return {
         "model": model,
@@ -218,7 +218,7 @@ def spec_of(
 def measure(
     models: Sequence[str], ways: Sequence[str], *, device: str, repeats: int, minutes: float
 ) -> Found:
-    """A turn of every model in which each way finds its number of requests, then as many as are asked for."""
+    """Measure a turn of every model to choose each way's number of requests, and then the counted turns."""
     ends_s, console = time.monotonic() + 60 * minutes, Console(stderr=True)
     found = Found()
     for model in models:
@@ -249,7 +249,7 @@ def measure(
 
 
 def text(found: Found, ways: Sequence[str]) -> str:
-    """The report."""
+    """Return the report."""
     _, claim, place, *_ = __doc__.split("\n\n")
     lines = ["# Cold start on an accelerator", ""]
     lines += [claim.replace("The claim: from", "**Claim.** From").replace("``", "`"), "", place, ""]
@@ -288,7 +288,7 @@ def text(found: Found, ways: Sequence[str]) -> str:
 
 
 def where() -> str:
-    """Of what, and on what."""
+    """Return the code version and the machine."""
     import torch
 
     there = torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator"
@@ -296,7 +296,7 @@ def where() -> str:
 
 
 def main() -> None:
-    """Measure, and show."""
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="no further turn begins after so many")
     parser.add_argument("--repeats", type=int, default=REPEATS)

@@ -1,7 +1,7 @@
-"""Where `cold_start.py` runs: a store on one host, on the other a fresh process for every answer.
+"""Run `cold_start.py` on a store host and a compute host with a fresh process for every answer.
 
-`Namespaces` is what is measured: the project's Swift behind a link that `tc` shapes. `Local` shows in a
-minute, and without being root, that everything works: a directory as a bucket, on this host.
+`Namespaces` is the measured setup: the project's Swift behind a link that `tc` shapes. `Local` shows within a
+minute, and without root, that everything works: a directory as a bucket, on this host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ ACCOUNT, BUCKET = "cold", "models"
 NO_LIMIT_BYTES = 1 << 50
 
 PEAKS = ("memory.peak", "memory.max_usage_in_bytes")
-"""The most that a control group has had, in version 2 and version 1; file pages that it brought in count."""
+"""Files with the peak memory of a control group, in version 2 and version 1. File pages that the group read
+count."""
 
 _here = Path(__file__).resolve().parent
 
@@ -44,8 +45,8 @@ class Place(Protocol):
     """Hosts with a store.
 
     Attributes:
-        bucket: Of the store.
-        options: By which both sides open it.
+        bucket: Bucket of the store.
+        options: Options by which both sides open it.
         writing: URI and options by which models are published.
     """
 
@@ -56,16 +57,16 @@ class Place(Protocol):
     def popen_at(
         self, argv: Sequence[object], *, cores: int, near: bool, **options: Any
     ) -> subprocess.Popen[Any]:
-        """Start a process on so many cores, on the store's side if ``near``."""
+        """Start a process on this many cores, on the store's side if ``near``."""
 
     def end(self, process: subprocess.Popen[Any]) -> None:
-        """End it and its children."""
+        """End a process and its children."""
 
     def shape(self, rate: float | None) -> float | None:
-        """Let the link carry so many bytes per second on the wire; None for no limit.
+        """Limit the link to these bytes per second on the wire; None for no limit.
 
         Returns:
-            Payload bytes per second that it was measured to carry; None where there is no link.
+            Measured payload bytes per second; None where there is no link.
         """
 
 
@@ -84,7 +85,7 @@ class Namespaces:
         return self
 
     def over(self, bed: Testbed) -> None:
-        """Take a testbed whose link has not been measured."""
+        """Use a testbed whose link has not been measured."""
         self._bed, self._checked = bed, dict[float | None, float]()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -93,19 +94,19 @@ class Namespaces:
     def popen_at(
         self, argv: Sequence[object], *, cores: int, near: bool, **options: Any
     ) -> subprocess.Popen[Any]:
-        """See `Place`."""
+        """Start a process; see `Place`."""
         own = {ANSWER_CORE} if cores == 1 else {STORE_CORE, ANSWER_CORE}
         return self._bed.popen("storage" if near else "compute", argv, core=own, **options)
 
     def end(self, process: subprocess.Popen[Any]) -> None:
-        """See `Place`."""
+        """End a process; see `Place`."""
         self._bed.end(process)
 
     def shape(self, rate: float | None) -> float:
-        """See `Place`.
+        """Limit the link; see `Place`.
 
         Raises:
-            TestbedError: If it does not carry that, which the next call measures again.
+            TestbedError: If the link does not carry that rate. The next call measures again.
         """
         if rate not in self._checked:
             self._checked.clear()
@@ -138,7 +139,7 @@ class Local(Hosts):
                 "region": "us-east-1",
                 "anonymous": "true",
             }
-            self.writing = root.as_uri(), {}  # the stand-in takes no object in parts
+            self.writing = root.as_uri(), {}  # the stand-in accepts no multipart uploads
             self._stack = stack.pop_all()
         return self
 
@@ -148,7 +149,7 @@ class Local(Hosts):
     def popen_at(
         self, argv: Sequence[object], *, cores: int, near: bool, **options: Any
     ) -> subprocess.Popen[Any]:
-        """See `Place`."""
+        """Start a process; see `Place`."""
         own = sorted(os.sched_getaffinity(0))[-cores:]
         env = {**os.environ, **options.pop("env", {})}
         process: subprocess.Popen[Any] = subprocess.Popen(
@@ -162,17 +163,17 @@ class Local(Hosts):
         return process
 
     def shape(self, rate: float | None) -> None:
-        """See `Place`.
+        """Accept no limit; see `Place`.
 
         Raises:
-            Failed: If a limit is asked for.
+            Failed: If a limit is requested.
         """
         if rate is not None:
             raise Failed("there is no link to shape on one host")
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the code as it is, which outlasts whatever is edited while a benchmark runs; its root."""
+    """Copy the current code, so that edits during a benchmark have no effect. Return the root of the copy."""
     for part in ("src", "benchmarks"):
         left_out = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / part, folder / part, ignore=left_out)
@@ -183,13 +184,13 @@ def copied(folder: Path) -> Path:
 
 
 class Jobs:
-    """Starts `cold_job` processes, one at a time, and takes what they say.
+    """Start `cold_job` processes, one at a time, and read their answers.
 
     Args:
-        place: Where.
-        peers: Whose environment others' ways run in.
+        place: The hosts.
+        peers: Their environment runs the ways of others.
         scratch: A folder on disk, for right answers, caches and files that ways download.
-        code: Whose ``src`` and ``benchmarks`` they run.
+        code: Root of the ``src`` and ``benchmarks`` that the processes run.
     """
 
     def __init__(self, place: Place, peers: Peers, scratch: Path, code: Path = ROOT) -> None:
@@ -198,16 +199,16 @@ class Jobs:
         self.references.mkdir()
 
     def shape(self, rate: float | None) -> float | None:
-        """See `Place.shape`."""
+        """Limit the link; see `Place.shape`."""
         return self._place.shape(rate)
 
     def publish(self, model: str, forms: Sequence[str], calls: Collection[tuple[int, int]]) -> dict[str, Any]:
-        """A model into the store, from its side, in these forms.
+        """Publish a model to the store, from its side, in these forms.
 
         Args:
-            model: Which.
+            model: Name of the model.
             forms: See ``cold_settings.FORMS``.
-            calls: Sizes of batch and numbers of threads whose right answers are to be kept.
+            calls: Batch sizes and thread counts whose right answers are stored.
         """
         uri, options = self._place.writing
         spec = {"do": "publish", "model": model, "forms": list(forms), "calls": sorted(calls), "uri": uri}
@@ -219,18 +220,18 @@ class Jobs:
         return found
 
     def ask(self, do: str, run: str, *, way: Way, cores: int, link: str, **spec: Any) -> dict[str, Any]:
-        """Have a fresh process do something of `cold_job`, and tell of it.
+        """Run one action of `cold_job` in a fresh process, and return its answer.
 
         Args:
-            do: What.
-            run: Its way, as `cold_settings.Setting.runs` names it.
-            way: The same.
-            cores: That it has.
-            link: What a run learns of a link is remembered for the same run alone, set in the same way.
+            do: The action.
+            run: Name of the way, as in `cold_settings.Setting.runs`.
+            way: The same way.
+            cores: Number of the process's cores.
+            link: Key of the remembered link. It is shared by the same run with the same options alone.
             spec: ``model``, ``batch``, ``knob``, ``assign``.
 
         Raises:
-            Failed: If it cannot.
+            Failed: If the process fails.
         """
         whole = {"do": do, "run": run, "options": dict(self._place.options), **spec}
         cache = self._scratch / f"cache-{link}-{run}-{spec['knob']}"
@@ -267,10 +268,10 @@ class Jobs:
             try:
                 process = self._place.popen_at(
                     argv, cores=cores, near=near, stdout=subprocess.PIPE, stderr=errors, env=env, cwd=folder
-                )  # Python looks for modules of peers where it is begun first
+                )  # Python searches the start folder first for peers' modules
                 stack.callback(self._place.end, process)
                 if group is not None:
-                    with suppress(OSError):  # it has ended already; its output says why
+                    with suppress(OSError):  # the process has ended; its output gives the reason
                         (group.path / "cgroup.procs").write_text(str(process.pid), encoding="ascii")
                 found = _answered(process, spawned, limit_s)
             except (Failed, KeyError, ValueError, OSError) as error:
@@ -278,13 +279,13 @@ class Jobs:
                 raise Failed(f"{spec['do']} {spec.get('run', '')}: {error}{last_lines(said)}") from None
             try:
                 process.wait(END_LIMIT_S)
-            except subprocess.TimeoutExpired:  # its answer is in
+            except subprocess.TimeoutExpired:  # its answer has arrived
                 found["ended"] = False
             return found | (_peak(group.path) if group is not None else {})
 
 
 def _answered(process: subprocess.Popen[Any], spawned: float, limit_s: float) -> dict[str, Any]:
-    """What a process says, with the moment of its answer if it gives one."""
+    """Return the report of a process, with the moment of its answer if it gives one."""
     lines, answered_at = Lines(process), None
     if (line := lines.line(limit_s)) == "answered":
         answered_at = time.monotonic()
@@ -294,12 +295,12 @@ def _answered(process: subprocess.Popen[Any], spawned: float, limit_s: float) ->
 
 
 def told(found: Mapping[str, Any], spawned: float, answered_at: float) -> dict[str, Any]:
-    """What a run says, its moments as seconds since its process was asked for.
+    """Return the report of a run, with its moments as seconds since its process was requested.
 
     Args:
-        found: Of ``cold_job.run``.
-        spawned: When that was.
-        answered_at: When its parent heard of the answer: its own clock.
+        found: The report of ``cold_job.run``.
+        spawned: Time of the request for the process.
+        answered_at: Time when the parent read the answer, by its own clock.
     """
     moments = {name: found[name] - spawned for name in ("imported", "callable", "answered", "whole")}
     rest = {name: value for name, value in found.items() if name not in moments}
@@ -319,7 +320,7 @@ def _peak(group: Path) -> dict[str, Any]:
 
 
 def for_amazon(options: Mapping[str, str]) -> dict[str, str]:
-    """The environment in which Amazon's libraries, and those built on them, find the store."""
+    """Return the environment in which Amazon's libraries, and libraries built on them, find the store."""
     return {
         "AWS_ENDPOINT_URL": options["endpoint"],
         "AWS_DEFAULT_REGION": options["region"],
@@ -332,20 +333,20 @@ def for_amazon(options: Mapping[str, str]) -> dict[str, str]:
 
 
 class Lines:
-    """What a process prints, line by line.
+    """Read the output of a process, line by line.
 
     Args:
-        process: Whose stdout is a pipe.
+        process: A process whose stdout is a pipe.
     """
 
     def __init__(self, process: subprocess.Popen[Any]) -> None:
         self._process, self._rest = process, b""
 
     def line(self, limit_s: float) -> str:
-        """The next one.
+        """Return the next line.
 
         Raises:
-            Failed: If there is none within so many seconds.
+            Failed: If no line arrives within this many seconds.
         """
         assert self._process.stdout is not None
         descriptor, until = self._process.stdout.fileno(), time.monotonic() + limit_s
@@ -361,6 +362,6 @@ class Lines:
 
 
 def paths(code: Path = ROOT) -> dict[str, str]:
-    """By which every process finds the package and these modules, and asks nobody for models."""
+    """Return the environment that finds the package and these modules, and downloads no models."""
     found = [str(code / "src"), str(code / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, found)), "HF_HUB_OFFLINE": "1"}

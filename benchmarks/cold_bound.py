@@ -1,30 +1,30 @@
-"""The least time in which a first answer could come, from what each stage takes alone.
+"""Compute the least time of a first answer from the times of each stage alone.
 
 Symbols, in seconds
     F    from a request to its first byte: a read of one byte through a connection that has to be
          opened first, as a fresh process has none
     D    of the link, for the bytes that the answer needs: up to the end of the last weight, in execution
-         order, that the call reads. On a shaped link those bytes over its payload rate (TCP's and Ethernet's
-         headers off), or over what it was measured to carry, if that is more. On one without a shape a
-         download of the whole object into this process's memory by ranged reads, with nothing else
-         done, less F, in proportion
+         order, that the call reads. On a shaped link: those bytes over its payload rate (TCP's and
+         Ethernet's headers off), or over its measured rate, if that is more. Without a shape: a download of
+         the whole object into this process's memory by ranged reads, with nothing else done, less F, in
+         proportion
     L    of a core: CRC32C and one copy into fresh memory, of bytes that this process has already
-    E    the first call of a model whose weights are all there, in a fresh process
+    E    the first call of a model whose weights have all arrived, in a fresh process
 
-Each is measured in turns with what is held against it, on the same cores, and a loader is judged by the bound
-of each turn over its own run in it. Told is the median of its repeats, as it is of the runs: the shortest
-would count against a loader what chance does to all alike.
+Each is measured in turns with the runs it is compared with, on the same cores. A loader is judged by the
+bound of each turn over its own run in it. The report gives the median of the repeats, as for the runs: the
+shortest would charge a loader for chance, which affects all alike.
 
     one core     bound = F + max(d + L + E, D + l + e)
     more         bound = F + max(d + L + e, d + l1 + E, D + l + e)
 
-That is F + max(D, L + E), or F + max(D, L, E), with what cannot overlap: nothing can be loaded or executed
-before the first group is there, nor can the last one be before it has come. Groups count as single weights,
-than which nothing smaller can be waited for: d is the first one's part of D, l1 and l are the first one's and
-the last one's of L, by bytes. e is E from the operator on that first reads the last weight, by a call under
-the barrier, which is no first one, so e is rather too small, and the bound too.
+That is F + max(D, L + E), or F + max(D, L, E), with the parts that cannot overlap: nothing can be loaded or
+executed before the first group has arrived, nor can the last group be before its arrival. Groups count as
+single weights, the smallest unit to wait for: d is the first one's part of D, l1 and l are the first one's
+and the last one's of L, by bytes. e is E from the operator on that first reads the last weight, measured by a
+later call under the barrier. So e is rather too small, and the bound too.
 
-Not in it: what receiving costs the core on a shaped link, constructing the model, and the manifest.
+The bound leaves out the core time of receiving on a shaped link, constructing the model, and the manifest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What the stages take, as above.
+    """The times of the stages, as above.
 
     Attributes:
         first_byte_s: F.
@@ -65,15 +65,17 @@ class Parts:
 
     @classmethod
     def of(cls, rows: Iterable[Row], rate: float | None) -> Parts:
-        """The median of each: runs are told by their medians, and chance is as good to them.
+        """Return the median of each time.
+
+        Runs are reported by their medians too, so chance affects both alike.
 
         Args:
-            rows: Of ``cold_job.parts``; all of one model and link. ``carried`` is what the link was measured
-                to carry then, in payload bytes per second.
-            rate: Of the link in bytes per second on the wire; None for no shape.
+            rows: Results of ``cold_job.parts``, all of one model and link. ``carried`` is the measured rate of
+                the link, in payload bytes per second.
+            rate: Rate of the link in bytes per second on the wire; None for no shape.
 
         Raises:
-            ValueError: If there are none.
+            ValueError: If there are no rows.
         """
         rows = list(rows)
         if not rows:
@@ -101,7 +103,7 @@ class Parts:
         )
 
     def bound(self, *, one_core: bool) -> float:
-        """The least time, in seconds."""
+        """Return the least time, in seconds."""
         busy = self.load_s + self.execute_s
         ends = [self.download_s + self.last_load_s + self.last_execute_s]
         if one_core:

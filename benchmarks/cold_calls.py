@@ -1,16 +1,17 @@
-"""What does a call of a model cost once the model has arrived? Instructions are counted, not seconds.
+"""Count the instructions, not the seconds, of a model's call after its weights have arrived.
 
 The claim: a call of a model that was called while it arrived takes, within 1 %, as many instructions as a
-call of a plain one, and has the same bits. `cold_start.py` times the same; there other work on the machine
-decides about a percent, here it cannot show.
+call of a plain one, and has the same bits. `cold_start.py` times the same call. There other work on the
+machine decides about a percent; here it has no effect.
 
-Valgrind runs a process that loads the model by `upriver.coldstart`, calls it while it arrives, and then has
-it and two plain ones answer in turns: one that was made in that process, and one whose weights were copied,
-to see how far plain ones differ. One thread computes. The store is on the same host, behind loopback.
+Valgrind runs a process that loads the model by `upriver.coldstart` and calls it while it arrives. The process
+then calls this model and two plain ones in turns: one that was made in that process, and one whose weights
+were copied, to show how far plain ones differ. One thread computes. The store is on the same host, behind
+loopback.
 
-Run ``python benchmarks/cold_calls.py``; it writes ``results/cold_calls.md``. It needs Valgrind, under which
-a model takes two to thirty minutes, a core for each. What is counted is kept beside the report as it comes:
-``--models gpt2`` counts one anew.
+Run ``python benchmarks/cold_calls.py``; it writes ``results/cold_calls.md``. It needs Valgrind, under which a
+model takes two to thirty minutes, a core for each. Counts are stored next to the report as they arrive:
+``--models gpt2`` counts one model anew.
 """
 
 from __future__ import annotations
@@ -52,21 +53,21 @@ CALLS, WARM_CALLS = 3, 2
 REQUESTS = 4
 LIMIT_S = 3600.0
 KERNELS = {"ONEDNN_MAX_CPU_ISA": "AVX", "MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}
-"""Without fused multiply-adds, which Valgrind emulates: with them a convolution takes 70 times as long."""
+"""No fused multiply-adds, which Valgrind emulates: with them a convolution takes 70 times as long."""
 
 Counts = dict[str, list[int]]
-"""Instructions of each call, by whose it was."""
+"""Instructions of each call, by the called model."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a process found.
+    """The result of a process.
 
     Attributes:
-        counts: Instructions of each call, by whose it was; none if it failed.
+        counts: Instructions of each call, by the called model; empty after a failure.
         equal: Whether all answers had the same bits.
-        where: Of what code, on what machine.
-        failed: Why there are none.
+        where: The code version and the machine.
+        failed: The reason for a failure.
     """
 
     counts: Counts
@@ -75,7 +76,7 @@ class Counted:
     failed: str = ""
 
     def ratio(self, who: str) -> float:
-        """Whose calls take how many times the plain model's instructions, by the medians."""
+        """Return how many times the plain model's instructions a call takes, by the medians."""
         return Spread.of(self.counts[who]).median / Spread.of(self.counts[PLAIN]).median
 
 
@@ -83,17 +84,19 @@ class Counted:
 
 
 def order(number: int) -> tuple[str, ...]:
-    """Whose call comes when in a turn."""
+    """Return the order of the calls in a turn."""
     first = number % len(NETWORKS)
     return NETWORKS[first:] + NETWORKS[:first]
 
 
 def called(spec: Mapping[str, Any], *, begin: Callable[[], object]) -> bool:
-    """Load, then call in turns, each call between two words to Valgrind; whether all answers are the same.
+    """Load the model, then call in turns. Return whether all answers are the same.
+
+    Each call lies between two requests to Valgrind.
 
     Args:
-        spec: As `cold_accelerator.run` takes it, and how many ``calls``.
-        begin: Has Valgrind begin to follow what is done.
+        spec: The specification of `cold_accelerator.run`, and the number of ``calls``.
+        begin: Makes Valgrind begin to count.
     """
     import torch
 
@@ -108,10 +111,10 @@ def called(spec: Mapping[str, Any], *, begin: Callable[[], object]) -> bool:
     networks: Mapping[str, nn.Module] = {ARRIVED: arrived, PLAIN: plain, COPIED: copy.deepcopy(plain)}
     right = answer(plain, inputs)
     equal = torch.equal(early, right)
-    for network in (*networks.values(),) * WARM_CALLS:  # kernels are chosen and remembered
+    for network in (*networks.values(),) * WARM_CALLS:  # kernels are chosen and cached
         equal &= torch.equal(answer(network, inputs), right)
     gc.collect()
-    gc.disable()  # it would hit whoever's call fills a generation
+    gc.disable()  # a collection would fall into an arbitrary call
     begin()
     for number in range(spec["calls"]):
         for name in order(number):
@@ -124,7 +127,7 @@ def called(spec: Mapping[str, Any], *, begin: Callable[[], object]) -> bool:
 
 
 def follow() -> None:
-    """Have the Valgrind that runs this process begin to count."""
+    """Make the Valgrind that runs this process begin to count."""
     told = ["callgrind_control", "--instr=on", str(os.getpid())]
     subprocess.run(told, check=True, stdout=subprocess.DEVNULL)
 
@@ -133,10 +136,10 @@ def follow() -> None:
 
 
 def counted(spec: Mapping[str, Any]) -> tuple[Counts, bool]:
-    """Instructions of each call in a process under Valgrind, and whether all answers had the same bits.
+    """Return the instructions of each call under Valgrind, and whether all answers had the same bits.
 
     Raises:
-        Failed: If it ends otherwise, or too few calls were counted.
+        Failed: If the process fails, or too few calls were counted.
     """
     with tempfile.TemporaryDirectory(prefix="upriver-calls-") as folder:
         out, log = Path(folder) / "out", Path(folder) / "log"
@@ -158,7 +161,7 @@ def counted(spec: Mapping[str, Any]) -> tuple[Counts, bool]:
 
 
 def dumped(out: Path) -> list[int]:
-    """The totals of what Callgrind wrote at each request, in that order."""
+    """Return the totals that Callgrind wrote at each request, in order."""
     parts = sorted(out.parent.glob(f"{out.name}.*"), key=lambda path: int(path.suffix[1:]))
     texts = [path.read_text(encoding="utf-8") for path in parts]
     asked = [text for text in texts if "Client Request" in text]
@@ -166,10 +169,10 @@ def dumped(out: Path) -> list[int]:
 
 
 def in_turns(totals: Sequence[int], calls: int) -> Counts:
-    """Totals by whose call each is of.
+    """Group totals by the called model.
 
     Raises:
-        Failed: If there are more or fewer than calls.
+        Failed: If the number of totals differs from the number of calls.
     """
     names = [name for number in range(calls) for name in order(number)]
     if len(totals) != len(names):
@@ -181,12 +184,12 @@ def in_turns(totals: Sequence[int], calls: int) -> Counts:
 
 
 def measure(models: Sequence[str], *, calls: int, runs: Path) -> None:
-    """A process for each model, as many beside each other as there are cores: counts stay the same.
+    """Count each model in its own process, one process per core. Counts do not depend on other processes.
 
     Args:
         models: Names of `MODELS`.
-        calls: How many of each network count.
-        runs: File that has earlier ones, and gets these as they come.
+        calls: Number of counted calls of each network.
+        runs: File with earlier results. New results are added as they arrive.
     """
     console, found = Console(stderr=True), kept(runs)
     where = f"Upriver at {commit()}; {machine()}; {versions('torch', 'transformers', 'torchvision')}."
@@ -218,14 +221,14 @@ def measure(models: Sequence[str], *, calls: int, runs: Path) -> None:
 
 
 def kept(runs: Path) -> dict[str, Counted]:
-    """What was counted before."""
+    """Return the earlier counts."""
     if not runs.exists():
         return {}
     return {name: Counted(**each) for name, each in json.loads(runs.read_text(encoding="utf-8")).items()}
 
 
 def keep(found: Mapping[str, Counted], runs: Path) -> None:
-    """All of it, in the order of `CHOSEN`, whoever came first."""
+    """Write all counts in the order of `CHOSEN`, whichever model finished first."""
     places = {name: place for place, name in enumerate(CHOSEN)}
     ordered = sorted(found, key=lambda name: places.get(name, len(places)))
     runs.write_text(
@@ -234,7 +237,7 @@ def keep(found: Mapping[str, Counted], runs: Path) -> None:
 
 
 def text(found: Mapping[str, Counted]) -> str:
-    """The report."""
+    """Return the report."""
     _, claim, how, *_ = __doc__.split("\n\n")
     rows, calls = [], set()
     near = right = 0
@@ -280,7 +283,7 @@ def text(found: Mapping[str, Counted]) -> str:
 
 
 def main() -> None:
-    """Measure, and show."""
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(CHOSEN))
     parser.add_argument("--calls", type=int, default=CALLS, help="of each network that count")
@@ -290,7 +293,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="only write the report, from that file")
     parser.add_argument("--spec", type=json.loads, help="of the process that Valgrind runs")
     chosen = parser.parse_args()
-    os.environ.update(KERNELS)  # read by the first operator; also for those that make weights up
+    os.environ.update(KERNELS)  # read by the first operator; also for processes that make weights
     if chosen.spec:
         print(json.dumps(called(chosen.spec, begin=follow)))
         return

@@ -1,13 +1,13 @@
-"""Where a store gives each connection a part of what it has: how soon does a process answer there?
+"""Time the first answer with a store that limits the rate of each connection.
 
 The claim: with a store that gives a connection 80 MB/s and is 20 ms away, a process whose machine has loaded
-from it before answers sooner than the first one there, which has to find out how many requests at once it
-takes; and as soon as with the best number of requests, within 10 %, however that is known.
+from it before answers sooner than the first one there, which has to find the best number of concurrent
+requests; and as soon as with the best number of requests, within 10 %, however that is known.
 
-The store is on the same host, behind loopback, and holds each connection to its rate. Each run is a fork of
-a process that has imported PyTorch and the models; a round is five of them one after the other that share
-what is remembered, and two that remember nothing: one that is told to begin with as many requests as it may
-have, and one that downloads everything by 8 threads, and only then loads and runs.
+The store is on the same host, behind loopback, and holds each connection to its rate. Each run is a fork of a
+process that has imported PyTorch and the models. A round has five sequential runs that share a cache, and two
+runs without a cache: one begins with as many requests as it may have, and one downloads everything by 8
+threads, and only then loads and runs.
 
 Run ``python benchmarks/cold_connections.py``; it writes ``results/cold_connections.md``.
 """
@@ -35,13 +35,13 @@ LOADS, REPEATS = 5, 7
 NEAR = 0.1
 
 Runs = dict[str, dict[str, list[dict[str, Any]]]]
-"""What each run took, by model, and by which load it was."""
+"""Times of each run, by model and by name of the load."""
 
 KNOWN, SEQUENTIAL = "told", "sequential"
 
 
 def load_number(number: int) -> str:
-    """Which load from this store a run is."""
+    """Return the name of a run: the number of the load from this store."""
     return f"load {number}"
 
 
@@ -49,7 +49,7 @@ NAMES = (*map(load_number, range(1, LOADS + 1)), KNOWN, SEQUENTIAL)
 
 
 def ours(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A load of ours, and with how many requests it began and ended."""
+    """Load with upriver. Return the times and the first and last number of requests."""
     from upriver.coldstart import link_estimator
 
     flows: list[link_estimator.FlowMeter] = []
@@ -69,7 +69,7 @@ def ours(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def measure(models: Sequence[str], *, repeats: int) -> tuple[Runs, dict[str, int]]:
-    """Rounds of all models in turn; what was found, and the bytes of each model."""
+    """Run rounds of all models in turn. Return the results, and the bytes of each model."""
     console, found = Console(stderr=True), {model: {name: [] for name in NAMES} for model in models}
     for model in models:
         MODELS[model].prepare()
@@ -92,7 +92,7 @@ def measure(models: Sequence[str], *, repeats: int) -> tuple[Runs, dict[str, int
 
 
 def text(found: Runs, nbytes: Mapping[str, int]) -> str:
-    """The report."""
+    """Return the report."""
     _, claim, place, *_ = __doc__.split("\n\n")
     rows, sooner, near = [], 0, 0
     for model, runs in found.items():
@@ -146,7 +146,7 @@ def text(found: Runs, nbytes: Mapping[str, int]) -> str:
 
 
 def main() -> None:
-    """Measure, and show."""
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--models", default=",".join(CHOSEN))

@@ -1,4 +1,4 @@
-"""What the records of `cold_start.py` say of one setting, and which goals it meets."""
+"""Evaluate the records of `cold_start.py` for one setting, and the goals that it meets."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from cold_settings import OURS, PARTS, PLAIN, STREAMED, WAYS, Setting, way_of
 
 NEAR_BEST, LEAST_SHARE, MOST_MEMORY, MOST_AFTER = 0.03, 0.85, 1.1, 0.01
 MOST_FAILED = 0.2
-"""Of a way's turns; one that fails or answers wrongly more often is out of the comparison."""
+"""Largest share of failed or wrong turns of a way. Above it, the way is not compared."""
 
 SURE = 0.95
-"""Of the interval that is told with a median; see `Found.behind_between`."""
+"""Confidence of the interval that is reported with a median; see `Found.behind_between`."""
 
 JUDGED_GBIT = 1.0
 """The link whose bound is a goal."""
 
 JUDGED_BYTES = 90_000_000
-"""Weights of which a tenth is more than what a client of a store takes whatever it loads."""
+"""Least weights of which a tenth is more than the memory that a store's client needs for any load."""
 
 STARTED, IMPORTED, EVENED = "total_s", "after_imports_s", "evened_s"
 """The clocks: the parent's, from process start; the process's own, from the end of its imports; and the
-parent's, had imports taken what is usual for them, where that is known (`cold_imports`)."""
+parent's with usual import times, where these are known (`cold_imports`)."""
 
 COMPARED: Mapping[str, tuple[str, str | None]] = {
     "fastest": (STARTED, None),
@@ -45,13 +45,13 @@ COMPARED: Mapping[str, tuple[str, str | None]] = {
     "small": (STARTED, None),
     "small, evened": (EVENED, None),
 }
-"""Goals that hold upriver against the best other: by which clock, and the ending of their names."""
+"""Goals that compare upriver with the best other way: by clock, and by the ending of the ways' names."""
 
 Row = Mapping[str, Any]
 
 
 def newest(rows: Mapping[int, Row]) -> dict[int, Row]:
-    """Those that are of the code by which the last one was made, by number."""
+    """Return the rows with the code version of the last row, by number."""
     if not rows:
         return {}
     version = max(rows.values(), key=lambda row: row["begun"])["version"]
@@ -59,11 +59,11 @@ def newest(rows: Mapping[int, Row]) -> dict[int, Row]:
 
 
 class Found:
-    """What the records say of one setting.
+    """The records of one setting.
 
     Args:
-        setting: Which, with all ways that there are.
-        records: All that were kept. Of each run those count that are of the newest code.
+        setting: The setting, with all its ways.
+        records: All stored records. Of each run those of the newest code count.
 
     Attributes:
         turns: Rows of each run, by the number of the turn.
@@ -95,10 +95,10 @@ class Found:
         }
 
     def even(self, imports: Mapping[tuple[int, str], float]) -> None:
-        """Have rows say what their runs had taken from process start with other imports, under ``EVENED``.
+        """Add to each row the time from process start with usual imports, under ``EVENED``.
 
         Args:
-            imports: Seconds of each turn's each run that answered rightly.
+            imports: Import seconds of each correct run of each turn.
         """
         for run, rows in self.turns.items():
             self.turns[run] = {
@@ -110,75 +110,77 @@ class Found:
 
     @property
     def begun(self) -> bool:
-        """Whether any turn has been run in which upriver took part."""
+        """Return whether any turn with upriver has run."""
         return bool(self.rows(OURS))
 
     # ------------------------------------------------------------------------------------------- runs
 
     def rows(self, run: str) -> list[Row]:
-        """Of every turn in which a run was tried."""
+        """Return the rows of every turn in which a run was tried."""
         return list(self.turns.get(run, {}).values())
 
     def right(self, run: str) -> list[Row]:
-        """Of every turn in which it answered rightly."""
+        """Return the rows of every turn in which a run answered correctly."""
         return _right(self.rows(run))
 
     def usable(self, run: str) -> bool:
-        """Whether it can be compared: it answered rightly, but for a few times at most."""
+        """Return whether a run can be compared: it answered correctly, with few exceptions."""
         tried, right = len(self.rows(run)), len(self.right(run))
         return right > 0 and tried - right <= MOST_FAILED * tried
 
     @cached_property
     def runs(self) -> list[str]:
-        """All that can be compared, in the order of the ways."""
+        """Return all comparable runs, in the order of the ways."""
         return [run for run in self.setting.runs if self.usable(run)]
 
     @property
     def out(self) -> list[str]:
-        """Runs that were tried and cannot be compared."""
+        """Return the runs that were tried and cannot be compared."""
         return [run for run in self.setting.runs if self.rows(run) and not self.usable(run)]
 
     def spread(self, run: str, clock: str) -> Spread:
-        """A figure of a run, in seconds: ``clock`` may be any that its rows have."""
+        """Return a figure of a run, in seconds. ``clock`` may be any field of its rows."""
         return Spread.of(row[clock] for row in self.right(run))
 
     def best_other(self, clock: str, ending: str | None = None) -> str | None:
-        """Of all but upriver's own way, the one with the lowest median.
+        """Return the run with the lowest median, except upriver's own way.
 
         Args:
-            clock: Which.
+            clock: Name of the clock.
             ending: Of the names: with our construction, without, or None for either.
         """
         others = [run for run in self._others(ending) if self._seconds(run, clock)]
         return min(others, key=lambda run: self.spread(run, clock).median, default=None)
 
     def _others(self, ending: str | None) -> list[str]:
-        """All that upriver's own way is held against."""
+        """Return all runs that upriver's own way is compared with."""
         return [run for run in self.runs if way_of(run) != OURS and _ends(run, ending)]
 
     def pairs(self, one: str, other: str) -> list[tuple[Row, Row]]:
-        """Two runs of each turn in which both answered rightly."""
+        """Return two runs' rows of each turn in which both answered correctly."""
         ours, theirs = self.turns.get(one, {}), self.turns.get(other, {})
         both = [(ours[number], theirs[number]) for number in ours if number in theirs]
         return [pair for pair in both if len(_right(pair)) == len(pair)]
 
     def behind(self, clock: str, ending: str | None = None) -> float | None:
-        """How much longer upriver takes than the best other: the median over turns in which both ran.
+        """Return how much longer upriver takes than the best other: the median over turns with both.
 
-        Of many that are as good one is the best by chance. So in each turn upriver is held against the best
-        of the others by all turns but that one, which has been lucky elsewhere, if at all.
+        Of several equal ways one is the best by chance. So each turn compares upriver with the best other way
+        of all remaining turns. That way was lucky elsewhere, if at all.
 
         Args:
-            clock: Which.
+            clock: Name of the clock.
             ending: As for `best_other`; upriver is without its construction where the others are.
         """
         ratios = self._ratios(clock, ending)
         return statistics.median(ratios) - 1 if ratios else None
 
     def behind_between(self, clock: str, ending: str | None = None) -> tuple[float, float] | None:
-        """Between what `behind` would lie after any number of such turns, with a certainty of `SURE`.
+        """Return the interval that `behind` would lie in after any number of such turns, with confidence
+        `SURE`.
 
-        Ranks alone decide, however times are spread. None where there are too few turns to say.
+        The interval uses ranks alone, so any distribution of the times is allowed. It is None with too few
+        turns.
         """
         ratios = self._ratios(clock, ending)
         if not ratios:
@@ -187,7 +189,7 @@ class Found:
         return (float(low) - 1, float(high) - 1) if math.isfinite(low) and math.isfinite(high) else None
 
     def _ratios(self, clock: str, ending: str | None) -> list[float]:
-        """Of each turn in which both answered rightly: upriver's time over the best other's."""
+        """Return upriver's time over the best other's, for each turn in which both answered correctly."""
         ours = OURS + (ending or "")
         if not self.usable(ours):
             return []
@@ -200,18 +202,18 @@ class Found:
         return found
 
     def _seconds(self, run: str, clock: str) -> dict[int, float]:
-        """Of each turn in which a run answered rightly, by its number; none where a clock is not there."""
+        """Return the seconds of each correct turn of a run, by number; empty where a clock is missing."""
         rows = self.turns.get(run, {}).items()
         return {number: row[clock] for number, row in rows if row.get("equal") and clock in row}
 
     @property
     def apart(self) -> int:
-        """Turns in which upriver ran in another start of the benchmark than its best competitor."""
+        """Return the turns in which upriver and its best competitor ran in different starts of the benchmark."""
         best = self.best_other(STARTED)
         return sum(one["begun"] != other["begun"] for one, other in self.pairs(OURS, best or OURS))
 
     def told(self) -> list[str]:
-        """Which runs failed, answered wrongly or did not end, and how."""
+        """Return the runs that failed, answered wrongly or did not end, and how."""
         found = []
         for run in self.turns:
             errors = [row["error"] for row in self.rows(run) if "error" in row]
@@ -233,22 +235,22 @@ class Found:
 
     @cached_property
     def parts(self) -> Parts | None:
-        """What the stages take by themselves; None if that was not measured."""
+        """Return the times of the stages alone, or None if they were not measured."""
         return Parts.of(self._parts.values(), self.setting.rate) if self._parts else None
 
     @property
     def bound_s(self) -> float | None:
-        """The least time from a process that has its imports to an answer; None if it is not known."""
+        """Return the least time from the end of the imports to an answer; None if it is unknown."""
         return None if self.parts is None else self._bound(self.parts)
 
     def _bound(self, parts: Parts) -> float:
         return parts.bound(one_core=self.setting.one_core)
 
     def share(self, run: str) -> float | None:
-        """Of the bound: 1 were as fast as can be. None where no turn has both.
+        """Return the bound over a run's time: 1 is optimal. None if no turn has both.
 
-        The median over turns of each one's own bound over its run: a core of one day may be twice as fast as
-        another day's, and the bound is not measured in every turn.
+        The result is the median over turns of each turn's bound over its run. A core may be twice as fast on
+        one day as on another, and the bound is not measured in every turn.
         """
         seconds = self._seconds(run, IMPORTED)
         shares = [
@@ -262,27 +264,27 @@ class Found:
 
     @property
     def stored(self) -> Row:
-        """``nbytes`` and ``tensors`` of the model."""
+        """Return ``nbytes`` and ``tensors`` of the model."""
         return self.rows(OURS)[0]
 
     @property
     def nbytes(self) -> int:
-        """Of the weights."""
+        """Return the bytes of the weights."""
         return int(self.stored["nbytes"])
 
     @property
     def call_bytes(self) -> int | None:
-        """What a call takes beside the weights: activations, and what kernels reserve; the least of all."""
+        """Return the least memory of a call without the weights: activations, and reservations of kernels."""
         return min((int(row["call_bytes"]) for row in self._parts.values()), default=None)
 
     def above(self, run: str, field: str = "hwm_bytes") -> float | None:
-        """The highest peak above a process that only imports, in bytes; None where it was not measured.
+        """Return the highest peak above a process that only imports, in bytes; None if not measured.
 
-        A process that only imports is taken when it is done with that, as what its imports took for a while
-        is there again for the weights. Of its control group there is the peak alone.
+        The importing process is measured after its imports, because the memory they used for a while is free
+        again for the weights. Its control group reports the peak alone.
 
         Args:
-            run: Which.
+            run: Name of the run.
             field: ``hwm_bytes`` of the process, ``group_bytes`` of its control group.
         """
         name = "rss_bytes" if field == "hwm_bytes" else field
@@ -293,7 +295,7 @@ class Found:
     # ------------------------------------------------------------------------------------- afterwards
 
     def after(self, who: str) -> Spread | None:
-        """Forward passes of a model over the plain one's: a median for each process; None if not run."""
+        """Return a model's forward times over the plain one's: a median for each process; None if not run."""
         if not self.afters:
             return None
         ratios = []
@@ -305,7 +307,7 @@ class Found:
         return Spread.of(ratios)
 
     def after_is_even(self) -> bool | None:
-        """Whether the loaded model is as fast; None where two plain ones differ by more than the goal is."""
+        """Return whether the loaded model is as fast; None where two plain ones differ by more than the goal."""
         arrived, control = self.after("arrived"), self.after("control")
         if arrived is None or control is None or abs(control.median - 1) > MOST_AFTER:
             return None
@@ -315,7 +317,7 @@ class Found:
 
     @property
     def goals(self) -> dict[str, bool]:
-        """Each goal that says something of this setting, and whether it is met."""
+        """Return each goal that applies to this setting, and whether it is met."""
         found: dict[str, bool] = {"right": not self.wrong()}
         if self.setting.timed:
             found |= self._speed()
@@ -342,7 +344,7 @@ class Found:
         return found
 
     def surely_behind(self, goal: str) -> bool:
-        """Whether upriver would stay behind in a goal of `COMPARED` after any number of such turns."""
+        """Return whether upriver would miss a goal of `COMPARED` after any number of such turns."""
         between = self.behind_between(*COMPARED[goal])
         return between is not None and between[0] > NEAR_BEST
 
@@ -356,7 +358,7 @@ class Found:
         return found
 
     def wrong(self) -> list[str]:
-        """Answers of ours that are not the model's, or that are not there."""
+        """Return upriver's wrong or missing answers."""
         told = []
         for run in self.setting.runs:
             if way_of(run) in STREAMED and len(self.right(run)) < len(self.rows(run)):
@@ -373,7 +375,7 @@ def _right(rows: Iterable[Row]) -> list[Row]:
 
 
 def _median_without(times: Mapping[int, float], number: int) -> float:
-    """Of all turns but one, or of that one if there is no other."""
+    """Return the median of all turns but one, or of that one if it is the only one."""
     return statistics.median([time for each, time in times.items() if each != number] or times.values())
 
 
@@ -382,7 +384,7 @@ def _ends(run: str, ending: str | None) -> bool:
 
 
 def wrong(found: Sequence[Found]) -> list[str]:
-    """Every answer of ours that is not the model's, and every peer whose answers never are."""
+    """Return every wrong answer of upriver, and every peer without a right answer."""
     told = [each for one in found for each in one.wrong()]
     for way in WAYS:
         runs = [(one, run) for one in found for run in (way, way + PLAIN) if one.rows(run)]

@@ -1,11 +1,11 @@
-"""Imports evened out: seconds from process start, had each process imported as is usual for it.
+"""Compute the seconds from process start as if each process had the usual import time.
 
-Before its loader begins a process imports PyTorch and the model's library: half of the time to an answer, or
-more. That is the same code for everybody, but for what a way imports beside it, and whatever else the machine
-does makes it a tenth longer or shorter from one process to the next, which is more than the 3 % that are in
-question. So each process's imports are taken to be what is usual in its turn, whose processes run soon after
-one another, and in addition what is usual for its way, in all turns of all models of a library: the median
-polish of two-way tables (Tukey, Exploratory Data Analysis, 1977). All that follows is as it was measured.
+Before its loader begins, a process imports PyTorch and the model's library: half of the time to an answer, or
+more. All processes import the same code, except for the modules of their way. Other load on the machine makes
+the imports a tenth longer or shorter from one process to the next, which is more than the 3 % in question. So
+each import time is replaced by the usual one of its turn, whose processes run soon after one another, plus
+the usual addition of its way, over all turns of all models of a library. Both come from the median polish of
+two-way tables (Tukey, Exploratory Data Analysis, 1977). All later times stay as measured.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cold_settings import OURS, STREAMED, way_of
 Key = TypeVar("Key", bound=Hashable)
 
 ROUNDS = 20
-"""Of the polish, which moves nothing any more long before."""
+"""Rounds of the polish, which converges long before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imports:
-    """Of a library's models.
+    """Import times of a library's models.
 
     Attributes:
-        turns: Of all settings, that were looked at.
+        turns: Number of examined turns of all settings.
         usual_s: Seconds that upriver's own imports take, the median of all turns.
-        extra_s: What other kinds of process usually take in addition, by `kind_of`.
-        off_s: How far half of all processes are, at most, from what is usual for them.
+        extra_s: Usual additional seconds of other kinds of process, by `kind_of`.
+        off_s: Median distance of a process from its usual import time.
     """
 
     turns: int
@@ -44,13 +44,13 @@ class Imports:
 
 
 def even_imports(found: Sequence[Found]) -> dict[str, Imports]:
-    """Add to all runs that answered rightly how long they had taken with usual imports.
+    """Add to all correct runs their time with usual imports.
 
     Args:
         found: All settings; see `Found.even`.
 
     Returns:
-        What is usual, by library.
+        The usual import times, by library.
     """
     of_library: dict[str, list[Found]] = defaultdict(list)
     for each in found:
@@ -88,17 +88,17 @@ def _even(found: Iterable[Found]) -> Imports | None:
 
 
 def kind_of(run: str) -> str:
-    """Processes that import the same: all ways of our loader do, whoever constructs."""
+    """Return the kind of a process by its imports. All ways of upriver's loader import the same modules."""
     return OURS if way_of(run) in STREAMED else run
 
 
 def polished(
     table: Iterable[tuple[Hashable, str, float]],
 ) -> tuple[dict[Hashable, float], dict[str, float]]:
-    """Of each row, and of each column, what added up comes near to their values.
+    """Return the terms of each row and each column, whose sums approximate the values.
 
     Args:
-        table: Rows, columns and values; not every row has every column, and some have several values.
+        table: Rows, columns and values. A row may lack columns, and may have several values in one.
     """
     cells = list(table)
     of_row, of_column = dict[Hashable, float](), {column: 0.0 for _, column, _ in cells}

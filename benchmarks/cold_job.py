@@ -1,15 +1,15 @@
-"""A process of `cold_start.py`: begins, does one thing by a specification, says when, and ends.
+"""Run one process of `cold_start.py`: execute one action by a specification, report times, and end.
 
-It says ``answered`` in a line of its own as soon as it has its first answer, by which the parent stops its
-own clock, and then everything else in one line of JSON. Times are of the monotonic clock, which is one for
-all processes of a machine.
+The process prints ``answered`` in a line of its own as soon as it has its first answer, by which the parent
+stops its own clock. Everything else follows in one line of JSON. Times are of the monotonic clock, which all
+processes of a machine share.
 
-What it does
+Actions
     run        a first answer, by one of `cold_ways`
-    baseline   the same up to what is imported, and no model
-    publish    a model into the store, in every form, and the answers that are right
+    baseline   the same up to the imports, without a model
+    publish    a model into the store, in every form, and its right answers
     tensors    the same in tensorizer's format, in the peers' environment
-    parts      what download, load and execute take by themselves; see `cold_bound`
+    parts      times of download, load and execute alone; see `cold_bound`
     after      forward passes of a loaded model and of two plain ones, in turns
 """
 
@@ -34,11 +34,11 @@ Spec = Mapping[str, Any]
 Say = Callable[[str], None]
 
 FORWARDS_S, FEWEST_FORWARDS, MOST_FORWARDS = 20.0, 10, 60
-"""How long a loaded model's forward passes are timed, and how many there are."""
+"""Seconds in which a loaded model's forward passes are timed, and the least and greatest number of them."""
 
 
 def run(spec: Spec, say: Say) -> dict[str, Any]:
-    """A first answer, and what it took."""
+    """Compute a first answer, and return its times."""
     loader, inputs = _ready(spec)
     imported = time.monotonic()
     network = loader()
@@ -61,13 +61,13 @@ def run(spec: Spec, say: Say) -> dict[str, Any]:
 
 
 def baseline(spec: Spec, _: Say) -> dict[str, Any]:
-    """What the same process takes before there is a model: at most, and once imports are over."""
+    """Return the memory of the same process without a model: its peak, and its use after the imports."""
     _ready(spec)
     return {**memory(), "rss_bytes": _status("VmRSS")}
 
 
 def _ready(spec: Spec) -> tuple[Any, Inputs]:
-    """Everything imported, and the question at hand."""
+    """Import everything, and return the model and its inputs."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -77,7 +77,7 @@ def _ready(spec: Spec) -> tuple[Any, Inputs]:
 
 
 def memory() -> dict[str, int]:
-    """The most that this process has had in memory so far."""
+    """Return the peak memory of this process so far."""
     return {"hwm_bytes": _status("VmHWM")}
 
 
@@ -89,7 +89,7 @@ def _status(field: str) -> int:
 
 
 def right_key(batch: int, threads: int) -> str:
-    """What the right answer to a call is kept under; by so many threads, lest they be told in its bits."""
+    """Return the key of the right answer to a call. It holds the thread count, which may change low bits."""
     return f"b{batch}-t{threads}"
 
 
@@ -106,7 +106,7 @@ def _is_right(spec: Spec, found: torch.Tensor) -> bool:
 
 
 def publish(spec: Spec, _: Say) -> dict[str, Any]:
-    """A model into the store, and beside this process its right answers for each size of batch."""
+    """Publish a model to the store, and compute its right answers here for each batch size."""
     import torch
     from safetensors.torch import save_file, save_model
 
@@ -139,14 +139,14 @@ def publish(spec: Spec, _: Say) -> dict[str, Any]:
 
 
 def _in_large_parts() -> None:
-    """Have it hardly matter where a read of an object begins: see `cold_ways.STORED_PART_BYTES`."""
+    """Store large parts, so that the start of a read hardly matters: see `cold_ways.STORED_PART_BYTES`."""
     from upriver.store import store
 
     store.STREAM_PART_BYTES = STORED_PART_BYTES
 
 
 def _stored(network: nn.Module) -> dict[int, torch.Tensor]:
-    """Each tensor of the state dict once."""
+    """Return each tensor of the state dict once."""
     return {value.data_ptr(): value for value in network.state_dict().values()}
 
 
@@ -159,7 +159,7 @@ def _put_file(store: Any, key: str, path: Path) -> None:
 
 
 def tensors(spec: Spec, _: Say) -> dict[str, Any]:
-    """A model in tensorizer's format."""
+    """Store a model in tensorizer's format."""
     from upriver.store import Store
 
     _in_large_parts()
@@ -175,7 +175,7 @@ def tensors(spec: Spec, _: Say) -> dict[str, Any]:
 
 
 def parts(spec: Spec, _: Say) -> dict[str, Any]:
-    """What each stage takes alone, in this process and on its cores; `cold_bound` says what is what."""
+    """Return the times of each stage alone, in this process and on its cores; see `cold_bound`."""
     import torch
     from crc32c import crc32c
 
@@ -216,7 +216,7 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
         for targets, tensor in zip(matched.targets, loaded, strict=True):
             for target in targets:
                 target.copy_(tensor)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
     before_bytes = _status("VmRSS")
     began = time.perf_counter()
     found = answer(network, inputs)
@@ -253,7 +253,7 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
 
 
 def after(spec: Spec, _: Say) -> dict[str, Any]:
-    """Seconds of forward passes, in turns: a model that arrived, and two whose weights were copied."""
+    """Time forward passes in turns: of a model that arrived, and of two with copied weights."""
     import torch
 
     loader, inputs = _ready(spec)
@@ -291,9 +291,9 @@ DOES: Mapping[str, Callable[[Spec, Say], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Do what the one argument says."""
+    """Execute the action of the only argument."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
 
     def say(line: str) -> None:
         answers.write(line + "\n")

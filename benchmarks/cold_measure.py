@@ -1,7 +1,7 @@
-"""What `cold_start.py` runs, and under which keys it is kept: sweeps, turns, baselines, loaded models.
+"""Make the records of `cold_start.py` under their keys: sweeps, turns, baselines, loaded models.
 
-A record is of one way, and whole or not there. The next start makes those that are missing, that were made by
-other code, or that failed and have not been tried again.
+A record is of one way, and either complete or absent. The next start makes the records that are missing, that
+were made by other code, or that failed and were not tried again.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from cold_versions import Versions
 from input_bed import Failed
 
 AFTER_REPEATS = 10
-"""Processes in which the forward pass of a loaded model is held against a plain one's."""
+"""Processes that compare the forward pass of a loaded model with a plain one's."""
 
 BASELINES = 3
-"""Processes without a model; their median counts."""
+"""Processes without a model. Their median counts."""
 
 TRIES = 2
-"""Of what fails; then it stays so until its code changes."""
+"""Tries of a failing record, which then stays failed until its code changes."""
 
 SWEEP_WEIGHT = 10
-"""Processes that a sweep takes, more or less."""
+"""Approximate number of processes of a sweep."""
 
 Row = Mapping[str, Any]
 Tick = Callable[[str], None]
 
 
 class Asks(Protocol):
-    """Runs processes; see ``cold_bed.Jobs``."""
+    """Run processes; see ``cold_bed.Jobs``."""
 
     def shape(self, rate: float | None) -> float | None:
-        """Of the link; what it carries."""
+        """Limit the link, and return its measured rate."""
 
     def publish(self, model: str, forms: Sequence[str], calls: Collection[tuple[int, int]]) -> dict[str, Any]:
-        """A model."""
+        """Publish a model."""
 
     def ask(self, do: str, run: str, *, way: Way, cores: int, link: str, **spec: Any) -> dict[str, Any]:
-        """One process."""
+        """Run one process."""
 
 
 # ------------------------------------------------------------------------------------------------- tasks
@@ -67,13 +67,13 @@ class Asks(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A record that is to be there.
+    """A record to make.
 
     Attributes:
-        key: That it is kept under.
-        setting: That it is for.
-        do: What a process does: ``run``, ``parts``, ``baseline``, ``after``, or ``sweep``, many runs.
-        run: Which way, as ``Setting.runs`` names it.
+        key: Key of the record.
+        setting: Setting of the record.
+        do: Action of a process: ``run``, ``parts``, ``baseline``, ``after``, or ``sweep``, many runs.
+        run: Name of the way, as in ``Setting.runs``.
     """
 
     key: str
@@ -83,20 +83,23 @@ class Task:
 
     @property
     def ours(self) -> bool:
-        """Whether it is upriver that fails if this does."""
+        """Return whether a failure of this task is a failure of upriver."""
         return self.do in ("parts", "after") or way_of(self.run) in STREAMED
 
     @property
     def weight(self) -> int:
-        """Processes that it takes, about."""
+        """Return the approximate number of processes."""
         return SWEEP_WEIGHT if self.do == "sweep" else 1
 
     def version(self, versions: Versions) -> str:
-        """Of the code that it depends on."""
+        """Return the version of the code that the record depends on."""
         return versions.of("run" if self.do == "sweep" else self.do, self.run)
 
     def is_there(self, records: Records, versions: Versions, since: float = -math.inf) -> bool:
-        """Whether it is kept, and of this code; a run of a turn, and of no start before that one."""
+        """Return whether the record exists with this code.
+
+        A turn's run must also be of this start or a later one.
+        """
         row = records.rows.get(self.key, {})
         if row.get("version") != self.version(versions):
             return False
@@ -108,50 +111,50 @@ class Task:
 
 
 def sweep_key(setting: Setting, way: str) -> str:
-    """Of a way's best knob on a setting's link."""
+    """Return the key of a way's best knob on a setting's link."""
     where = swept(setting)
     return f"sweep|{where.model}-{where.link}|{way}"
 
 
 def turn_key(setting: Setting, number: int, run: str) -> str:
-    """Of one run of one turn, or of the parts of the bound."""
+    """Return the key of one run of one turn, or of the parts of the bound."""
     return f"{setting.key}|turn{number}|{run}"
 
 
 def baseline_key(setting: Setting, number: int, way: str) -> str:
-    """Of what a process takes without a model; links do not matter to it."""
+    """Return the key of a process without a model, which does not depend on the link."""
     return f"{setting.model}-{setting.cores}core|baseline{number}|{way}"
 
 
 def after_key(setting: Setting, number: int) -> str:
-    """Of one comparison of a loaded model with plain ones."""
+    """Return the key of one comparison of a loaded model with plain ones."""
     return f"{setting.key}|after{number}"
 
 
 def has_after(setting: Setting) -> bool:
-    """Whether forward passes of loaded models are compared there: one sample, one core, any link will do."""
+    """Return whether the setting compares forward passes of loaded models: one sample, one core, any link."""
     return has_memory(setting) and setting.gbit is None and setting.timed
 
 
 def has_memory(setting: Setting) -> bool:
-    """Whether its memory is held against the goal's."""
+    """Return whether the memory goal applies to the setting."""
     return setting.batch == 1 and setting.one_core
 
 
 def narrowed(setting: Setting, ways: Collection[str], repeats: int | None = None) -> Setting:
-    """A setting with those of its ways that can be run, and no more turns than these."""
+    """Return a setting with its runnable ways, and with at most this many turns."""
     kept = tuple(way for way in setting.ways if way in ways)
     turns = setting.repeats if repeats is None else min(repeats, setting.repeats)
     return replace(setting, ways=kept, repeats=turns)
 
 
 def tasks(setting: Setting, number: int, *, sweeps: bool = True) -> list[Task]:
-    """All of one turn of a setting, in the order in which they are done.
+    """Return all tasks of one turn of a setting, in order.
 
     Args:
         setting: With the ways that can be run.
-        number: Of the turn.
-        sweeps: Whether knobs are looked for at all.
+        number: Number of the turn.
+        sweeps: Whether knobs are swept at all.
     """
     if number >= setting.repeats:
         return []
@@ -169,7 +172,7 @@ def tasks(setting: Setting, number: int, *, sweeps: bool = True) -> list[Task]:
 def missing(
     setting: Setting, records: Records, versions: Versions, number: int | None = None, *, sweeps: bool = True
 ) -> list[Task]:
-    """What of a setting, or of one turn of it, has not been run as the code is, or long before ours was."""
+    """Return the tasks of a setting, or of one turn, without a run by this code or close to upriver's run."""
     wanted: dict[str, Task] = {}
     for each in range(setting.repeats) if number is None else (number,):
         turn = tasks(setting, each, sweeps=sweeps)
@@ -179,7 +182,10 @@ def missing(
 
 
 def begun_since(turn: Iterable[Task], records: Records, versions: Versions) -> float:
-    """When the start began that ours of a turn is of: who ran before did not take turns with it."""
+    """Return the start time of the benchmark that ran upriver's part of a turn.
+
+    Earlier runs did not take turns with it.
+    """
     for task in turn:
         if task.do == "run" and task.run == OURS:
             return records.rows[task.key]["begun"] if task.is_there(records, versions) else math.inf
@@ -190,16 +196,16 @@ def begun_since(turn: Iterable[Task], records: Records, versions: Versions) -> f
 
 
 class Measures:
-    """Runs what is missing, and keeps it.
+    """Run missing tasks, and store their records.
 
     Args:
         jobs: Runs processes.
-        records: Where it is kept.
-        settings: All that will be run, so that models are published once for all of them.
-        versions: Of the code that processes run.
-        tick: Told of what begins.
-        commit: That the code is of.
-        sweeps: Whether knobs are looked for; if not, all ways have the same one.
+        records: Store of the records.
+        settings: All settings to run, so that models are published once for all of them.
+        versions: Versions of the code that processes run.
+        tick: Called at the start of each task.
+        commit: Commit of the code.
+        sweeps: Whether knobs are swept; if not, all ways have the same one.
 
     Attributes:
         settings: As given.
@@ -225,11 +231,11 @@ class Measures:
         self._begun = {"commit": commit, "begun": round(time.time())}
 
     def missing(self, setting: Setting, number: int | None = None) -> list[Task]:
-        """See the function."""
+        """Return the missing tasks; see the function of this name."""
         return missing(setting, self._records, self._versions, number, sweeps=self._sweeps)
 
     def make(self, task: Task) -> Row:
-        """One record; why a process failed is part of it.
+        """Make one record. The reason for a process's failure is part of it.
 
         Raises:
             Failed: If its model cannot be published.
@@ -257,21 +263,21 @@ class Measures:
         return row
 
     def _stored(self, model: str) -> dict[str, Any]:
-        """A model that is in the store, and its size; with all that any setting asks of it."""
+        """Publish a model in every form that any setting needs, and return its size."""
         if model not in self._published:
             self._tick(f"{model}: publishing")
             own = [setting for setting in self.settings if setting.model == model]
             if self._sweeps:
                 own += [each for each in map(swept, self.settings) if each.model == model]
             forms = list(dict.fromkeys(form for setting in own for form in forms_of(setting)))
-            # What is measured by itself reads ours, whoever else takes part.
+            # Stages measured alone read upriver's files, whichever other ways take part.
             forms = list(dict.fromkeys(["upriver.safetensors", *forms]))
             calls = {(setting.batch, setting.cores) for setting in own}
             self._published[model] = self._jobs.publish(model, forms, calls)
         return self._published[model]
 
     def choice(self, setting: Setting, run: str) -> Choice:
-        """How a way is set on a setting's link."""
+        """Return the knob and the assignment of a way on a setting's link."""
         if not self._sweeps:
             return Choice(knob=QUICK_KNOB)
         return Choice(**self._records.rows[sweep_key(setting, way_of(run))]["choice"])
@@ -290,13 +296,13 @@ class Measures:
         )
 
     def _right(self, setting: Setting, run: str) -> dict[str, Any]:
-        """A run; where tensors that were taken as they came change low bits, with copies from then on."""
+        """Run a way. If assigned tensors change low bits, copy tensors from then on."""
         choice = self.choice(setting, run)
         if (setting.key, way_of(run)) in self._copied:
             choice = replace(choice, assign=False)
         known = (setting.link, run, choice.knob) in self._learnt
         if self._sweeps and way_of(run) in STREAMED and not known:
-            self._tried(setting, run, choice)  # which remembers what the link carries; it is not counted
+            self._tried(setting, run, choice)  # uncounted run that stores the link's rate
         found = self._tried(setting, run, choice)
         if choice.assign and found.get("equal") is False:
             self._copied.add((setting.key, way_of(run)))
@@ -312,7 +318,7 @@ class Measures:
             return {"error": _what_of(error)}
 
     def _sweep(self, setting: Setting, way: str) -> dict[str, Any]:
-        """A way's best knob on a link; tensors copied, or taken as they came where that can be."""
+        """Find a way's best knob on a link, with tensors copied or, where possible, assigned."""
         knobs, assigns = WAYS[way].knobs, (False, True) if WAYS[way].assigns else (False,)
         rows: dict[Choice, list[dict[str, Any]]] = {
             Choice(knob=knob, assign=assign): [] for assign in assigns for knob in knobs
@@ -338,12 +344,12 @@ class Measures:
 
 
 def _what_of(error: Failed) -> str:
-    """Which process failed, and what it said last; what stands between names places of this machine."""
+    """Return which process failed, and its last message, without this machine's paths."""
     lines = str(error).splitlines()
     return "\n".join(dict.fromkeys((lines[0], lines[-1])))
 
 
 def _shortest(rows: Sequence[Row]) -> float:
-    """Of a way that is set so; endless if it answers wrongly then, or not at all."""
+    """Return the shortest time of a way with this choice; infinite after a wrong or missing answer."""
     right = [float(row["after_imports_s"]) for row in rows if row.get("equal")]
     return min(right) if len(right) == len(rows) else float("inf")

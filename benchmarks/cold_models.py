@@ -1,7 +1,7 @@
-"""The models of `cold_start.py`: real architectures with made-up weights, and what they are asked.
+"""Define the models of `cold_start.py`: real architectures with made-up weights, and their inputs.
 
-Peers import this in an environment of their own. PyTorch and the libraries that models come from are imported
-when a model is made ready, so that a process can say when that was over.
+Peers import this module in an environment of their own. PyTorch and the models' libraries are imported when a
+model is prepared, so that a process can report the end of its imports.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ IMAGE_SIDE = 224
 AUDIO_RATE = 16_000
 GPT2_WORDS, BERT_WORDS, WHISPER_WORDS = 32, 32, 4
 MEL_FRAMES = 1000
-"""Of Whisper's input: 10 s of sound, not 30, as its positions are told to be fewer. Its weights are the same
-but for 1,000 rows of 768."""
+"""Frames of Whisper's input: 10 s of sound instead of 30, by a smaller number of positions. Its weights are
+the same except for 1,000 rows of 768."""
 
 Inputs = dict[str, "torch.Tensor"]
 
@@ -32,10 +32,10 @@ class Model:
     """An architecture.
 
     Attributes:
-        title: As the report calls it.
-        library: That it comes from.
+        title: Name in the report.
+        library: Library of the model.
         build: Its constructor, as a user has it.
-        inputs: What a call is given, by name, for so many samples.
+        inputs: Arguments of a call by name, for a number of samples.
     """
 
     title: str
@@ -44,7 +44,7 @@ class Model:
     inputs: Callable[[int], Inputs]
 
     def prepare(self) -> None:
-        """Import whatever building it needs."""
+        """Import the modules that the constructor needs."""
         from upriver._torchvision import ensure_torchvision
 
         ensure_torchvision()  # transformers imports it, too, where it is installed
@@ -56,7 +56,7 @@ class Model:
 
 
 def answer(network: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """What a model says, as one tensor: its logits, or the last hidden state."""
+    """Return a model's answer as one tensor: its logits, or the last hidden state."""
     import torch
 
     with torch.no_grad():
@@ -66,7 +66,7 @@ def answer(network: Callable[..., Any], inputs: Mapping[str, torch.Tensor]) -> t
 
 
 def made_up(model: Model) -> nn.Module:
-    """A model with weights that its constructor does not give: without its own, no answer can be right."""
+    """Return a model with weights that its constructor does not give. Without them no answer can be right."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
@@ -76,7 +76,7 @@ def made_up(model: Model) -> nn.Module:
         for value in network.state_dict().values():
             if value.is_floating_point():
                 value.mul_(1 + 0.1 * torch.rand(value.shape, generator=generator))
-                if value.dim() < 2:  # mostly zeros and ones, as they were constructed
+                if value.dim() < 2:  # mostly zeros and ones, as constructed
                     value.add_(0.01 * torch.rand(value.shape, generator=generator))
     return network
 
@@ -209,4 +209,4 @@ MODELS: Mapping[str, Model] = {
 }
 
 SMALL = ("mobilenet", "squeezenet")
-"""Of 10 MB and less, where a request or a thread too many would show."""
+"""Models of 10 MB and less, where a superfluous request or thread would show."""

@@ -1,4 +1,4 @@
-"""The text of `cold_start.py`'s report; `cold_report` fills it in."""
+"""Hold the text of `cold_start.py`'s report, which `cold_report` fills in."""
 
 TEMPLATE = """# Cold start: from a fresh process to its first answer
 

@@ -1,4 +1,4 @@
-"""The environment in which the other systems of `cold_start.py` are, and how it is made."""
+"""Make and describe the environment of the other systems of `cold_start.py`."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ PACKAGES = (
     "tensorizer==2.12.1",
     "s3torchconnector==1.5.0",
 )
-"""Beside PyTorch, of which everybody has the same build: what its import takes is no loader's doing."""
+"""Packages in addition to PyTorch. All ways have the same build of PyTorch: its import time is no loader's.
+"""
 
 ASK_LIMIT_S = 60.0
 
 
 class Peers:
-    """The environment that has the other systems, if there is one.
+    """The environment of the other systems, if one exists.
 
     Attributes:
         python: Its interpreter.
-        versions: Of the packages that it has, among those that ways need, and of PyTorch.
+        versions: Versions of PyTorch and of the installed packages that ways need.
 
     Raises:
         Failed: If its interpreter cannot be run.
@@ -45,22 +46,22 @@ class Peers:
             self.versions = _versions(self.python)
 
     def lacks(self, way: Way) -> tuple[str, ...]:
-        """What of a way's needs is not installed."""
+        """Return the needs of a way that are not installed."""
         return tuple(package for package in way.needs if package not in self.versions)
 
     def ways(self) -> tuple[str, ...]:
-        """Names of all ways that can be run."""
+        """Return the names of all ways that can be run."""
         return tuple(name for name, way in WAYS.items() if not self.lacks(way))
 
     def left_out(self) -> tuple[str, ...]:
-        """Names of the others."""
+        """Return the names of the ways that cannot be run."""
         return tuple(name for name in WAYS if name not in self.ways())
 
     def check(self) -> None:
-        """All of them take part, with the PyTorch that ours have.
+        """Check that all ways take part, with upriver's version of PyTorch.
 
         Raises:
-            Failed: If not.
+            Failed: If a way or the version is missing.
         """
         if out := self.left_out():
             raise Failed(
@@ -74,7 +75,7 @@ class Peers:
             )
 
     def hint(self) -> str:
-        """How to make the environment."""
+        """Return how to make the environment."""
         wanted = " ".join(f"'{package}'" for package in (f"torch=={_torch()}", *PACKAGES))
         return (
             f"`python -m venv {self.place}` and `{self.place}/bin/pip install {wanted}`, with the package "
@@ -83,7 +84,7 @@ class Peers:
 
 
 def _torch() -> str:
-    """The version of ours, with its build: ``2.13.0+cpu``."""
+    """Return the version of our PyTorch, with its build: ``2.13.0+cpu``."""
     return importlib.metadata.version("torch")
 
 

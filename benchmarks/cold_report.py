@@ -1,4 +1,4 @@
-"""What `cold_start.py` makes of its records: who is ahead, how near to the bound, in how much memory."""
+"""Report the records of `cold_start.py`: who is ahead, the distance from the bound, and the memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ GOALS: Mapping[str, str] = {
 
 
 def write(found: Sequence[Found], folder: Path, name: str, *, hint: str = "") -> str:
-    """The page and its picture, from what there is; what the page says."""
+    """Write the page and its plot from the existing records. Return the text of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     text = page(found, name, hint=hint)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
@@ -79,7 +79,7 @@ def write(found: Sequence[Found], folder: Path, name: str, *, hint: str = "") ->
 
 
 def page(found: Sequence[Found], name: str, *, hint: str = "") -> str:
-    """The same as text alone; rows have imports evened out then."""
+    """Return the text of the page. The rows then have evened imports."""
     imports = even_imports(found)
     begun = [each for each in found if each.begun]
     timed = [each for each in begun if each.setting.timed]
@@ -134,7 +134,7 @@ def page(found: Sequence[Found], name: str, *, hint: str = "") -> str:
 
 
 def verdict(goal: str, found: Sequence[Found]) -> str:
-    """A goal, where it is missed, and who is not there to be compared with, as it failed or was wrong."""
+    """Return a goal, where it is missed, and the ways that are missing because they failed or were wrong."""
     goals = {each.setting.key: each.goals for each in found}
     judged = {key: own[goal] for key, own in goals.items() if goal in own}
     if not judged:
@@ -157,7 +157,7 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
 
 
 def seconds_table(found: Sequence[Found], clock: str, ending: str) -> str:
-    """Seconds of everybody, by one clock, with our construction or without."""
+    """Return the seconds of all ways by one clock, with our construction or without."""
     ways = [way for way in WAYS if any(way + ending in each.runs for each in found)]
     rows = [
         [
@@ -171,11 +171,11 @@ def seconds_table(found: Sequence[Found], clock: str, ending: str) -> str:
 
 
 def behind_table(found: Sequence[Found], clocks: Mapping[str, str]) -> str:
-    """Against whom upriver is held, and how far it is ahead or behind.
+    """Return the competitor of upriver in each setting, and how far upriver is ahead or behind.
 
     Args:
         found: Settings.
-        clocks: By their names in the header.
+        clocks: Clocks by their names in the header.
     """
     compared = {
         title + name: (clock, ending)
@@ -198,7 +198,7 @@ def behind_table(found: Sequence[Found], clocks: Mapping[str, str]) -> str:
 
 
 def imports_table(imports: Mapping[str, Imports]) -> str:
-    """What imports usually take: of upriver, and of others in addition."""
+    """Return the usual import times: of upriver, and the additional times of others."""
     shown = [way for way in WAYS if any(way in each.extra_s for each in imports.values())]
     rows = [
         [
@@ -215,7 +215,7 @@ def imports_table(imports: Mapping[str, Imports]) -> str:
 
 
 def efforts_table(found: Sequence[Found]) -> str:
-    """What everybody's imports take, and all CPU time until the answer: medians."""
+    """Return the medians of each way's import time and of its CPU time until the answer."""
     shown = [way for way in WAYS if any(way in each.runs for each in found)]
     rows = []
     for each in found:
@@ -228,7 +228,7 @@ def efforts_table(found: Sequence[Found]) -> str:
 
 
 def bounds_table(found: Sequence[Found]) -> str:
-    """The parts of the bound, and how near each comes to it."""
+    """Return the parts of the bound, and how near each way is to it."""
     header = ["setting", "first byte", "D", "L", "E", "bound"]
     shown = [way for way in WAYS if any(way in each.runs for each in found)]
     rows = []
@@ -249,7 +249,7 @@ def bounds_table(found: Sequence[Found]) -> str:
 
 
 def memory_table(found: Sequence[Found]) -> str:
-    """Peaks above a process that only imports: of the process, and of its control group."""
+    """Return the peaks above a process that only imports: of the process, and of its control group."""
     shown = [run for run in MEMORY_RUNS if any(run in each.runs for each in found)]
     rows = []
     for each in found:
@@ -264,7 +264,7 @@ def memory_table(found: Sequence[Found]) -> str:
 
 
 def _amount(found: Found, nbytes: float | None) -> str:
-    """In weights; in MiB where there are few of them."""
+    """Format bytes as a multiple of the weights, or in MiB for small models."""
     if nbytes is None:
         return "-"
     if found.nbytes < JUDGED_BYTES:
@@ -277,7 +277,7 @@ def _run_title(run: str) -> str:
 
 
 def afters_table(found: Sequence[Found]) -> str:
-    """Forward passes once everything is there."""
+    """Return the times of forward passes after the load."""
     rows = []
     for each in found:
         arrived, control = each.after("arrived"), each.after("control")
@@ -287,7 +287,7 @@ def afters_table(found: Sequence[Found]) -> str:
 
 
 def sweeps_table(found: Sequence[Found]) -> str:
-    """What was tried of each knob, a link at a time."""
+    """Return the tried values of each knob, a link at a time."""
     kept = {
         (swept(each.setting).link, swept(each.setting).model, way): sweep
         for each in found
@@ -309,7 +309,7 @@ def _choice_text(choice: Mapping[str, object]) -> str:
 
 
 def models_table(found: Sequence[Found]) -> str:
-    """What the models are."""
+    """Return the description of the models."""
     stored = {each.setting.model: each.stored for each in found}
     rows = [
         [name, MODELS[name].title, MODELS[name].library, f"{row['nbytes'] / MIB:.0f}", row["tensors"]]
@@ -335,7 +335,7 @@ def _loads_text(found: Sequence[Found]) -> str:
 
 
 def _code_text(found: Sequence[Found]) -> str:
-    """Of which code upriver's own runs are; more than one is told."""
+    """Return the code versions of upriver's own runs. A second version is reported."""
     kept = {(row["version"], row["commit"]) for each in found for row in each.rows(OURS)}
     texts = sorted(f"{version} (commit {commit})" for version, commit in kept)
     several = len({version for version, _ in kept}) > 1
@@ -343,7 +343,7 @@ def _code_text(found: Sequence[Found]) -> str:
 
 
 def _packages_text(found: Sequence[Found]) -> str:
-    """Of the peers' environment."""
+    """Return the packages of the peers' environment."""
     rows = [row for each in found for run in each.turns for row in each.rows(run)]
     kept = {f"{name} {version}" for row in rows for name, version in row.get("packages", {}).items()}
     return ", ".join(sorted(kept)) or "none"
@@ -353,7 +353,7 @@ def _packages_text(found: Sequence[Found]) -> str:
 
 
 def draw(found: Sequence[Found], path: Path) -> None:
-    """A panel for each setting: what everybody takes after imports, and the bound."""
+    """Draw a panel for each setting: the times after imports of all ways, and the bound."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -387,7 +387,7 @@ def draw(found: Sequence[Found], path: Path) -> None:
 
 
 def _errors(spreads: Sequence[Spread]) -> list[list[float]]:
-    """From the median to the lowest and to the highest."""
+    """Return the distances from the median to the lowest and to the highest value."""
     return [
         [each.median - min(each.values) for each in spreads],
         [max(each.values) - each.median for each in spreads],

@@ -1,4 +1,4 @@
-"""What `cold_start.py` runs: models, links, cores, and everybody's ways to a first answer."""
+"""Define the settings of `cold_start.py`: models, links, cores, and each way to a first answer."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from types import MappingProxyType
 from cold_models import MODELS, SMALL
 
 PLAIN = " plain"
-"""Ends the name of a way whose model is built as its constructor does it, weights filled."""
+"""Suffix of a way whose model is built by its constructor, with weights filled."""
 
 GBIT = 1e9 / 8
 
 PARTS, PARTS_REPEATS = "parts", 5
-"""Stands for what the bound is made of among a turn's runs, and in how many turns that is measured."""
+"""Name of the bound's parts among a turn's runs, and the number of turns that measure them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """How a process comes by its first answer.
+    """A way of a process to its first answer.
 
     Attributes:
-        title: As the report calls it.
-        knobs: Requests under way that are tried, or what stands for them; the best one is taken.
+        title: Name in the report.
+        knobs: Numbers of concurrent requests to try, or their equivalent. The best one is used.
         what: The knob's name.
         needs: Packages of the peers' environment.
-        assigns: Whether tensors may also be put into the model as they came, instead of copied.
+        assigns: Whether tensors may also be assigned to the model instead of copied.
     """
 
     title: str
@@ -73,11 +73,11 @@ STREAMED = (OURS, "pisel", "layers")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """How a way is set.
+    """The options of a way.
 
     Attributes:
         knob: See `Way.knobs`.
-        assign: Whether tensors are put into the model as they came.
+        assign: Whether tensors are assigned to the model instead of copied.
     """
 
     knob: int
@@ -92,11 +92,11 @@ class Setting:
         model: One of ``cold_models.MODELS``.
         batch: Samples of the call.
         gbit: Rate of the link, in Gbit/s; None for no limit.
-        cores: Of the process that answers. The store has the other core, or shares both.
+        cores: Cores of the answering process. The store has the other core, or shares both.
         repeats: Turns of all ways.
-        ways: That take part.
-        plain: Those that also run with a model that is built as its constructor does it.
-        timed: Whether seconds count; if not, it is for its memory alone.
+        ways: Ways that take part.
+        plain: Ways that also run with a model that its constructor builds.
+        timed: Whether seconds count. Otherwise only memory counts.
     """
 
     model: str
@@ -121,36 +121,35 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Everything that a run depends on, short."""
+        """Return a short key of everything that a run depends on."""
         return f"{self.model}-b{self.batch}-{self.link}"
 
     @property
     def link(self) -> str:
-        """What lies between the process and the store, and how many cores it has."""
+        """Return the link between process and store, and the number of cores."""
         rate = "unshaped" if self.gbit is None else f"{self.gbit:g}Gbit"
         return f"{rate}-{self.cores}core"
 
     @property
     def rate(self) -> float | None:
-        """Of the link, in bytes per second on the wire; None for no limit."""
+        """Return the rate of the link, in bytes per second on the wire; None for no limit."""
         return None if self.gbit is None else self.gbit * GBIT
 
     @property
     def one_core(self) -> bool:
-        """Whether loading and executing share a core."""
+        """Return whether loading and executing share a core."""
         return self.cores == 1
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """Names of all that take turns."""
+        """Return the names of all runs that take turns."""
         both = ((way, way + PLAIN) if way in self.plain else (way,) for way in self.ways)
         return tuple(run for runs in both for run in runs)
 
     def turn(self, number: int) -> list[str]:
-        """All runs of one turn, and the parts of the bound in the first ones.
+        """Return all runs of one turn, with the parts of the bound in the first turns.
 
-        They are in an order that is drawn for the turn, so that nobody always comes early, or always after
-        the same neighbour.
+        Their order is drawn for each turn, so that no run is always early or always follows the same run.
         """
         order = [*self.runs, *([PARTS] if self.timed and number < PARTS_REPEATS else [])]
         random.Random(f"{self.key} {number}").shuffle(order)
@@ -158,22 +157,22 @@ class Setting:
 
 
 def way_of(run: str) -> str:
-    """The way of a run's name."""
+    """Return the way of a run's name."""
     return run.removesuffix(PLAIN)
 
 
 MAIN = ("gpt2", "resnet50", "bert", "regnet", "vgg19", "wav2vec2", "whisper")
 
 CROSSED = ("gpt2", "resnet50", *SMALL)
-"""Models with which everybody runs with and without our construction on both links. With the others it is
-left out where it says nothing new: at 1 Gbit/s, where a download takes longer and constructing what it always
-does, and with the groupings that are ours but for their groups."""
+"""Models that all ways run with and without our construction on both links. Other models leave it out where
+the result is known: at 1 Gbit/s, where a download takes longer and constructing takes the same time, and for
+our ways that differ only in their groups."""
 
 UNCROSSED = tuple(way for way in WAYS if way not in ("pisel", "layers"))
 
 
 def _one_sample(model: str, gbit: float | None) -> Setting:
-    """Of one sample and one core."""
+    """Return a setting of one sample and one core."""
     if model in CROSSED:
         return Setting(model=model, gbit=gbit)
     return Setting(model=model, gbit=gbit, plain=UNCROSSED if gbit is None else ())
@@ -186,7 +185,7 @@ XL = Setting(
     plain=(),
     timed=False,
 )
-"""Once, for its memory: three times its 6 GB, which the bound's parts would take, need not be there."""
+"""Run once, for its memory. The bound's parts would need three times its 6 GB, so they are left out."""
 
 SETTINGS: tuple[Setting, ...] = (
     _one_sample("gpt2", 1.0),
@@ -203,25 +202,25 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(model="resnet50", cores=2, plain=()),
     XL,
 )
-"""In the order in which each turn goes through them."""
+"""Settings in the order in which each turn runs them."""
 
 SWEPT_MODEL, SWEPT_SMALL = "gpt2", "mobilenet"
-"""On which everybody's knob is found, a link at a time; for small models by themselves."""
+"""Models that give each way's knob, a link at a time. Small models have their own."""
 
 SWEEPS, SWEEP_NEAR = 3, 1.2
-"""Runs of each value, in turns, of which the shortest counts; after the first, those only that were so near
-to the shortest."""
+"""Runs of each value, in turns, of which the shortest counts. After the first round, only values this near to
+the shortest go on."""
 
 SWEEP_EVEN = 1.01
-"""Of values that are so near to the shortest, which chance decides among, the lowest is taken: more requests
-at once take more memory."""
+"""Values this near to the shortest differ by chance, so the lowest one is used: more concurrent requests need
+more memory."""
 
 SWEPT_AT: Mapping[float | None, float] = MappingProxyType({0.1: 1.0})
-"""Where a sweep would take too long, another rate, whose values are taken."""
+"""Rates whose sweep would last too long, and the rate whose values they use."""
 
 
 def swept(setting: Setting) -> Setting:
-    """Where the knobs that a setting takes are found: at one sample, and on one core."""
+    """Return the setting that gives a setting's knobs: with one sample, and on one core."""
     gbit = SWEPT_AT.get(setting.gbit, setting.gbit)
     model = SWEPT_SMALL if setting.model in SMALL else SWEPT_MODEL
     return replace(setting, model=model, batch=1, gbit=gbit, cores=1)
@@ -232,7 +231,7 @@ QUICK_KNOB = 4
 
 
 def forms_of(setting: Setting) -> tuple[str, ...]:
-    """Kinds of stored file that a setting's ways read."""
+    """Return the kinds of stored file that a setting's ways read."""
     return tuple(dict.fromkeys(FORMS[way] for way in setting.ways))
 
 
@@ -244,4 +243,4 @@ FORMS: Mapping[str, str] = MappingProxyType(
         "tensorizer": "model.tensors",
     }
 )
-"""What each way reads."""
+"""The stored file of each way."""

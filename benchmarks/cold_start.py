@@ -1,32 +1,31 @@
-"""How soon does a fresh process answer, whose model lies in an object store, and what does it take meanwhile?
+"""Time the first answer of a fresh process whose model is in an object store, and measure its resources.
 
 The claim: from process start to the first right answer, and from the end of its imports,
 
-- upriver is fastest, or within 3 % of whoever is, for seven models from 98 MB to 1 GB and batches of 1 to 32,
-  on links of 0.1, 1 and (without a shape) about 10 Gbit/s: against downloading everything first, layer by
-  layer, PISeL's groups, boto3 with safetensors or torch.load, runai-model-streamer, tensorizer and
-  s3torchconnector, each at its best concurrency, with a model that is constructed as ever or by upriver;
+- upriver is fastest, or within 3 % of the fastest system, for seven models from 98 MB to 1 GB and batches of
+  1 to 32, on links of 0.1, 1 and (without a shape) about 10 Gbit/s: against downloading everything first,
+  layer by layer, PISeL's groups, boto3 with safetensors or torch.load, runai-model-streamer, tensorizer and
+  s3torchconnector, each at its best concurrency, with a model that its constructor or upriver constructs;
 - no model is too small to gain by it;
-- it reaches 0.85 of the bound at 1 Gbit/s (`cold_bound` says of which);
-- it takes at most 1.1 times the weights above what its imports take;
-- once everything is there, a call costs what it costs in a plain model, within 1 %;
+- it reaches 0.85 of the bound at 1 Gbit/s (see `cold_bound`);
+- it takes at most 1.1 times the weights above the memory of its imports;
+- after the load, a call costs the same as in a plain model, within 1 %;
 - every answer is ``torch.equal`` to that of the whole model.
 
-Run ``python benchmarks/cold_start.py`` as root, once Swift is there (``scripts/swift install``); it may be
-ended at any moment: each run is a line of ``results/cold_start.jsonl``, and the next start goes on from
-there. It makes the first turn of all settings, then the second one of all, and so on, so that there is
-something of everything early. ``--only gpt2`` takes settings whose names begin so, ``--minutes 90`` ends it
-between two turns, ``--repeats 3`` makes fewer of them, ``--list`` says how far all are, ``--write`` only
-writes ``results/cold_start.md`` and ``.png`` from what is there. All of it takes ten to sixteen hours.
+Run ``python benchmarks/cold_start.py`` as root, after installing Swift (``scripts/swift install``). It may be
+ended at any moment: each run is a line of ``results/cold_start.jsonl``, and the next start resumes there. It
+makes the first turn of all settings, then the second one of all, and so on, so that every setting has early
+results. ``--only gpt2`` selects settings by the beginning of their names, ``--minutes 90`` ends it between
+two turns, ``--repeats 3`` makes fewer of them, ``--list`` prints the progress, ``--write`` only writes
+``results/cold_start.md`` and ``.png`` from the existing runs. All of it takes ten to sixteen hours.
 ``--quick`` shows within two minutes, without root and on this host alone, that it works.
 
-All processes run a copy of the code that is made at the start. What is of other code is run again: upriver's
-own after a change of upriver, and with it all of its turn, others' after a change of their way
-(`cold_versions`).
+All processes run a copy of the code that is made at the start. Runs by other code are repeated: upriver's own
+after a change of upriver, with all of their turn, and others' after a change of their way (`cold_versions`).
 
-Other systems live in an environment of their own, which ``UPRIVER_BENCHMARK_COLD_PEERS`` names; nothing is
-begun without them but by ``--no-peers``. The process has one core and a network namespace, the store another
-one of each.
+Other systems are in an environment of their own, which ``UPRIVER_BENCHMARK_COLD_PEERS`` names. Without it
+only ``--no-peers`` starts. The process has one core and a network namespace, and the store another one of
+each.
 """
 
 from __future__ import annotations
@@ -65,25 +64,25 @@ def run_all(
     *,
     quick: bool,
 ) -> None:
-    """Everything that is missing.
+    """Run everything that is missing.
 
     Args:
         settings: With the ways that can be run.
-        records: Where it is kept.
-        deadline: When no further turn begins.
-        peers: Whose environment others' ways run in.
-        failed: Is added to: why some of it could not be made.
-        quick: Whether it runs on this host alone, without looking for knobs.
+        records: Store of the records.
+        deadline: Time after which no further turn begins.
+        peers: Their environment runs the ways of others.
+        failed: Receives the reasons for missing records.
+        quick: Whether to run on this host alone, without sweeps of knobs.
 
     Raises:
-        TimeIsUp: If the deadline comes first.
+        TimeIsUp: If the deadline passes first.
     """
     console = Console(stderr=True, highlight=False)
     with ExitStack() as stack:
         stack.enter_context(sigterm_raises())
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="upriver-cold-scratch-")))
         code, of_commit = copied(scratch / "code"), commit()
-        compileall.compile_dir(code, quiet=1)  # or the first process of each kind would do so
+        compileall.compile_dir(code, quiet=1)  # otherwise the first process of each kind would compile
         versions = Versions(code, peers.versions)
         wanted = [each for each in settings if missing(each, records, versions, sweeps=not quick)]
         if not wanted:
@@ -99,16 +98,16 @@ def run_all(
 
 
 def go_through(measures: Measures, deadline: Deadline, failed: list[str], say: Callable[[str], None]) -> None:
-    """The first turn of all settings, then the second one of all, and so on.
+    """Run the first turn of all settings, then the second one of all, and so on.
 
     Args:
-        measures: What runs them.
-        deadline: When no further one begins.
-        failed: Is added to.
-        say: Told of each turn that was made, and of how long the others take.
+        measures: Runs the turns.
+        deadline: Time after which no further turn begins.
+        failed: Receives the reasons for missing records.
+        say: Called with each finished turn, and with the expected time of the rest.
 
     Raises:
-        TimeIsUp: If the deadline comes first.
+        TimeIsUp: If the deadline passes first.
     """
     broken: set[str] = set()
     spent_s, spent = 0.0, 0
@@ -124,9 +123,9 @@ def go_through(measures: Measures, deadline: Deadline, failed: list[str], say: C
                     row = measures.make(task)
                     if task.ours and "error" in row:
                         failed.append(f"{task.key}: {row['error']}")
-            except TestbedError as error:  # the next turn may find the link as it should be
+            except TestbedError as error:  # the link may have its rate in the next turn
                 failed.append(f"{setting.key}, turn {number}: {error}")
-            except Failed as error:  # there is no such model in the store, but others may be
+            except Failed as error:  # this model is not in the store, but others may be
                 failed.append(f"{setting.key}: {error}")
                 broken.add(setting.key)
             took_s = time.monotonic() - began
@@ -140,7 +139,7 @@ def go_through(measures: Measures, deadline: Deadline, failed: list[str], say: C
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -161,7 +160,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what is missing, then report what is there."""
+    """Run what is missing, then report all records."""
     options = parsed()
     name, settings = ("cold_start_quick", QUICK) if options.quick else ("cold_start", SETTINGS)
     records = Records(options.out / f"{name}.jsonl")
@@ -182,7 +181,7 @@ def main() -> None:
             print(f"ways that take part: {', '.join(peers.ways())}", file=sys.stderr)
             print(f"ways that are left out: {', '.join(peers.left_out()) or 'none'}", file=sys.stderr)
             run_all(wanted, records, Deadline(options.minutes), peers, failed, quick=options.quick)
-    except (TestbedError, Failed) as error:  # there is no place to run it in, or nobody to compare with
+    except (TestbedError, Failed) as error:  # no hosts to run on, or no system to compare with
         sys.exit(f"error: {error}")
     except TimeIsUp:
         print("time is up; the next start goes on from here", file=sys.stderr)
@@ -196,7 +195,7 @@ def main() -> None:
 def list_what_is_left(
     settings: Sequence[Setting], records: Records, versions: Versions, *, sweeps: bool
 ) -> None:
-    """How far all settings are."""
+    """Print the progress of all settings."""
     for setting in settings:
         left = sum(task.weight for task in missing(setting, records, versions, sweeps=sweeps))
         print(f"{setting.key}: {f'some {left} processes are left' if left else 'finished'}")

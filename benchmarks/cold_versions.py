@@ -1,8 +1,8 @@
-"""Of what code a record of `cold_start.py` is. It is made anew where that has changed, and nowhere else.
+"""Compute the code version of a record of `cold_start.py`. A change of it repeats the record.
 
-Every record depends on how processes are run and on the models. A peer's depends on its own way beside that,
-on the packages that it needs, and where it is given a model that upriver constructs, on that construction. So
-it outlasts every other change of upriver, on which ours depend as a whole.
+Every record depends on the models and on the code that runs processes. A peer's record also depends on its
+own way and on the packages that the way needs. With a model that upriver constructs, it depends on that
+construction too. So a peer's record outlasts every other change of upriver. Ours depend on all of upriver.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from cold_settings import PLAIN, WAYS, way_of
 from cold_ways import LOADERS
 
 EVERYBODYS = ("torch", "torchvision", "transformers")
-"""Packages by which models are made, here and, lent, in the peers' environment."""
+"""Packages that make models, in our environment and, lent, in the peers' environment."""
 
 PACKAGE = ("coldstart", "program", "store")
 CONSTRUCTION: Mapping[str, tuple[str, ...]] = {
     "model/construction": (),
     "model/deferred_fills": (),
     "model/deferred_init": (),
-    "model/weight_barrier": ("Gate",),  # of which the others take some functions
+    "model/weight_barrier": ("Gate",),  # the others use some of its functions
 }
-"""Parts of upriver that decide what ours take; and modules of the first one that construct for everybody,
-with what of them has no part in that."""
+"""Parts of upriver that determine our times. Modules of the first part construct models for all ways; their
+listed functions and classes take no part in that."""
 
 OURS_ALONE = ("parts", "after")
-"""Functions of `cold_job` that no peer's run goes through."""
+"""Functions of `cold_job` that no peer's run uses."""
 
 
 class Versions:
-    """Versions of what records depend on.
+    """Versions of the code and packages that records depend on.
 
     Args:
-        root: Of the code: where its ``src`` and ``benchmarks`` are.
-        packages: Versions of what the peers' environment has.
+        root: Root of the code, with its ``src`` and ``benchmarks``.
+        packages: Versions of the packages in the peers' environment.
     """
 
     def __init__(self, root: Path = ROOT, packages: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -50,11 +50,11 @@ class Versions:
         self._known: dict[tuple[str, str], str] = {}
 
     def packages(self, run: str) -> dict[str, str]:
-        """Of a run's way, those of the peers' environment."""
+        """Return the packages of a run's way in the peers' environment."""
         return {name: self._packages.get(name, "") for name in WAYS[way_of(run)].needs}
 
     def of(self, do: str, run: str) -> str:
-        """What a record is of.
+        """Return the version of a record.
 
         Args:
             do: One of ``cold_job.DOES``.
@@ -92,7 +92,7 @@ class Versions:
 
 
 def _code(path: Path, *, without: Collection[str] = ()) -> bytes:
-    """A module without comments and layout, and without some of its functions and classes."""
+    """Return a module without comments and layout, and without some of its functions and classes."""
     tree = ast.parse(path.read_bytes())
     kept = [ast.dump(node) for node in tree.body if getattr(node, "name", None) not in without]
     return "\n".join((path.name, *kept)).encode()

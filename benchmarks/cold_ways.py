@@ -1,7 +1,7 @@
-"""How a process of `cold_start.py` comes by a model with its weights: ours, PISeL's, and others' ways.
+"""Load a model in a process of `cold_start.py`: our ways, PISeL's, and others'.
 
-Each way is a class: made, it has imported what it needs; called, it gives the model. Those of others run in
-an environment that has them; ours are imported by those who use them only.
+Each way is a class. Its constructor imports its needs, and a call returns the model. Others' ways run in an
+environment that has their packages. Only our ways import upriver.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ if TYPE_CHECKING:
     from torch import nn
 
 PART_BYTES = 16 << 20
-"""Of a ranged read, everybody's: upriver's own default."""
+"""Bytes of a ranged read for all ways: upriver's own default."""
 
 STORED_PART_BYTES = 1 << 30
-"""Of stored objects. Swift takes an MD5 of what is read from the beginning of a part on, and two of a part
-that is read whole, which costs more than all the rest of reading it: who reads in step with small parts is
-half as fast as who does not."""
+"""Part size of stored objects. Swift computes an MD5 of a read that begins at a part, and two of a part that
+is read whole. That costs more than the rest of the read: a client that reads in step with small parts is half
+as fast as others."""
 
 PRESIGNED_S = 600
 
 
 class Loader(Protocol):
-    """A way, ready to go."""
+    """A way, ready to load."""
 
     def __call__(self) -> nn.Module:
-        """The model in evaluation mode, callable; its weights may still be arriving."""
+        """Return the model in evaluation mode, callable. Its weights may still be arriving."""
 
     def finish(self) -> None:
-        """Until everything is there."""
+        """Wait until everything has arrived."""
 
 
 class _Loads:
-    """What all ways have.
+    """The common part of all ways.
 
     Args:
-        task: ``run`` (which way), ``knob``, ``assign``, ``folder`` of the model in the store, ``bucket``,
-            ``options`` of the store, ``scratch`` (an empty folder on disk), ``device`` (where the model is to
-            run; the processor without it).
+        task: ``run`` (the way), ``knob``, ``assign``, ``folder`` of the model in the store, ``bucket``,
+            ``options`` of the store, ``scratch`` (an empty folder on disk), ``device`` (the device of the
+            model; by default the processor).
         build: The model's constructor.
     """
 
@@ -63,7 +63,7 @@ class _Loads:
             self._construct = _our_construction()
 
     def _prepare(self) -> None:
-        """Import the rest."""
+        """Import the remaining modules."""
 
     def _built(self) -> nn.Module:
         return (self._construct(self._build) if self._constructs else self._build()).eval()
@@ -72,10 +72,10 @@ class _Loads:
         return f"{self._task['folder']}/{form}"
 
     def _put(self, network: nn.Module, state: Mapping[str, torch.Tensor]) -> nn.Module:
-        """Weights into a model, copied or taken as they are, and the model to where it is to run.
+        """Copy or assign weights to a model, and move the model to its device.
 
         Raises:
-            ValueError: If some are not the model's.
+            ValueError: If some weights are not the model's.
         """
         assign = bool(self._task["assign"])
         _, unexpected = network.load_state_dict(state, strict=False, assign=assign)  # ties are stored once
@@ -89,11 +89,11 @@ class _Loads:
         return network if self._device == "cpu" else network.to(self._device)
 
     def finish(self) -> None:
-        """Until everything is there."""
+        """Wait until everything has arrived."""
 
 
 def _our_construction() -> Callable[[Callable[[], nn.Module]], nn.Module]:
-    """Ours, without the rest of what a cold start of ours imports: others need nothing of that."""
+    """Return our construction, without the other imports of our cold start, which others do not need."""
     if "upriver.coldstart" not in sys.modules:
         import upriver
 
@@ -106,7 +106,7 @@ def _our_construction() -> Callable[[Callable[[], nn.Module]], nn.Module]:
 
 
 class Streamed(_Loads):
-    """upriver's own, with one of its groupings."""
+    """upriver's own way, with one of its groupings."""
 
     grouping = "upriver"
 
@@ -118,7 +118,7 @@ class Streamed(_Loads):
             load_model.construct = lambda build: build()
 
     def __call__(self) -> nn.Module:
-        """The model; its weights arrive while it is called."""
+        """Return the model. Its weights arrive while it is called."""
         self._network = self._module.load(
             self._build,
             f"s3://{self._task['bucket']}/{self._key('upriver.safetensors')}",
@@ -130,25 +130,25 @@ class Streamed(_Loads):
         return self._network.eval()
 
     def finish(self) -> None:
-        """Until everything is there, and nothing of the load is left."""
+        """Wait until everything has arrived and the load has released its resources."""
         if (loading := self._module.loading(self._network)) is not None:
             loading.wait()
 
 
 class Pisel(Streamed):
-    """The same with PISeL's groups (CIKM 2024, Algorithm 1)."""
+    """upriver's way with PISeL's groups (CIKM 2024, Algorithm 1)."""
 
     grouping = "pisel"
 
 
 class Layers(Streamed):
-    """The same with a group for each layer."""
+    """upriver's way with a group for each layer."""
 
     grouping = "layer_by_layer"
 
 
 class Sequential(_Loads):
-    """One stage after the other: construct, download everything, load, and only then run."""
+    """Run one stage after the other: construct, download everything, load, and only then run."""
 
     def _prepare(self) -> None:
         from upriver.coldstart.format import checkpoint
@@ -157,7 +157,7 @@ class Sequential(_Loads):
         self._store_class, self._find = Store, checkpoint.find
 
     def __call__(self) -> nn.Module:
-        """The model with all its weights."""
+        """Return the model with all its weights."""
         from upriver.program.graph.schema import DTYPES
 
         network = self._built()
@@ -173,7 +173,7 @@ class Sequential(_Loads):
 
 
 def downloaded(store: Any, path: str, nbytes: int, at_once: int) -> torch.Tensor:
-    """The beginning of an object, by so many ranged reads at once, into memory that is aligned as it is."""
+    """Download the beginning of an object by concurrent ranged reads into memory with the same alignment."""
     import torch
 
     data = torch.empty(nbytes, dtype=torch.uint8)
@@ -225,7 +225,7 @@ class _Boto3(_Loads):
 
 
 class Boto3Safetensors(_Boto3):
-    """To a file, which safetensors maps into memory."""
+    """Download to a file, which safetensors maps into memory."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -234,16 +234,16 @@ class Boto3Safetensors(_Boto3):
         self._load = load_file
 
     def __call__(self) -> nn.Module:
-        """The model with all its weights."""
+        """Return the model with all its weights."""
         network = self._built()
         return self._put(network, self._load(self._file("plain.safetensors"), device=self._device))
 
 
 class Boto3Torch(_Boto3):
-    """To a file, which torch.load maps into memory."""
+    """Download to a file, which torch.load maps into memory."""
 
     def __call__(self) -> nn.Module:
-        """The model with all its weights."""
+        """Return the model with all its weights."""
         import torch
 
         network = self._built()
@@ -261,7 +261,7 @@ class Runai(_Loads):
         self._streamer = SafetensorsStreamer
 
     def __call__(self) -> nn.Module:
-        """The model with all its weights."""
+        """Return the model with all its weights."""
         import torch
 
         network = self._moved(self._built())
@@ -270,12 +270,12 @@ class Runai(_Loads):
             path = f"s3://{self._task['bucket']}/{self._key('plain.safetensors')}"
             streamer.stream_file(path, device=self._device)
             for name, tensor in streamer.get_tensors():
-                targets[name].copy_(tensor)  # it may be overwritten by the next one
+                targets[name].copy_(tensor)  # the next tensor may overwrite it
         return network
 
 
 class Tensorizer(_Boto3):
-    """tensorizer, in its own format. To ``s3://`` it speaks TLS alone, so it is given a signed URL."""
+    """tensorizer, in its own format. It supports only TLS for ``s3://``, so it receives a signed URL."""
 
     def _prepare(self) -> None:
         super()._prepare()
@@ -285,7 +285,7 @@ class Tensorizer(_Boto3):
         self._deserializer, self._open = TensorDeserializer, open_stream
 
     def __call__(self) -> nn.Module:
-        """The model with all its weights."""
+        """Return the model with all its weights."""
         network = self._built()
         where = {"Bucket": self._task["bucket"], "Key": self._key("model.tensors")}
         url = self._client.generate_presigned_url("get_object", Params=where, ExpiresIn=PRESIGNED_S)
@@ -311,7 +311,7 @@ class S3TorchConnector(_Loads):
         )
 
     def __call__(self) -> nn.Module:
-        """The model with all its weights."""
+        """Return the model with all its weights."""
         import torch
 
         network = self._built()
@@ -334,19 +334,19 @@ LOADERS: Mapping[str, Callable[[Mapping[str, Any], Callable[[], nn.Module]], Loa
 
 
 def loader_of(task: Mapping[str, Any], build: Callable[[], nn.Module]) -> Loader:
-    """The way that a task names, with everything imported."""
+    """Return the way that a task names, with everything imported."""
     return LOADERS[way_of(task["run"])](task, build)
 
 
 def pieces(path: Path) -> Iterator[bytes]:
-    """A file in parts, for a store."""
+    """Yield a file in parts, for a store."""
     with path.open("rb") as file:
         while piece := file.read(PART_BYTES):
             yield piece
 
 
 def serialized(network: nn.Module, path: Path) -> None:
-    """A model in tensorizer's format."""
+    """Write a model in tensorizer's format."""
     from tensorizer import TensorSerializer
 
     serializer = TensorSerializer(str(path))
@@ -355,6 +355,6 @@ def serialized(network: nn.Module, path: Path) -> None:
 
 
 def removed(path: Path) -> None:
-    """A file that may be there, gone."""
+    """Remove a file if it exists."""
     with suppress(FileNotFoundError):
         path.unlink()

@@ -1,8 +1,8 @@
-"""How long it takes to decide where a request is cut, in a chain of a thousand stages, once sums are ready.
+"""Time the decision where to cut a request, in a chain of a thousand stages, with its sums prepared.
 
 Run with ``python benchmarks/decision_time.py``; ``--write`` writes ``benchmarks/results/decision_time.md``.
-What does not change from request to request is added up before (`upriver.latency.Sums`). What does, the link
-and the server's load, is another one at each decision, so that nothing is remembered.
+Sums that do not change from request to request are prepared (`upriver.latency.Sums`). The link and the
+server's load change at each decision, so that no result is cached.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ CHAINS = 20
 DECISIONS = 2001
 GOAL_US = 100.0
 USUALLY = 99
-"""Percent of the decisions that took no longer than the page says: of thousands, some are interrupted."""
+"""Percentile of the decision times on the page: of thousands, some are interrupted."""
 
 ALGORITHM = "Algorithm 1 alone"
-"""``loadpart.decide``: the sums at every cut, and where they are the least."""
+"""``loadpart.decide``: the sums at every cut, and the cut with the least."""
 
 CHOOSING = tuple(name for name in ESTIMATES if Rule(policy=name).cut_of(STAGES) is None)
-"""Policies that have a choice."""
+"""Policies with more than one choice."""
 
 Decision = Callable[[Sums, float, float], object]
-"""From the bytes per second of the link, and the server's load factor."""
+"""Function of the link's bytes per second and the server's load factor."""
 
 
 def algorithm(sums: Sums, upload: float, load: float) -> int:
-    """What LoADPart calls the partition decision."""
+    """Return LoADPart's partition decision."""
     return loadpart.decide(sums, upload=upload, load=load)
 
 
 def choice(rule: Rule, sums: Sums, upload: float, load: float) -> Choice:
-    """What `upriver.offload` does: the same, against the device alone, with what is known at this moment."""
+    """Return the choice of `upriver.offload`: the same, compared with the device alone, by current knowledge."""
     now = Now(upload_bytes_per_s=upload, download_bytes_per_s=upload, rtt_s=1e-3, load=load, wait_s=1e-3)
     return choose(rule, float(sums.device_s[-1]), len(sums.device_s) - 1, [(sums, now)])
 
 
 def decisions() -> dict[str, Decision]:
-    """Everything that decides, by its name."""
+    """Return every deciding function, by its name."""
     policies = {f"`{name}`": partial(choice, Rule(policy=name)) for name in CHOOSING}
     return {ALGORITHM: algorithm, **policies}
 
 
 def chain(seed: int) -> Sums:
-    """The sums of a random one, made once, before anybody decides."""
+    """Return the sums of a random chain, made once, before any decision."""
     profile, cluster, _ = question(seed)
     return LatencyModel(profile, cluster).sums
 
 
 def measure(chains: Sequence[Sums], repeats: int) -> dict[str, list[float]]:
-    """Microseconds of each decision, by who decides.
+    """Return the microseconds of each decision, by function.
 
     Args:
-        chains: Whose cuts are chosen, one after another.
-        repeats: Decisions of each that count, after one for each chain to warm up.
+        chains: Chains to cut, one after another.
+        repeats: Counted decisions of each function, after one for each chain to warm up.
     """
     draw = random.Random(0)
     nows = [(10 ** draw.uniform(4, 9), draw.uniform(1, 32)) for _ in range(repeats + len(chains))]
@@ -86,7 +86,7 @@ def measure(chains: Sequence[Sums], repeats: int) -> dict[str, list[float]]:
 
 
 def rows(taken: Mapping[str, Sequence[float]]) -> list[Sequence[object]]:
-    """Each one's microseconds, and whether the median of them is below the goal."""
+    """Return each function's microseconds, and whether their median is below the goal."""
     found: list[Sequence[object]] = []
     for name, times in taken.items():
         spread = Spread.of(times)
@@ -96,11 +96,11 @@ def rows(taken: Mapping[str, Sequence[float]]) -> list[Sequence[object]]:
 
 
 def report(taken: Mapping[str, Sequence[float]], stages: int) -> str:
-    """The page.
+    """Return the report as Markdown.
 
     Args:
-        taken: Microseconds, by who decides.
-        stages: Of each chain.
+        taken: Microseconds, by function.
+        stages: Stages of each chain.
     """
     header = (
         "who decides",
@@ -130,7 +130,7 @@ Run it again: `python benchmarks/decision_time.py --write`.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write if asked."""
+    """Measure, print, and write on request."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--decisions", type=int, default=DECISIONS, help="of each, at least 1")
     parser.add_argument("--out", type=Path, default=RESULTS, help="where the report lies")
