@@ -70,7 +70,7 @@ class Hosts:
             [*inside, *pinned, *map(str, argv)],
             env={**_environment(), TOKEN_VARIABLE: self.token, **(env or {})},
             stdin=options.pop("stdin", subprocess.DEVNULL),
-            start_new_session=True,  # the group is ended as one, and Ctrl-C reaches only this process
+            start_new_session=True,  # ended as a group; Ctrl-C reaches only this process
             **options,
         )
         self._processes.append(process)
@@ -91,7 +91,7 @@ class Hosts:
             The output of the program, as text.
 
         Raises:
-            TestbedError: If the program fails or exceeds the timeout. The text ends with its last lines of stderr.
+            TestbedError: If the program fails or exceeds the timeout, with its last lines of stderr.
         """
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         process = self.popen(side, argv, **{**pipes, **options})

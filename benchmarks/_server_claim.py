@@ -42,7 +42,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether a goal was met, and the figures that show it; None without data to judge by."""
+    """Verdict on a goal, with the figures that show it; None without data to judge by."""
 
     met: bool | None
     text: str

@@ -65,13 +65,11 @@ class Parts:
 
     @classmethod
     def of(cls, rows: Iterable[Row], rate: float | None) -> Parts:
-        """Return the median of each time.
-
-        Runs are reported by their medians too, so chance affects both alike.
+        """Return the median of each time. Runs are reported by their medians too, so chance affects both.
 
         Args:
-            rows: Results of ``cold_job.parts``, all of one model and link. ``carried`` is the measured rate of
-                the link, in payload bytes per second.
+            rows: Results of ``cold_job.parts``, all of one model and link. ``carried`` is the measured rate
+                of the link, in payload bytes per second.
             rate: Rate of the link in bytes per second on the wire; None for no shape.
 
         Raises:

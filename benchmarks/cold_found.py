@@ -176,8 +176,7 @@ class Found:
         return statistics.median(ratios) - 1 if ratios else None
 
     def behind_between(self, clock: str, ending: str | None = None) -> tuple[float, float] | None:
-        """Return the interval that `behind` would lie in after any number of such turns, with confidence
-        `SURE`.
+        """Return the interval of `behind` after any number of such turns, with confidence `SURE`.
 
         The interval uses ranks alone, so any distribution of the times is allowed. It is None with too few
         turns.
@@ -208,7 +207,7 @@ class Found:
 
     @property
     def apart(self) -> int:
-        """Return the turns in which upriver and its best competitor ran in different starts of the benchmark."""
+        """Return the turns in which upriver and its best competitor ran in different benchmark starts."""
         best = self.best_other(STARTED)
         return sum(one["begun"] != other["begun"] for one, other in self.pairs(OURS, best or OURS))
 
@@ -307,7 +306,7 @@ class Found:
         return Spread.of(ratios)
 
     def after_is_even(self) -> bool | None:
-        """Return whether the loaded model is as fast; None where two plain ones differ by more than the goal."""
+        """Return whether the loaded model is as fast; None where two plain ones differ by more than that."""
         arrived, control = self.after("arrived"), self.after("control")
         if arrived is None or control is None or abs(control.median - 1) > MOST_AFTER:
             return None

@@ -45,7 +45,7 @@ def algorithm(sums: Sums, upload: float, load: float) -> int:
 
 
 def choice(rule: Rule, sums: Sums, upload: float, load: float) -> Choice:
-    """Return the choice of `upriver.offload`: the same, compared with the device alone, by current knowledge."""
+    """Return the choice of `upriver.offload`: the same, against the device alone, by current knowledge."""
     now = Now(upload_bytes_per_s=upload, download_bytes_per_s=upload, rtt_s=1e-3, load=load, wait_s=1e-3)
     return choose(rule, float(sums.device_s[-1]), len(sums.device_s) - 1, [(sums, now)])
 

@@ -1,4 +1,4 @@
-"""Where `input_pipeline.py` runs: a trainer on one host, a worker on another, and what lies between them."""
+"""Run `input_pipeline.py` on a trainer's host and a worker's host, with a link between them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ sys.path += json.loads(sys.argv[-1])["packages"]
 sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a peer's module in that peer's environment, with what else it needs from this one; its own win."""
+"""Script that runs a peer's module in that peer's environment. Missing modules come from this environment;
+the peer's own win."""
 
 _here = Path(__file__).resolve().parent
 
 
 class Failed(Exception):
-    """What was asked for could not be done; in a line or some."""
+    """Error for a failed action. The text has one or more lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,14 +48,14 @@ class Setting:
 
     Attributes:
         workload: One of ``input_workloads.WORKLOADS``.
-        stall: Share of a step that the trainer waits where nothing is offloaded; 0 where it never does.
+        stall: Share of a step that the trainer waits without offloading; 0 where it never does.
         mbit: Rate of the link; None for no limit.
         disk_mbit: Rate at which the worker reads stored files; None for that of this machine.
         batch_scale: Batches have this share of the workload's samples.
-        batches: Of an epoch.
+        batches: Batches of an epoch.
         repeats: Epochs of each way that count.
-        ratios: That are tried of a candidate.
-        peers: Which others run it, too.
+        ratios: Ratios to try for a candidate.
+        peers: Other systems that run it, too.
     """
 
     workload: str
@@ -75,7 +76,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Everything that a run depends on, short."""
+        """Return a short key of everything that a run depends on."""
         parts = [
             self.workload,
             f"stall{self.stall:.0%}",
@@ -87,16 +88,16 @@ class Setting:
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch."""
+        """Return the samples of a batch."""
         return round(self.batch_scale * WORKLOADS[self.workload].batch_size)
 
     @property
     def samples(self) -> int:
-        """Of an epoch."""
+        """Return the samples of an epoch."""
         return self.batches * self.batch_size
 
     def with_peers(self, *names: str) -> Setting:
-        """The same with these other systems."""
+        """Return the setting with these other systems."""
         return replace(self, peers=names)
 
 
@@ -104,12 +105,12 @@ class Bed(Testbed):
     """The trainer's host and the worker's, with a worker in it.
 
     Args:
-        setting: What the link carries, and how fast the worker reads.
+        setting: Gives the rates of the link and of the worker's disk.
         root: Folder of the stored files.
 
     Attributes:
         worker: The ``upriver worker``.
-        disk: What the worker's host has in its environment where its disk is a slow one.
+        disk: Environment of the worker's host for a slow disk.
     """
 
     def __init__(self, setting: Setting, root: Path) -> None:
@@ -139,7 +140,7 @@ class Bed(Testbed):
         return self
 
     def _slow_down(self, rate: float) -> None:
-        """What the worker's host says to itself, and nothing else is, goes through that host's ``lo``."""
+        """Shape the ``lo`` of the worker's host, which carries only that host's traffic to itself."""
         name, burst = self._names["storage"], burst_for(rate)
         segments = _netns.segments_for(burst)
         _netns.command(
@@ -150,11 +151,11 @@ class Bed(Testbed):
 
 
 class Job:
-    """A process that trains to order on the trainer's host; see `input_job`.
+    """Run a process that trains to order on the trainer's host; see `input_job`.
 
     Args:
-        bed: Where, and with which worker.
-        setting: What.
+        bed: The hosts, with the worker.
+        setting: The setting.
         root: Folder of the stored files.
         cache: An empty folder, for what is stored between runs.
     """
@@ -180,14 +181,14 @@ class Job:
         self._answer(START_LIMIT_S)
 
     def open(self, way: str, *, num_workers: int) -> None:
-        """Make a way's loader, unless it is there."""
+        """Make a way's loader, unless it exists."""
         self._ask({"do": "open", "way": way, "num_workers": num_workers})
 
     def epoch(self, way: str, *, number: int, wait_s: float) -> dict[str, Any]:
-        """Train one; see ``input_job.Trainer.epoch``. Also the CPU seconds and bytes of both hosts meanwhile.
+        """Train one epoch; see ``input_job.Trainer.epoch``. Add the CPU seconds and bytes of both hosts.
 
         Raises:
-            Failed: If it cannot be done.
+            Failed: If the training fails.
         """
         sides = {"trainer": self._process.pid, "worker": self._bed.worker.process.pid}
         spent = {side: cpu_s(pid) for side, pid in sides.items()}
@@ -207,7 +208,7 @@ class Job:
         return self._ask({"do": "one_pass", "way": way, "num_workers": num_workers, "wait_s": wait_s})
 
     def close(self, way: str) -> None:
-        """Let go of a way's loader."""
+        """Close a way's loader."""
         self._ask({"do": "close", "way": way})
 
     def end(self) -> None:
@@ -240,18 +241,18 @@ class Job:
 
 
 def peer(bed: Bed, name: str, python: Path, setting: Setting, root: Path, wait_s: float) -> dict[str, Any]:
-    """Run another system on both hosts: a child on each, of which the trainer's prints what it found.
+    """Run another system with a child on each host. The trainer's child prints the result.
 
     Args:
-        bed: Where.
-        name: Of its module, ``input_peer_NAME.py``.
-        python: Of an environment that has it.
-        setting: What.
+        bed: The hosts.
+        name: Name in its module, ``input_peer_NAME.py``.
+        python: Interpreter of an environment that has it.
+        setting: The setting.
         root: Folder of the stored files.
         wait_s: The accelerator's time for a batch.
 
     Raises:
-        Failed: If it cannot be done; with the last lines of what it said.
+        Failed: If a child fails. The text holds the last lines of its output.
     """
     spec = {
         **asdict(setting),
@@ -289,11 +290,11 @@ def peer(bed: Bed, name: str, python: Path, setting: Setting, root: Path, wait_s
 
 
 def targets(setting: Setting, epochs: int) -> list[int]:
-    """How many samples of each class so many epochs have."""
+    """Return the number of samples of each class in that many epochs."""
     return [epochs * len(range(target, setting.samples, CLASSES)) for target in range(CLASSES)]
 
 
 def paths() -> dict[str, str]:
-    """By which both hosts find the package and the workloads."""
+    """Return the environment in which both hosts find the package and the workloads."""
     found = [str(_here.parent / "src"), str(_here), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, found))}

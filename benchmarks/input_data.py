@@ -1,4 +1,4 @@
-"""The stored files of `input_workloads.py`, made anew and the same ones every time."""
+"""Make the stored files of `input_workloads.py`, the same ones every time."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from _planned import jpeg
 from input_workloads import SPEECH_RATE, SPEECH_S, WORD_RATE, WORD_S, Kind
 
 FILES: Mapping[Kind, int] = {"photographs": 64, "speech": 16, "words": 64}
-"""Different ones; an epoch takes each several times, with other draws, and finds them in memory."""
+"""Number of different files. An epoch reads each several times, with other draws, from the page cache."""
 
 HARMONICS = 12
 LOUDEST = 0.8 * 2**15
 
 
 def make_data(folder: Path, kind: Kind, count: int | None = None) -> None:
-    """Some files of a kind, in a folder of its name; nothing where they are there.
+    """Write files of a kind in a folder of its name, unless they exist.
 
     Args:
-        folder: Where that folder is made.
+        folder: Parent of that folder.
         kind: ``photographs`` of 500 x 375 pixels and 110 KB, ``speech`` of 10 s, ``words`` of 1 s.
-        count: How many, `FILES` if None.
+        count: Number of files, `FILES` if None.
     """
     place = folder / kind
     place.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ def make_data(folder: Path, kind: Kind, count: int | None = None) -> None:
 
 
 def mean_bytes(folder: Path, kind: Kind) -> float:
-    """Of the files of a kind."""
+    """Return the mean size of the files of a kind."""
     sizes = [path.stat().st_size for path in (folder / kind).iterdir()]
     return sum(sizes) / len(sizes)
 
@@ -46,9 +46,9 @@ def _photograph(path: Path, rng: np.random.Generator) -> None:
 
 
 def _voice(path: Path, rng: np.random.Generator, rate: int, seconds: int) -> None:
-    """Harmonics of a gliding pitch, louder and softer as syllables are, and some breath; 16 bits.
+    """Write harmonics of a gliding pitch with the loudness of syllables and some breath, in 16 bits.
 
-    A quarter of a file is missing or too much at most, so that length is of the samples' own choice.
+    A file is at most a quarter shorter or longer, so that its length is its own choice.
     """
     num_samples = round(rate * seconds * rng.uniform(0.75, 1.25))
     at = np.arange(num_samples) / rate

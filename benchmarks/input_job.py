@@ -1,18 +1,18 @@
-"""The training side of `input_bed.Job`: takes orders as JSON lines, and answers each with one.
+"""Run the training side of `input_bed.Job`: read orders as JSON lines, and answer each with one line.
 
 An order is an epoch, or several in one pass, in one way: where its samples are made, and who decides it. A
-way keeps its loader, and so its processes and what it has measured, until it is closed; each epoch begins
-from the same model with no batch fetched ahead, and its content is that of its number alone.
+way keeps its loader, with its processes and measurements, until it is closed. Each epoch begins from the same
+model without prefetched batches, and its number alone determines its content.
 
 Ways
-    torch 1         PyTorch's own loader with so many processes
+    torch 1         PyTorch's own loader with that many processes
     here            upriver with nothing offloaded
     remote          everything offloaded
-    greedy          whoever has the least to do takes the next batch
+    greedy          the least busy side makes the next batch
     p2 0.3          a candidate and a ratio
     fastflow        FastFlow's policy
     upriver         upriver's own
-    … again         the same, begun anew with what was stored of the first time
+    … again         the same, begun anew with the stored metrics of the first time
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ HERE = "here"
 AGAIN = " again"
 POLICIES = ("fastflow", "upriver")
 WARM = 2
-"""Batches that a loader hands out before it is measured, where it does not measure by itself: its processes
-have started then, and workers have shown that they make the same."""
+"""Batches that a loader yields before it is measured, unless it measures by itself. After them its processes
+have started, and workers have shown that they make the same batches."""
 
 
 class TakesNext:
-    """Gives a batch to whoever has fewer of those that are planned and not there yet; here, if both do.
+    """Assign each batch to the side with fewer planned and unfinished batches, or to this side on a tie.
 
     Args:
-        epoch: Whose batches they are.
-        split: Says which stages of them run there.
+        epoch: The epoch of the batches.
+        split: Gives the stages that run at the worker.
     """
 
     def __init__(self, epoch: Epoch, split: BatchSplit) -> None:
-        self._epoch = weakref.proxy(epoch)  # which has this one, and must end as soon as nobody iterates
+        self._epoch = weakref.proxy(
+            epoch
+        )  # the epoch holds this object, and must end as soon as no iterator is left
         self._split = split
         self._goes: deque[bool] = deque()
 
@@ -62,8 +64,8 @@ class TakesNext:
         return getattr(self._split, name)
 
     def __call__(self, count: int) -> Sequence[bool]:
-        """For each sample of the batch that is planned next."""
-        while not self._epoch._arrivals.empty():  # whatever has come since is done
+        """Return the side of each sample of the next planned batch."""
+        while not self._epoch._arrivals.empty():  # batches that have arrived since are done
             self._epoch._arrived(self._epoch._arrivals.get())
         before = list(self._epoch._planned)[:-1]
         while len(self._goes) > len(before):
@@ -75,7 +77,7 @@ class TakesNext:
 
 
 class Greedy(upriver.DataLoader):
-    """upriver's loader with no ratio at all."""
+    """upriver's loader without any ratio."""
 
     def __iter__(self) -> Iterator[Any]:
         epoch = super().__iter__()._batches
@@ -84,7 +86,7 @@ class Greedy(upriver.DataLoader):
 
 
 class Trainer:
-    """Keeps what lasts from order to order.
+    """Keep the state that lasts from order to order.
 
     Args:
         spec: ``workload``, ``root``, ``samples``, ``batch_size``, ``url`` of the worker, ``cache`` for what
@@ -95,10 +97,12 @@ class Trainer:
         self._spec = spec
         self._arguments = {key: spec[key] for key in ("root", "workload", "samples")}
         self._loaders: dict[str, tuple[Any, torch.Generator]] = {}
-        Consumer(0.0)(*default_collate([Samples(**self._arguments)[0]]))  # imports whatever training does
+        Consumer(0.0)(
+            *default_collate([Samples(**self._arguments)[0]])
+        )  # imports all modules of the training
 
     def open(self, way: str, *, num_workers: int) -> dict[str, Any]:
-        """Make a way's loader, unless it is there, with so many loader processes on this side."""
+        """Make a way's loader with this many local processes, unless it exists."""
         if way not in self._loaders:
             os.environ["UPRIVER_CACHE"] = self._cache(way)
             generator = torch.Generator()
@@ -110,11 +114,11 @@ class Trainer:
         return {}
 
     def epoch(self, way: str, *, number: int, wait_s: float) -> dict[str, Any]:
-        """Train one, and tell what it took, what came of it, and who made it.
+        """Train one epoch. Return its times, its results, and which side made its samples.
 
         Args:
             way: As above.
-            number: Of the epoch, which decides its content.
+            number: Number of the epoch, which determines its content.
             wait_s: The accelerator's time for a batch.
         """
         os.environ["UPRIVER_CACHE"] = self._cache(way)
@@ -139,9 +143,9 @@ class Trainer:
         return answer
 
     def one_pass(self, way: str, *, num_workers: int, wait_s: float) -> dict[str, Any]:
-        """Train `EPOCHS` with no end between them, by a loader of its own, which has what was stored.
+        """Train `EPOCHS` without a pause by a loader of its own, which has the stored metrics.
 
-        Nobody begins an epoch with nothing made ahead, as no peer does.
+        No epoch but the first begins without prefetched batches, as with the peers.
         """
         os.environ["UPRIVER_CACHE"] = self._cache(way)
         loader = self._made(way, num_workers, torch.Generator().manual_seed(0), epochs=EPOCHS)
@@ -149,7 +153,7 @@ class Trainer:
         return {**found, **(_told(loader, Counter()) if isinstance(loader, upriver.DataLoader) else {})}
 
     def close(self, way: str) -> dict[str, Any]:
-        """Let go of a way's loader and its processes."""
+        """Close a way's loader and its processes."""
         self._loaders.pop(way, None)
         return {}
 
@@ -163,7 +167,7 @@ class Trainer:
             num_workers = int(rest[0])
         options: dict[str, Any] = {
             "batch_size": self._spec["batch_size"],
-            # Not the loader's generator: from that PyTorch draws once more where processes are started.
+            # Not the loader's generator: PyTorch draws from it once more where processes are started.
             "sampler": Repeated(RandomSampler(range(self._spec["samples"]), generator=generator), epochs),
             "num_workers": num_workers,
             "persistent_workers": num_workers > 0,
@@ -190,11 +194,11 @@ class Trainer:
 
 
 class Repeated:
-    """A sampler's epochs, one right after another.
+    """The epochs of a sampler, one right after another.
 
     Args:
-        sampler: Whose.
-        epochs: How many.
+        sampler: The sampler.
+        epochs: Number of epochs.
     """
 
     def __init__(self, sampler: RandomSampler, epochs: int) -> None:
@@ -209,10 +213,10 @@ class Repeated:
 
 
 class Decided:
-    """Notes when a loader that decides by itself has decided.
+    """Record when a loader that decides by itself has decided.
 
     Attributes:
-        at: Batches of this epoch that had been asked for before; None if it has not, or had already.
+        at: Batches of this epoch requested before the decision; None without one, or if it was earlier.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -221,7 +225,7 @@ class Decided:
         self._open = isinstance(loader, upriver.DataLoader) and not loader.decided
 
     def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """The batches, as they are."""
+        """Yield the batches unchanged."""
         number = 0
         for number, batch in enumerate(batches, start=1):
             self._look(number)
@@ -248,11 +252,11 @@ def _told(loader: upriver.DataLoader, before: Counter[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Take orders until there are no more."""
+    """Execute orders until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     torch.set_num_threads(1)
-    # More processes than this host has cores is part of what is tried.
+    # The sweep includes more processes than this host has cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     trainer = Trainer(json.loads(sys.argv[1]))
     answers.write(json.dumps({"ready": True}) + "\n")

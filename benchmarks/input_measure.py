@@ -1,6 +1,6 @@
-"""What `input_pipeline.py` runs in one setting: the wait, each policy's beginning, then epochs in turns.
+"""Measure one setting of `input_pipeline.py`: the wait, each policy's beginning, then epochs in turns.
 
-A row holds the epochs as `input_job` told of them, without what only the comparison needs.
+A row holds the epochs as `input_job` reported them, without fields that only the comparison needs.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from input_job import AGAIN, HERE, POLICIES
 from input_pace import Pace
 
 HEADROOM = 1.5
-"""Where nothing is to stall, a step of the accelerator takes so many times what a batch does on this side."""
+"""Time of the accelerator's step over a batch's local cost, where nothing must stall."""
 
 PROCESSES = (0, 1, 2)
-"""Of PyTorch's loader, of which the best counts."""
+"""Numbers of processes of PyTorch's loader, of which the best counts."""
 
 SWEPT = 1000
-"""Number of the epoch on which they are compared: none of those that count."""
+"""Number of the epoch that compares them, which is none of the counted ones."""
 
 SKIPPED = 3
-"""Steps at the start of an epoch that do not tell a batch's cost: nothing has been made ahead yet."""
+"""Steps at the start of an epoch that do not show a batch's cost, because no batch is prefetched yet."""
 
 MOST_LEARNING = 48
-"""Epochs in which a policy may find its decision."""
+"""Most epochs in which a policy may reach its decision."""
 
 SWEEPS, NEAR, NEAREST = 5, 1.25, 4
-"""Repeats of each ratio that comes so near to the best one, of so many at most."""
+"""Repeats of each ratio this near to the best one, and the most ratios that are repeated."""
 
 CANDIDATES = ("p1", "p2", "p3")
 OTHERWISE = "p2"
-"""The candidate whose ratios are tried where upriver offloads nothing."""
+"""The candidate whose ratios are swept where upriver offloads nothing."""
 
 HOPELESS = 2.0
-"""A way that takes so many times the best is not repeated; a candidate is not tried beyond two ratios that
-take so many times its own best."""
+"""A way that takes this multiple of the best time is not repeated. The sweep of a candidate ends after two
+ratios that take this multiple of its own best time."""
 
 Tick = Callable[[str], None]
 Told = dict[str, Any]
 
 
 class Epochs:
-    """Has a job train, and keeps what came of it.
+    """Make a job train, and keep the results.
 
     Attributes:
         rows: Of each way, its epochs in order.
@@ -58,7 +58,7 @@ class Epochs:
         self.rows: dict[str, list[Told]] = {}
 
     def run(self, way: str, number: int, *, keep: bool = True) -> Told:
-        """One more epoch, and how slow the machine was before it and after it."""
+        """Run one more epoch, and measure the machine's slowness before and after it."""
         self._tick(way)
         self._job.open(way, num_workers=self.num_workers)
         before = self._pace()
@@ -70,26 +70,26 @@ class Epochs:
         return told
 
     def in_one_pass(self, way: str) -> Told:
-        """Several epochs without an end between them, as peers run them."""
+        """Run several epochs without an end between them, as peers do."""
         self._tick(way)
         return self._job.one_pass(way, num_workers=self.num_workers, wait_s=self.wait_s)
 
     def close(self, way: str) -> None:
-        """Let go of what a way needs."""
+        """Close the resources of a way."""
         self._job.close(way)
 
     def first_s(self, way: str) -> float:
-        """Seconds of a way's first epoch that was kept."""
+        """Return the seconds of a way's first recorded epoch."""
         return float(self.rows[way][0]["seconds"])
 
     @property
     def best_s(self) -> float:
-        """Of all that have run."""
+        """Return the seconds of the shortest epoch of all."""
         return min(map(self.first_s, self.rows))
 
 
 def measure(job: Job, setting: Setting, pace: Pace, tick: Tick) -> Told:
-    """Everything of a setting but the peers."""
+    """Measure everything of a setting except the peers."""
     epochs = Epochs(job, pace, tick)
     found = calibrate(epochs, setting)
     labels = [f"torch {found['processes']}", HERE, "remote", "greedy"]
@@ -116,10 +116,10 @@ def measure(job: Job, setting: Setting, pace: Pace, tick: Tick) -> Told:
 
 
 def calibrate(epochs: Epochs, setting: Setting) -> Told:
-    """The accelerator's time that makes the setting's stall, and PyTorch's best number of processes under it.
+    """Find the accelerator's time that makes the setting's stall, and PyTorch's best number of processes.
 
-    Where everything is on one core and nobody waits for anything else, a step is a batch's cost and the
-    model's; the stall is what is left of it beside the model and the accelerator.
+    With everything on one core and no waits, a step is the cost of a batch and of the model. The stall is the
+    rest of the batch's cost next to the model and the accelerator.
     """
     alone = epochs.run("torch 1", SWEPT, keep=False)
     step_s = statistics.fmean(alone["steps_s"][SKIPPED:] or alone["steps_s"])
@@ -142,9 +142,9 @@ def calibrate(epochs: Epochs, setting: Setting) -> Told:
 
 
 def fewest(epochs: Epochs) -> int:
-    """How many loader processes upriver does best with where PyTorch has none at its best: none, or one.
+    """Return the best number of loader processes of upriver where PyTorch's is 0: 0 or 1.
 
-    By the shorter of two ways for each, as it is not known yet whether anything is to be offloaded.
+    Each number is judged by the shorter of two ways, because the offloading is not decided yet.
     """
     tried: dict[int, float] = {}
     for epochs.num_workers in (0, 1):
@@ -157,7 +157,7 @@ def fewest(epochs: Epochs) -> int:
 
 
 def learn(epochs: Epochs, way: str, setting: Setting) -> list[Told]:
-    """A policy's epochs until it has decided."""
+    """Run a policy's epochs until it has decided."""
     found: list[Told] = []
     while len(found) < MOST_LEARNING and not (found and found[-1]["decided"]):
         found.append(epochs.run(way, len(found) % setting.repeats, keep=False))
@@ -165,7 +165,7 @@ def learn(epochs: Epochs, way: str, setting: Setting) -> list[Told]:
 
 
 def turns(epochs: Epochs, ways: Sequence[str], repeats: int) -> None:
-    """An epoch of each, again and again; the first time of all, then of those that are not hopeless."""
+    """Run an epoch of each way in turn: all ways in the first round, then those that are not hopeless."""
     for number in range(repeats):
         for way in ways:
             if number == 0 or way == HERE or epochs.first_s(way) <= HOPELESS * epochs.best_s:
@@ -173,7 +173,7 @@ def turns(epochs: Epochs, ways: Sequence[str], repeats: int) -> None:
 
 
 def sweep(epochs: Epochs, candidate: str, ratios: Sequence[float], *, repeats: int) -> None:
-    """A candidate at every ratio, from the smallest, until it is far beyond its best; then those near it."""
+    """Run a candidate from the smallest ratio until far beyond its best, then repeat the near ones."""
     ways, best_s, hopeless = list[str](), epochs.first_s(HERE), 0
     for ratio in ratios:
         ways.append(f"{candidate} {ratio:g}")
@@ -192,7 +192,7 @@ def sweep(epochs: Epochs, candidate: str, ratios: Sequence[float], *, repeats: i
 
 
 def unequal(told: Mapping[str, Sequence[Told]], again: Sequence[Told]) -> list[str]:
-    """Which ways of upriver differ from ``here`` in a bit of a loss, and which of all in the samples."""
+    """Return upriver's ways whose losses differ from ``here`` in a bit, and all ways with other samples."""
     reference = {row["number"]: row for row in told[HERE]}
     found = []
     for way, rows in {**told, "stored metrics": again}.items():
@@ -207,12 +207,12 @@ def unequal(told: Mapping[str, Sequence[Told]], again: Sequence[Told]) -> list[s
 
 
 def bits(losses: Sequence[float]) -> torch.Tensor:
-    """Losses as they were, for `torch.equal`; those of JSON are the same to the bit."""
+    """Return losses as a tensor for `torch.equal`. JSON keeps every bit of them."""
     return torch.tensor(losses, dtype=torch.float64)
 
 
 def short(told: Told, *, steps: bool = False) -> Told:
-    """What a record keeps of an epoch."""
+    """Return the fields of an epoch that a record keeps."""
     left_out = {"losses", "targets", "waits_s", "steps_s"} - ({"steps_s"} if steps else set())
     row = {key: value for key, value in told.items() if key not in left_out}
     return row | {"waited_s": sum(told["waits_s"])}

@@ -1,6 +1,6 @@
-"""What every way of `input_pipeline.py` feeds: a small model that really learns, and an accelerator's time.
+"""Train the consumer of every way of `input_pipeline.py`: a small model, and an accelerator's time.
 
-The wait is a sleep, so that the core is as free as it is while an accelerator computes. Peers import this in
+The wait is a sleep, so the core is as free as while an accelerator computes. Peers import this module in
 environments of their own, so it imports PyTorch alone.
 """
 
@@ -17,26 +17,26 @@ from torch import nn
 from input_workloads import CLASSES
 
 SIDE = 8
-"""Of the patches that the model sees."""
+"""Width of the patches that the model sees."""
 
 LEARNING_RATE = 0.05
 
 EPOCHS = 6
-"""That a peer trains in one pass, so that none but the first begins with nothing made."""
+"""Epochs that a peer trains in one pass, so that only the first begins without prefetched batches."""
 
 Clock = Callable[[], float]
 
 
 class Consumer:
-    """Trains on batches from the same start each time it is made.
+    """Train on batches, from the same start for each instance.
 
     Args:
         wait_s: The accelerator's time for a batch.
 
     Attributes:
         losses: Of each batch.
-        targets: How many samples of each class there were.
-        alone_s: What the model itself took on this machine's core, all batches together.
+        targets: Number of samples of each class.
+        alone_s: Seconds of the model itself on this machine's core, all batches together.
     """
 
     def __init__(self, wait_s: float) -> None:
@@ -48,7 +48,7 @@ class Consumer:
         self.alone_s = 0.0
 
     def __call__(self, values: torch.Tensor, targets: torch.Tensor) -> None:
-        """One step; the optimizer has seen it when this returns."""
+        """Run one step. The optimizer has seen the batch on return."""
         began = time.perf_counter()
         model, optimizer = self._parts(values)
         loss = nn.functional.cross_entropy(model(values), targets)
@@ -69,7 +69,10 @@ class Consumer:
 
 
 def small(shape: torch.Size) -> nn.Module:
-    """Patches' means and one linear layer, for samples (channels, length) or (channels, height, width)."""
+    """Return a model of patch means and one linear layer.
+
+    Samples are (channels, length) or (channels, height, width).
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pool: nn.Module = nn.AdaptiveAvgPool2d(SIDE) if len(shape) == 3 else nn.AdaptiveAvgPool1d(SIDE**2)
@@ -77,7 +80,7 @@ def small(shape: torch.Size) -> nn.Module:
 
 
 def train(batches: Iterable[Any], consumer: Consumer, *, clock: Clock = time.perf_counter) -> dict[str, Any]:
-    """Everything there is, timed: seconds of each step, and what of it was waiting for the batch."""
+    """Train on all batches. Return the seconds of each step, and their part spent waiting for the batch."""
     found: dict[str, list[float]] = {"steps_s": [], "waits_s": []}
     began = clock()
     source = iter(batches)
@@ -94,7 +97,7 @@ def train(batches: Iterable[Any], consumer: Consumer, *, clock: Clock = time.per
 def train_apart(
     batches: Iterable[Any], spec: Mapping[str, Any], *, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """`EPOCHS` of them that a peer hands out in one pass, in whichever order and of whichever size.
+    """Train `EPOCHS` that a peer yields in one pass, in any order and with any batch sizes.
 
     An epoch ends with the step in which its number of samples is reached.
 
@@ -103,7 +106,7 @@ def train_apart(
         spec: ``wait_s``, the accelerator's time for a batch, and ``samples`` of an epoch.
 
     Returns:
-        Seconds of each epoch but the first, and how many samples of each class there were in all.
+        Seconds of each epoch but the first, and the total number of samples of each class.
     """
     consumer, ends = Consumer(spec["wait_s"]), list[float]()
     for batch in batches:

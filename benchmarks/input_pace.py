@@ -1,4 +1,4 @@
-"""How slow this machine is at the moment: it is shared, and has two thirds of its speed for minutes."""
+"""Measure the current slowness of this machine: it is shared, and has two thirds of its speed for minutes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from input_bed import TRAINER_CORE, WORKER_CORE
 from input_workloads import Samples
 
 PROBE_S = 0.03
-"""That the computation takes, about."""
+"""Approximate seconds of the computation."""
 
 Pace = Callable[[], float]
-"""How many times the shortest that was seen the computation takes now, on the slower core."""
+"""Function that returns the computation's time over the shortest seen, on the slower core."""
 
 
 class Probe:
-    """Makes a workload's samples.
+    """Make a workload's samples.
 
     Args:
         root: Folder of the stored files.
-        workload: Whose.
+        workload: The workload.
     """
 
     def __init__(self, root: Path, workload: str) -> None:
@@ -33,11 +33,11 @@ class Probe:
         self._data = Samples(str(root), workload, 1 << 30)
         self._shortest: dict[int, float] = {}
         self._count = 4
-        self._on(TRAINER_CORE)  # whatever is loaded is loaded
+        self._on(TRAINER_CORE)  # loads everything in advance
         self._count = max(1, round(self._count * PROBE_S / self._on(TRAINER_CORE)))
 
     def __call__(self) -> float:
-        """Now."""
+        """Measure the current pace."""
         taken = {core: self._on(core) for core in (TRAINER_CORE, WORKER_CORE)}
         self._shortest = {core: min(s, self._shortest.get(core, s)) for core, s in taken.items()}
         return max(taken[core] / self._shortest[core] for core in taken)

@@ -1,11 +1,12 @@
-"""Ray Data on a cluster of two nodes, as one of the peers of `input_pipeline.py`.
+"""Run Ray Data on a cluster of two nodes, as one of the peers of `input_pipeline.py`.
 
-Each host is a node with one CPU, the trainer's is the head. One actor on each node makes batches by the same
-code as everywhere, whoever is free takes the next; the trainer iterates over them. The CPU that a node says
-it has is for these actors: training and Ray's own processes share the core with them, as the trainer's loader
-processes do elsewhere.
+Each host is a node with one CPU, and the trainer's is the head. One actor on each node makes batches by the
+same code as all ways. The free actor makes the next batch, and the trainer iterates over them. The declared
+CPU of a node is for these actors: training and Ray's own processes share the core with them, as the trainer's
+loader processes do elsewhere.
 
-It runs in an environment with Ray Data; `input_bed.BORROW` adds PyTorch and the rest from the trainer's.
+The script runs in an environment with Ray Data; `input_bed.BORROW` adds PyTorch and the rest from the
+trainer's.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from input_model import EPOCHS, train_apart
 PORT = 7500
 LIMIT_S = 300.0
 STORE_BYTES = 2**30
-"""Of each node's object store: more than four epochs' batches in flight are not needed."""
+"""Bytes of each node's object store: more than four epochs' batches in flight are not needed."""
 
 QUIET = {
-    "RAY_AUTH_MODE": "disabled",  # nobody else is in these namespaces
+    "RAY_AUTH_MODE": "disabled",  # these namespaces have no other users
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DEDUP_LOGS": "0",
@@ -41,7 +42,7 @@ QUIET = {
 
 
 class Make:
-    """Makes the batches whose numbers it is given.
+    """Make the batches with the given numbers.
 
     Args:
         spec: The benchmark's.
@@ -57,7 +58,7 @@ class Make:
         self._samples, self._count = Samples(spec["root"], spec["workload"], spec["samples"]), spec["samples"]
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Indices to values and targets."""
+        """Return the values and targets of the indices."""
         made = [self._samples[int(index) % self._count] for index in rows["item"]]
         return {
             "values": np.stack([value.numpy() for value, _ in made]),
@@ -66,7 +67,7 @@ class Make:
 
 
 def start(spec: Mapping[str, Any], side: str, folder: str) -> subprocess.Popen[bytes]:
-    """A node, until it is ended."""
+    """Start a node."""
     head = f"{spec['addresses']['compute']}:{PORT}"
     role = (
         ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}"]
@@ -89,7 +90,7 @@ def start(spec: Mapping[str, Any], side: str, folder: str) -> subprocess.Popen[b
 
 
 def worker(spec: Mapping[str, Any]) -> None:
-    """The worker's host: a node that joins as soon as there is a head."""
+    """Run the worker's host: a node that joins as soon as a head exists."""
     until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         start(spec, "storage", "").wait()
@@ -97,7 +98,7 @@ def worker(spec: Mapping[str, Any]) -> None:
 
 
 def batches(spec: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What the two nodes make, as the trainer takes it."""
+    """Yield the batches of the two nodes, as the trainer reads them."""
     import ray
 
     size, count = spec["batch_size"], EPOCHS * spec["samples"]
@@ -114,19 +115,21 @@ def batches(spec: Mapping[str, Any]) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 def trainer(spec: Mapping[str, Any]) -> None:
-    """The trainer's host: the head, and what trains; prints what it found as one JSON line."""
+    """Run the trainer's host with the head and the training. Print the result as one JSON line."""
     os.environ.update(QUIET)
     import ray
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nor is it written
+    warnings.filterwarnings(
+        "ignore", message="The given NumPy array is not writable"
+    )  # nothing writes the array
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     head = start(spec, "compute", folder)
     try:
         _join(spec)
         found = train_apart(batches(spec), spec)
     finally:
-        ray.shutdown()  # before its head goes, or it would end this process
+        ray.shutdown()  # before its head ends, or it would end this process
         head.terminate()
         head.wait()
         _remove(folder)
@@ -134,7 +137,7 @@ def trainer(spec: Mapping[str, Any]) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Once the other host's node, whose logs are in the same folder, writes there no more."""
+    """Remove the folder once the other host's node no longer writes its logs there."""
     until = time.monotonic() + LIMIT_S
     while True:
         try:
@@ -146,7 +149,7 @@ def _remove(folder: str) -> None:
 
 
 def _join(spec: Mapping[str, Any]) -> None:
-    """Until both nodes are there."""
+    """Wait until both nodes have joined."""
     import ray
 
     until, address = time.monotonic() + LIMIT_S, f"{spec['addresses']['compute']}:{PORT}"

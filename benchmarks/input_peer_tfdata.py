@@ -1,12 +1,11 @@
-"""tf.data service with a local and a remote worker, as one of the peers of `input_pipeline.py`.
+"""Run tf.data service with a local and a remote worker, as one of the peers of `input_pipeline.py`.
 
-As FastFlow's TF-DSLR (PVLDB 16(5), section 7.1): dispatcher and one worker on the worker's host, another
-worker in the trainer's process, elements given out one by one to whoever asks (``DYNAMIC``), everything
-autotuned. Samples are made by the same code as everywhere, through ``tf.numpy_function``, which names a
-Python function by its number in the process: both hosts build the same dataset, so that a number means the
-same.
+The setup is that of FastFlow's TF-DSLR (PVLDB 16(5), section 7.1): dispatcher and one worker on the worker's
+host, another worker in the trainer's process, elements assigned one by one on request (``DYNAMIC``),
+everything autotuned. The code of all ways makes the samples, through ``tf.numpy_function``. It names a Python
+function by its number in the process. Both hosts build the same dataset, so that a number means the same.
 
-It runs in an environment with tensorflow-cpu; `input_bed.BORROW` adds PyTorch and the rest from the
+The script runs in an environment with tensorflow-cpu; `input_bed.BORROW` adds PyTorch and the rest from the
 trainer's.
 """
 
@@ -28,11 +27,11 @@ from input_workloads import Samples
 
 PORT, WORKER_PORT, READY_PORT = 7400, 7401, 7402
 LIMIT_S = 300.0
-"""Until the other host is ready."""
+"""Most seconds until the other host is ready."""
 
 
 def dataset(spec: Mapping[str, Any]) -> Any:
-    """Batches of all epochs; whoever builds it knows the functions in it."""
+    """Return the batches of all epochs. A process that builds the dataset knows the functions in it."""
     samples = Samples(spec["root"], spec["workload"], spec["samples"])
     shape = samples[0][0].shape
 
@@ -51,7 +50,7 @@ def dataset(spec: Mapping[str, Any]) -> Any:
 
 
 def served(spec: Mapping[str, Any], dispatcher: str) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches as the trainer takes them."""
+    """Yield the batches as the trainer reads them."""
     service = tf.data.experimental.service
     distribute = service.distribute(
         processing_mode=service.ShardingPolicy.DYNAMIC, service=dispatcher, compression=None
@@ -61,18 +60,18 @@ def served(spec: Mapping[str, Any], dispatcher: str) -> Iterator[tuple[torch.Ten
 
 
 def worker(spec: Mapping[str, Any]) -> None:
-    """The worker's host: dispatcher and worker, until ended."""
+    """Run the worker's host with dispatcher and worker, until it is ended."""
     service, address = tf.data.experimental.service, spec["addresses"]["storage"]
     dispatcher = service.DispatchServer(service.DispatcherConfig(port=PORT))
     known = dataset(spec)
     remote = service.WorkerServer(_worker_config(f"{address}:{PORT}", address))
-    with socket.create_server((address, READY_PORT)):  # which tells the trainer
+    with socket.create_server((address, READY_PORT)):  # the open port tells the trainer
         remote.join()
     del dispatcher, known
 
 
 def trainer(spec: Mapping[str, Any]) -> None:
-    """The trainer's host: prints what it found as one JSON line."""
+    """Run the trainer's host, and print the result as one JSON line."""
     torch.set_num_threads(1)
     address = spec["addresses"]["storage"]
     _wait_for((address, READY_PORT))

@@ -1,20 +1,20 @@
-"""Does offloading the input pipeline pay, is it done only where it does, and how near is it to the best?
+"""Measure whether offloading the input pipeline pays, and how near upriver's policy is to the best.
 
 The claim: with workloads of real JPEG and WAV files and prep stalls from none to 80 % of a step,
 
-- upriver's policy takes the shortest epochs, or is within 3 % of whoever does: PyTorch's DataLoader with its
-  best number of processes, everything on the worker, whoever is free taking the next batch, FastFlow's
+- upriver's policy has the shortest epochs, or is within 3 % of the shortest: against PyTorch's DataLoader
+  with its best number of processes, everything on the worker, a greedy assignment of batches, FastFlow's
   policy, tf.data service with local and remote workers, Ray Data on both nodes;
 - nothing is offloaded where nothing stalls;
 - it is within 5 % of the best of all fixed ratios in tenths, and of the best candidate where disks are slow;
-- what its profiling does not deliver is at most 60 s and 3.1 % of ten epochs, 0.5 % with stored metrics;
-- losses are the same to the bit, whatever is offloaded.
+- the undelivered part of its profiling is at most 60 s and 3.1 % of ten epochs, 0.5 % with stored metrics;
+- losses are the same to the bit, for any offloading.
 
-Run ``python benchmarks/input_pipeline.py`` as root; it may be ended at any moment: each setting is a line of
-``results/input_pipeline.jsonl``, each peer in it another one, and the next start goes on from there. ``--only
-R`` takes some workloads or settings, ``--minutes 20`` ends it between two of them, ``--list`` says how far
-all are, ``--quick`` shows in a minute that it works, ``--write`` only writes ``results/input_pipeline.md``
-and ``.png`` from what is there. All of it takes some 100 minutes on two cores.
+Run ``python benchmarks/input_pipeline.py`` as root. It may be ended at any moment: each setting is a line of
+``results/input_pipeline.jsonl``, each peer in it another one, and the next start resumes there. ``--only R``
+selects workloads or settings, ``--minutes 20`` ends it between two of them, ``--list`` prints the progress,
+``--quick`` shows in a minute that it works, ``--write`` only writes ``results/input_pipeline.md`` and
+``.png`` from the existing runs. All of it takes some 100 minutes on two cores.
 
 The trainer has the first core and a network namespace, the worker the second and another one.
 """
@@ -67,8 +67,9 @@ SETTINGS = (
     ),
     Setting(workload="R", stall=0.6, disk_mbit=SLOW_DISK_MBIT, batches=50),
 )
-"""Over stalls; over workloads, about as much as they stall in the paper (Figure 7); over a slow link and a
-slow disk. Behind the slow link batches have half the samples, as one takes that many times longer there."""
+"""The settings vary the stall, then the workload, with about its stall in the paper (Figure 7), then add a
+slow link and a slow disk. Behind the slow link batches have half the samples, as one takes that many times
+longer there."""
 
 QUICK = (Setting(workload="R", stall=0.6, batches=24, repeats=1, batch_scale=0.125, ratios=(0.3, 1.0)),)
 QUICK_FILES = 4
@@ -76,23 +77,24 @@ QUICK_FILES = 4
 _here = Path(__file__).resolve().parent
 
 MEASURING = ("bed", "data", "job", "measure", "model", "pace", "workloads")
-"""Modules that decide what a setting's figures are, beside the package."""
+"""Benchmark modules that determine a setting's figures, in addition to the package."""
 
 APART = ("coldstart", "inference")
-"""Parts of the package that have no part in it."""
+"""Parts of the package that take no part in them."""
 
 ENVIRONMENTS: Mapping[str, tuple[str, str]] = {
     "tfdata": ("TENSORFLOW", "tensorflow-cpu==2.21.0"),
     "ray": ("RAY", "ray[data]==2.60.0"),
 }
-"""Of peers: what the variable that names an environment of their own ends with, and what it must have."""
+"""Environments of peers: the suffix of the variable that names a peer's environment, and its needed package.
+"""
 
 
 def interpreter(name: str) -> Path:
-    """Of the environment that has a peer.
+    """Return the interpreter of the environment that has a peer.
 
     Raises:
-        Failed: If there is none.
+        Failed: If no environment has it.
     """
     ending, package = ENVIRONMENTS[name]
     variable = f"UPRIVER_BENCHMARK_{ending}"
@@ -110,7 +112,7 @@ def interpreter(name: str) -> Path:
 
 
 def version(*names: str, package: Path = ROOT / "src" / "upriver") -> str:
-    """Of what a figure depends on: these modules beside this one, and a package but for `APART`."""
+    """Return the version of the code behind a figure: benchmark modules, and a package without `APART`."""
     apart = {package / part for part in APART}
     files = [_here / f"input_{name}.py" for name in names]
     files += [path for path in sorted(package.rglob("*.py")) if apart.isdisjoint(path.parents)]
@@ -118,7 +120,7 @@ def version(*names: str, package: Path = ROOT / "src" / "upriver") -> str:
 
 
 def versions_of(setting: Setting) -> dict[str, str]:
-    """Of every row of a setting, by its key."""
+    """Return the versions of every row of a setting, by its key."""
     stages = ROOT / "src" / "upriver" / "pipeline"
     measuring = ("bed", "data", "model", "workloads")
     return {
@@ -131,7 +133,7 @@ def versions_of(setting: Setting) -> dict[str, str]:
 
 
 def missing(setting: Setting, records: Records) -> list[str]:
-    """Keys of what has not been run as the code is; peers wait as long as the setting, so after it."""
+    """Return the keys without a run by the current code. Peers use the setting's wait, so they follow it."""
     wanted = versions_of(setting)
     whole = records.rows.get(setting.key, {})
     if whole.get("version") != wanted[setting.key] or (setting.peers and not whole["passed"]):
@@ -147,11 +149,11 @@ def _valid(row: Mapping[str, Any], now: str, whole: Mapping[str, Any]) -> bool:
 
 
 class Bar:
-    """How far a setting is.
+    """Show the progress of a setting.
 
     Args:
-        progress: Where it is shown.
-        setting: What its line is called.
+        progress: The display.
+        setting: Label of its line.
     """
 
     def __init__(self, progress: Progress, setting: Setting) -> None:
@@ -161,23 +163,23 @@ class Bar:
         self._task: TaskID = progress.add_task(setting.key, total=expected)
 
     def __call__(self, way: str) -> None:
-        """An epoch begins."""
+        """Show that an epoch begins."""
         self._progress.update(self._task, description=f"{self._setting.key}: {way}", advance=1)
 
     def say(self, key: str, began: float) -> None:
-        """Something of it is there."""
+        """Show that a row of the setting is finished."""
         self._progress.console.print(f"{key}: {time.monotonic() - began:.0f} s", highlight=False)
 
     def done(self) -> None:
-        """No more of them."""
+        """Remove the line."""
         self._progress.update(self._task, description=self._setting.key, total=1, completed=1)
 
 
 def run(setting: Setting, keys: Sequence[str], records: Records, root: Path, bar: Bar) -> list[str]:
-    """Whatever of a setting is not there yet; why a peer could not be run.
+    """Run the missing rows of a setting. Return why a peer could not run.
 
     Raises:
-        Failed: If the setting itself cannot.
+        Failed: If the setting itself fails.
     """
     failed: list[str] = []
     with Bed(setting, root) as bed:
@@ -202,7 +204,7 @@ def run(setting: Setting, keys: Sequence[str], records: Records, root: Path, bar
 
 
 def run_ways(bed: Bed, setting: Setting, root: Path, bar: Bar) -> dict[str, Any]:
-    """Every way of a setting but the peers, in one training process."""
+    """Run every way of a setting except the peers, in one training process."""
     with tempfile.TemporaryDirectory() as cache:
         job = Job(bed, setting, root, Path(cache))
         try:
@@ -212,7 +214,7 @@ def run_ways(bed: Bed, setting: Setting, root: Path, bar: Bar) -> dict[str, Any]
 
 
 def facts_of(setting: Setting, key: str) -> dict[str, Any]:
-    """What a row says of where it comes from."""
+    """Return the provenance of a row."""
     load = round(os.getloadavg()[0], 2)
     return {"commit": commit(), "version": versions_of(setting)[key], "load": load}
 
@@ -220,10 +222,10 @@ def facts_of(setting: Setting, key: str) -> dict[str, Any]:
 def run_all(
     settings: Sequence[Setting], records: Records, deadline: Deadline, files: int | None
 ) -> list[str]:
-    """Everything that is missing; why some of it could not be made.
+    """Run everything that is missing. Return why some of it failed.
 
     Raises:
-        TimeIsUp: If the deadline comes first.
+        TimeIsUp: If the deadline passes first.
     """
     failed: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -247,7 +249,7 @@ def run_all(
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -264,7 +266,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what is missing, then report what is there."""
+    """Run what is missing, then report all records."""
     options = parsed()
     name, settings = ("input_pipeline_quick", QUICK) if options.quick else ("input_pipeline", SETTINGS)
     records = Records(options.out / f"{name}.jsonl")

@@ -1,4 +1,4 @@
-"""What `input_pipeline.py` makes of its rows: who is ahead, what profiling took, and the page."""
+"""Report the rows of `input_pipeline.py`: who is ahead, the cost of profiling, and the page."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ NEAR_BEST, NEAR_SWEEP = 0.03, 0.05
 MOST_PROFILE_S, MOST_PROFILE, MOST_STORED = 60.0, 0.031, 0.005
 TEN = 10
 PANEL = (3.2, 2.6)
-"""Of one setting's picture, in inches."""
+"""Size of one setting's plot, in inches."""
 
 Row = Mapping[str, Any]
 
 
 class Found:
-    """What the records say of one setting.
+    """The records of one setting.
 
     Args:
-        setting: Which.
-        records: All that were kept, whatever the code was; the page tells by which.
+        setting: The setting.
+        records: All stored records, of any code version. The page names the version.
     """
 
     def __init__(self, setting: Setting, records: Records) -> None:
@@ -47,66 +47,69 @@ class Found:
 
     @property
     def complete(self) -> bool:
-        """Whether the setting has been run; peers may be missing."""
+        """Return whether the setting has run. Peers may be missing."""
         return bool(self.row)
 
     # ---------------------------------------------------------------------------------------- epochs
 
     @property
     def plain(self) -> str:
-        """PyTorch's own loader at its best, as a way."""
+        """Return the name of the way with PyTorch's own loader at its best."""
         return f"torch {self.row['processes']}"
 
     def spread(self, way: str) -> Spread:
-        """Seconds of an epoch that begins with nothing made."""
+        """Return the seconds of an epoch that begins without prefetched batches."""
         return Spread.of(row["seconds"] for row in self.row["epochs"][way])
 
     def in_one_pass(self, who: str) -> Spread:
-        """Seconds of an epoch among several in one pass, of a peer or ours."""
+        """Return the seconds of an epoch among several in one pass, of a peer or of upriver."""
         return Spread.of((self.row["passed"] if who == OURS else self.peers[who])["epochs_s"])
 
     def seconds(self, way: str) -> float:
-        """The shortest of them: whatever else the machine does makes an epoch longer, and never shorter."""
+        """Return the shortest epoch's seconds. Other load on the machine only makes epochs longer."""
         return min(self.spread(way).values)
 
     def stalled(self, way: str) -> float:
-        """Share of its epochs that the trainer waited for a batch."""
+        """Return the share of its epochs that the trainer waited for a batch."""
         rows = self.row["epochs"][way]
         return sum(row["waited_s"] for row in rows) / sum(row["seconds"] for row in rows)
 
     def share(self, way: str) -> float:
-        """Of the samples, what the worker made in the epochs that count."""
+        """Return the share of the samples that the worker made in the epochs that count."""
         rows = self.row["epochs"][way]
         elsewhere = sum(row["made_elsewhere"] for row in rows)
         return float(elsewhere / (elsewhere + sum(row["made_here"] for row in rows)))
 
     def cpu_s(self, way: str) -> float:
-        """CPU seconds of an epoch, both hosts together, the median."""
+        """Return the median CPU seconds of an epoch, both hosts together."""
         return statistics.median(sum(row["cpu_s"].values()) for row in self.row["epochs"][way])
 
     @property
     def others(self) -> list[str]:
-        """All that upriver's policy is compared with in epochs of their own."""
+        """Return all ways that upriver's policy is compared with in separate epochs."""
         return [self.plain, *(way for way in WAYS if way != OURS)]
 
     @property
     def best(self) -> str:
-        """Of the others, who takes the shortest epochs."""
+        """Return the other way with the shortest epochs."""
         return min(self.others, key=self.seconds)
 
     @property
     def behind(self) -> float:
-        """How much longer upriver's epochs are than the best other's; negative where they are shorter."""
+        """Return how much longer upriver's epochs are than the best other's; negative if shorter."""
         return self.seconds(OURS) / self.seconds(self.best) - 1
 
     @property
     def behind_median(self) -> float:
-        """The same by medians."""
+        """Return how much longer upriver's epochs are, by medians."""
         return self.spread(OURS).median / min(self.spread(way).median for way in self.others) - 1
 
     @property
     def behind_peer(self) -> float | None:
-        """The same for epochs in one pass, against the best peer; None where there is none."""
+        """Return how much longer upriver's epochs in one pass are than the best peer's.
+
+        The result is None without a peer.
+        """
         if not self.peers:
             return None
         best_s = min(min(self.in_one_pass(peer).values) for peer in self.peers)
@@ -116,7 +119,7 @@ class Found:
 
     @property
     def sweep(self) -> dict[str, dict[float, float]]:
-        """Seconds by candidate and ratio, nothing offloaded among them."""
+        """Return the seconds by candidate and ratio, including nothing offloaded."""
         found: dict[str, dict[float, float]] = {}
         for way in self.row["epochs"]:
             candidate, _, ratio = way.partition(" ")
@@ -126,7 +129,7 @@ class Found:
 
     @property
     def best_fixed(self) -> tuple[str, float, float]:
-        """The candidate and ratio with the shortest epochs, and their seconds."""
+        """Return the candidate and ratio with the shortest epochs, and their seconds."""
         tried = [
             (seconds, candidate, ratio)
             for candidate, ratios in self.sweep.items()
@@ -137,16 +140,16 @@ class Found:
 
     @property
     def over_fixed(self) -> float:
-        """How much longer upriver's epochs are than with the best fixed ratio."""
+        """Return how much longer upriver's epochs are than with the best fixed ratio."""
         return self.seconds(OURS) / self.best_fixed[2] - 1
 
     # -------------------------------------------------------------------------------------- profiling
 
     def learning(self, way: str, *, again: bool = False) -> tuple[float, float]:
-        """Seconds until a policy had decided, and how many of them delivered nothing.
+        """Return the seconds until a policy had decided, and their part that delivered nothing.
 
-        The step in which it did is the last one; what was delivered meanwhile counts as long as it takes
-        afterwards, on a machine that was as slow as it then was.
+        The step of the decision is the last one. Batches delivered meanwhile count with their later time, on
+        an equally slow machine.
         """
         rows = self.row["again"] if again else self.row["learned"][way]
         spent_s = nothing_s = 0.0
@@ -154,13 +157,13 @@ class Found:
         for row in rows:
             steps = row["steps_s"] if row["decided_at"] is None else row["steps_s"][: row["decided_at"] + 1]
             if row is rows[-1] and row["decided_at"] is None and row["decided"]:
-                steps = []  # it was decided before the epoch began
+                steps = []  # the decision was made before the epoch began
             spent_s += sum(steps)
             nothing_s += sum(steps) - len(steps) * step_s * statistics.fmean(row["slow"])
         return spent_s, max(0.0, nothing_s)
 
     def decided(self, way: str, *, again: bool = False) -> str:
-        """What a policy has decided first, in a few words; empty where it has not."""
+        """Return a policy's first decision in a few words, or an empty text without one."""
         row = (self.row["again"] if again else self.row["learned"][way])[-1]
         if not row["decided"]:
             return ""
@@ -168,12 +171,12 @@ class Found:
 
     @property
     def ten_here_s(self) -> float:
-        """Ten epochs, as they were run."""
+        """Return the seconds of ten epochs, as they ran."""
         return TEN * self.seconds(OURS)
 
     @property
     def ten_published_s(self) -> float:
-        """Ten epochs of a dataset with the bytes of the paper's (Table 3), at the rate measured here."""
+        """Return the seconds of ten epochs with the bytes of the paper's dataset (Table 3), at our rate."""
         published = WORKLOADS[self.setting.workload].published_bytes / self.row["stored_bytes"]
         return self.ten_here_s * float(published) / self.setting.samples
 
@@ -181,7 +184,7 @@ class Found:
 
     @property
     def goals(self) -> dict[str, bool]:
-        """Each goal that says something of this setting, and whether it is met."""
+        """Return each goal that applies to this setting, and whether it is met."""
         _, profile_s = self.learning(OURS)
         _, stored_s = self.learning(OURS, again=True)
         found = {
@@ -216,7 +219,7 @@ GOALS: Mapping[str, str] = {
 
 
 def write(found: Sequence[Found], folder: Path, name: str) -> str:
-    """The page and its picture, from what there is; what the page says."""
+    """Write the page and its plot from the existing records. Return the text of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     text = page(found, name)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
@@ -227,7 +230,7 @@ def write(found: Sequence[Found], folder: Path, name: str) -> str:
 
 
 def page(found: Sequence[Found], name: str) -> str:
-    """The same as text alone."""
+    """Return the text of the page."""
     complete = [each for each in found if each.complete]
     left = [each.setting.key for each in found if not each.complete]
     return TEMPLATE.format(
@@ -266,7 +269,7 @@ def page(found: Sequence[Found], name: str) -> str:
 
 
 def verdict(goal: str, found: Sequence[Found]) -> str:
-    """A goal, and where it is missed."""
+    """Return a goal, and where it is missed."""
     judged = {each.setting.key: each.goals[goal] for each in found if goal in each.goals}
     if not judged:
         return f"{GOALS[goal]}: not judged"
@@ -278,7 +281,7 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
 
 
 def epochs_table(found: Sequence[Found]) -> str:
-    """Seconds of an epoch by everybody."""
+    """Return the seconds of an epoch by all ways."""
     header = ["setting", "PyTorch", *WAYS, "best other", "upriver over it", "by medians"]
     rows = []
     for each in found:
@@ -291,7 +294,7 @@ def epochs_table(found: Sequence[Found]) -> str:
 
 
 def passes_table(found: Sequence[Found]) -> str:
-    """Seconds of an epoch in one pass over several, against peers."""
+    """Return the seconds of an epoch in one pass over several, against peers."""
     rows = []
     for each in found:
         if each.behind_peer is None:
@@ -303,13 +306,13 @@ def passes_table(found: Sequence[Found]) -> str:
 
 
 def noise(found: Sequence[Found]) -> str:
-    """How slow the machine was after the epochs that count: before, a way's processes may be starting."""
+    """Return the machine's slowness after the counted epochs. Before them, processes may be starting."""
     slow = [row["slow"][1] for each in found for rows in each.row["epochs"].values() for row in rows]
     return f"{statistics.median(slow):.2f}, at most {max(slow):.2f}" if slow else "-"
 
 
 def shares_table(found: Sequence[Found]) -> str:
-    """How much of a step is waiting, what is offloaded, and what it costs in CPU time."""
+    """Return the share of waiting in a step, the offloaded share, and its CPU time."""
     header = ["setting", "accelerator, ms a step", "stall, PyTorch", *(f"stall, {way}" for way in WAYS)]
     header += [f"offloaded, {way}" for way in ("greedy", *POLICIES)]
     header += [f"CPU s, {way}" for way in (HERE, OURS)]
@@ -324,7 +327,7 @@ def shares_table(found: Sequence[Found]) -> str:
 
 
 def ratios_table(found: Sequence[Found]) -> str:
-    """The best fixed ratio against the policies."""
+    """Return the best fixed ratio against the policies."""
     header = [
         "setting",
         "best fixed",
@@ -342,7 +345,7 @@ def ratios_table(found: Sequence[Found]) -> str:
 
 
 def candidates_table(found: Sequence[Found]) -> str:
-    """Each candidate at its best ratio, where all of them were forced."""
+    """Return each candidate at its best ratio, where all of them were forced."""
     header = ["setting", "p1", "p2", "p3", *(f"{way} takes" for way in POLICIES)]
     rows = []
     for each in found:
@@ -356,7 +359,7 @@ def candidates_table(found: Sequence[Found]) -> str:
 
 
 def profiles_table(found: Sequence[Found]) -> str:
-    """What profiling took, and how much of it delivered nothing."""
+    """Return the time of profiling, and its part that delivered nothing."""
     header = [
         "setting",
         "policy",
@@ -377,7 +380,7 @@ def profiles_table(found: Sequence[Found]) -> str:
 
 
 def workloads_table() -> str:
-    """What is stored and made of it."""
+    """Return the stored files of each workload and their stages."""
     header = ["", "workload", "stages", "samples a batch"]
     rows = [
         [letter, each.title, ", ".join(stage.name for stage in each.stages), each.batch_size]
@@ -387,7 +390,7 @@ def workloads_table() -> str:
 
 
 def draw(found: Sequence[Found], path: Path) -> None:
-    """Seconds over the ratio, a panel for each setting, with the policies at their shares."""
+    """Plot the seconds over the ratio, a panel for each setting, with the policies at their shares."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
-"""The datasets of `input_pipeline.py`: stored JPEG and WAV files through upriver's input stages.
+"""Define the datasets of `input_pipeline.py`: stored JPEG and WAV files through upriver's input stages.
 
-Six of the seven workloads of FastFlow (Um et al., PVLDB 16(5), 2023, section 7.1), which differ in what a
-sample costs and in how many bytes it has when it is done. The seventh, MelGAN, has nothing but decoding to
-do; a setting in which nothing stalls says the same.
+They are six of the seven workloads of FastFlow (Um et al., PVLDB 16(5), 2023, section 7.1). The workloads
+differ in the cost of a sample and in its final bytes. The seventh, MelGAN, only decodes. A setting in which
+nothing stalls shows the same.
 
 Workers import this module by its name, so it imports nothing but the package.
 """
@@ -42,11 +42,11 @@ from upriver.pipeline import (
 )
 
 NAME = "input_workloads:Samples"
-"""By which workers make the dataset; ``input_workloads`` is what they must allow."""
+"""Name by which workers make the dataset. They must allow ``input_workloads``."""
 
 DISK_VARIABLE = "UPRIVER_BENCHMARK_DISK"
-"""Where it names an object server's bucket, files are read from there: the disk of a machine that has a slow
-one. The root is the same everywhere, as a mount point is."""
+"""If the variable names an object server's bucket, files are read from there: the disk of a machine with a
+slow one. The root is the same on all hosts, as a mount point would be."""
 
 CLASSES = 10
 SPEECH_RATE, WORD_RATE = 22_050, 16_000
@@ -59,14 +59,14 @@ Raw = tuple[torch.Tensor, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is stored, and what becomes of it.
+    """The stored files of a workload, and their stages.
 
     Attributes:
-        title: In a few words.
-        kind: Of the stored files.
-        stages: From stored bytes to what the model takes.
-        batch_size: So that a batch costs a core some 50 to 100 ms.
-        published_bytes: Of the dataset with which the paper runs it (Table 3).
+        title: A short description.
+        kind: Kind of the stored files.
+        stages: Stages from stored bytes to the model's input.
+        batch_size: Chosen so that a batch costs a core some 50 to 100 ms.
+        published_bytes: Bytes of the paper's dataset (Table 3).
     """
 
     title: str
@@ -139,16 +139,16 @@ WORKLOADS: Mapping[str, Workload] = {
         published_bytes=256e6,
     ),
 }
-"""By the paper's letter."""
+"""Workloads by the paper's letter."""
 
 
 class Samples(TorchDataset[tuple[torch.Tensor, int]]):
-    """A map-style dataset that can be read at one place and computed at another.
+    """A map-style dataset that can be read in one place and computed in another.
 
     Args:
-        root: Folder of the stored files, which are taken one after another, again and again.
+        root: Folder of the stored files, which are read one after another, again and again.
         workload: One of `WORKLOADS`.
-        samples: How many.
+        samples: Number of samples.
     """
 
     def __init__(self, root: str, workload: str, samples: int) -> None:
@@ -165,12 +165,12 @@ class Samples(TorchDataset[tuple[torch.Tensor, int]]):
         return self.transform(self.read(index))
 
     def read(self, index: int) -> Raw:
-        """A stored file."""
+        """Return a stored file."""
         name = self._files[index % len(self._files)]
         return stored_tensor(self._stored(name)), index % CLASSES
 
     def transform(self, raw: Raw) -> tuple[torch.Tensor, int]:
-        """What a model takes; what is drawn depends on Python's generator alone."""
+        """Return the model's input. The draws depend on Python's generator alone."""
         stored, target = raw
         value = self._chain.run(
             stored, sample=0, epoch=0, seed=random.getrandbits(63), start=self._chain.start, stop=0

@@ -1,8 +1,8 @@
-"""Does a job notice that servers are killed? SIGKILL every 5 seconds for a minute, with two servers.
+"""Check whether a job notices killed servers: SIGKILL every 5 seconds for a minute, with two servers.
 
-Run ``python benchmarks/kills.py``; each run is a line of ``results/kills.jsonl``, and the next start goes on
-from there. ``--minutes 5`` begins no further run after that, ``--quick`` is a small form that says little,
-``--report`` only writes ``results/kills.md`` from what is there.
+Run with ``python benchmarks/kills.py``. Each run is a line of ``results/kills.jsonl``, and the next start
+resumes there. ``--minutes 5`` begins no further run after that, ``--quick`` is a small form that shows
+little, ``--report`` only writes ``results/kills.md`` from the existing runs.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from _planned import Deadline, Records, TimeIsUp
 from upriver.finetune.job import FinetuneJob
 
 OUTLAST = 1.25
-"""The job goes on for a quarter of the time of the kills after them, so that what comes back can be used."""
+"""Duration of the job over that of the kills: a quarter follows the kills, so that restarted servers are
+used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How long a run is.
+    """The length of a run.
 
     Attributes:
-        kills: How many processes are killed.
-        every_s: Seconds from one to the next.
-        samples: Of an epoch.
-        epochs: Of the job.
+        kills: Number of killed processes.
+        every_s: Seconds between two kills.
+        samples: Samples of an epoch.
+        epochs: Epochs of the job.
         seeds: One run each.
     """
 
@@ -50,12 +51,12 @@ class Setting:
 
     @property
     def steps(self) -> int:
-        """Training steps of the job."""
+        """Return the training steps of the job."""
         return self.epochs * -(-self.samples // BATCH)
 
     @property
     def least_s(self) -> float:
-        """Seconds that the job takes at least."""
+        """Return the least seconds of the job."""
         return OUTLAST * self.kills * self.every_s
 
 
@@ -66,13 +67,13 @@ QUICK = Setting(kills=4, every_s=2.0, samples=244, epochs=6, seeds=(0,))
 
 
 class Pace:
-    """Makes each step take so long at least, and notes where samples came from while processes are killed.
+    """Give each step a minimum duration, and record the origin of samples during the kills.
 
-    That is from the first kill until the time of the one after the last: neither what came before nor the
-    rest afterwards says anything about kills.
+    The record runs from the first kill to one interval after the last. The time before and after shows
+    nothing about kills.
 
     Args:
-        setting: How long all of it is to take, and when processes are killed.
+        setting: Total duration, and times of the kills.
         killer: Begins after the first step.
     """
 
@@ -84,7 +85,7 @@ class Pace:
         self._since: Mapping[str, int] = {}
 
     def __call__(self, step: int, job: FinetuneJob) -> None:
-        """After a step."""
+        """Wait and record after a step."""
         if step == 1:
             self._killer.begin()
         self._note(job.report.samples)
@@ -93,7 +94,7 @@ class Pace:
 
     @property
     def samples(self) -> dict[str, int]:
-        """Server or ``local`` to the samples that came from there while processes were killed."""
+        """Return server or ``local`` to the number of samples from there during the kills."""
         return {source: count - self._before.get(source, 0) for source, count in self._since.items()}
 
     def _note(self, samples: Mapping[str, int]) -> None:
@@ -105,7 +106,7 @@ class Pace:
 
 
 def run(setting: Setting, seed: int) -> dict[str, Any]:
-    """The job undisturbed, the job with kills, and what is left; as a record."""
+    """Run the job undisturbed and with kills. Return both and the leftovers as a record."""
     rng = random.Random(seed)
     targets = drawn(rng, setting.kills)
     with tempfile.TemporaryDirectory() as name:

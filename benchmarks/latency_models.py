@@ -1,9 +1,9 @@
-"""How far latency models are off: operators by kind in the layout of LoADPart's Table III, and six networks.
+"""Measure the errors of latency models: operators by kind, as in LoADPart's Table III, and six networks.
 
 Run with ``python benchmarks/latency_models.py``; ``--write`` writes ``benchmarks/results/latency_models.md``.
-The configurations are those of `upriver.profile.latency.benchmark_configs`, fixed beforehand; every fifth of
-a kind is held out, and errors are those of what was held out. All of it takes some 10 minutes, on one core;
-each kind's timings become a record, so the benchmark can be ended at any moment and goes on where it was.
+The configurations are those of `upriver.profile.latency.benchmark_configs`, fixed beforehand. Every fifth of
+a kind is held out, and errors are of the held-out ones. All of it takes some 10 minutes, on one core. Each
+kind's timings become a record, so the benchmark can be ended at any moment and resumes there.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from upriver.program.graph.executor import Program
 
 RUNS = 9
 GOAL = 0.15
-"""How far off a whole network may be."""
+"""Largest relative error of a whole network."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """One network, run and predicted.
+    """Measurement and predictions of one network.
 
     Attributes:
         nodes: Operators of its graph.
         measured_ms: The shortest of the lower quartiles of all occasions, as of an operator.
         runs_ms: All whole runs.
         predicted_ms: By model.
-        took_ms: The prediction by ours.
+        took_ms: Duration of our prediction.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Network:
     took_ms: float
 
     def off(self, model: ModelName) -> float:
-        """Relative to what was measured."""
+        """Return the error relative to the measurement."""
         return self.predicted_ms[model] / self.measured_ms - 1
 
 
@@ -76,13 +76,13 @@ class Network:
 
 
 def build(name: str) -> tuple[Program, torch.Tensor]:
-    """A network with random weights as a program, and one sample."""
+    """Return a network with random weights as a program, and one sample."""
     model, x = model_of(name)
     return capture(model, x), x
 
 
 def run_network(name: str) -> dict[str, Any]:
-    """Seconds of whole runs."""
+    """Return the seconds of whole runs."""
     program, x = build(name)
     seconds = []
     for _ in range(2 + RUNS):
@@ -94,18 +94,18 @@ def run_network(name: str) -> dict[str, Any]:
 
 @functools.cache
 def configurations(kind: str, quick: bool) -> tuple[tuple[OpCall, bool], ...]:
-    """Of a kind, each with whether it is held out."""
+    """Return the configurations of a kind, each with whether it is held out."""
     return tuple(plan(kinds=[kind], quick=quick))
 
 
 def time_kind(kind: str, bench: OpBenchmark, *, quick: bool) -> dict[str, Any]:
-    """Seconds of each of a kind's configurations."""
+    """Return the seconds of each of a kind's configurations."""
     seconds = [float(f"{bench.seconds(call):.4g}") for call, _ in configurations(kind, quick)]
     return {"digest": digest_of(kind, quick=quick), "seconds": seconds}
 
 
 def digest_of(kind: str, *, quick: bool) -> str:
-    """Of what is timed and how."""
+    """Return a digest of the timed configurations and the method."""
     how = hashlib.sha256(Path(op_benchmark.__file__).read_bytes())
     for call, _ in configurations(kind, quick):
         how.update(call.signature.encode())
@@ -115,10 +115,10 @@ def digest_of(kind: str, *, quick: bool) -> str:
 def measure(
     records: Records, deadline: Deadline, *, kinds: Sequence[str], networks: Sequence[str], quick: bool
 ) -> None:
-    """Whatever is not there yet, each on every occasion.
+    """Measure the missing records, each on every occasion.
 
     Raises:
-        TimeIsUp: If something is left.
+        TimeIsUp: If a record is still missing.
     """
     bench = OpBenchmark()
     for occasion in range(OCCASIONS):
@@ -142,7 +142,7 @@ def _keep(records: Records, key: str, row: Mapping[str, Any]) -> None:
 
 
 def fitted(records: Records, kinds: Sequence[str], *, quick: bool) -> Predictor:
-    """The models of what was timed: of all occasions the shortest time counts."""
+    """Fit the models to the timings. The shortest time of all occasions counts."""
     measured = []
     for kind in kinds:
         rows = list(_of(records, kind))
@@ -162,10 +162,10 @@ def _of(records: Records, name: str) -> Iterator[dict[str, Any]]:
 
 
 def apart(records: Records, kind: str) -> float | None:
-    """How far from its shortest time an operator's next one is that was timed on another occasion.
+    """Return how far an operator's time on another occasion is from its shortest time.
 
-    Relative; the median over operators of 50 us and more. What repeating a measurement changes, no model of
-    it can tell: of two occasions the shorter one counts, and the third may have been shorter yet.
+    The result is relative, the median over operators of 50 us and more. No model can predict what a repeated
+    measurement changes: of two occasions the shorter one counts, and a third might have been shorter yet.
     """
     rows = [row["seconds"] for row in _of(records, kind)]
     times = [sorted(each) for each in zip(*rows, strict=True)] if len(rows) > 1 else []
@@ -174,7 +174,7 @@ def apart(records: Records, kind: str) -> float | None:
 
 
 def predicted(records: Records, predictor: Predictor, name: str) -> Network | None:
-    """A network that was run; None if it was not."""
+    """Return the predictions of a network, or None if it did not run."""
     rows = list(_of(records, name))
     if not rows:
         return None
@@ -198,7 +198,7 @@ def predicted(records: Records, predictor: Predictor, name: str) -> Network | No
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """For what a goal is met, for what it is missed, and of what nothing was measured that it speaks of."""
+    """Items that meet a goal, items that miss it, and items without a measurement."""
 
     met: Sequence[str]
     missed: Sequence[str]
@@ -206,7 +206,7 @@ class Judged:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Return the verdict in words."""
         named = {"missed": self.missed, "met": self.met, "not judged": self.left}
         if not self.met and not self.missed:
             return "not judged"
@@ -214,11 +214,11 @@ class Judged:
 
 
 def judged(within: Mapping[str, bool], every: Iterable[str]) -> Judged:
-    """What becomes of a goal.
+    """Judge a goal.
 
     Args:
-        within: Of what was measured, whether it is within the goal.
-        every: All that the goal speaks of.
+        within: Of the measured items, whether each is within the goal.
+        every: All items of the goal.
     """
     return Judged(
         met=[name for name in every if within.get(name) is True],
@@ -228,7 +228,7 @@ def judged(within: Mapping[str, bool], every: Iterable[str]) -> Judged:
 
 
 def kinds_within(errors: Sequence[KindError]) -> dict[str, bool]:
-    """For the paper's kinds whether ours is no worse than its device column, of those with long operators."""
+    """Return for the paper's kinds with long operators whether ours is no worse than its device column."""
     return {
         error.kind: error.mape_long_percent <= TABLE_III[error.kind]["device"][1]
         for error in errors
@@ -242,7 +242,7 @@ def report(
     rows: Collection[Mapping[str, Any]],
     noise: Mapping[str, float | None] = MappingProxyType({}),
 ) -> str:
-    """The page.
+    """Return the report as Markdown.
 
     Args:
         rows: The records.

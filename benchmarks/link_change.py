@@ -1,9 +1,9 @@
-"""How soon does a running job have the right plan after its link has changed, and does jitter leave it alone?
+"""Measure how soon a running job has the right plan after a link change, and whether it ignores jitter.
 
 Run ``python benchmarks/link_change.py`` as root; ``--write`` writes ``results/link_change.md``, ``--quick``
-is a small form that says nothing. A job with ``policy="upriver"`` trains over 200 Mbit/s; in the middle of an
-epoch the link goes down to 20 Mbit/s. Then other jobs train over links whose rate changes each second by up
-to a fifth.
+is a small form that shows nothing. A job with ``policy="upriver"`` trains over 200 Mbit/s. In the middle of
+an epoch the link drops to 20 Mbit/s. Then other jobs train over links whose rate changes each second by up to
+a fifth.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _here = Path(__file__).resolve().parent
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """How long each part runs.
+    """The length of each part.
 
     Attributes:
         before: Steps before the link changes.
@@ -51,7 +51,7 @@ class Length:
 
 SETTING = Setting(network="resnet18", stored="tensor", mbit=200, batch_size=32, samples=768)
 """602 KB a sample are stored and 100 KB cross the freeze point. At 200 Mbit/s the two hosts share the work,
-and a part of the samples crosses as it is stored; at 20 Mbit/s that part alone would take longer than all."""
+and a part of the samples crosses as it is stored. At 20 Mbit/s that part alone would take longer than all."""
 
 LENGTH = Length(before=20, after=20, jitter_s=60)
 QUICK = Setting(network="resnet18", stored="tensor", mbit=200, batch_size=16, samples=384)
@@ -59,7 +59,7 @@ QUICK_LENGTH = Length(before=20, after=16, jitter_s=12)
 
 
 class LinkRig(Rig):
-    """The two hosts, with a training process that is led step by step."""
+    """The two hosts, with a training process that runs step by step."""
 
     def __enter__(self) -> LinkRig:
         with ExitStack() as stack:
@@ -90,28 +90,28 @@ class LinkRig(Rig):
         return self
 
     def set_mbit(self, mbit: float) -> None:
-        """From now on the link carries so much."""
+        """Set the rate of the link."""
         self._bed.set_rate(mbit * 1e6 / 8)
 
     def begin(self) -> None:
-        """A new job, planned over the link as it is."""
+        """Start a new job, planned over the current link."""
         self._ask({"do": "begin", "replan": True}, START_LIMIT_S)
 
     def steps(self, **how_many: float) -> list[dict[str, Any]]:
-        """The next steps: ``count`` of them, or for ``seconds``."""
+        """Train the next steps: ``count`` of them, or for ``seconds``."""
         return list(self._ask({"do": "steps", **how_many}, RUN_LIMIT_S)["steps"])
 
     def judge(self, plans: Sequence[Any], mbit: float) -> dict[str, Any]:
-        """What the plans would cost over a link with that rate."""
+        """Return the cost of the plans over a link with that rate."""
         bandwidth = mbit * 1e6 / 8 * PAYLOAD_SHARE
         return self._ask({"do": "judge", "plans": list(plans), "bandwidth": bandwidth}, START_LIMIT_S)
 
     @contextmanager
     def jitter(self, mbit: float) -> Iterator[None]:
-        """The rate changes each second, by up to a fifth.
+        """Change the rate each second, by up to a fifth.
 
         Raises:
-            TestbedError: From the end of the block: if it could not be changed.
+            TestbedError: From the end of the block: if the rate could not be changed.
         """
         over, draw = threading.Event(), random.Random(0)
         failed: list[Exception] = []
@@ -135,14 +135,14 @@ class LinkRig(Rig):
 
 
 def undisturbed(rig: LinkRig, mbit: float, length: Length) -> list[dict[str, Any]]:
-    """The same steps over a link that stays as it is."""
+    """Run the same steps over a constant link."""
     rig.set_mbit(mbit)
     rig.begin()
     return rig.steps(count=length.before + length.after)
 
 
 def changed(rig: LinkRig, mbit: float, length: Length) -> Change:
-    """The run in which the link changes."""
+    """Run the steps while the link changes."""
     rig.set_mbit(mbit)
     rig.begin()
     steps = rig.steps(count=length.before)
@@ -153,7 +153,7 @@ def changed(rig: LinkRig, mbit: float, length: Length) -> Change:
 
 
 def jittered(rig: LinkRig, mbit: float, length: Length) -> Jitter:
-    """A run with jitter, once its plan has settled, and as long a part of it without."""
+    """Run with jitter after the plan has settled, and equally long without."""
     rig.set_mbit(mbit)
     rig.begin()
     settling = rig.steps(count=length.before)

@@ -1,20 +1,20 @@
-"""Does it pay to know the server's load when a network is divided between a device and a server?
+"""Measure whether knowledge of the server's load pays when a network is split between device and server.
 
-The claim: with a slow device, a thin link and a server that others keep busy, upriver's policy
+The claim: with a slow device, a thin link and a busy server, upriver's policy
 
-- answers faster than Neurosurgeon, which is blind to load, while the load changes, by what LoADPart reports
+- answers faster than Neurosurgeon, which is blind to load, while the load changes, by the figures of LoADPart
   (SqueezeNet 14.2 % on average and 32.3 % at best, AlexNet 4.95 % and 39.4 %), and at most 3 % slower with
-  the networks for which there is nothing to gain;
+  the networks that cannot gain;
 - is never more than 3 % above the best of local and full offload, and within 10 % of the best fixed cut in
   hindsight;
 - spends at most 1 % of the time of 100 requests on cutting;
 - gives the same answers to the bit, wherever they are computed.
 
-Run ``python benchmarks/load_aware.py`` as root; it may be ended at any moment: each part with each network is
-a line of ``results/load_aware.jsonl``, and the next start goes on from there. ``--only load`` takes a part,
-``--only link-alexnet`` a part with one network, ``--minutes 20`` begins no further one after so many,
-``--list`` says how far all are, ``--quick`` shows in some minutes that it works, ``--write`` only writes
-``results/load_aware.md`` and its pictures from what is there. All of it takes some 65 minutes on two cores.
+Run ``python benchmarks/load_aware.py`` as root. It may be ended at any moment: each part with each network is
+a line of ``results/load_aware.jsonl``, and the next start resumes there. ``--only load`` selects a part,
+``--only link-alexnet`` a part with one network, ``--minutes 20`` begins no further one after that time,
+``--list`` prints the progress, ``--quick`` shows in some minutes that it works, ``--write`` only writes
+``results/load_aware.md`` and its plots from the existing runs. All of it takes some 65 minutes on two cores.
 
 The device has the first core and a network namespace, the server the second, its disturbers, and another one.
 """
@@ -47,17 +47,17 @@ from testbed import TestbedError
 _here = Path(__file__).resolve().parent
 
 MEASURING = ("background", "bed", "job", "measure", "networks", "schedule")
-"""Modules that decide what a setting's figures are, beside the package."""
+"""Benchmark modules that determine a setting's figures, in addition to the package."""
 
 
 def version() -> str:
-    """Of what a row depends on."""
+    """Return the version of the code behind a row."""
     files = [_here / f"load_{name}.py" for name in MEASURING]
     return version_of([*files, *sorted((ROOT / "src" / "upriver").rglob("*.py"))])
 
 
 def missing(setting: Setting, records: Records) -> bool:
-    """Whether it has not been run as the code is."""
+    """Return whether the setting has no run by the current code."""
     return bool(records.rows.get(setting.key, {}).get("version") != version())
 
 
@@ -65,11 +65,11 @@ def missing(setting: Setting, records: Records) -> bool:
 
 
 class Bar:
-    """How far everything is.
+    """Show the progress of the benchmark.
 
     Args:
-        progress: Where it is shown.
-        phases: How many there are to come.
+        progress: The display.
+        phases: Number of phases to come.
     """
 
     def __init__(self, progress: Progress, phases: int) -> None:
@@ -77,20 +77,20 @@ class Bar:
         self._task: TaskID = progress.add_task("", total=phases)
 
     def say(self, text: str) -> None:
-        """What is going on."""
+        """Show the current activity."""
         self._progress.update(self._task, description=text)
 
     def begin(self, text: str) -> None:
-        """A phase begins."""
+        """Show that a phase begins."""
         self._progress.update(self._task, description=text, advance=1)
 
 
 def run(settings: Sequence[Setting], records: Records, deadline: Deadline, bar: Bar) -> None:
-    """Settings of one network, one after another, with one server and one device.
+    """Run settings of one network, one after another, with one server and one device.
 
     Raises:
-        Failed: If one of them cannot be done.
-        TimeIsUp: If no other one may begin.
+        Failed: If a setting fails.
+        TimeIsUp: If no further setting may begin.
     """
     first = settings[0]
     with tempfile.TemporaryDirectory() as folder, Bed(Path(folder)) as bed:
@@ -109,7 +109,7 @@ def run(settings: Sequence[Setting], records: Records, deadline: Deadline, bar: 
 
 
 def facts_of(setting: Setting) -> dict[str, Any]:
-    """What a row says of where it comes from."""
+    """Return the provenance of a row."""
     return {
         "commit": commit(),
         "version": version(),
@@ -119,10 +119,10 @@ def facts_of(setting: Setting) -> dict[str, Any]:
 
 
 def run_all(settings: Sequence[Setting], records: Records, deadline: Deadline) -> list[str]:
-    """Everything that is missing, network by network; why some of it could not be made.
+    """Run everything that is missing, network by network. Return why some of it failed.
 
     Raises:
-        TimeIsUp: If the deadline comes first.
+        TimeIsUp: If the deadline passes first.
     """
     failed: list[str] = []
     left = [setting for setting in settings if missing(setting, records)]
@@ -141,7 +141,7 @@ def run_all(settings: Sequence[Setting], records: Records, deadline: Deadline) -
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -157,7 +157,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what is missing, then report what is there."""
+    """Run what is missing, then report all records."""
     options = parsed()
     name, settings = ("load_aware_quick", QUICK) if options.quick else ("load_aware", SETTINGS)
     records = Records(options.out / f"{name}.jsonl")

@@ -1,7 +1,7 @@
-"""One process of background load: computes for a share of its time, to order, and ends by itself.
+"""Run one process of background load, which computes for a share of its time on request.
 
-Run as a process of its own, with the seconds that it may live. It says that it is there, then takes a line
-with each new share, 0 to rest. It ends with those seconds, or when nobody is left to give orders.
+The script runs as a process of its own, with its lifetime in seconds. It reports that it is ready, then reads
+a line with each new share, 0 to rest. It ends after its lifetime, or when its input closes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import time
 import numpy as np
 
 PERIOD_S = 0.1
-"""In each of which it computes its share, where that is less than all."""
+"""Period in which it computes its share, where that is less than all."""
 
 LOOK_S = 0.01
-"""CPU seconds after which it looks for another order, where it never pauses."""
+"""CPU seconds between two looks for another order, where it never pauses."""
 
 SIDE = 256
-"""Of the matrices that are multiplied: some 0.5 ms at a time, in more memory than the first caches have."""
+"""Side of the multiplied matrices: some 0.5 ms at a time, in more memory than the first caches have."""
 
 
 def main() -> None:
-    """Compute as told until the time is over."""
+    """Compute as ordered until the time is over."""
     until = time.monotonic() + float(sys.argv[1])
     matrix = np.random.default_rng(os.getpid()).standard_normal((SIDE, SIDE), dtype=np.float32)
-    product = matrix @ matrix  # whatever is loaded is loaded
+    product = matrix @ matrix  # loads everything in advance
     print(json.dumps({"ready": True}), flush=True)
     share = 0.0
     while (now := time.monotonic()) < until:
@@ -44,9 +44,9 @@ def main() -> None:
 
 
 def _pause_s(share: float, now: float, until: float) -> float:
-    """Seconds to rest, unless an order comes: to the end, not at all, or until its next period begins.
+    """Return the seconds to rest without a new order: to the end, none, or until the next period begins.
 
-    Each process has a place of its own in the periods.
+    Each process has its own offset in the periods.
     """
     if share in (0, 1):
         return 0.0 if share else until - now

@@ -1,4 +1,4 @@
-"""Where `load_aware.py` runs: a slow device on one host, a server on another, and what disturbs them."""
+"""Run `load_aware.py` on a slow device's host and a server's host with background load."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DEVICE_CORE, SERVER_CORE = 0, 1
 MBIT = 1e6 / 8
 START_LIMIT_S, REQUEST_LIMIT_S = 600.0, 300.0
 BACKGROUND_LIMIT_S = 1800.0
-"""Longest life of a background process: some times what a part takes."""
+"""Longest life of a background process: several times the length of a part."""
 
 _DEFAULTS = {each.name: each.default for each in fields(ServerConfig)}
 LOAD_WINDOW_S, LOAD_WATCH_S = _DEFAULTS["load_window_s"], _DEFAULTS["load_watch_s"]
-"""Of the server, its defaults: LoADPart's period (section V-A), and as often as it looks by itself."""
+"""Defaults of the server: LoADPart's period (section V-A), and the interval of its own looks."""
 
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -35,17 +35,17 @@ _here = Path(__file__).resolve().parent
 
 
 class Failed(Exception):
-    """What was asked for could not be done; in a line or some."""
+    """Error for a failed action. The text has one or more lines."""
 
 
 class Worker:
-    """A process that takes orders as JSON lines and answers each with one.
+    """A process that reads orders as JSON lines and answers each with one line.
 
     Args:
-        bed: Where it runs, and ends at the latest.
-        side: On which host.
-        argv: The program and its arguments; it says first that it is there.
-        env: Beside what every process has.
+        bed: The testbed, with which the process ends at the latest.
+        side: Side of the testbed.
+        argv: The program and its arguments. It first reports that it is ready.
+        env: Added to the environment of every process.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Worker:
         self._rest = b""
 
     def say(self, line: str) -> None:
-        """Give an order, and wait for nothing.
+        """Send an order without waiting.
 
         Raises:
             Failed: If the process has ended.
@@ -75,10 +75,10 @@ class Worker:
             raise Failed(f"{self._name} has ended") from None
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """What it says next.
+        """Return the next answer.
 
         Raises:
-            Failed: If it ends, takes too long, or could not do what it was asked for.
+            Failed: If the process ends, exceeds the time, or fails.
         """
         assert self._process.stdout is not None
         descriptor, until = self._process.stdout.fileno(), time.monotonic() + limit_s
@@ -95,7 +95,7 @@ class Worker:
         return found
 
     def ask(self, limit_s: float = REQUEST_LIMIT_S, **order: object) -> dict[str, Any]:
-        """Give an order and wait for its answer."""
+        """Send an order, and wait for its answer."""
         self.say(json.dumps(order))
         return self.answer(limit_s)
 
@@ -108,10 +108,10 @@ class Bed(Testbed):
     """The device's host and the server's, with a server and its disturbers.
 
     Args:
-        folder: An empty one, for the server's store and for what the device keeps.
+        folder: An empty folder, for the server's store and for the device's files.
 
     Attributes:
-        url: Of the server.
+        url: URL of the server.
         store: URI of its store.
     """
 
@@ -137,23 +137,23 @@ class Bed(Testbed):
         return self
 
     def begin(self, phase: Phase) -> None:
-        """Let a phase begin, its load and its link; whatever is under way goes on."""
+        """Begin a phase with its load and its link. Requests in flight go on."""
         self.set_rate(phase.mbit * MBIT)
         level = LEVELS[phase.level]
         for number, process in enumerate(self._background):
             process.say(str(level.busy if number < level.processes else 0.0))
 
     def prove(self, mbit: Iterable[float]) -> dict[str, float]:
-        """Measure the link at the least of some rates, and at the largest that lets no more through at once.
+        """Measure the link at the lowest of some rates, and at the highest with an equally small burst.
 
-        What a link may let through at once grows with its rate and stays as large as it ever was
-        (`Testbed.set_rate`), so that measuring faster ones would spoil the slow ones after them.
+        The burst of a link grows with its rate and never shrinks again (`Testbed.set_rate`). Measuring faster
+        rates would spoil the slow ones after them.
 
         Returns:
-            Mbit/s to what was carried upwards, in Mbit/s of payload.
+            Mbit/s to the measured upload, in Mbit/s of payload.
 
         Raises:
-            TestbedError: If it is not what was asked for.
+            TestbedError: If the link does not have the requested rate.
         """
         same = [each for each in mbit if burst_for(each * MBIT) == burst_for(MBIT)]
         found = {}
@@ -165,7 +165,7 @@ class Bed(Testbed):
 
 @contextmanager
 def device_on(bed: Bed, setting: Setting) -> Iterator[Worker]:
-    """The slow device, with its network; it has published it when it is there."""
+    """Run the slow device. Its network is published when the block begins."""
     spec = {"network": setting.network, "factor": setting.factor, "url": bed.url, "store": bed.store}
     device = Worker(
         bed,
@@ -181,6 +181,6 @@ def device_on(bed: Bed, setting: Setting) -> Iterator[Worker]:
 
 
 def paths() -> dict[str, str]:
-    """By which both hosts find the package and these modules."""
+    """Return the environment in which both hosts find the package and these modules."""
     found = [str(_here.parent / "src"), str(_here), os.environ.get("PYTHONPATH", "")]
     return {"PYTHONPATH": os.pathsep.join(filter(None, found))}

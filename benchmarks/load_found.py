@@ -1,7 +1,7 @@
-"""What the records of `load_aware.py` say of one setting: who was faster, by how much, what goals are met.
+"""Evaluate the records of `load_aware.py` for one setting: who was faster, by how much, and the goals.
 
-A level or a rate is a phase. Phases count alike, however many requests they had: what is averaged over time
-is averaged over phases.
+A level or a rate is a phase. Phases count alike, with any number of requests: an average over time is an
+average over phases.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from load_schedule import CHOOSING, FULL, LOCAL, NEUROSURGEON, OURS, STEADY, Pha
 
 MEAN_GAIN: Mapping[str, float] = {"squeezenet1_0": 0.142, "alexnet": 0.0495}
 BEST_GAIN: Mapping[str, float] = {"squeezenet1_0": 0.323, "alexnet": 0.394}
-"""Against Neurosurgeon while the load changes, over all of it and at best (section V-C)."""
+"""Gains over Neurosurgeon while the load changes, on average and at best (section V-C)."""
 
 WORSE = -0.03
-"""What the mean gain may be with the other networks."""
+"""Least mean gain with the other networks."""
 
 OVER_ENDS, OVER_FIXED, CUTTING = 0.03, 0.10, 0.01
 REUSED = 100
-"""Requests that what cutting costs is spread over (section III-A)."""
+"""Requests that share the cost of cutting (section III-A)."""
 
 Row = Mapping[str, Any]
 
 
 class Found:
-    """One setting.
+    """The results of one setting.
 
     Args:
-        setting: Which.
-        records: All that were kept, whatever the code was; the page tells by which.
+        setting: The setting.
+        records: All stored records, of any code version. The page names the version.
     """
 
     def __init__(self, setting: Setting, records: Records) -> None:
@@ -45,22 +45,22 @@ class Found:
 
     @property
     def complete(self) -> bool:
-        """Whether it has been run."""
+        """Return whether the setting has run."""
         return bool(self.row)
 
     @property
     def phases(self) -> Sequence[Phase]:
-        """Those that were run."""
+        """Return the phases that ran."""
         return [Phase(**each) for each in self.row["schedule"]]
 
     @property
     def stages(self) -> int:
-        """Of the network: the cut at which all is local."""
+        """Return the stages of the network: the cut at which all is local."""
         return int(self.row["stages"])
 
     @property
     def ways(self) -> Sequence[str]:
-        """That choose, then those that do not."""
+        """Return the ways that choose, then those with a fixed cut."""
         return (*CHOOSING, *STEADY)
 
     # -------------------------------------------------------------------------------------- requests
@@ -74,7 +74,7 @@ class Found:
 
     @cached_property
     def _by_cut(self) -> dict[tuple[int, int], list[float]]:
-        """Seconds of all requests that were cut there in a phase, whoever chose it."""
+        """Return the seconds of all requests by phase and cut, whichever way chose the cut."""
         found: dict[tuple[int, int], list[float]] = {}
         for request in self.row["requests"]:
             if not request["why"]:
@@ -82,36 +82,39 @@ class Found:
         return found
 
     def requests(self, phase: int, way: str, *, settled: bool = False) -> Sequence[Row]:
-        """A way's requests in a phase, in order; where it is to have settled, the later half of them."""
+        """Return a way's requests in a phase, in order; if settled, the later half of them."""
         found = self._by_way.get((phase, way), [])
         return found[len(found) // 2 :] if settled else found
 
     def spread(self, phase: int, way: str) -> Spread:
-        """Seconds of a way's requests in a phase; of one that has no choice everybody's at its cut."""
+        """Return the seconds of a way's requests in a phase.
+
+        A way with a fixed cut uses all requests there.
+        """
         cut = steady_cut(way, self.stages)
         if cut is not None:
             return Spread.of(self._by_cut[phase, cut])
         return Spread.of(each["seconds"] for each in self.requests(phase, way))
 
     def mean_s(self, phase: int, way: str) -> float:
-        """The mean of these."""
+        """Return the mean of these seconds."""
         return statistics.fmean(self.spread(phase, way).values)
 
     def typical_s(self, phase: int, cut: int) -> float:
-        """The median of everybody's requests at a cut in a phase."""
+        """Return the median of all ways' requests at a cut in a phase."""
         return statistics.median(self._by_cut[phase, cut])
 
     def usual_cut(self, phase: int, way: str) -> int:
-        """Where a way cuts the most often once it has settled."""
+        """Return the most frequent cut of a way once it has settled."""
         return Counter(each["cut"] for each in self.requests(phase, way, settled=True)).most_common(1)[0][0]
 
     def known(self, phase: int, name: str) -> float:
-        """The median of what ours knew when it chose, such as ``k``; 0 where it knew nothing."""
+        """Return the median of our knowledge at the choices, such as ``k``; 0 without any."""
         values = [each[name] for each in self.requests(phase, OURS) if each[name] is not None]
         return statistics.median(values) if values else 0.0
 
     def label(self, cut: int) -> str:
-        """A cut in the paper's words, where it has a number there."""
+        """Return a cut in the paper's words, where it has a number there."""
         if cut in (0, self.stages):
             return LOCAL if cut else FULL
         number = self.row["paper"].get(str(cut))
@@ -120,15 +123,18 @@ class Found:
     # ----------------------------------------------------------------------------- against the others
 
     def total_s(self, way: str) -> float:
-        """The sum over phases of the mean seconds of a request."""
+        """Return the sum over phases of the mean seconds of a request."""
         return sum(self.mean_s(phase, way) for phase in range(len(self.phases)))
 
     def mean_gain(self, over: str) -> float:
-        """What of another's seconds ours saves, over all phases."""
+        """Return the share of another way's seconds that ours saves, over all phases."""
         return 1 - self.total_s(OURS) / self.total_s(over)
 
     def most_gain(self, over: str) -> float:
-        """What the cut with the least mean in each phase, of all that anybody took there, would save."""
+        """Return the saving by the cut with the least mean in each phase.
+
+        All cuts that any way took in the phase compete.
+        """
         foreseen_s = sum(
             min(statistics.fmean(seconds) for (at, _), seconds in self._by_cut.items() if at == phase)
             for phase in range(len(self.phases))
@@ -136,12 +142,12 @@ class Found:
         return 1 - foreseen_s / self.total_s(over)
 
     def best_gain(self, over: str) -> tuple[float, int]:
-        """The same in the phase in which it is the most, and which one that is."""
+        """Return the largest saving in a phase, and that phase."""
         gains = [1 - self.mean_s(phase, OURS) / self.mean_s(phase, over) for phase in range(len(self.phases))]
         return max((gain, phase) for phase, gain in enumerate(gains))
 
     def best_round(self, over: str) -> float:
-        """The same of one request of either, right after each other: what a picture over time shows."""
+        """Return the largest saving between adjacent requests: what a plot over time shows."""
         return max(
             1 - ours["seconds"] / other["seconds"]
             for phase in range(len(self.phases))
@@ -151,10 +157,10 @@ class Found:
     # ----------------------------------------------------------------------------- against steady cuts
 
     def chosen_s(self, phase: int, *, settled: bool) -> float:
-        """What ours' cuts take in a phase: each of its requests counts as the typical one at its cut.
+        """Return the seconds of our cuts in a phase: each request counts as the typical one at its cut.
 
-        The same cut in the same phase is the same work, whoever chose it, so that of many requests tells more
-        than one alone.
+        The same cut in the same phase is the same work for every way, so many requests give a better estimate
+        than one.
         """
         requests = self.requests(phase, OURS, settled=settled)
         return statistics.fmean(
@@ -162,14 +168,14 @@ class Found:
         )
 
     def better_end_s(self, phase: int) -> float:
-        """What the better one of local and full takes in a phase."""
+        """Return the seconds of the better one of local and full in a phase."""
         return min(self.typical_s(phase, cut) for cut in (0, self.stages))
 
     def over_ends(self, phase: int, how: str) -> float:
-        """How much longer ours takes than the better one of local and full.
+        """Return how much longer ours takes than the better one of local and full.
 
         Args:
-            phase: In which.
+            phase: The phase.
             how: One of `OVER_ENDS_BY`.
         """
         if how == "measured":
@@ -180,12 +186,12 @@ class Found:
         return ours_s / self.better_end_s(phase) - 1
 
     def worst_over_ends(self, how: str) -> tuple[float, int]:
-        """The most of it, and in which phase."""
+        """Return the largest such excess, and its phase."""
         return max((self.over_ends(phase, how), phase) for phase in range(len(self.phases)))
 
     @property
     def fixed_s(self) -> dict[int, float]:
-        """By cut that was tried in every phase, the sum over phases of its typical seconds."""
+        """Return the sum over phases of typical seconds, by cut that was tried in every phase."""
         every = range(len(self.phases))
         cuts = {cut for _, cut in self._by_cut}
         return {
@@ -196,19 +202,19 @@ class Found:
 
     @property
     def best_fixed(self) -> tuple[int, float]:
-        """The cut that would have been the best one throughout, and its seconds."""
+        """Return the best cut throughout in hindsight, and its seconds."""
         seconds, cut = min((seconds, cut) for cut, seconds in self.fixed_s.items())
         return cut, seconds
 
     @property
     def over_fixed(self) -> float:
-        """How much longer ours takes than that one; negative where it is shorter."""
+        """Return how much longer ours takes than the best fixed cut; negative where it is shorter."""
         ours = sum(self.chosen_s(phase, settled=False) for phase in range(len(self.phases)))
         return ours / self.best_fixed[1] - 1
 
     @property
     def untried(self) -> Sequence[int]:
-        """Cuts that somebody chose, but that not every phase has."""
+        """Return the cuts that some way chose, but that not every phase has."""
         chosen = {each["cut"] for each in self.row["requests"] if each["way"] in CHOOSING}
         return sorted(chosen - self.fixed_s.keys())
 
@@ -216,11 +222,11 @@ class Found:
 
     @property
     def rates(self) -> Sequence[float]:
-        """Mbit/s, each once, the slowest first."""
+        """Return the rates in Mbit/s, each once, the slowest first."""
         return sorted({phase.mbit for phase in self.phases})
 
     def at_rate(self, way: str, mbit: float) -> float:
-        """The median seconds of a way's requests at a rate; of one that chooses, once it has settled."""
+        """Return the median seconds of a way's requests at a rate; of a choosing way, once it has settled."""
         phases = [number for number, phase in enumerate(self.phases) if phase.mbit == mbit]
         if way in STEADY:
             return statistics.median(s for number in phases for s in self.spread(number, way).values)
@@ -229,16 +235,16 @@ class Found:
         )
 
     def speedups(self, way: str, over: str) -> Sequence[float]:
-        """How many times quicker a way is than another one, rate by rate."""
+        """Return how many times quicker a way is than another one, rate by rate."""
         return [self.at_rate(over, mbit) / self.at_rate(way, mbit) for mbit in self.rates]
 
     # ------------------------------------------------------------------------------------ what it costs
 
     @property
     def cutting(self) -> tuple[float, int] | None:
-        """The largest share of `REUSED` requests that cutting takes, and at which cut; None if none was new.
+        """Return the largest share of `REUSED` requests spent on cutting, with its cut; None if none was new.
 
-        What the first request at a cut took beyond those right after it, and as many decisions.
+        The cost is the excess of the first request at a cut over the next ones, and as many decisions.
         """
         decide_s = self.row["decide_s"]
         shares = [
@@ -253,26 +259,26 @@ class Found:
 
     @property
     def wrong(self) -> int:
-        """Answers that were not the local model's, bit for bit."""
+        """Return the number of answers that differ from the local model's in a bit."""
         return sum(not each["equal"] for each in self.row["requests"])
 
     @property
     def fallen_back(self) -> int:
-        """Requests that the device had to finish although a server was to."""
+        """Return the requests that the device had to finish instead of a server."""
         return sum(bool(each["why"]) for each in self.row["requests"])
 
     # ------------------------------------------------------------------------------------------- goals
 
     @property
     def asked(self) -> frozenset[str]:
-        """Goals that say something of this setting, whether it has been run or not."""
+        """Return the goals that apply to this setting, whether it has run or not."""
         if self.setting.part != "load":
             return frozenset(GOALS) - {"mean", "best"}
         return frozenset(GOALS) - (set() if self.setting.network in BEST_GAIN else {"best"})
 
     @property
     def goals(self) -> dict[str, bool]:
-        """Each of these that something was measured for, and whether it is met."""
+        """Return each of these goals with a measurement, and whether it is met."""
         found = {
             **{how: self.worst_over_ends(how)[0] <= OVER_ENDS for how in OVER_ENDS_BY},
             "fixed": self.over_fixed <= OVER_FIXED,
@@ -308,7 +314,7 @@ GOALS: Mapping[str, str] = {
     f"at most {CUTTING:.0%} of {REUSED} requests, at every cut that nobody had used before",
     "equal": "every answer is the local model's, bit for bit",
 }
-"""What each verdict is about, in full."""
+"""Full texts of the verdicts' goals."""
 
 OVER_ENDS_BY = ("settled", "measured", "throughout")
-"""Goals that hold ours against local and full."""
+"""Goals that compare ours with local and full."""

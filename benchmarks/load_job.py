@@ -1,15 +1,15 @@
-"""The device of `load_aware.py`: takes orders as JSON lines, and answers each with one.
+"""Run the device of `load_aware.py`: read orders as JSON lines, and answer each with one line.
 
-A way is an `upriver.Offload` of the one network that this device has: how it chooses, and what it alone has
-learned of its link and of the server. All ways share the captured network and its seconds, which are made
-once. The device is slow: each stage sleeps the rest of its time.
+A way is an `upriver.Offload` of the device's only network: its policy, and its own knowledge of the link and
+of the server. All ways share the captured network and its stage times, which are made once. The device is
+slow: each stage sleeps the rest of its time.
 
 Ways
     ours                    upriver's policy
     loadpart                LoADPart's
     neurosurgeon            LoADPart's with k = 1 always
     local, full             everything here, everything there
-    cut 8                   always after so many stages
+    cut 8                   always after that many stages
 """
 
 from __future__ import annotations
@@ -55,35 +55,35 @@ RULES: Mapping[str, Rule] = {
 }
 
 NEVER_S = 1e6
-"""How often a way that chooses nothing probes its link: that would be in the others' way."""
+"""Probe interval of a way that chooses nothing: its probes would disturb the others."""
 
 DEADLINE_S = 200.0
-"""Longer than the slowest request takes, so that full offload is that: by itself upriver would have the
-device go on after 10 s. So no way gives up for want of time, and what a deadline costs is not shown."""
+"""Longer than the slowest request, so that full offload is never cut short: by default upriver has the device
+go on after 10 s. So no way gives up for lack of time, and the cost of a deadline does not show."""
 
 OPEN_LIMIT_S = 120.0
 
 INPUTS = 4
-"""Different ones, in turn."""
+"""Number of different inputs, used in turn."""
 
 RUNS = 9
-"""By which it is known what stages take."""
+"""Runs that measure the times of the stages."""
 
 LEAST_SLEEP_S = 2e-4
-"""What is left of a stage's time is slept with the next one's, if it is less: a sleep ends too late by some
-microseconds."""
+"""A shorter rest of a stage's time is slept with the next stage's, because a sleep ends some microseconds
+late."""
 
 
 class Slowness:
-    """Makes the stages of a program take so many times what they take on this core.
+    """Make the stages of a program take a multiple of their times on this core.
 
-    What they take was measured beforehand, so that a disturbance of this machine is none of the device: a
+    The times were measured beforehand, so that a disturbance of this machine does not affect the device: a
     stage sleeps until its time is over.
 
     Args:
-        program: Whose.
-        seconds: Of each stage on this core.
-        factor: How many times as long it is to take.
+        program: The program.
+        seconds: Seconds of each stage on this core.
+        factor: Factor on the times.
 
     Attributes:
         stages_s: Seconds of each stage on the device.
@@ -94,7 +94,7 @@ class Slowness:
         self._program, self._on = program, False
 
     def begin(self) -> None:
-        """From now on, for every run of the program."""
+        """Slow down every run of the program from now on."""
         self._on = True
         original = Program.run
 
@@ -125,7 +125,7 @@ class Slowness:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """As fast as this core is, for what is no request."""
+        """Run at this core's speed, for work that is no request."""
         before, self._on = self._on, False
         try:
             yield
@@ -134,7 +134,10 @@ class Slowness:
 
 
 def stage_seconds(program: Program, example: torch.Tensor) -> list[float]:
-    """Of each stage on this core, in the shortest of some runs: whatever else goes on makes a run longer."""
+    """Return the seconds of each stage on this core in the shortest of some runs.
+
+    Other load only adds time.
+    """
     runs: list[list[float]] = []
     for _ in range(RUNS):
         runs.append([])
@@ -143,9 +146,9 @@ def stage_seconds(program: Program, example: torch.Tensor) -> list[float]:
 
 
 class OneWay:
-    """Has the link used by one way at a time, by all that belongs to it: a device with one way has no others.
+    """Let one way at a time use the link: a device with one way has no others.
 
-    A way's own probe and request may be under way together, as they are anywhere else.
+    A way's own probe and request may be in flight together, as in real use.
     """
 
     def __init__(self) -> None:
@@ -154,7 +157,7 @@ class OneWay:
 
     @contextmanager
     def of(self, way: str) -> Iterator[None]:
-        """Wait until no other way uses the link, and keep them from it while the block runs."""
+        """Wait until no other way uses the link, and block other ways while the block runs."""
         with self._free:
             self._free.wait_for(lambda: not self._users or self._way == way)
             self._way = way
@@ -168,13 +171,13 @@ class OneWay:
 
 
 class Client(ServerClient):
-    """Probes the link only while no other way uses it.
+    """Probe the link only while no other way uses it.
 
     Args:
-        url: Of the server.
-        token: For it.
-        link: What its requests take, too.
-        way: Whose client it is.
+        url: URL of the server.
+        token: Token for the server.
+        link: The lock that the way's requests use, too.
+        way: Name of the client's way.
     """
 
     def __init__(self, url: str, *, token: str, link: OneWay, way: str) -> None:
@@ -182,13 +185,13 @@ class Client(ServerClient):
         self._link, self._way = link, way
 
     def probe_upload(self, num_bytes: int) -> Probe:
-        """As of any client, in its way's turn."""
+        """Probe the upload as any client does, in its way's turn."""
         with self._link.of(self._way):
             return super().probe_upload(num_bytes)
 
 
 class Device:
-    """Keeps what lasts from order to order.
+    """Keep the state that lasts from order to order.
 
     Args:
         spec: ``network``, ``factor``, ``url`` of the server, ``store``, the URI of its store.
@@ -217,7 +220,7 @@ class Device:
     # ---------------------------------------------------------------------------------------- orders
 
     def open(self, way: str) -> dict[str, Any]:
-        """Make a way, unless it is there, and have the server let it in; whether it is a new one."""
+        """Make a way, unless it exists, and have the server admit it. Return whether it is new."""
         if way in self._ways:
             return {"new": False}
         rule = RULES.get(way) or Rule(cut=cut_of(way))
@@ -253,7 +256,7 @@ class Device:
         return {"new": True}
 
     def facts(self) -> dict[str, Any]:
-        """What a row says of the network and its two machines; with `ours` open."""
+        """Return the facts of a row on the network and its two machines, with `ours` open."""
         costs = self._fars[OURS].costs(self._captured)
         assert costs is not None
         return {
@@ -264,7 +267,7 @@ class Device:
         }
 
     def likely(self, mbit: Sequence[float], loads: Sequence[float]) -> dict[str, Any]:
-        """Cuts inside the network that ours or LoADPart would take, most frequent first; the paper's, too.
+        """Return likely cuts inside the network for ours or LoADPart, most frequent first, and the paper's.
 
         Args:
             mbit: Rates of the link.
@@ -285,7 +288,7 @@ class Device:
         return {"cuts": inside, "named": self._named}
 
     def decide(self, way: str, count: int) -> dict[str, Any]:
-        """The median seconds of a decision."""
+        """Return the median seconds of a decision."""
         answer, seconds = self._ways[way], []
         for _ in range(count):
             began = time.perf_counter()
@@ -294,11 +297,11 @@ class Device:
         return {"seconds": statistics.median(seconds)}
 
     def request(self, way: str, number: int) -> dict[str, Any]:
-        """One request: what it took, where it was cut, what was known then, and whether its answer is right.
+        """Send one request. Return its time, its cut, the knowledge at its choice, and whether it is right.
 
         Args:
             way: As above.
-            number: Says which input.
+            number: Selects the input.
         """
         answer, wanted = self._ways[way], self._answers[number % INPUTS]
         with self._link.of(way):
@@ -323,15 +326,15 @@ class Device:
         }
 
     def end(self) -> None:
-        """Let go of all of them."""
+        """Close all ways."""
         for answer in self._ways.values():
             answer.close()
 
 
 def main() -> None:
-    """Take orders until there are no more."""
+    """Execute orders until the input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints, answers stay clean
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
 
     def say(answer: Mapping[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")

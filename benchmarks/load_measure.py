@@ -1,6 +1,6 @@
-"""What `load_aware.py` runs in one setting: what cutting costs first, then its phases, request by request.
+"""Measure one setting of `load_aware.py`: the cost of cutting first, then its phases, request by request.
 
-A row holds every request as `load_job` told of it.
+A row holds every request as `load_job` reported it.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any, Protocol
 from load_schedule import CHOOSING, LOCAL, OURS, STEADY, Phase, Setting, Turns, way_of
 
 LIKELY_LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Load factors at which it is asked which cut would win, to find those that are worth trying throughout."""
+"""Load factors for the search for winning cuts, which are then tried throughout."""
 
 MOST_FIXED = 4
-"""Of those."""
+"""Most of these cuts."""
 
 FIRST, LATER = 1, 2
-"""Requests at a cut that nobody has used yet: the first, which has to cut, and those it is compared with."""
+"""Requests at an unused cut: the first, which has to cut, and those it is compared with."""
 
 WARM = 2
-"""Requests of every way that has a link before any counts: it has to learn of it."""
+"""Uncounted first requests of every way with a link, which measure the link."""
 
 DECISIONS = 200
-"""That are timed."""
+"""Number of timed decisions."""
 
 Tick = Callable[[str], None]
 Told = dict[str, Any]
 
 
 class Device(Protocol):
-    """Takes orders; see ``load_job.Device``."""
+    """Execute orders; see ``load_job.Device``."""
 
     def ask(self, **order: Any) -> Told:
-        """Do something, and tell of it."""
+        """Execute an order, and return its answer."""
 
 
 class Conditions(Protocol):
-    """Lets a phase begin; see ``load_bed.Bed``."""
+    """Begin phases; see ``load_bed.Bed``."""
 
     def begin(self, phase: Phase) -> None:
-        """From now on."""
+        """Begin a phase."""
 
 
 def measure(
@@ -52,13 +52,13 @@ def measure(
     tick: Tick,
     clock: Callable[[], float] = time.monotonic,
 ) -> Told:
-    """All of a setting.
+    """Measure all of a setting.
 
     Args:
-        device: Whose requests they are.
-        bed: Where.
-        setting: What.
-        tick: Told of each phase as it begins.
+        device: Sends the requests.
+        bed: The hosts.
+        setting: The setting.
+        tick: Called with each phase as it begins.
         clock: Seconds.
     """
     bed.begin(setting.phases[0])
@@ -85,7 +85,7 @@ def measure(
 
 
 def fixed_cuts(device: Device, setting: Setting) -> list[int]:
-    """Inside the network: those that would win most over loads and rates of the setting, and the paper's."""
+    """Return cuts inside the network: the paper's, and the most frequent winners over loads and rates."""
     loads = LIKELY_LOADS if setting.part == "load" else LIKELY_LOADS[:1]
     rates = sorted({phase.mbit for phase in setting.phases})
     found = device.ask(do="likely", mbit=rates, loads=loads)
@@ -93,7 +93,7 @@ def fixed_cuts(device: Device, setting: Setting) -> list[int]:
 
 
 def cutting_of(device: Device, cut: int) -> Told | None:
-    """Seconds of the first request at a cut, and of those right after; None if there was one before."""
+    """Return the seconds of the first request at a cut and of the next ones; None if it was used before."""
     if not device.ask(do="open", way=way_of(cut))["new"]:
         return None
     told = [device.ask(do="request", way=way_of(cut), number=number) for number in range(FIRST + LATER)]
@@ -104,18 +104,18 @@ def cutting_of(device: Device, cut: int) -> Told | None:
 
 
 class Phases:
-    """Goes through phases, and keeps every request.
+    """Run phases, and keep every request.
 
     Args:
-        device: Whose requests they are.
-        bed: Where.
-        setting: Whose phases they are.
+        device: Sends the requests.
+        bed: The hosts.
+        setting: The setting of the phases.
         cuts: Fixed ones.
         clock: Seconds.
 
     Attributes:
         requests: All of them, in order.
-        told: Of each phase, when it began and how many rounds it had.
+        told: Of each phase, its start and its number of rounds.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Phases:
         self.told: list[Told] = []
 
     def run(self, phase: Phase) -> None:
-        """One phase: rounds until its time is over and everybody has had a turn."""
+        """Run one phase: rounds until its time is over and every way has had a turn."""
         self._bed.begin(phase)
         began, turns = self._clock(), Turns(self._cuts, self._rounds)
         while self._clock() - began < phase.seconds or not turns.complete:

@@ -1,4 +1,4 @@
-"""LoADPart's six networks with random weights, as `latency_models.py` and `load_aware.py` take them."""
+"""Define LoADPart's six networks with random weights, for `latency_models.py` and `load_aware.py`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ NETWORKS: Mapping[str, int] = {
     "squeezenet1_0": 227,
     "xception": 299,
 }
-"""How many pixels across they take, as in section V-A."""
+"""Width and height of their inputs in pixels, as in section V-A."""
 
 NAMED: Mapping[str, tuple[int, ...]] = {"alexnet": (4, 8, 19), "squeezenet1_0": (5, 39)}
-"""Cuts inside them that the paper finds, by its numbers (sections V-B and V-C)."""
+"""The paper's cuts inside them, by its numbers (sections V-B and V-C)."""
 
 
 def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """A network in eval, the same one every time, and one sample."""
-    ensure_torchvision()  # which timm needs, too
+    """Return a network in eval, the same one every time, and one sample."""
+    ensure_torchvision()  # timm needs it, too
     torch.manual_seed(0)
     model: nn.Module
     if name == "xception":
@@ -42,14 +42,14 @@ def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
 
 
 def paper_numbers(stages: Sequence[Stage], nodes: Sequence[PaperNode]) -> dict[int, int]:
-    """The paper's number of each cut that it has one for.
+    """Return the paper's number of each cut that has one there.
 
-    A stage is one operator, and a layer's bias no operator of its own: of the nodes that a stage stands for
-    the first counts, which the same crosses.
+    A stage is one operator, and a layer's bias is no operator of its own. Of a stage's nodes the first one
+    counts, because the same tensor crosses it.
 
     Args:
-        stages: Of a program that may be cut after every operator.
-        nodes: Of the same network, the input first.
+        stages: Stages of a program that may be cut after every operator.
+        nodes: Nodes of the same network, the input first.
     """
     places = [(node.name if node.name != node.kind else "", node.cut_bytes) for node in nodes]
     found, begin = {0: 0}, 1

@@ -1,4 +1,4 @@
-"""The pictures of `load_aware.py`: latency over time as Figures 6 and 9, and against bandwidth as 7 and 8."""
+"""Plot `load_aware.py`: latency over time as Figures 6 and 9, and against bandwidth as 7 and 8."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from load_found import Found
 from load_schedule import CHOOSING, FULL, LEVELS, LOADPART, LOCAL, NEUROSURGEON, OURS
 
 PANEL = (4.2, 2.8)
-"""Of one network, in inches."""
+"""Size of one network's panel, in inches."""
 
 STYLES: Mapping[str, Mapping[str, Any]] = {
     OURS: {"color": "C0", "marker": "*", "zorder": 5},
@@ -22,12 +22,12 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 
 
 def draw_over_time(found: Sequence[Found], path: Path) -> None:
-    """Every request of those that choose, a panel for each network, with what changes and where ours cuts."""
+    """Plot every request of the choosing ways, a panel for each network, with the changes and our cuts."""
     panels(found, path, over_time, ("seconds since the beginning", "seconds of a request"), columns=2)
 
 
 def draw_rates(found: Sequence[Found], path: Path) -> None:
-    """Medians over the rate."""
+    """Plot medians over the rate."""
     panels(found, path, over_rates, ("Mbit/s", "seconds of a request"), columns=2)
 
 
@@ -39,14 +39,14 @@ def panels(
     *,
     columns: int,
 ) -> None:
-    """A figure of one panel each.
+    """Save a figure with one panel for each setting.
 
     Args:
-        found: Whose.
-        path: Where it is saved.
-        draw: Draws one of them into its axes.
-        labels: Of both axes.
-        columns: Panels beside each other.
+        found: The settings.
+        path: File of the figure.
+        draw: Draws one setting into its axes.
+        labels: Labels of both axes.
+        columns: Panels in a row.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def panels(
 
 
 def over_time(axes: Any, found: Found) -> None:
-    """One network while something changes."""
+    """Plot one network while the load or the link changes."""
     begins = [told["at_s"] for told in found.row["phases"]]
     ends = [*begins[1:], found.row["requests"][-1]["at_s"]]
     for number, (phase, begin, end) in enumerate(zip(found.phases, begins, ends, strict=True)):
@@ -102,7 +102,7 @@ def over_time(axes: Any, found: Found) -> None:
 
 
 def over_rates(axes: Any, found: Found) -> None:
-    """One network at every rate."""
+    """Plot one network at every rate."""
     rates = found.rates
     for way in found.ways:
         seconds = [found.at_rate(way, mbit) for mbit in rates]

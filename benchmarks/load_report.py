@@ -1,4 +1,4 @@
-"""What `load_aware.py` makes of its rows: the page."""
+"""Report the rows of `load_aware.py` as a page."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ PAPER_SPEEDUPS = {
     ("squeezenet1_0", FULL): (7.05, 23.93),
     ("squeezenet1_0", LOCAL): (1.41, 2.53),
 }
-"""Of LoADPart over full offload and over local, on average over the rates and at most (section V-B)."""
+"""LoADPart's speed-ups over full offload and over local, on average over the rates and at most (section V-B).
+"""
 
 
 def write(found: Sequence[Found], folder: Path, name: str) -> str:
-    """The page and its pictures, from what there is; what the page says."""
+    """Write the page and its plots from the existing records. Return the text of the page."""
     folder.mkdir(parents=True, exist_ok=True)
     text = page(found, name)
     (folder / f"{name}.md").write_text(text, encoding="utf-8")
@@ -51,18 +52,18 @@ def write(found: Sequence[Found], folder: Path, name: str) -> str:
 
 
 def of_part(found: Sequence[Found], part: str) -> list[Found]:
-    """What has been run of a part."""
+    """Return the results of a part."""
     return [each for each in found if each.complete and each.setting.part == part]
 
 
 def lasting(found: Sequence[Found], part: str) -> str:
-    """For how long phases of a part last at least."""
+    """Return the least duration of a part's phases."""
     every = {phase.seconds for each in found if each.setting.part == part for phase in each.setting.phases}
     return " or ".join(f"{seconds:g} s" for seconds in sorted(every)) or "none"
 
 
 def page(found: Sequence[Found], name: str) -> str:
-    """The same as text alone."""
+    """Return the text of the page."""
     complete = [each for each in found if each.complete]
     left = [each.setting.key for each in found if not each.complete]
     load, link = of_part(found, "load"), of_part(found, "link")
@@ -99,7 +100,7 @@ def page(found: Sequence[Found], name: str) -> str:
 
 
 def verdict(goal: str, found: Sequence[Found]) -> str:
-    """A goal: met if every setting that it speaks of has met it; where it is missed, and what is left."""
+    """Return whether every setting of a goal has met it, where it is missed, and the missing settings."""
     about = [each for each in found if goal in each.asked]
     judged = {each.setting.key: each.goals[goal] for each in about if each.complete and goal in each.goals}
     if not judged:
@@ -118,7 +119,7 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
 
 
 def gains_table(found: Sequence[Found]) -> str:
-    """Ours against those that choose, too, while the load changes."""
+    """Return ours against the other choosing ways while the load changes."""
     if not found:
         return "Not run yet."
     header = ["network", *(f"{way}, s" for way in found[0].ways)]
@@ -139,7 +140,7 @@ def gains_table(found: Sequence[Found]) -> str:
 
 
 def phases_table(found: Sequence[Found]) -> str:
-    """Every phase: what was known, what was chosen, and what it took."""
+    """Return every phase: its knowledge, its choices, and its times."""
     if not found:
         return "Not run yet."
     header = ["network", "load", "Mbit/s", "k", "known, Mbit/s", *(f"{way}, s (cut)" for way in CHOOSING)]
@@ -171,7 +172,7 @@ def phases_table(found: Sequence[Found]) -> str:
 
 
 def choices_table(found: Sequence[Found]) -> str:
-    """Where ours cuts at each rate, in order."""
+    """Return our cut at each rate, in order."""
     if not found:
         return "Not run yet."
     header = ["network", *(f"{phase.mbit:g}" for phase in found[0].phases)]
@@ -184,7 +185,7 @@ def choices_table(found: Sequence[Found]) -> str:
 
 
 def rates_table(found: Sequence[Found]) -> str:
-    """Latency against bandwidth, of the two networks that the paper shows."""
+    """Return the latency against bandwidth of the two networks that the paper shows."""
     rows = []
     for each in found:
         if each.setting.network not in COMPARED:
@@ -198,7 +199,7 @@ def rates_table(found: Sequence[Found]) -> str:
 
 
 def speedups_table(found: Sequence[Found]) -> str:
-    """The same as the paper has it: on average and at most."""
+    """Return the speed-ups as in the paper: on average and at most."""
     rows = []
     for each in found:
         for (network, over), paper in PAPER_SPEEDUPS.items():
@@ -218,7 +219,7 @@ def _mean_and_most(values: Sequence[float], of: tuple[float, float] | None = Non
 
 
 def steady_table(found: Sequence[Found]) -> str:
-    """The best fixed cut in hindsight against what ours chose."""
+    """Return the best fixed cut in hindsight against our choices."""
     rows = []
     for each in found:
         cut, seconds = each.best_fixed
@@ -235,7 +236,7 @@ def steady_table(found: Sequence[Found]) -> str:
 
 
 def cutting_table(found: Sequence[Found]) -> str:
-    """What cutting takes."""
+    """Return the cost of cutting."""
     rows = []
     for each in found:
         if each.cutting is None:

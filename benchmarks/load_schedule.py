@@ -1,4 +1,4 @@
-"""What happens in `load_aware.py`, and who is next: levels of load, phases, parts, and turns. Pure."""
+"""Define the schedule of `load_aware.py`: levels of load, phases, parts, and turns. Pure."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ PARTS = ("load", "link")
 """``load``: the server's load changes, the link does not. ``link``: the other way round."""
 
 STEADY = (LOCAL, FULL)
-"""Ways that have the same cut always."""
+"""Ways with a constant cut."""
 
 FACTOR, QUICK_FACTOR = 20.0, 4.0
-"""How many times slower than its core the device is; and where it is only to be seen that it works."""
+"""Factor by which the device is slower than its core, and the factor of the quick form."""
 
 MIN_ROUNDS = 2
-"""Of a phase, however long they take."""
+"""Least rounds of a phase, of any duration."""
 
 BESIDE = 2
-"""Requests of a round that are of ways which choose nothing: local, full, or a fixed cut."""
+"""Requests of a round by ways that choose nothing: local, full, or a fixed cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,8 @@ class Level:
     """Background load on the server's core.
 
     Attributes:
-        name: How busy it would keep the core by itself.
-        processes: How many there are.
+        name: Load of the core by this level alone.
+        processes: Number of processes.
         busy: Share of each `PERIOD_S` that one of them computes; at 1 it never pauses.
     """
 
@@ -45,7 +45,7 @@ class Level:
 
     @property
     def text(self) -> str:
-        """In words."""
+        """Return the level in words."""
         if not self.processes:
             return "no other process"
         all_of_them = f"{self.processes} process{'es' if self.processes > 1 else ''}"
@@ -66,10 +66,10 @@ LEVELS: Mapping[str, Level] = {
     )
 }
 """Six, as in sections II and V-C, where ``l`` is for low and ``h`` for high. There all are seven processes,
-and how long a kernel keeps the accelerator from others decides; the processes of a core have equal parts of
-it, so here their number does. At its highest load full offload of VGG16 takes up to 1,100 ms and of Xception
-1,760 ms, of which sending takes 574 and 1,023 ms at 8 Mbit/s: what is left is some 50 times what a T4 needs
-for them, so that 31 processes are no more than that."""
+and the time that a kernel blocks the accelerator decides. The processes of a core have equal shares, so here
+their number decides. At its highest load full offload of VGG16 takes up to 1,100 ms and of Xception 1,760 ms,
+of which sending takes 574 and 1,023 ms at 8 Mbit/s. The rest is some 50 times a T4's time for them, so 31
+processes are no more than that."""
 
 IDLE = "0%"
 MOST_PROCESSES = max(level.processes for level in LEVELS.values())
@@ -77,12 +77,12 @@ MOST_PROCESSES = max(level.processes for level in LEVELS.values())
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Phase:
-    """A stretch of time in which nothing changes.
+    """A stretch of time without changes.
 
     Attributes:
-        level: Of ``LEVELS``.
+        level: One of ``LEVELS``.
         mbit: Rate of the link.
-        seconds: How long it lasts at least.
+        seconds: Least duration.
     """
 
     level: str = IDLE
@@ -103,8 +103,8 @@ class Setting:
     Attributes:
         part: One of ``PARTS``.
         network: One of ``load_networks.NETWORKS``.
-        phases: What happens, in order.
-        factor: How many times slower than its core the device is.
+        phases: The phases, in order.
+        factor: Factor by which the device is slower than its core.
     """
 
     part: str
@@ -122,17 +122,17 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """Of its record."""
+        """Return the key of its record."""
         return f"{self.part}-{self.network}"
 
     @property
     def seconds(self) -> float:
-        """How long its phases last at least."""
+        """Return the least duration of its phases."""
         return sum(phase.seconds for phase in self.phases)
 
 
 LOAD_MBIT = 8.0
-"""As in section V-C."""
+"""Rate of the link, as in section V-C."""
 
 LOADS = (*LEVELS, IDLE)
 """Up, and back to idle (Figure 9)."""
@@ -141,19 +141,19 @@ RATES = (8.0, 4.0, 2.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 """Mbit/s: from 8 down to 1, then up to 64 (section V-B and Figure 6)."""
 
 COMPARED = ("alexnet", "squeezenet1_0")
-"""Of which Figures 7 and 8 show every rate and the paper states what knowing the load saves: they stay longer
-at each rate and load."""
+"""Networks of which Figures 7 and 8 show every rate and the paper states the gain by knowing the load. They
+stay longer at each rate and load."""
 
 LOAD_PHASE_S, LONG_LOAD_PHASE_S = 27.0, 60.0
 LINK_PHASE_S, LONG_LINK_PHASE_S = 13.5, 22.5
-"""Of most networks' phases, and of those networks'. All are longer than what a device is told
-of late: LoADPart asks every 5 s, its server looks every 10 s. In the paper the highest load lasts for some
-70 s (section V-C). The whole has to end within about an hour, and with networks whose requests take seconds a
-phase lasts until everybody has had a turn."""
+"""Seconds of the phases of most networks, and of the compared ones. All are longer than the age of a device's
+knowledge: LoADPart asks every 5 s, its server looks every 10 s. In the paper the highest load lasts for some
+70 s (section V-C). The whole has to end within about an hour. With networks whose requests take seconds, a
+phase lasts until every way has had a turn."""
 
 
 def load_setting(network: str, *, seconds: float | None = None, levels: Sequence[str] = LOADS) -> Setting:
-    """The server's load grows, and is gone."""
+    """Return a setting in which the server's load grows, and then vanishes."""
     if seconds is None:
         seconds = LONG_LOAD_PHASE_S if network in COMPARED else LOAD_PHASE_S
     phases = tuple(Phase(level=level, mbit=LOAD_MBIT, seconds=seconds) for level in levels)
@@ -161,7 +161,7 @@ def load_setting(network: str, *, seconds: float | None = None, levels: Sequence
 
 
 def link_setting(network: str, *, seconds: float | None = None, rates: Sequence[float] = RATES) -> Setting:
-    """The link becomes thinner, and then better than it was."""
+    """Return a setting in which the link becomes thinner, and then better than it was."""
     if seconds is None:
         seconds = LONG_LINK_PHASE_S if network in COMPARED else LINK_PHASE_S
     phases = tuple(Phase(mbit=rate, seconds=seconds) for rate in rates)
@@ -174,15 +174,14 @@ QUICK = (
     replace(load_setting("squeezenet1_0", seconds=1.0, levels=(IDLE, "100%(h)")), factor=QUICK_FACTOR),
     replace(link_setting("squeezenet1_0", seconds=1.0, rates=(16.0, 64.0)), factor=QUICK_FACTOR),
 )
-"""To see that it works."""
+"""Settings of the quick form, which only shows that it works."""
 
 
 class Turns:
-    """Who is next in a phase.
+    """Decide which ways run in a phase's next round.
 
-    In every round each way that chooses has a request, in another order each time. Beside them come those of
-    the others that have had the least time, as long as it was no more than ours: what takes long comes
-    rarely, but everyone comes once.
+    In every round each choosing way has a request, in another order each time. The other ways with the least
+    total time join them, if that time is not above ours. So slow ways run rarely, but every way runs once.
 
     Args:
         cuts: Fixed ones.
@@ -196,19 +195,19 @@ class Turns:
         self.rounds = 0
 
     def round(self) -> list[str]:
-        """The ways of one more round, in order."""
+        """Return the ways of one more round, in order."""
         ways = [*CHOOSING, *self._beside()]
         first = (self._before + self.rounds) % len(ways)
         self.rounds += 1
         return ways[first:] + ways[:first]
 
     def took(self, way: str, seconds: float) -> None:
-        """A request of a way took so long."""
+        """Record the time of a way's request."""
         self._spent[way] = self._spent.get(way, 0.0) + seconds
 
     @property
     def complete(self) -> bool:
-        """Whether everybody has had a request, and those that choose as many as a phase needs."""
+        """Return whether every way has had a request, and each choosing way as many as a phase needs."""
         return self.rounds >= MIN_ROUNDS and all(way in self._spent for way in self._others)
 
     def _beside(self) -> Iterator[str]:
@@ -218,20 +217,21 @@ class Turns:
 
 
 def way_of(cut: int) -> str:
-    """What a fixed cut is called."""
+    """Return the name of a fixed cut."""
     return f"cut {cut}"
 
 
 def cut_of(way: str) -> int | None:
-    """The cut of a way that is called so; None of any other way."""
+    """Return the cut of a fixed way's name, or None for another way."""
     name, _, number = way.partition(" ")
     return int(number) if name == "cut" else None
 
 
 def steady_cut(way: str, stages: int) -> int | None:
-    """The cut that a way always has; None of one that chooses.
+    """Return the constant cut of a way, or None if it chooses.
 
     Args:
-        stages: Of the network.
+        way: Name of the way.
+        stages: Stages of the network.
     """
     return {LOCAL: stages, FULL: 0}.get(way, cut_of(way))

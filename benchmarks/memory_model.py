@@ -1,8 +1,8 @@
-"""Predicted against measured peak memory: four networks, three batches, forward and training.
+"""Compare predicted with measured peak memory: four networks, three batches, forward and training.
 
 Run with ``python benchmarks/memory_model.py``; ``--write`` writes ``benchmarks/results/memory_model.md``.
-Each peak is that of a process of its own, above what it held when its weights were there and its libraries
-were warm. The estimate is made before, from the program or the model alone.
+Each peak is of a process of its own, above its memory with loaded weights and warm libraries. The estimate is
+made before, from the program or the model alone.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ BATCHES = (4, 8, 16)
 WAYS = ("forward", "training")
 SIZE = 224
 SMALL = 64
-"""Pixels across: the largest network then makes tensors of some MB, and what libraries keep shows."""
+"""Width and height in pixels: the largest network then makes tensors of some MB, so the libraries' memory
+shows."""
 REPEATS = 2
 GOAL = 1.15
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-"""The C library gives tensors back at once, so that a process's peak is one of tensors alive."""
+"""Settings that make the C library return tensors at once, so that a process's peak is one of live tensors.
+"""
 
 
 def build(name: str, size: int) -> torch.nn.Module:
-    """The network with random weights, all of it trained."""
+    """Return the network with random weights, all of it trained."""
     ensure_torchvision()
     from torchvision import models
 
@@ -52,7 +54,7 @@ def build(name: str, size: int) -> torch.nn.Module:
 
 
 def measure(name: str, way: str, batch: int, size: int) -> dict[str, Any]:
-    """One row's figures, in this process."""
+    """Measure one row's figures in this process."""
     model = build(name, size)
     x = torch.randn(batch, 3, size, size)
     began = time.perf_counter()
@@ -91,14 +93,14 @@ def _row(estimate: MemoryEstimate, process: float) -> dict[str, float]:
 
 
 def _warm_up() -> None:
-    """Let libraries start threads and make what they keep, with next to no memory for tensors."""
+    """Let libraries start threads and allocate their caches, with next to no memory for tensors."""
     layers = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.Flatten(), torch.nn.Linear(16 * 36, 8))
     layers(torch.randn(2, 3, 8, 8)).sum().backward()
     torch.mm(torch.randn(512, 512), torch.randn(512, 512))
 
 
 def _begin() -> float:
-    """Give back what is free, forget the peak so far, and say what is held now."""
+    """Release free memory, reset the peak, and return the memory in use."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -115,7 +117,7 @@ def _status(field: str) -> float:
 
 
 def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int = SIZE) -> dict[str, Any]:
-    """The same in a process of its own."""
+    """Measure one row in a process of its own."""
     environment = os.environ | (ALLOCATOR if allocator else {})
     command = [sys.executable, __file__, "--one", name, way, str(batch), str(size)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -126,7 +128,7 @@ def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int 
 
 
 def kept(names: Sequence[str]) -> list[tuple[str, ...]]:
-    """What processes take beside tensors, and what is reserved for it, where tensors are small."""
+    """Return the memory of processes besides tensors, and its reservation, where tensors are small."""
     lines = []
     for name in names:
         for way in WAYS:
@@ -148,7 +150,7 @@ def kept(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def report(rows: list[dict[str, Any]], beside: list[tuple[str, ...]]) -> str:
-    """The page."""
+    """Return the report as Markdown."""
     lines, shares, under, of_usual = [], {way: [] for way in WAYS}, [], []
     for row in rows:
         measured = Spread.of(run["process"] / 1e6 for run in row["runs"])
@@ -213,7 +215,7 @@ and workspaces as well.
 
 
 def _under_usual(shares: Sequence[float]) -> str:
-    """How estimates stand to processes with the C library's defaults."""
+    """Return how estimates compare with processes with the C library's defaults."""
     under = sum(share < 1 for share in shares)
     found = f"{under} of the {len(shares)} rows that were measured so are under the measured peak"
     return f"{found} (high / measured {min(shares):.3f} to {max(shares):.3f})"

@@ -1,10 +1,10 @@
-"""A directory as an S3 bucket over real HTTP, for clients that cannot see the storage tier's files.
+"""Serve a directory as an S3 bucket over real HTTP, for clients without access to the storage tier's files.
 
-As much of S3 as upriver's store asks for: ranges, If-Match, listings, whole puts (of up to 64 MB: no
-multipart) and deletes. ETags are those of a ``file://`` store over the same directory, so a dataset indexed
-through one is the same dataset through the other. Anybody who reaches it may read and write: it is for a
-testbed's namespace, not for a network. It answers as far away and as slow a connection as it is told to, as
-object stores do, who give more to many connections.
+The server supports the part of S3 that upriver's store uses: ranges, If-Match, listings, whole puts (of up to
+64 MB: no multipart) and deletes. ETags are those of a ``file://`` store over the same directory, so a dataset
+indexed through one is the same dataset through the other. Any client may read and write: the server is for a
+testbed's namespace, not for a network. It can imitate a distance and a rate of each connection, as object
+stores have that give more to many connections.
 
 Run with ``python benchmarks/object_server.py DIRECTORY --bucket store --port 9000``.
 """
@@ -35,7 +35,7 @@ _LISTED = "<Contents><Key>{}</Key><Size>{}</Size><LastModified>{}</LastModified>
 _DATE = "%Y-%m-%dT%H:%M:%S.%fZ"
 
 PART_S = 0.005
-"""A connection that is held to a rate sends at once what it may in so many seconds."""
+"""Seconds of data that a rate-limited connection sends at once."""
 
 
 def _date(modified_s: float) -> str:
@@ -43,7 +43,7 @@ def _date(modified_s: float) -> str:
 
 
 class ObjectServer(ThreadingHTTPServer):
-    """One directory as one bucket; a thread for each connection."""
+    """One directory as one bucket, with a thread for each connection."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -65,12 +65,12 @@ class ObjectServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """What a client takes as its endpoint."""
+        """Return the endpoint for clients."""
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that went away in mid-answer: clients may."""
+        """Ignore a client that disconnects during an answer: clients may."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answered(self._delete)
 
     def _answered(self, action: Any) -> None:
-        """Turn what a store raises into a status."""
+        """Turn an exception of a store into a status."""
         try:
             action()
         except (ObjectNotFound, FileNotFoundError, IsADirectoryError):
@@ -109,7 +109,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self) -> None:
         bucket, key = self._target()
-        if not bucket:  # the list of buckets; also what tells that this server is ready
+        if not bucket:  # the list of buckets, which also shows that this server is ready
             return self._answer(200, b"<ListAllMyBucketsResult/>")
         if not key:
             query = parse_qs(urlsplit(self.path).query)
@@ -128,14 +128,14 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(204)
 
     def _target(self) -> tuple[str, str]:
-        """Bucket and key of the request; the bucket is empty for the server itself."""
+        """Return bucket and key of the request. The bucket is empty for the server itself."""
         bucket, _, key = unquote(urlsplit(self.path).path).lstrip("/").partition("/")
         if bucket not in ("", self.server.bucket):
             raise ObjectNotFound(f"no bucket {bucket!r}")
         return bucket, key
 
     def _send_object(self, file: BinaryIO) -> None:
-        """The file, or the range asked for, without a copy through this process."""
+        """Send the file, or the requested range, without a copy through this process."""
         time.sleep(self.server.latency_s)
         status = os.fstat(file.fileno())
         headers = {"ETag": etag_of(status), "Last-Modified": formatdate(status.st_mtime, usegmt=True)}
@@ -165,7 +165,7 @@ class _Handler(BaseHTTPRequestHandler):
             start += sent
 
     def _listing(self, prefix: str) -> bytes:
-        """All keys that begin with a prefix, in one page."""
+        """Return all keys that begin with a prefix, in one page."""
         folder = prefix.rpartition("/")[0]
         items = "".join(
             _LISTED.format(escape(info.path), info.size, _date(info.modified_s), escape(info.etag))
@@ -189,7 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve until ended; prints one JSON line with ``listening`` first."""
+    """Serve until ended. Print one JSON line with ``listening`` first."""
     parser = argparse.ArgumentParser(description="A directory as an S3 bucket, without any authentication.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--bucket", default="store")

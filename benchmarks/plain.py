@@ -1,7 +1,7 @@
-"""Is the plain way at least as fast as an ordinary PyTorch loop at its best?
+"""Check that the plain way is at least as fast as an ordinary PyTorch loop at its best.
 
 Run ``python benchmarks/plain.py``; it writes ``results/plain.md`` and ``results/plain.png``. With ``--quick``
-it only shows that it works, and writes nothing unless told where.
+it only shows that it works, and writes nothing without a given path.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from upriver.store import Store
 from upriver.types import DEFAULT_MICRO_BATCH
 
 MEASURED, SWEPT = 0, 1
-"""Seeds: of the photographs, the order and the random input stages."""
+"""Seeds of the photographs, the order and the random input stages."""
 
 LINK_MBIT = 20.0
-"""The demo's."""
+"""Rate of the demo's link."""
 
 
 class Bench:
-    """Makes sides, and keeps ours, whose capture and proof take seconds, for the next setting."""
+    """Make sides, and keep ours for the next setting, because its capture and proof take seconds."""
 
     def __init__(self, task: Task, options: argparse.Namespace, stack: contextlib.ExitStack) -> None:
         self._task, self._options, self._stack = task, options, stack
@@ -90,7 +90,10 @@ class Bench:
 
 
 def grid(workers: Sequence[int], prefetch: Sequence[int], steps: int) -> list[tuple[int, int]]:
-    """Workers and prefetch factors, without those that differ only in batches past the end of the epoch."""
+    """Return workers and prefetch factors, each with a different effect.
+
+    Pairs that differ only in batches past the end of the epoch are left out.
+    """
     distinct: dict[tuple[int, int], tuple[int, int]] = {}
     for number in workers:
         for ahead in prefetch:
@@ -99,7 +102,7 @@ def grid(workers: Sequence[int], prefetch: Sequence[int], steps: int) -> list[tu
 
 
 def photos(number: int, seed: int) -> Dataset:
-    """The demo's photographs and input stages; read once, so that from here on they come from memory."""
+    """Return the demo's photographs and input stages, after one read that puts them into memory."""
     data = demo_data(num_train=number, num_heldout=10, seed=seed)
     stages = (Decode(), RandomResizedCrop(224, scale=(0.5, 1.0)), RandomHorizontalFlip(), Normalize())
     found = index(Store.open(data.root.as_uri()), "train", stages=stages)
@@ -108,7 +111,7 @@ def photos(number: int, seed: int) -> Dataset:
 
 
 def same_pixels(data: Dataset) -> bool:
-    """Whether both sides give the network the same input, bit for bit."""
+    """Return whether both sides give the network the same input, bit for bit."""
     ids = tuple(range(DEFAULT_MICRO_BATCH))
     engine = Engine(chain=data.chain, program=None, micro_batch=len(ids))
     batch, _ = LocalSource(dataset=data, engine=engine, seed=MEASURED, epoch=1)(ids)
@@ -117,7 +120,7 @@ def same_pixels(data: Dataset) -> bool:
 
 
 def run(options: argparse.Namespace) -> str:
-    """Measure every setting; the report."""
+    """Measure every setting, and return the report."""
     began, load = time.perf_counter(), os.getloadavg()[0]
     cores = sorted(os.sched_getaffinity(0))[:2]
     facts = {"commit": commit(), "machine": machine(), "load": f"{load:.1f}", "rate": f"{LINK_MBIT:g}"}
@@ -159,7 +162,7 @@ def main() -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     let_threads_sleep()
-    # More workers than cores is part of the sweep.
+    # The sweep includes more workers than cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     text = run(options)
     if options.out is not None:

@@ -1,8 +1,8 @@
-"""How good are the policies' plans? Every legal cut is run, and each policy's choice held against them.
+"""Run every legal cut, and compare each policy's choice with the best one.
 
-Run ``python benchmarks/plan_quality.py`` as root; it takes about three hours and may be ended at any moment:
-each run is a line of ``results/plan_quality.jsonl``, and the next start goes on from there. ``--minutes 20``
-ends it by itself; ``--report`` writes ``results/plan_quality.md`` and ``.png`` from what is there.
+Run ``python benchmarks/plan_quality.py`` as root. It takes about three hours and may be ended at any moment:
+each run is a line of ``results/plan_quality.jsonl``, and the next start resumes there. ``--minutes 20`` ends
+it by itself; ``--report`` writes ``results/plan_quality.md`` and ``.png`` from the existing runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from _plan_quality_report import POLICIES, REPEATS, Found, plot, report
 from _planned import Deadline, Records, Rig, Setting, command, run_once
 
 QUICK = Setting(network="alexnet", stored="jpeg", mbit=20, batch_size=32, samples=96)
-"""To see that it works."""
+"""Setting of the quick form, which only shows that it works."""
 
 SETTINGS = (
     Setting(network="alexnet", stored="jpeg", mbit=5, batch_size=32, samples=64),
@@ -31,17 +31,17 @@ SETTINGS = (
     Setting(network="resnet18", stored="jpeg", mbit=None, batch_size=64, samples=192),
     Setting(network="alexnet", stored="tensor", mbit=None, batch_size=32, samples=384, server_speed=0.5),
 )
-"""Declared before anything was measured; their order lets a part of them say something about all networks.
+"""Settings, declared before any measurement. Their order lets a part of them cover all networks.
 
 A core here is about a hundred times slower than the T4 of the papers, so 10 Mbit/s stands for their 1 Gbit/s.
 """
 
 
 def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
-    """Whatever of a setting is not there yet: the plans, every legal cut once, and the finalists' repeats.
+    """Run the missing parts of a setting: the plans, every legal cut once, and the finalists' repeats.
 
     Raises:
-        TimeIsUp: If the deadline comes first.
+        TimeIsUp: If the deadline passes first.
     """
     with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
         deadline.check()
@@ -56,7 +56,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
 
 
 def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
-    """The report's two files; what the page says."""
+    """Write the report's two files. Return the text of the page."""
     found = [Found(setting, records) for setting in settings]
     text = report(found, POLICIES, name)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""How long planning takes for a chain of a thousand stages, by policy.
+"""Time the planning for a chain of a thousand stages, by policy.
 
 Run with ``python benchmarks/plan_time.py``; ``--write`` writes ``benchmarks/results/plan_time.md``. Each
-repeat plans another random chain on another random cluster, so that nothing is remembered.
+repeat plans another random chain on another random cluster, so that no result is cached.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKLOAD = Workload(batch_size=512, num_samples=50_000)
 
 
 def question(seed: int) -> tuple[Profile, Cluster, Workload]:
-    """A chain whose outputs shrink, not monotonically, and machines that fit a part of it."""
+    """Return a chain whose outputs shrink, not monotonically, and machines that fit a part of it."""
     draw = random.Random(seed)
     sizes = [6e5 * (1 - k / STAGES) ** 2 * draw.uniform(0.3, 2.0) + 1000 for k in range(STAGES)]
     stages = tuple(
@@ -66,7 +66,7 @@ def question(seed: int) -> tuple[Profile, Cluster, Workload]:
 
 
 def main() -> None:
-    """Measure, print, and write if asked."""
+    """Measure, print, and write on request."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args()

@@ -1,15 +1,16 @@
-"""Whether a split trains what its model trains whole, for the models of docs/models.md; what a proof costs.
+"""Check that a split trains as the whole model does, for the models of docs/models.md, and time the proofs.
 
-Each model is tried as it is; with activation checkpointing both ways (``use_reentrant``), where it has that,
-and its inputs asked for gradients; with LoRA adapters; and, some of them, beside a momentum encoder. A row is
-right if nothing of the model or of the generators has changed, and one step of the job leaves the same bits
-in the ``.grad`` of every parameter as one of the whole model; or if the model runs unsplit, and says why.
+Each model is tried unchanged; with activation checkpointing both ways (``use_reentrant``), where it supports
+that, with inputs that require gradients; with LoRA adapters; and, some of them, with a momentum encoder. A
+row is right in two cases. Either the model and the generators are unchanged, and one step of the job leaves
+the same bits in the ``.grad`` of every parameter as one of the whole model. Or the model runs unsplit, with
+the reason.
 
-Run with ``python benchmarks/proof_steps.py``. Each row is made in a process of its own, printed, and kept in
-``benchmarks/results/proof_steps.jsonl``, so that a run that was stopped goes on; ``proof_steps.md`` beside it
-is the table, which ``--report`` makes again. ``--only NAME…`` takes some models, ``--ways WAY…`` some ways,
-``--minutes N`` ends it between two rows. ``--before SRC`` makes each row with another source tree, too, right
-before, and tells what both took.
+Run with ``python benchmarks/proof_steps.py``. Each row is made in a process of its own, printed, and stored
+in ``benchmarks/results/proof_steps.jsonl``, so that a stopped run resumes; ``proof_steps.md`` is the table,
+which ``--report`` makes again. ``--only NAME…`` selects models, ``--ways WAY…`` ways, ``--minutes N`` ends it
+between two rows. ``--before SRC`` makes each row with another source tree, too, right before, and prints both
+times.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROWS = RESULT.with_suffix(".jsonl")
 
 WAYS = ("plain", "checkpoint", "reentrant", "lora", "momentum")
 MOMENTUM = ("torchvision:resnet18", "torchvision:squeezenet1_1", "timm:vit_small_patch16_224")
-"""Models that get a second, frozen copy that follows them, as contrastive learning has it."""
+"""Models with a second, frozen copy that follows them, as in contrastive learning."""
 
 LARGE = 50_000_000
 TIMEOUT_S = 1800
@@ -42,7 +43,7 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Make the rows that are not there, or the report."""
+    """Make the missing rows, or the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="these ways")
@@ -94,7 +95,7 @@ def _wanted(only: Sequence[str] | None, ways: Sequence[str]) -> Iterator[tuple[s
 
 
 def _in_a_child(name: str, way: str, source: str) -> Row:
-    with tempfile.TemporaryDirectory() as cache:  # proofs are to be made, not remembered
+    with tempfile.TemporaryDirectory() as cache:  # proofs are made, not read from the cache
         environment = {**os.environ, "PYTHONPATH": source, "UPRIVER_CACHE": cache, "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-W", "ignore", __file__, "--row", name, way]
         try:
@@ -172,10 +173,10 @@ def _row(name: str, way: str) -> Row:
 
 
 def _altered(model: Any, way: str) -> Any:
-    """The model in that way.
+    """Return the model in that way.
 
     Raises:
-        Exception: If it has none.
+        Exception: If the model does not support it.
     """
     if way == "lora":
         import peft
@@ -184,7 +185,7 @@ def _altered(model: Any, way: str) -> Any:
         adapted = peft.get_peft_model(model, config)
         names = [name for name, p in adapted.named_parameters() if "lora_" in name]
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:  # those of the last third, so that something is frozen before
+            if "lora_" in name:  # only those of the last third, so that a part before them is frozen
                 parameter.requires_grad_(names.index(name) >= 2 * len(names) // 3)
         return adapted
     if way == "momentum":
@@ -225,7 +226,7 @@ def _followed(model: Any) -> Any:
 
 @contextlib.contextmanager
 def _plans_noted() -> Iterator[list[Any]]:
-    """Note what does not train: modules, and calls of those that are called behind the freeze point, too."""
+    """Record the untrained parts: modules, and calls of modules also called behind the freeze point."""
     module: Any = sys.modules["upriver.program.split.split"]
     real, plans = module.in_eval_for, list[Any]()
 
@@ -280,7 +281,7 @@ def _generators() -> Any:
 
 
 class _Clock:
-    """Adds up the processor's seconds of splitting, and those of proving among them."""
+    """Sum up the processor seconds of splitting, and those of proving among them."""
 
     def __init__(self) -> None:
         self.proof_s = self.split_s = 0.0

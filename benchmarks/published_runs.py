@@ -1,4 +1,4 @@
-"""Do our bytes and our cost model agree with the runs that HAPI's authors published?
+"""Compare our bytes and our cost model with the runs that HAPI's authors published.
 
 Run with ``python benchmarks/published_runs.py``; ``--write`` writes ``results/published_runs.md`` and
 ``results/published_runs.png``. Nothing is measured: the five networks are captured, and two published runs of

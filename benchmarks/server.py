@@ -1,12 +1,12 @@
-"""What does a near-data server show when many tenants want more of it than there is?
+"""Measure a near-data server whose tenants request more than its capacity.
 
-Run ``python benchmarks/server.py``; it may be ended at any moment: each run is a line of
-``results/server.jsonl``, and the next start goes on from there. ``--minutes 20`` ends it by itself, ``--only
-NAME…`` takes some claims, ``--list`` names them, ``--quick`` shows with a tiny network that everything works,
-``--report`` writes ``results/server.md`` and its pictures from what is there. All of it takes some
-50 minutes where a core takes 16 ms for a photograph through AlexNet.
+Run ``python benchmarks/server.py``. It may be ended at any moment: each run is a line of
+``results/server.jsonl``, and the next start resumes there. ``--minutes 20`` ends it by itself, ``--only
+NAME…`` selects claims, ``--list`` names them, ``--quick`` shows with a tiny network that everything works,
+``--report`` writes ``results/server.md`` and its plots from the existing runs. All of it takes some 50
+minutes where a core takes 16 ms for a photograph through AlexNet.
 
-The server has the first core, whatever puts load on it or watches it the last one.
+The server has the first core. The processes that load or watch it have the last one.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ FULL: tuple[Claim, ...] = tuple(module.FULL for module in MODULES)
 QUICK: tuple[Claim, ...] = tuple(module.QUICK for module in MODULES)
 
 SAMPLES, QUICK_SAMPLES = 200, 10
-"""Photographs: all different within any request but those that nobody reads."""
+"""Numbers of photographs. All are different within any request whose answer is read."""
 
 
 def bench(records: Records, deadline: Deadline, folder: Path, *, quick: bool) -> Bench:
-    """What the claims run on."""
+    """Return the bench of the claims."""
     return Bench(
         records,
         deadline,
@@ -66,10 +66,10 @@ def bench(records: Records, deadline: Deadline, folder: Path, *, quick: bool) ->
 
 
 def measure(claims: Sequence[Claim], on: Bench) -> list[str]:
-    """Make what is missing; why some of it could not be made.
+    """Make the missing runs. Return why some of them failed.
 
     Raises:
-        TimeIsUp: If the deadline comes first.
+        TimeIsUp: If the deadline passes first.
     """
     failed = []
     for claim in claims:
@@ -83,7 +83,7 @@ def measure(claims: Sequence[Claim], on: Bench) -> list[str]:
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     names = [claim.name for claim in FULL]
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -98,7 +98,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what is missing, then report what is there."""
+    """Run what is missing, then report all records."""
     options = parsed()
     name, claims = ("server_quick", QUICK) if options.quick else ("server", FULL)
     records = Records(options.out / f"{name}.jsonl")
@@ -119,7 +119,7 @@ def main() -> None:
                     failed = measure(wanted, on)
         except TimeIsUp:
             print("time is up; the next start goes on from here", file=sys.stderr)
-        confine(CORES)  # which the report tells of
+        confine(CORES)  # the report names them
     print(write(claims, records, options.out, name))
     if failed:
         sys.exit("\n".join(f"error: {why}" for why in failed))

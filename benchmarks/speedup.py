@@ -1,8 +1,8 @@
-"""How long does an epoch take, by each policy's plan and the plain way, and how far is that from the bound?
+"""Time an epoch by each policy's plan and in the plain way, and compare it with the bound.
 
-Run ``python benchmarks/speedup.py`` as root; it may be ended at any moment: each run is a line of
-``results/speedup.jsonl``, and the next start goes on from there. ``--minutes 20`` ends it by itself;
-``--report`` writes ``results/speedup.md`` and ``.png`` from what is there.
+Run ``python benchmarks/speedup.py`` as root. It may be ended at any moment: each run is a line of
+``results/speedup.jsonl``, and the next start resumes there. ``--minutes 20`` ends it by itself; ``--report``
+writes ``results/speedup.md`` and ``.png`` from the existing runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from _planned import Deadline, Records, Rig, Setting, command, run_once
 from _speedup_report import REPEATS, SWEEP, Speeds, plot, report
 
 QUICK = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)
-"""To see that it works."""
+"""Setting of the quick form, which only shows that it works."""
 
 SETTINGS = (
     *(
@@ -29,17 +29,18 @@ SETTINGS = (
     Setting(network="alexnet", mbit=20, batch_size=32, samples=384, stored_scale=2),
     Setting(network="alexnet", mbit=20, batch_size=32, samples=192, stored_scale=8),
 )
-"""Over bandwidth; then the client's speed halved, a small training batch, and larger stored images.
+"""The settings vary the bandwidth, then halve the client's speed, then have a small training batch or larger
+stored images.
 
-A dozen training steps an epoch: in fewer, filling and draining the pipeline alone would miss the goal.
+An epoch has a dozen training steps: with fewer, filling and draining the pipeline alone would miss the goal.
 """
 
 
 def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
-    """Whatever of a setting is not there yet: the plans, the loader's sweep, and everybody's repeats.
+    """Run the missing parts of a setting: the plans, the loader's sweep, and all ways' repeats.
 
     Raises:
-        TimeIsUp: If the deadline comes first.
+        TimeIsUp: If the deadline passes first.
     """
     with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
         deadline.check()
@@ -53,7 +54,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
 
 
 def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
-    """The report's two files; what the page says."""
+    """Write the report's two files. Return the text of the page."""
     found = [Speeds(setting, records) for setting in settings]
     text = report(found, name)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Prefix and tail against the whole model, on one machine: what cutting costs where it gains nothing.
+"""Compare prefix and tail with the whole model on one machine: the cost of a cut that gains nothing.
 
 Run with ``python benchmarks/split_overhead.py``; ``--write`` writes ``benchmarks/results/split_overhead.md``.
-One training iteration (forward, backward, no step) of the user's model, and the same through the captured
-prefix and the tail, in turns. Memory is the peak of a process that does only the one or the other. What a
-step of a job takes beside the tail's own modules is measured by itself: ``--steps`` does only that, and
+One training iteration (forward, backward, no step) of the user's model takes turns with the same through the
+captured prefix and the tail. Memory is the peak of a process that does only the one or the other. The cost of
+a job's step without the tail's own modules is measured by itself: ``--steps`` measures only that, and
 replaces only this part of the page.
 """
 
@@ -53,7 +53,7 @@ NETWORKS = {
 
 
 def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The network with random weights, frozen, and a batch."""
+    """Return the network with random weights, frozen, and a batch."""
     ensure_torchvision()
     from torchvision import models
 
@@ -69,12 +69,12 @@ def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def loss_of(answer: Any) -> torch.Tensor:
-    """Something to differentiate."""
+    """Return a loss to differentiate."""
     return answer.float().square().mean()
 
 
 class Run:
-    """One network, whole and split."""
+    """Measure one network, whole and split."""
 
     def __init__(self, name: str) -> None:
         self.model, self.batch = build(name)
@@ -86,18 +86,18 @@ class Run:
         self.losses: dict[str, list[float]] = {"fused": [], "whole": [], "split": []}
 
     def ways(self) -> dict[str, Callable[[int], float]]:
-        """What is compared; ``fused`` only where torch has a fused path for this network."""
+        """Return the compared ways; ``fused`` only where torch has a fused path for this network."""
         ways = {"whole": self.whole, "split": self.cut}
         has_fused = any(isinstance(module, torch.nn.MultiheadAttention) for module in self.model.modules())
         return ways | ({"fused": self.fused} if has_fused else {})
 
     def whole(self, repeat: int) -> float:
-        """Seconds of an iteration of the user's own model, by the reference's numerics."""
+        """Return the seconds of an iteration of the user's own model, by the reference's numerics."""
         with no_fast_path():
             return self._whole(repeat, "whole")
 
     def fused(self, repeat: int) -> float:
-        """The same with torch's fused attention in eval, which has other low bits."""
+        """Return the seconds with torch's fused attention in eval, which has other low bits."""
         return self._whole(repeat, "fused")
 
     def _whole(self, repeat: int, way: str) -> float:
@@ -109,7 +109,7 @@ class Run:
         return time.perf_counter() - began
 
     def cut(self, repeat: int) -> float:
-        """Seconds of an iteration through prefix and tail."""
+        """Return the seconds of an iteration through prefix and tail."""
         program = self.parts.program
         assert program is not None
         self._begin(repeat)
@@ -127,7 +127,7 @@ class Run:
 
 
 def measure(name: str) -> dict[str, Any]:
-    """One row: times in this process."""
+    """Measure one row's times in this process."""
     run = Run(name)
     interleave(run.ways(), 1)  # warms up
     run.losses = {"fused": [], "whole": [], "split": []}
@@ -144,10 +144,11 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def peak_of(name: str, way: str) -> dict[str, float]:
-    """The highest memory of a process that trains one way, and of cutting the model before.
+    """Return the peak memory of a process that trains one way, and of cutting the model before.
 
     Args:
-        way: ``plain`` never cuts the model; ``whole`` cuts it and trains it whole all the same; ``split``.
+        name: Name of the network.
+        way: ``plain`` never cuts the model; ``whole`` cuts it, but trains it whole; ``split``.
     """
     model, batch = build(name)
     keep_in_eval(model, frozen_units(model))
@@ -168,12 +169,12 @@ def peak_of(name: str, way: str) -> dict[str, float]:
 
 
 def _reset_peak() -> None:
-    """Forget this process's highest memory (see proc(5))."""
+    """Reset this process's peak memory (see proc(5))."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def _peak() -> float:
-    """This process's highest memory since then, in bytes."""
+    """Return this process's peak memory since the reset, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
@@ -183,7 +184,7 @@ def _peak_of_child(name: str, way: str, _repeat: int) -> Any:
 
 
 def child(*arguments: str) -> Any:
-    """The same script in a process of its own; what it prints."""
+    """Run the same script in a process of its own, and return its output."""
     done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -191,7 +192,7 @@ def child(*arguments: str) -> Any:
 
 
 class Step:
-    """A step of a job on features that are there, and the tail's modules called by hand."""
+    """Measure a step of a job on existing features, and direct calls of the tail's modules."""
 
     def __init__(self, name: str) -> None:
         self.model, batch, last, self.by_hand = STEPS[name]()
@@ -212,14 +213,14 @@ class Step:
         self.frozen = sum(1 for path in parts.skipped for _ in self.model.get_submodule(path).modules())
 
     def step(self) -> None:
-        """What ``job(features)`` and the job's iterator do around it."""
+        """Run what ``job(features)`` and the job's iterator do around it."""
         self.guard.check_versions()
         self.in_eval()
         self.tail(self.tail.values.one_or_all(self.features))
         self.guard.check_versions()
 
     def measure(self) -> dict[str, Any]:
-        """Processor milliseconds of each, in turns, and of one look at what is frozen."""
+        """Return the processor milliseconds of each, in turns, and of one check of the frozen part."""
         ways = {
             "hand": lambda: self.by_hand(self.features[0]),
             "step": self.step,
@@ -239,17 +240,17 @@ class Step:
 
 
 Building = Callable[[], tuple[Any, torch.Tensor, str, Callable[[torch.Tensor], Any]]]
-"""A model, two samples, its last frozen module, and its tail as one would write it."""
+"""A model, two samples, its last frozen module, and its tail as a user would write it."""
 
 
 def linears() -> Any:
-    """Many modules that do next to nothing."""
+    """Return many modules that compute next to nothing."""
     model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(301)])
     return model, torch.randn(2, 4), "299", model[300]
 
 
 def resnet18() -> Any:
-    """The last block and the classifier train."""
+    """Return ResNet-18. The last block and the classifier train."""
     from torchvision import models
 
     model = models.resnet18(weights=None)
@@ -262,7 +263,7 @@ def resnet18() -> Any:
 
 
 def vit_b_16() -> Any:
-    """The last layer and the head train."""
+    """Return ViT-B/16. The last layer and the head train."""
     from torchvision import models
 
     model = models.vit_b_16(weights=None)
@@ -275,7 +276,7 @@ def vit_b_16() -> Any:
 
 
 def bert() -> Any:
-    """BERT-base of random weights: the last layer, the pooler and the classifier train."""
+    """Return BERT-base with random weights: the last layer, the pooler and the classifier train."""
     from transformers import BertConfig, BertForSequenceClassification
 
     model = BertForSequenceClassification(BertConfig())
@@ -296,7 +297,7 @@ STEPS: dict[str, Building] = {
 
 
 def steps_of(name: str) -> dict[str, Any]:
-    """One row of the steps."""
+    """Measure one row of the steps."""
     ensure_torchvision()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -304,7 +305,7 @@ def steps_of(name: str) -> dict[str, Any]:
 
 
 def steps_part() -> str:
-    """The part of the page about steps."""
+    """Return the part of the page about steps."""
     rows = []
     for name in STEPS:
         print(f"a step of {name} ...", file=sys.stderr, flush=True)
@@ -334,12 +335,12 @@ Again: `python benchmarks/split_overhead.py --steps --write`.
 
 
 def _peaks(row: dict[str, Any], way: str, what: str) -> Spread:
-    """Peaks of one way, in MB."""
+    """Return the peaks of one way, in MB."""
     return Spread.of(peak[what] / 1e6 for peak in row["peak"][way])
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """The page."""
+    """Return the report as Markdown."""
     lines = []
     shares, peaks = [], []
     for row in rows:

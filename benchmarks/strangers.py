@@ -1,11 +1,11 @@
-"""What strangers and tenants who only look cost somebody else's request: a server's time, log and processor.
+"""Measure what unknown clients and tenants that only view pages cost another tenant's request.
 
-Run with ``python benchmarks/strangers.py``; it prints a line of JSON for each setting. ``--source SRC`` runs
-the server of another source tree. A server with one worker reads four small arrays for each request; its
-process may have 1,024 descriptors. It takes about a minute.
+The cost is a server's time, log and processor. Run with ``python benchmarks/strangers.py``; it prints a line
+of JSON for each setting. ``--source SRC`` runs the server of another source tree. A server with one worker
+reads four small arrays for each request; its process may have 1,024 descriptors. It takes about a minute.
 
-``--small`` measures instead what the processor does in the front for such a request, one and eight at a time,
-in turns with the server of ``--source``; ``--write`` writes ``benchmarks/results/small_requests.md``.
+``--small`` measures instead the processor time of the front for such a request, one and eight at a time, in
+turns with the server of ``--source``; ``--write`` writes ``benchmarks/results/small_requests.md``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from upriver.server.tenants import hash_token
 
 STRANGERS = 3000
 FILES = 1024
-"""What a process may open unless its operator says more."""
+"""Descriptors that a process may open by default."""
 
 LOOKING = 16
 LOOKED_AT = ("/metrics", "/openapi.json", "/ui", "/v1/load", "/v1/probe?bytes=1048576")
 SAMPLES = 4
 TENANTS = ("working", "looking")
 WATCH_S = 5.0
-"""How long each setting is watched."""
+"""Seconds in which each setting is watched."""
 
 RESULT = RESULTS / "small_requests.md"
 TURNS, ASKED_A_TURN = 8, 400
@@ -54,11 +54,11 @@ AT_ONCE = (1, 8)
 
 
 class Server:
-    """A server process, with what it has used.
+    """A server process, and its used resources.
 
     Args:
-        folder: Of its store, configuration and log.
-        source: Where its code is; this tree's if None.
+        folder: Folder of its store, configuration and log.
+        source: Folder of its code; this tree's if None.
     """
 
     def __init__(self, folder: Path, source: str | None) -> None:
@@ -76,12 +76,12 @@ class Server:
         self.address = urlsplit(json.loads(self._process.stdout.readline())["listening"]).netloc
 
     def used(self) -> tuple[float, int]:
-        """Processor seconds of the front, and bytes of the log, so far."""
+        """Return the processor seconds of the front, and the bytes of the log, so far."""
         times = psutil.Process(self._process.pid).cpu_times()
         return times.user + times.system, self._log.stat().st_size
 
     def computed(self) -> tuple[float, float]:
-        """Milliseconds of processor time so far: of the front's event loop, and of its other threads."""
+        """Return the processor milliseconds of the front's event loop and its other threads so far."""
         loop = others = 0.0
         for task in Path(f"/proc/{self._process.pid}/task").iterdir():
             took = int((task / "schedstat").read_text().split()[0]) / 1e6
@@ -92,7 +92,7 @@ class Server:
         return loop, others
 
     def end(self) -> None:
-        """End it and its worker."""
+        """End the server and its worker."""
         self._process.kill()
         self._process.wait()
 
@@ -103,7 +103,7 @@ def _settings(folder: Path) -> str:
 
 
 def body_of(folder: Path) -> bytes:
-    """A request for a few small samples of a store, which is made here."""
+    """Make a store, and return a request for a few of its small samples."""
     store = folder / "store" / "data" / "one"
     store.mkdir(parents=True)
     for number in range(SAMPLES):
@@ -121,7 +121,7 @@ def body_of(folder: Path) -> bytes:
 
 
 def asked(server: Server, body: bytes, connection: http.client.HTTPConnection | None = None) -> float:
-    """Milliseconds of a good request; on a new connection if None."""
+    """Return the milliseconds of a good request, on a new connection if None."""
     began = time.perf_counter()
     found = connection or http.client.HTTPConnection(server.address, timeout=120)
     found.request("POST", "/v1/run", body=body, headers={"Authorization": "Bearer working"})
@@ -139,7 +139,7 @@ def asked(server: Server, body: bytes, connection: http.client.HTTPConnection | 
 
 @contextlib.contextmanager
 def strangers(address: str, *, says: bytes) -> Iterator[None]:
-    """So many connections at once, of another process; one that is lost comes back, once a second at most."""
+    """Hold many connections from another process. A lost one reconnects, once a second at most."""
     process = multiprocessing.get_context("fork").Process(target=_hold, args=(address, says), daemon=True)
     process.start()
     try:
@@ -171,7 +171,7 @@ def _stranger(selector: selectors.BaseSelector, host: str, port: int) -> None:
 
 
 def _heard(selector: selectors.BaseSelector, key: selectors.SelectorKey, says: bytes) -> int:
-    """Say it once connected, and listen; 1 if the connection is lost."""
+    """Send the bytes once connected, and listen. Return 1 if the connection is lost."""
     connection = key.fileobj
     assert isinstance(connection, socket.socket)
     try:
@@ -199,7 +199,7 @@ SLOW = b"GET /v1/info HTTP/1.1\r\nHost: ser"
 
 @contextlib.contextmanager
 def looking(address: str, path: str) -> Iterator[list[float]]:
-    """So many connections of another tenant that ask for a page again and again, with their times in ms."""
+    """Request a page over and over on many connections of another tenant. Yield the times in ms."""
     over, times = threading.Event(), list[float]()
 
     def look() -> None:
@@ -229,7 +229,7 @@ def looking(address: str, path: str) -> Iterator[list[float]]:
 
 
 def watched(server: Server, body: bytes, *, fresh: bool) -> dict[str, Any]:
-    """Good requests one after another for some seconds, and what the server used meanwhile."""
+    """Send good requests one after another for some seconds. Return them and the server's use meanwhile."""
     seconds, nbytes = server.used()
     until, times = time.monotonic() + WATCH_S, list[float]()
     kept = None if fresh else http.client.HTTPConnection(server.address, timeout=120)
@@ -247,7 +247,7 @@ def watched(server: Server, body: bytes, *, fresh: bool) -> dict[str, Any]:
 
 
 def settings(server: Server, body: bytes, only: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Each setting, measured."""
+    """Measure each setting, and yield the results."""
     if "alone" in only:
         yield {"setting": "alone", **watched(server, body, fresh=True)}
     for name, says in (("idle", b""), ("asking", ASKING), ("slow heads", SLOW)):
@@ -265,7 +265,7 @@ def settings(server: Server, body: bytes, only: Sequence[str]) -> Iterator[dict[
 
 
 def cost(server: Server, body: bytes, at_once: int) -> tuple[float, float]:
-    """Milliseconds of the front's loop and of its threads for one request, of many."""
+    """Return the milliseconds of the front's loop and of its threads for one request, of many."""
 
     def ask() -> None:
         connection = http.client.HTTPConnection(server.address, timeout=120)
@@ -284,7 +284,7 @@ def cost(server: Server, body: bytes, at_once: int) -> tuple[float, float]:
 
 
 def small(servers: dict[str, Server], body: bytes) -> Iterator[dict[str, Any]]:
-    """What a small request costs each server, in turns."""
+    """Yield the cost of a small request to each server, in turns."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
     for _ in range(TURNS):
         for at_once in AT_ONCE:
@@ -302,7 +302,7 @@ def small(servers: dict[str, Server], body: bytes) -> Iterator[dict[str, Any]]:
 
 
 def report(found: Sequence[dict[str, Any]], nbytes: int) -> str:
-    """What was measured, as a page."""
+    """Return the results as a page."""
     header = ("server", "requests at a time", "front, ms", "event loop, ms", "other threads, ms")
     rows = [
         (
@@ -330,7 +330,7 @@ Run it again: `python benchmarks/strangers.py --small --source SRC --write`.
 
 
 def measure_small(folder: Path, source: str | None, *, write: bool) -> None:
-    """Measure this tree's server, and another one's beside it; print, and write the report if asked."""
+    """Measure this tree's server and another one's. Print the results, and write the report on request."""
     body, servers = body_of(folder), dict[str, Server]()
     try:
         for name, src in [("before", source)] * (source is not None) + [("now", None)]:

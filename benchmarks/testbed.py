@@ -1,15 +1,15 @@
-"""Two hosts on one machine: real processes in two network namespaces, with a shaped link between them.
+"""Run two hosts on one machine: real processes in two network namespaces, with a shaped link between them.
 
-A benchmark makes a `Testbed` and starts what it needs in it::
+A benchmark makes a `Testbed` and starts its processes in it::
 
     with Testbed(rate=2.5e6) as bed:                         # 20 Mbit/s, in bytes per second
         server = bed.run_server({"default": "file:///data"})
         objects = bed.run_objects(Path("/data"))             # the same store, for the other side
         done = bed.run("compute", [sys.executable, "train.py", server.url, objects.uri], timeout_s=600)
 
-Everything ends and is removed with the block, whatever ends it; what a killed benchmark left behind goes when
-the next one starts. ``python benchmarks/testbed.py --mbit 20`` makes one, measures its link and says so;
-``--sweep`` only removes left-overs. Needs root, ``ip`` and ``tc``.
+Everything ends and is removed with the block, however the block ends. The next benchmark removes the
+leftovers of a killed one. ``python benchmarks/testbed.py --mbit 20`` makes a testbed, measures its link and
+prints the rates; ``--sweep`` only removes leftovers. Needs root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from _netns import FRAME_BYTES, PAYLOAD_SHARE, TestbedError, Unavailable
 __all__ = ["Rates", "Service", "Side", "Testbed", "TestbedError", "Unavailable", "burst_for"]
 
 ADDRESSES: Mapping[Side, str] = {"storage": "192.0.2.1", "compute": "192.0.2.2"}
-"""From the network that is set aside for documentation: no real host has them. Every testbed has the same."""
+"""Addresses from the network reserved for documentation: no real host has them. Every testbed has the same.
+"""
 
 TOLERANCE = 0.1
-"""How far off its rate a link may be: what a busy machine does to one second's transfer."""
+"""Largest relative error of a link's rate: the effect of a busy machine on one second's transfer."""
 
 CHECK_S = 1.0
 CHECK_BYTES = 64 << 20
-"""A check moves what the link carries in a second, each way, but no more than this."""
+"""Most bytes of a check. A check moves what the link carries in a second, each way."""
 
 READY_TIMEOUT_S = 120.0
 FIRST_PORT = 7000
@@ -55,13 +56,13 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What a link carries from one side to the other, or has carried: bytes, or bytes per second."""
+    """Bytes, or bytes per second, from one side to the other."""
 
     from_storage: float
     from_compute: float
 
     def __sub__(self, other: Rates) -> Rates:
-        """What went since ``other`` was taken."""
+        """Return the bytes since ``other`` was taken."""
         return Rates(
             from_storage=self.from_storage - other.from_storage,
             from_compute=self.from_compute - other.from_compute,
@@ -70,12 +71,12 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """Something that listens in one of the namespaces.
+    """A process that listens in one of the namespaces.
 
     Attributes:
-        url: Where the other side reaches it.
+        url: URL for the other side.
         process: Its first process.
-        log: What it prints; `said` reads it.
+        log: Its output; `said` reads it.
         uri: Of an object server: the store, for the other side.
         options: Of an object server: the options with which that store is opened.
     """
@@ -87,29 +88,29 @@ class Service:
     options: Mapping[str, str] | None = None
 
     def said(self) -> str:
-        """What it has printed so far; until the testbed ends."""
+        """Return its output so far. The output exists until the testbed ends."""
         return _content(self.log)
 
 
 class Testbed(Hosts):
-    """A storage side and a compute side, and the link between them; `Hosts` starts and ends processes.
+    """A storage side and a compute side with a link; `Hosts` starts and ends processes.
 
     Args:
-        rate: Of the link, each way, in bytes per second on the wire, headers included; of a TCP stream's
-            payload 95.6 % of that goes. None leaves it unshaped.
-        burst: What may leave at once after a pause, in bytes; see `burst_for`.
+        rate: Rate of the link, each way, in bytes per second on the wire, headers included; a TCP stream's
+            payload is 95.6 % of that. None leaves it unshaped.
+        burst: Bytes that may leave at once after a pause; see `burst_for`.
         cores: The core that each side's processes are pinned to; the first and the last one of this process's
             otherwise (0 and 1 on a machine with two).
         check: Whether to measure the link before it is used.
 
     Attributes:
-        addresses: Of both sides.
-        token: What the servers started here want from their clients; in the environment of every process.
-        measured: What the link carried when it was last checked: payload bytes per second.
+        addresses: Addresses of both sides.
+        token: Token that the servers started here require; in the environment of every process.
+        measured: Rate of the link at its last check, in payload bytes per second.
 
     Raises:
-        Unavailable: From ``with``: If this is not root, a program is missing, or the kernel refuses.
-        TestbedError: From ``with``: If the link is not what was asked for, twice running.
+        Unavailable: From ``with``: If the user is not root, a program is missing, or the kernel refuses.
+        TestbedError: From ``with``: If the link does not have the requested rate, twice running.
     """
 
     addresses = ADDRESSES
@@ -156,17 +157,17 @@ class Testbed(Hosts):
 
     @property
     def namespaces(self) -> list[str]:
-        """Names of the two network namespaces, for ``ip netns``."""
+        """Return the names of the two network namespaces, for ``ip netns``."""
         return list(self._names.values())
 
     # ----------------------------------------------------------------------------------------- the link
 
     def set_rate(self, rate: float | None, *, burst: int | None = None) -> None:
-        """Change the link, both ways, while it is in use; it is not checked, since others are using it.
+        """Change the link, both ways, during its use. It is not checked, because others are using it.
 
-        What waits at the old rate's end goes on at the new one. A link that was faster keeps its burst, as
-        one of those who wait may need all of it: a connection that was opened while packets could be large
-        goes on making large ones, whatever the link has become.
+        Data queued at the end of the old rate goes on at the new one. A link that was faster keeps its burst,
+        as a queued packet may need all of it: a connection opened while packets could be large keeps making
+        large ones at any later rate.
 
         Args:
             rate: In bytes per second on the wire; None for no shape.
@@ -180,7 +181,7 @@ class Testbed(Hosts):
             _netns.shape(name, self.rate, burst_bytes=self._largest_burst, segments=segments)
 
     def check(self) -> Rates:
-        """Measure the link with one bounded transfer each way; again, if that is not what was asked for.
+        """Measure the link with one bounded transfer each way, and once more after a wrong rate.
 
         Nothing else may use the link meanwhile.
 
@@ -203,7 +204,7 @@ class Testbed(Hosts):
         return measured
 
     def _wrong(self, measured: Rates) -> str:
-        """In what a link is not what was asked for; empty if it is."""
+        """Return how the link differs from the request, or an empty text if it does not."""
         if self.rate is None:
             return ""
         wanted = self.rate * PAYLOAD_SHARE
@@ -217,9 +218,9 @@ class Testbed(Hosts):
         )
 
     def bytes_carried(self) -> Rates:
-        """Bytes that have left each side since the testbed was made, checks and headers included.
+        """Return the bytes that have left each side so far, checks and headers included.
 
-        On links of 25 Mbit/s and less that is every byte on the wire. On faster ones packets travel several
+        On links of 25 Mbit/s and less that is every byte on the wire. On faster ones several packets travel
         as one, with one header for all: up to 4 % less is counted than a real wire would carry.
         """
         return Rates(
@@ -232,7 +233,7 @@ class Testbed(Hosts):
         return burst_for(self.rate) if self._burst is None else self._burst
 
     def _transfer(self, source: Side, target: Side) -> float:
-        """Payload bytes per second of one TCP stream."""
+        """Return the payload bytes per second of one TCP stream."""
         payload = CHECK_BYTES if self.rate is None else self.rate * PAYLOAD_SHARE * CHECK_S
         num_bytes = round(
             min(CHECK_BYTES, max(payload, 40 * self._largest_burst))
@@ -269,10 +270,10 @@ class Testbed(Hosts):
         Args:
             stores: Names to URIs, as this side reaches them.
             options: More of its command line, such as ``"--threads", 1``.
-            side: Where it runs.
+            side: Side of the testbed that it runs on.
             core: As for `popen`.
             env: As for `popen`.
-            timeout_s: How long it may take to be ready.
+            timeout_s: Most seconds until it is ready.
         """
         named = [f"--store={name}={uri}" for name, uri in stores.items()]
         serve = [sys.executable, "-m", "upriver", "serve", *named, *options]
@@ -286,9 +287,9 @@ class Testbed(Hosts):
         core: Cores = None,
         timeout_s: float = READY_TIMEOUT_S,
     ) -> Service:
-        """Serve a directory as an S3 bucket, for the side that has no access to its files.
+        """Serve a directory as an S3 bucket, for the side without access to its files.
 
-        A server beside it may use ``file://`` for the same directory: names and ETags are the same.
+        A server on the same side may use ``file://`` for the same directory: names and ETags are the same.
         """
         serve = [sys.executable, _here / "object_server.py", directory, "--bucket", "store"]
         found = self._serve(side, serve, "/", core=core, env=None, timeout_s=timeout_s)
@@ -327,9 +328,10 @@ class Testbed(Hosts):
 
 
 def burst_for(rate: float | None) -> int:
-    """What a link of this rate may let through at once: 2 ms of it, at least 4 KB and at most 256 KB.
+    """Return the burst of a link of this rate: 2 ms, at least 4 KB and at most 256 KB.
 
-    Less, and timers that come late cost rate; more, and a small transfer goes faster than the link.
+    With a smaller burst, late timers cost rate. With a larger one, a small transfer goes faster than the
+    link.
     """
     return 1 << 18 if rate is None else int(min(max(0.002 * rate, 1 << 12), 1 << 18))
 
@@ -349,7 +351,7 @@ def _checked_burst(burst: int | None) -> int | None:
 
 
 def _probe(*arguments: object) -> list[object]:
-    """A short program, started without what it does not need."""
+    """Return the command of a short program, started without imports that it does not need."""
     return [sys.executable, "-I", "-S", _here / "_probe.py", *arguments]
 
 
@@ -358,17 +360,17 @@ def _mbit(bytes_per_s: float) -> str:
 
 
 def _nameless() -> IO[bytes]:
-    """A file of which nothing can be left."""
+    """Return a file without a name, so that nothing can be left."""
     return tempfile.TemporaryFile()  # the testbed's stack closes it
 
 
 def _content(log: IO[bytes]) -> str:
-    """A file from its beginning, wherever those who write to it are."""
+    """Return a file from its beginning, at any position of its writers."""
     return os.pread(log.fileno(), LOG_BYTES, 0).decode(errors="replace")
 
 
 def main() -> None:
-    """Make a testbed, say what its link carries, and remove it."""
+    """Make a testbed, print what its link carries, and remove it."""
     parser = argparse.ArgumentParser(description="Make the two namespaces, measure their link, remove them.")
     parser.add_argument("--mbit", type=float, default=None, help="rate of the link; unshaped without")
     parser.add_argument("--sweep", action="store_true", help="only remove what killed benchmarks left behind")

@@ -1,8 +1,8 @@
-"""Feature tensors over loopback, checksums on, beside a raw socket in the same run.
+"""Send feature tensors over loopback with checksums, and compare them with a raw socket in the same run.
 
 Run with ``python benchmarks/wire.py``. Each turn starts all processes anew and becomes a line of
-``results/wire.jsonl``; the next start goes on from there, and makes turns of other code anew. ``--quick`` is
-a small form that says little, ``--report`` only writes ``results/wire.md`` from what is there. Rows:
+``results/wire.jsonl``. The next start resumes there, and repeats turns of other code. ``--quick`` is a small
+form that shows little, ``--report`` only writes ``results/wire.md`` from the existing turns. Rows:
 
 * ``raw socket``: one process sends the same bytes with ``sendall``, the other receives into one buffer.
 * ``frames``: the front's streaming code in uvicorn sends micro-batches out of shared memory; the client's
@@ -46,11 +46,11 @@ GOAL = 0.4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """How much is measured.
+    """The amount of measurement.
 
     Attributes:
-        turns: How often all processes are started.
-        repeats: Of each row in a turn, interleaved.
+        turns: Number of starts of all processes.
+        repeats: Repeats of each row in a turn, interleaved.
         frames: Micro-batches of a repeat.
     """
 
@@ -67,7 +67,7 @@ QUICK = Setting(turns=1, repeats=2, frames=2)
 
 
 def send_raw() -> None:
-    """Send as many frames of zeros as asked for (one byte), again and again."""
+    """Send the requested number (one byte) of frames of zeros, again and again."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(json.dumps({"listening": listener.getsockname()[1]}), flush=True)
     payload = memoryview(bytes(FRAME_BYTES))
@@ -78,7 +78,7 @@ def send_raw() -> None:
 
 
 def send_frames() -> None:
-    """The front's streaming code, fed from a slot as a worker would have left it."""
+    """Run the front's streaming code, fed from a slot as a worker would have left it."""
     import asyncio
     import math
     from collections.abc import AsyncGenerator
@@ -139,7 +139,7 @@ def send_frames() -> None:
 
 
 def send_server(uri: str) -> None:
-    """The whole server."""
+    """Run the whole server."""
     from upriver.server import ServerConfig, serve
 
     config = ServerConfig(stores={"default": uri}, port=0, threads=1)
@@ -151,7 +151,7 @@ def send_server(uri: str) -> None:
 
 @contextmanager
 def started(*arguments: str) -> Iterator[Any]:
-    """This file in another process; gives what it says it listens on."""
+    """Run this file in another process, and yield the reported address."""
     process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -162,7 +162,7 @@ def started(*arguments: str) -> Iterator[Any]:
 
 
 def raw_receiver(port: int, frames: int) -> Callable[[], float]:
-    """Seconds for ``frames`` frames over one raw socket."""
+    """Return a function that times ``frames`` frames over one raw socket, in seconds."""
     connection = socket.create_connection(("127.0.0.1", port))
     buffer = memoryview(bytearray(FRAME_BYTES))
 
@@ -182,7 +182,7 @@ def raw_receiver(port: int, frames: int) -> Callable[[], float]:
 
 
 def frame_receiver(client: ServerClient, request: RunRequest) -> Callable[[], float]:
-    """Seconds for one answer, read by the client's transport."""
+    """Return a function that times one answer, read by the client's transport, in seconds."""
 
     def receive() -> float:
         began = time.perf_counter()
@@ -196,7 +196,7 @@ def frame_receiver(client: ServerClient, request: RunRequest) -> Callable[[], fl
 
 
 def make_dataset(root: Path) -> tuple[str, str]:
-    """Ready feature tensors as class folders; URI and digest."""
+    """Write ready feature tensors as class folders. Return URI and digest."""
     (root / "features").mkdir()
     for row in range(MICRO_BATCH):
         values = np.random.default_rng(row).standard_normal(SHAPE, dtype=np.float32)
@@ -246,7 +246,7 @@ def measure(setting: Setting) -> dict[str, dict[str, list[float]]]:
         runs = {name: lambda _, name=name: run(name) for name in receivers}
         found = {
             name: pairs[1:] for name, pairs in interleave(runs, setting.repeats + 1).items()
-        }  # one warms up
+        }  # one repeat warms up
         return {
             kind: {name: [pair[at] for pair in pairs] for name, pairs in found.items()}
             for at, kind in enumerate(("rates", "cpu_s"))
@@ -269,11 +269,11 @@ def verdict(turns: Sequence[Mapping[str, Any]]) -> str:
 
 
 def report(turns: Sequence[Mapping[str, Any]], setting: Setting) -> str:
-    """Write the page.
+    """Return the report as Markdown.
 
     Args:
         turns: Records, at least one.
-        setting: What was to be measured.
+        setting: The planned measurement.
     """
     rows = []
     for row in (RAW, FRAMES, SERVER):
@@ -340,7 +340,7 @@ Run it again: `python benchmarks/wire.py`.
 
 
 def main() -> None:
-    """Make the turns that are missing, and report what is there."""
+    """Make the missing turns, and report all records."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("send", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument("--quick", action="store_true", help="a small form that says little")
