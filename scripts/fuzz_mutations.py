@@ -1,6 +1,6 @@
-"""Broken programs for ``fuzz_program.py``: valid ones captured from small networks, and what is done to them.
+"""Make broken programs for ``fuzz_program.py`` by mutating valid ones captured from small networks.
 
-Every input follows from a seed and its number alone, so that one can be made again.
+A seed and a number determine every input, so each input can be made again.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Files:
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """What a reader is given.
+    """The input of a reader.
 
     Attributes:
-        kind: What was done to a valid program.
-        deep: Whether it is one still, as far as JSON and the schema's types go, and is not the original.
+        kind: The mutation of a valid program.
+        deep: Whether JSON and the schema's types still accept it, and it differs from the original.
     """
 
     kind: str
@@ -56,7 +56,7 @@ class Input:
 
 
 class Convolutions(nn.Module):
-    """A residual network in small."""
+    """A small residual network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Convolutions(nn.Module):
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """A batch of images."""
+        """Return the answer to a batch of images."""
         x = functional.max_pool2d(self.stem(x), 2)
         x = functional.gelu(self.conv(x) + x)
         return self.head(functional.adaptive_avg_pool2d(x, 1).flatten(1))
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A batch of token numbers."""
+        """Return the answer to a batch of token numbers."""
         batch, length = tokens.shape
         x = self.tokens(tokens) + self.places(torch.arange(length))
         q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
 
 class Masked(nn.Module):
-    """Attention written out, with a mask given as an input and gathered positions."""
+    """Explicit attention, with a mask given as an input and gathered positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Masked(nn.Module):
         self.register_buffer("order", torch.tensor([3, 1, 0, 2]))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Vectors, and which of them count."""
+        """Return the answer to vectors and their mask."""
         scores = torch.einsum("bic,bjc->bij", self.query(x), self.key(x)) / 8**0.5
         scores = scores.masked_fill(mask[:, None, :] == 0, torch.finfo(x.dtype).min)
         y = scores.softmax(-1) @ x[:, self.order]
@@ -106,10 +106,10 @@ class Masked(nn.Module):
 
 
 class Pieces(nn.Module):
-    """Several results, types, and shapes from all directions."""
+    """A network with several results and types, and shapes of all origins."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch of matrices."""
+        """Return the answer to a batch of matrices."""
         a, b, c = x.split([2, 3, 3], dim=-1)
         d, _ = torch.cat([b, c.flip(-1)], -1).chunk(2, -1)
         e = functional.pad(a, (1, 0), value=float("inf")).half().float().expand(2, -1, -1, -1)
@@ -120,7 +120,7 @@ class Pieces(nn.Module):
 
 @cache
 def seeds() -> tuple[Files, ...]:
-    """The valid programs, captured once in a process."""
+    """Return the valid programs, captured once in a process."""
     torch.manual_seed(0)
     given: list[tuple[nn.Module, tuple[torch.Tensor, ...]]] = [
         (Convolutions(), (torch.randn(2, 3, 12, 12),)),
@@ -154,7 +154,7 @@ TEXTS = (
 
 
 def any_value(rng: random.Random, names: list[str]) -> Json:
-    """Something that may or may not stand among a node's arguments."""
+    """Return a value that may or may not be valid among a node's arguments."""
     return rng.choice(
         [
             lambda: rng.choice(INTEGERS),
@@ -174,7 +174,7 @@ def any_value(rng: random.Random, names: list[str]) -> Json:
 
 
 def nudged(rng: random.Random, value: Json, names: list[str]) -> Json:
-    """A value of the same type, mostly, and near, often."""
+    """Return a value mostly of the same type, and often near."""
     match value:
         case bool():
             return not value
@@ -192,7 +192,7 @@ def nudged(rng: random.Random, value: Json, names: list[str]) -> Json:
 
 
 def nudged_list(rng: random.Random, value: list[Json], names: list[str]) -> list[Json]:
-    """A list with one thing in it changed."""
+    """Return a list with one changed item."""
     if rng.random() < 0.5:
         return rearranged(rng, value)
     changed, place = list(value), rng.randrange(len(value))
@@ -201,7 +201,7 @@ def nudged_list(rng: random.Random, value: list[Json], names: list[str]) -> list
 
 
 def rearranged(rng: random.Random, value: list[Json]) -> list[Json]:
-    """A list with the same things in it: one left out or doubled, or in another order."""
+    """Return a list with one item left out or doubled, or with the same items in another order."""
     changed, place = list(value), rng.randrange(len(value))
     match rng.randrange(3):
         case 0:
@@ -217,7 +217,7 @@ def rearranged(rng: random.Random, value: list[Json]) -> list[Json]:
 
 
 def made_before(graph: Json, index: int) -> list[str]:
-    """Names that node ``index`` may read."""
+    """Return the names that node ``index`` may read."""
     names = [value["name"] for value in (*graph["inputs"], *graph["weights"])]
     for node in graph["nodes"][:index]:
         names += [output["name"] for output in node["outputs"] if output]
@@ -225,27 +225,27 @@ def made_before(graph: Json, index: int) -> list[str]:
 
 
 def a_node(rng: random.Random, graph: Json) -> tuple[int, Json]:
-    """Any of them, with its index."""
+    """Return any node, with its index."""
     index = rng.randrange(len(graph["nodes"]))
     return index, graph["nodes"][index]
 
 
 def a_spec(rng: random.Random, graph: Json) -> Json:
-    """Any tensor's."""
+    """Return the spec of any tensor."""
     values = [*graph["inputs"], *graph["weights"]]
     values += [output for node in graph["nodes"] for output in node["outputs"] if output]
     return rng.choice(values)["spec"]
 
 
 def change_operator(rng: random.Random, graph: Json) -> None:
-    """Another operator with the same arguments: mostly an allowed one."""
+    """Replace an operator and keep its arguments. The new operator is mostly an allowed one."""
     _, node = a_node(rng, graph)
     others = ["as_strided.default", "bernoulli.p", "relu_.default", "nonzero.default", "os.system"]
     node["op"] = rng.choice(OPERATORS) if rng.random() < 0.95 else rng.choice(others)
 
 
 def change_argument(rng: random.Random, graph: Json) -> None:
-    """One argument of one node."""
+    """Change one argument of one node."""
     index, node = a_node(rng, graph)
     names = made_before(graph, index)
     places = [*range(len(node["args"])), *node["kwargs"]]
@@ -258,7 +258,7 @@ def change_argument(rng: random.Random, graph: Json) -> None:
 
 
 def add_argument(rng: random.Random, graph: Json) -> None:
-    """One more, by place or by name."""
+    """Add an argument, by position or by name."""
     index, node = a_node(rng, graph)
     value = any_value(rng, made_before(graph, index))
     if rng.random() < 0.5:
@@ -269,26 +269,26 @@ def add_argument(rng: random.Random, graph: Json) -> None:
 
 
 def drop_argument(rng: random.Random, graph: Json) -> None:
-    """One fewer."""
+    """Drop an argument."""
     _, node = a_node(rng, graph)
     if node["args"]:
         del node["args"][rng.randrange(len(node["args"]))]
 
 
 def change_shape(rng: random.Random, graph: Json) -> None:
-    """Sizes or strides of one tensor."""
+    """Change the sizes or strides of one tensor."""
     spec = a_spec(rng, graph)
     key = rng.choice(["shape", "stride"])
     spec[key] = [abs(n) if isinstance(n, int) else 1 for n in nudged_list(rng, spec[key] or [1], [])]
 
 
 def change_type(rng: random.Random, graph: Json) -> None:
-    """Type of one tensor."""
+    """Change the type of one tensor."""
     a_spec(rng, graph)["dtype"] = rng.choice([*DTYPES, "complex64", "object", ""])
 
 
 def change_name(rng: random.Random, graph: Json) -> None:
-    """Name of one value, where it is made."""
+    """Change the name of one value, where it is made."""
     values = [*graph["inputs"], *graph["weights"]]
     values += [output for node in graph["nodes"] for output in node["outputs"] if output]
     rng.choice(values)["name"] = rng.choice(
@@ -297,7 +297,7 @@ def change_name(rng: random.Random, graph: Json) -> None:
 
 
 def change_results(rng: random.Random, graph: Json) -> None:
-    """How many results a node has, or which of them are read."""
+    """Change how many results a node has, or which results are read."""
     _, node = a_node(rng, graph)
     outputs = node["outputs"]
     match rng.randrange(4):
@@ -312,7 +312,7 @@ def change_results(rng: random.Random, graph: Json) -> None:
 
 
 def move_node(rng: random.Random, graph: Json) -> None:
-    """Two nodes swapped, or one left out."""
+    """Swap two nodes, or leave one out."""
     nodes = graph["nodes"]
     first, _ = a_node(rng, graph)
     second, _ = a_node(rng, graph)
@@ -325,7 +325,7 @@ def move_node(rng: random.Random, graph: Json) -> None:
 
 
 def insert_node(rng: random.Random, graph: Json) -> None:
-    """A new call of any operator, with arguments of the types that it takes; nobody reads what it gives."""
+    """Insert a call of any operator, with arguments of its types. No node reads the result."""
     index, _ = a_node(rng, graph)
     names = made_before(graph, index)
     op = rng.choice(OPERATORS)
@@ -337,7 +337,7 @@ def insert_node(rng: random.Random, graph: Json) -> None:
 
 
 def fitting(rng: random.Random, op: str, names: list[str]) -> tuple[list[Json], dict[str, Json]]:
-    """Arguments for an operator, of the right types and else as they come."""
+    """Return arguments for an operator, of the right types and with random values."""
     args: list[Json] = []
     kwargs: dict[str, Json] = {}
     for argument in resolve(op)._schema.arguments:
@@ -353,7 +353,7 @@ def fitting(rng: random.Random, op: str, names: list[str]) -> tuple[list[Json], 
 
 
 def of_type(rng: random.Random, kind: str, names: list[str]) -> Json:
-    """A value of a type as signatures write it."""
+    """Return a value of a type in the notation of signatures."""
     if kind.startswith("Optional["):
         return None if rng.random() < 0.4 else of_type(rng, kind[9:-1], names)
     if kind.startswith("List["):
@@ -383,7 +383,7 @@ def of_type(rng: random.Random, kind: str, names: list[str]) -> Json:
 
 
 def change_stage(rng: random.Random, graph: Json) -> None:
-    """Where a stage ends, what crosses there, or what it says of itself."""
+    """Change the end of a stage, its crossing tensors, or its description."""
     stages = graph["stages"]
     stage = rng.choice(stages)
     names = made_before(graph, len(graph["nodes"]))
@@ -403,7 +403,7 @@ def change_stage(rng: random.Random, graph: Json) -> None:
 
 
 def change_head(rng: random.Random, graph: Json) -> None:
-    """What the file says as a whole."""
+    """Change a field of the whole file."""
     match rng.randrange(6):
         case 0:
             graph["micro_batch"] = abs(rng.choice(INTEGERS))
@@ -420,7 +420,7 @@ def change_head(rng: random.Random, graph: Json) -> None:
 
 
 def change_weight(rng: random.Random, graph: Json) -> None:
-    """What the graph says of a weight."""
+    """Change the graph's description of a weight."""
     if not graph["weights"]:
         return change_head(rng, graph)
     weight = rng.choice(graph["weights"])
@@ -435,7 +435,10 @@ def change_weight(rng: random.Random, graph: Json) -> None:
 
 
 def whole_batch(rng: random.Random, graph: Json) -> None:
-    """Another micro-batch wherever its size stands: large ones are right in every shape, and too large."""
+    """Change the micro-batch everywhere in the graph.
+
+    Large ones are consistent in every shape, and too large.
+    """
     old, new = graph["micro_batch"], rng.choice([0, 1, 5, 100, 5000, 65_536])
     graph["micro_batch"] = new
 
@@ -470,7 +473,7 @@ OPERATORS = sorted(ALLOWED)
 
 
 def changed_graph(rng: random.Random, files: Files) -> Input:
-    """A graph with one to three things changed, everything else put right again."""
+    """Return a graph with one to three mutations, and everything else repaired."""
     graph = msgspec.json.decode(files.graph)
     kind = rng.choices(list(CHANGES), weights=[6 if each == "node inserted" else 1 for each in CHANGES])[0]
     for name in [kind, *rng.choices(list(CHANGES), k=rng.choice([0, 0, 0, 1, 2]))]:
@@ -490,9 +493,10 @@ def changed_graph(rng: random.Random, files: Files) -> Input:
 
 
 def repair(graph: Json, original: bytes) -> None:
-    """Let each node that was changed, or reads from one, declare what it gives: later checks are reached so.
+    """Make changed nodes and their readers declare their new results, so that later checks are reached.
 
-    As far as the graph runs: whatever an operator makes of arguments that do not fit it is for the readers.
+    The repair ends where the graph fails to run. The readers must handle arguments that do not fit their
+    operator.
     """
     before = msgspec.json.decode(original)
     same = {value["name"]: value for value in (*before["inputs"], *before["weights"])}
@@ -522,21 +526,21 @@ def _results(index: int, node: Json, values: Declared, device: torch.device) -> 
 
 
 class Declared(dict[str, torch.Tensor]):
-    """Tensors without data, made of what is declared of them when they are asked for."""
+    """Tensors without data, made on request from their declared specs."""
 
     def __init__(self, specs: dict[str, Json]) -> None:
-        """Know the specs."""
+        """Store the specs."""
         super().__init__()
         self.specs = specs
 
     def __missing__(self, name: str) -> torch.Tensor:
-        """Make one."""
+        """Make the tensor."""
         spec = TensorSpec(**self.specs[name])
         return torch.empty_strided(spec.shape, spec.stride, dtype=DTYPES[spec.dtype])
 
 
 def is_graph(data: bytes, original: bytes) -> bool:
-    """Whether JSON and the schema's types still hold, and something is different."""
+    """Return whether JSON and the schema's types still hold, and the data differs."""
     try:
         msgspec.json.decode(data, type=Graph)
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -548,19 +552,19 @@ def is_graph(data: bytes, original: bytes) -> bool:
 
 
 def taken_apart(weights: bytes) -> tuple[Json, bytes]:
-    """Header and body."""
+    """Return the header and the body."""
     length = int.from_bytes(weights[:8], "little")
     return json.loads(weights[8 : 8 + length]), weights[8 + length :]
 
 
 def put_together(text: bytes, body: bytes) -> bytes:
-    """A file of a header and a body, which begins on a boundary."""
+    """Return a file of a header and a body, which begins on a boundary."""
     text += b" " * (-(len(text) + 8) % 64)
     return len(text).to_bytes(8, "little") + text + body
 
 
 def changed_header(rng: random.Random, files: Files) -> Input:
-    """A weights header that says something else; the graph names the file by its new digest."""
+    """Change the header of a weights file. The graph names the file by its new digest."""
     header, body = taken_apart(files.weights)
     name = rng.choice(list(header) or ["none"])
     entry = header.setdefault(name, {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})
@@ -593,7 +597,7 @@ def changed_header(rng: random.Random, files: Files) -> Input:
 
 
 def changed_body(rng: random.Random, files: Files) -> Input:
-    """Other bytes of weights, or fewer, or more."""
+    """Change, drop or add bytes of weights."""
     data = bytearray(files.weights)
     start = 8 + int.from_bytes(data[:8], "little")
     match rng.randrange(4):
@@ -609,12 +613,12 @@ def changed_body(rng: random.Random, files: Files) -> Input:
 
 
 def changed_anywhere(rng: random.Random, files: Files) -> Input:
-    """Bytes of the weights file changed without regard for what they mean."""
+    """Change bytes of the weights file without regard for their meaning."""
     return renamed("weights bytes", files, scrambled(rng, files.weights), deep=False)
 
 
 def renamed(kind: str, files: Files, weights: bytes, *, deep: bool) -> Input:
-    """A program whose graph names another weights file by its digest."""
+    """Return a program whose graph names another weights file by its digest."""
     before = hashlib.sha256(files.weights).hexdigest().encode()
     graph = files.graph.replace(before, hashlib.sha256(weights).hexdigest().encode())
     return Input(kind=kind, files=Files(graph=graph, weights=weights), deep=deep and weights != files.weights)
@@ -624,7 +628,7 @@ def renamed(kind: str, files: Files, weights: bytes, *, deep: bool) -> Input:
 
 
 def scrambled(rng: random.Random, data: bytes) -> bytes:
-    """Bytes flipped, cut off, doubled, put in."""
+    """Flip, cut off, double and insert bytes."""
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 5, 20])):
         place = rng.randrange(len(changed) + 1)
@@ -660,7 +664,7 @@ TOKENS = (
 
 
 def random_bytes(rng: random.Random, files: Files) -> Input:
-    """Nothing of a program left, or a caricature of one."""
+    """Return random bytes, or a distorted imitation of a program."""
     data = rng.choice(
         [
             lambda: rng.randbytes(rng.randrange(200)),
@@ -675,13 +679,13 @@ def random_bytes(rng: random.Random, files: Files) -> Input:
 
 
 def changed_bytes(rng: random.Random, files: Files) -> Input:
-    """Bytes of the graph changed without regard for what they mean."""
+    """Change bytes of the graph without regard for their meaning."""
     data = scrambled(rng, files.graph)
     return Input(kind="graph bytes", files=Files(graph=data, weights=files.weights), deep=False)
 
 
 def make(seed: int, index: int, programs: Sequence[Files]) -> Input:
-    """Input number ``index``."""
+    """Return input number ``index``."""
     rng = random.Random(f"{seed}:{index}")
     files = rng.choice(programs)
     dice = rng.random()

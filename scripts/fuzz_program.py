@@ -1,10 +1,10 @@
 """Feed broken programs to the readers: a typed error, or a program that runs, and nothing else.
 
-A valid program is changed behind its header (fields, arguments, shapes, names, stages, weights), its digests
-put right so that the deep checks are reached, or its bytes are scrambled. The readers run in a child process
-under a limit on its memory. Failures are: any other exception than ProgramError, also from a run of what was
-accepted; tensors that are not what the file declares; more memory than the caps allow; a crash; a hang.
-What failed is saved, and ``--only`` makes one input again.
+A valid program is changed behind its header (fields, arguments, shapes, names, stages, weights), with
+corrected digests so that the deep checks are reached, or its bytes are scrambled. The readers run in a child
+process under a memory limit. Failures are: any exception but ProgramError, also from a run of an accepted
+program; tensors that differ from the file's declaration; more memory than the caps allow; a crash; a hang.
+Failing inputs are saved, and ``--only`` makes one input again.
 
 Usage: python scripts/fuzz_program.py [--inputs N] [--seed S] [--json] [--save DIR] [--only INDEX]
 """
@@ -46,16 +46,16 @@ from upriver.program.graph.schema import DTYPES, TensorSpec
 CAPS = GraphCaps(
     tensor_bytes=16 << 20, live_bytes=48 << 20, flops=1e8, weights_bytes=8 << 20, header_bytes=1 << 20
 )
-"""Small, so that what breaks through them shows; the programs that are changed need far less."""
+"""Small, so that a breach of them shows. The changed programs need far less."""
 
 SLACK_BYTES = 192 << 20
-"""On top of the caps: the interpreter's own, copies of a file, the working memory of a kernel."""
+"""Memory in addition to the caps: the interpreter's, copies of a file, the working memory of a kernel."""
 
 GUARD_BYTES = 4096
-"""Before and behind each input."""
+"""Bytes before and behind each input."""
 
 M_PERTURB = -6
-"""The C library's name for: fill memory that is handed out, or given back, with this byte."""
+"""The C library's option that fills allocated and freed memory with this byte."""
 
 KINDS = (*CHANGES, "weights header", "weights body", "weights bytes", "graph bytes", "random bytes")
 OUTCOMES = ("not reached", "accepted", "refused", "failed", "crashed", "hung")
@@ -72,15 +72,15 @@ PARTS = (
     "schema",
     "autocast",
 )
-"""Modules that refuse; the deeper ones come late."""
+"""Modules that refuse inputs. The deeper ones come last."""
 
 Reader = Callable[[Files], None]
 
 
 def read(files: Files) -> None:
-    """What a server does with a program, and two runs of it that must not differ.
+    """Check a program as a server does, and run it twice. The runs must agree.
 
-    Between the two, other bytes lie around the inputs and in memory that is handed out: a kernel that reads
+    Between the runs, the bytes around the inputs and in allocated memory change. So a kernel that reads
     beyond a tensor, or leaves a result unwritten, gives two answers.
     """
     program = Program.from_bytes(files.graph, files.weights, caps=CAPS)
@@ -107,7 +107,7 @@ def _run(program: Program, surroundings: int) -> tuple[torch.Tensor, ...]:
 
 
 def _filled(spec: TensorSpec, generator: torch.Generator, surroundings: int) -> torch.Tensor:
-    """An input in the middle of other bytes."""
+    """Return an input in the middle of other bytes."""
     room = GUARD_BYTES // spec.itemsize
     around = torch.full((spec.nbytes + 2 * GUARD_BYTES,), surroundings, dtype=torch.uint8)
     if spec.dtype == "bool":
@@ -136,7 +136,7 @@ def _is_as_declared(spec: TensorSpec, made: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a child is to do: inputs [start, stop), noted down in a shared file as it goes."""
+    """The inputs [start, stop) of a child, with its progress in a shared file."""
 
     seed: int
     start: int
@@ -151,12 +151,14 @@ NOTE = np.dtype([("outcome", "u1"), ("kind", "u1"), ("part", "u1"), ("deep", "u1
 
 
 def work(task: Task, ready: Event) -> None:
-    """Read one input after another; runs in a child process, which says when it has begun."""
+    """Read one input after another in a child process, which signals that it is ready."""
     faulthandler.enable()
     torch.set_num_threads(1)
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # a page for each refusal
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(
+        logging.CRITICAL
+    )  # avoids a page of log for each refusal
     notes = np.memmap(task.notes, dtype=NOTE, mode="r+")
-    for files in task.programs:  # all that torch loads late is loaded before memory is measured
+    for files in task.programs:  # loads torch's late imports before memory is measured
         with contextlib.suppress(ProgramError):
             task.reader(files)
     gc.collect()
@@ -170,24 +172,24 @@ def work(task: Task, ready: Event) -> None:
         note["kind"], note["deep"] = KINDS.index(given.kind), given.deep
         outcome, part, problem = judge(given, task.reader, guard)
         note["part"] = PARTS.index(part)
-        note["outcome"] = OUTCOMES.index(outcome)  # last: what has an outcome is done
+        note["outcome"] = OUTCOMES.index(outcome)  # written last: an input with an outcome is done
         if problem:
             save(Path(task.save), task.seed, index, given, problem)
 
 
 class Guard:
-    """Watches the memory of this process."""
+    """Watch the memory of this process."""
 
     def __init__(self) -> None:
-        """From here on it may take what the caps allow, and some slack."""
+        """Limit the memory from here on to the caps, and some slack."""
         allowed = CAPS.live_bytes + CAPS.weights_bytes + SLACK_BYTES
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        # More than is looked for below, and enough that nothing is ever really taken.
+        # More than the check below allows, and enough that the limit is never reached in practice.
         resource.setrlimit(resource.RLIMIT_AS, (mapped + 4 * allowed, resource.RLIM_INFINITY))
         self._most = _peak() + allowed
 
     def broken(self) -> bool:
-        """Whether memory went over; said once for each time that it did."""
+        """Return whether memory exceeded the limit, once for each time."""
         peak = _peak()
         over = peak > self._most
         self._most = max(self._most, peak)
@@ -195,13 +197,13 @@ class Guard:
 
 
 def _peak() -> int:
-    # Not from getrusage: a child process begins with the peak of the one that started it.
+    # Not from getrusage: a child process begins with the peak of its parent.
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
 def judge(given: Input, reader: Reader, guard: Guard) -> tuple[str, str, str]:
-    """Outcome, the part of the reader that refused, and what is wrong with that, if anything."""
+    """Return the outcome, the refusing part of the reader, and the problem, if any."""
     try:
         reader(given.files)
         outcome, part, problem = "accepted", "", ""
@@ -234,7 +236,7 @@ def _is_about_memory(error: BaseException) -> bool:
 
 
 def save(directory: Path, seed: int, index: int, given: Input, problem: str) -> None:
-    """Keep an input that should not have done what it did."""
+    """Save a failing input."""
     directory.mkdir(parents=True, exist_ok=True)
     stem = f"seed{seed}-input{index}"
     (directory / f"{stem}.graph.json").write_bytes(given.files.graph)
@@ -247,7 +249,7 @@ def save(directory: Path, seed: int, index: int, given: Input, problem: str) -> 
 
 @dataclass(kw_only=True)
 class Summary:
-    """What came of it all.
+    """The results of a fuzzing run.
 
     Attributes:
         deep: Inputs that are well-formed JSON of the schema, changed behind the header.
@@ -274,12 +276,12 @@ def fuzz(
     patience_s: float = 60.0,
     on_progress: Callable[[int], None] = lambda done: None,
 ) -> Summary:
-    """Read so many broken programs, in one child process at a time.
+    """Read broken programs, in one child process at a time.
 
     Args:
-        reader: Called with each; raises nothing but ProgramError.
-        patience_s: A child that gets no further for so long hangs.
-        on_progress: Told how many are done.
+        reader: Called with each input; may raise only ProgramError.
+        patience_s: Seconds without progress after which a child counts as hanging.
+        on_progress: Called with the number of finished inputs.
     """
     began = time.monotonic()
     programs = seeds()
@@ -312,7 +314,7 @@ def fuzz(
 def _run_child(
     task: Task, notes: np.ndarray[Any, Any], patience_s: float, on_progress: Callable[[int], None]
 ) -> str | None:
-    """None if it did all it should; else how it ended."""
+    """Run a child. Return None after a complete run, else how the child ended."""
     spawning = multiprocessing.get_context("spawn")
     ready = spawning.Event()
     child = spawning.Process(target=work, args=(task, ready), daemon=True)
@@ -359,7 +361,7 @@ def _summary(notes: np.ndarray[Any, Any], seed: int, seconds: float) -> Summary:
 
 
 def main() -> int:
-    """Fuzz, and say what came of it."""
+    """Fuzz, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--inputs", type=int, default=200_000)
     parser.add_argument("--seed", type=int, default=0)

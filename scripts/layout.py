@@ -12,7 +12,7 @@ MOST_MODULES = 20
 """Modules of one folder, without its ``__init__``."""
 
 OWN_TESTS = {"benchmarks"}
-"""Folders of tests that are not of the package."""
+"""Folders of tests that belong to no folder of the package."""
 
 
 FRAGMENTS = {

@@ -1,10 +1,10 @@
-"""The models of docs/models.md, and what is frozen in each.
+"""List the models of docs/models.md, with the frozen part of each.
 
-The rule: the first two thirds of a model's blocks (rounded up), and everything that is registered before the
-last of them. That is what people do who fine-tune the upper part of a network: its stem or embeddings and
-its lower blocks stay. Blocks are what a model's authors repeat: residual blocks, transformer layers, cells.
-Where there is nothing to count (one block that is called again and again, an encoder and a decoder, two
-towers), the frozen modules are named.
+The rule: freeze the first two thirds of a model's blocks (rounded up), and every module registered before the
+last of them. This is the practice of fine-tuning the upper part of a network: its stem or embeddings and its
+lower blocks stay. Blocks are the units that a model's authors repeat: residual blocks, transformer layers,
+cells. Where a model has no blocks to count (one block that is called again and again, an encoder and a
+decoder, two towers), the list names the frozen modules.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Entry:
     """One model of the table.
 
     Attributes:
-        name: As ``load_model`` knows it.
-        family: What it stands for.
+        name: Name for ``load_model``.
+        family: Family that the model represents.
         blocks: Pattern of its blocks' module paths, segment by segment.
-        through: The last frozen module, where there is nothing to count; empty if only ``also`` is frozen.
-        also: Frozen as well: what runs among the frozen blocks but is registered after them.
+        through: The last frozen module, where no blocks can be counted; empty if only ``also`` is frozen.
+        also: Also frozen: modules that run among the frozen blocks but are registered after them.
         settings: Changes to the model's configuration that make the frozen part deterministic in training.
     """
 
@@ -42,11 +42,11 @@ class Entry:
 
     @property
     def library(self) -> str:
-        """torchvision, timm, transformers, or the module of the models written for this."""
+        """Return torchvision, timm, transformers, or the module of our own models."""
         return self.name.partition(":")[0]
 
     def freeze(self, model: nn.Module) -> str:
-        """Freeze what the rule says; returns the last frozen block, or what is frozen instead."""
+        """Freeze a model by the rule. Return the last frozen block, or the other frozen modules."""
         for key, value in self.settings.items():
             setattr(model.config, key, value)
         for path in self.also:
@@ -148,7 +148,7 @@ TIMM = (
 )
 
 _UNMASKED = {"apply_spec_augment": False, "layerdrop": 0.0}
-"""Sound models mask their input and drop layers while they train, inside what is frozen here."""
+"""Sound models mask their input and drop layers in training, inside the frozen part."""
 
 TRANSFORMERS = (
     *_entries(
@@ -226,4 +226,4 @@ PART = (
     "own_models:two_towers",
     "own_models:centred",
 )
-"""Quick ones of each library, and one that must be refused: checked again with every change."""
+"""Quick models of each library, and one that must be refused. Every change checks them again."""

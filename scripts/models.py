@@ -1,8 +1,8 @@
-"""Cut the models that people fine-tune, prove every cut, and write down how it went: docs/models.md.
+"""Cut the models that people fine-tune, prove every cut, and write the results: docs/models.md.
 
 Each model is built from its configuration at a published size, frozen as ``model_list.py`` says, and split in
-training mode as a job would split it. It runs in a process of its own: memory comes back, and a crash is a
-row of the table. Finished rows are kept in a JSON file, so a run that was stopped goes on.
+training mode as a job would split it. It runs in a process of its own: its memory is freed, and a crash is a
+row of the table. Finished rows are kept in a JSON file, so a stopped run resumes.
 
 Usage: python scripts/models.py [--only NAME...] [--again] [--json] [--check]
 """
@@ -32,16 +32,16 @@ PAGE = ROOT / "docs" / "models.md"
 ROWS = ROOT / "benchmarks" / "results" / "models.json"
 
 THREADS = 1
-"""Of a model's process: bits are compared, and the machine may have other work."""
+"""Threads of a model's process: bits are compared, and the machine may have other work."""
 
 LARGE = 50_000_000
-"""Parameters from which on a model is captured for a micro-batch of 2, not 4."""
+"""Number of parameters from which on a model is captured for a micro-batch of 2, not 4."""
 
 MEMORY_BYTES = 20 << 30
 TIMEOUT_S = 1200
 
 COMPARED = ("frozen_through", "captured", "cuts", "tensors", "proof")
-"""What must come out the same wherever and whenever the table is made; seconds need not."""
+"""Fields that must agree for every run of the table. Seconds may differ."""
 
 Row = dict[str, Any]
 
@@ -58,12 +58,12 @@ def main() -> int:
     if unknown:
         parser.error(f"no model of the table: {', '.join(sorted(unknown))}; see scripts/model_list.py")
     with tempfile.TemporaryDirectory() as empty:
-        os.environ["UPRIVER_CACHE"] = empty  # proofs are to be made, not remembered
+        os.environ["UPRIVER_CACHE"] = empty  # proofs are made, not read from the cache
         return _check(options.only or PART) if options.check else _make(options)
 
 
 def _make(options: argparse.Namespace) -> int:
-    """Cut what is wanted and write the page."""
+    """Cut the requested models and write the page."""
     known = _kept_rows()
     for name in _wanted(known, options.only, again=options.again):
         known[name] = _in_a_child(name)
@@ -89,7 +89,7 @@ def _wanted(known: Mapping[str, Row], only: Sequence[str] | None, *, again: bool
 
 
 def _check(names: Sequence[str]) -> int:
-    """Cut these again: 0 when they come out as the table says."""
+    """Cut these models again. Return 0 if the results agree with the table."""
     known = _kept_rows()
     differing = 0
     for name in names:
@@ -104,7 +104,7 @@ def _check(names: Sequence[str]) -> int:
 
 
 def _in_a_child(name: str) -> Row:
-    """The row of one model, made in a process that starts with everything imported."""
+    """Return the row of one model, made in a process that starts with everything imported."""
     _import_everything()
     ours, theirs = os.pipe()
     child = os.fork()
@@ -134,7 +134,7 @@ def _import_everything() -> None:
 
 
 def _answer(name: str, pipe: int) -> NoReturn:
-    """In the child: make the row, and never come back."""
+    """Make the row in the child, and never return."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nowhere, stream)
@@ -146,7 +146,7 @@ def _answer(name: str, pipe: int) -> NoReturn:
 
 
 def _read(stream: IO[bytes], timeout_s: float) -> tuple[bytes, bool]:
-    """All that comes until the other end is closed, and whether that was in time."""
+    """Return the data until the other end is closed, and whether it arrived in time."""
     deadline = time.monotonic() + timeout_s
     data = b""
     while select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -171,12 +171,12 @@ def _entry(name: str) -> Entry:
 
 
 def make_row(entry: Entry) -> Row:
-    """What became of one model, in this process."""
+    """Return the row of one model, made in this process."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     warnings.simplefilter("ignore")
     try:
         row = cut(entry)
-    except Exception as error:  # a row of the table, whatever it was
+    except Exception as error:  # any failure is a row of the table
         row = _empty_row(entry, f"{type(error).__name__}: {error}".strip().splitlines()[0])
     return row | {"peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 1)}
 
@@ -201,7 +201,7 @@ def _empty_row(entry: Entry, reason: str) -> Row:
 
 
 def cut(entry: Entry) -> Row:
-    """Split one model and describe what came out."""
+    """Split one model and describe the result."""
     import torch
 
     from upriver.program.example_inputs import Example
@@ -234,20 +234,20 @@ def cut(entry: Entry) -> Row:
 
 
 def _how(result: Any) -> str:
-    """The way of cutting that passed its proof, and why the freeze point is no later one."""
+    """Return the way of cutting that passed its proof, and why the freeze point is no later one."""
     _, _, level = result.attempts[-1].step.rpartition(", ")
     return f"{level}; {result.note}" if result.note else level
 
 
 class Clock:
-    """Adds up the seconds between what ``split`` says it is doing."""
+    """Sum up the seconds between the progress messages of ``split``."""
 
     def __init__(self) -> None:
         self._spent = {"proving": 0.0, "": 0.0}
         self._now, self._since = "", time.perf_counter()
 
     def __call__(self, text: str) -> None:
-        """From here on, ``text`` is being done."""
+        """Record that ``text`` begins."""
         self._stop()
         self._now = "proving" if text.startswith("proving") else ""
 
@@ -258,13 +258,13 @@ class Clock:
 
     @property
     def proving_s(self) -> float:
-        """Seconds of proofs."""
+        """Return the seconds of proofs."""
         self._stop()
         return round(self._spent["proving"], 1)
 
     @property
     def capturing_s(self) -> float:
-        """Seconds of tracing and capturing."""
+        """Return the seconds of tracing and capturing."""
         self._stop()
         return round(self._spent[""], 1)
 

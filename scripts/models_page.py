@@ -1,4 +1,4 @@
-"""The text of docs/models.md, from the rows that scripts/models.py has measured."""
+"""Write the text of docs/models.md, from the rows measured by scripts/models.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from model_list import PART
 
 ENOUGH_CUTS = 5
-"""Cuts before the freeze point from which on a model counts as one that can be cut."""
+"""Number of cuts before the freeze point from which on a model counts as one that can be cut."""
 
 WIDTH = 110
 
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join(_lines(rows)) + "\n"
 
 
@@ -88,7 +88,7 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _given_up(rows: Sequence[Row]) -> Iterator[str]:
-    """What was tried before the last way, for the models where that was not the first."""
+    """Yield the failed tries before the last way, for the models where the first way failed."""
     tried = [(row["name"], attempt) for row in rows for attempt in row["attempts"][:-1]]
     if tried:
         yield from ("## Ways that were given up", "", "Before the one that the table names:", "")

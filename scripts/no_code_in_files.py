@@ -1,8 +1,8 @@
 """Fail when a source file uses a format that can carry code: pickle and its kin, torch.load, .pt2 archives.
 
-A server reads what strangers send. Our own formats (a JSON graph of allow-listed operators, safetensors, .npy
+A server reads untrusted data. Our own formats (a JSON graph of allow-listed operators, safetensors, .npy
 without objects) hold data only, and this check keeps it so. It reads syntax trees, so comments and docstrings
-may name what is forbidden.
+may name forbidden formats.
 
 Usage: python scripts/no_code_in_files.py DIRECTORY...
 """
@@ -18,7 +18,7 @@ FORBIDDEN_MODULES = frozenset(
     {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 )
 ALLOWED_FROM = frozenset({("pickle", "Pickler")})
-"""What only writes: a digest of it is taken where objects of this process are compared."""
+"""Names that only write: a digest of the output compares objects of this process."""
 
 FORBIDDEN_CALLS = frozenset(
     {
@@ -36,14 +36,14 @@ FORBIDDEN_FROM = {tuple(name.rsplit(".", 1)) for name in FORBIDDEN_CALLS if "." 
 
 
 def dotted(node: ast.expr) -> str:
-    """``a.b.c`` for an attribute chain, an empty string for anything else."""
+    """Return ``a.b.c`` for an attribute chain, and an empty string otherwise."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def docstrings(tree: ast.Module) -> set[int]:
-    """Identities of the constants that only document."""
+    """Return the identities of the constants that only document."""
     bodies = (node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list))
     return {
         id(statement.value)
@@ -54,7 +54,7 @@ def docstrings(tree: ast.Module) -> set[int]:
 
 
 def imports(node: ast.AST) -> Iterator[str]:
-    """What an import statement brings in that it must not."""
+    """Yield the forbidden imports of an import statement."""
     if isinstance(node, ast.Import):
         yield from (f"import {a.name}" for a in node.names if a.name.split(".")[0] in FORBIDDEN_MODULES)
     elif isinstance(node, ast.ImportFrom):
@@ -67,7 +67,7 @@ def imports(node: ast.AST) -> Iterator[str]:
 
 
 def uses(node: ast.AST, documentation: set[int]) -> Iterator[str]:
-    """What a call or a constant uses that it must not."""
+    """Yield the forbidden uses of a call or a constant."""
     if isinstance(node, ast.Call):
         if dotted(node.func) in FORBIDDEN_CALLS:
             yield f"{dotted(node.func)}()"
@@ -81,7 +81,7 @@ def uses(node: ast.AST, documentation: set[int]) -> Iterator[str]:
 
 
 def findings(path: Path) -> Iterator[str]:
-    """One line for each forbidden use in a file."""
+    """Yield one line for each forbidden use in a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     documentation = docstrings(tree)
     for node in ast.walk(tree):
@@ -90,7 +90,7 @@ def findings(path: Path) -> Iterator[str]:
 
 
 def main(directories: list[str]) -> int:
-    """Print the findings; 1 if there are any."""
+    """Print the findings. Return 1 if any exist."""
     files = [path for directory in directories for path in sorted(Path(directory).rglob("*.py"))]
     found = [line for path in files for line in findings(path)]
     print("\n".join(found) or f"{len(files)} files read no format that can carry code")

@@ -1,4 +1,4 @@
-"""Models written to be hard to cut: branches on data, several inputs and towers, skips, shared modules.
+"""Define models that are hard to cut: branches on data, several inputs and towers, skips, shared modules.
 
 Each function returns a module and an example of its inputs, so ``upriver cuts scripts.own_models:NAME`` works
 from the root of the repository. ``scripts/models.py`` cuts them with the published models.
@@ -17,7 +17,7 @@ SAMPLES = 4
 
 
 class Residual(nn.Module):
-    """Two convolutions and a way around them; the activation writes in place."""
+    """Two convolutions with a skip connection. The activation writes in place."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Residual(nn.Module):
         self.act = nn.ReLU(inplace=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Same shape as ``x``."""
+        """Return a tensor of the shape of ``x``."""
         hidden = self.act(self.norm1(self.conv1(x)))
         return self.act(self.norm2(self.conv2(hidden)) + x)
 
@@ -46,7 +46,7 @@ def _images(*, seed: int = 0, size: int = 64) -> torch.Tensor:
 
 
 class EarlyExit(nn.Module):
-    """After the freeze point, the answer's confidence decides whether the later blocks run."""
+    """A network that skips its later blocks, after the freeze point, if an answer is confident."""
 
     def __init__(self, blocks: int = 9, exit_after: int = 6, threshold: float = 0.5) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class EarlyExit(nn.Module):
         self.late = _head()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to classes."""
+        """Map images to classes."""
         x = self.stem(x)
         for number, block in enumerate(self.blocks):
             if number == self.exit_after:
@@ -70,12 +70,12 @@ class EarlyExit(nn.Module):
 
 
 def early_exit() -> tuple[nn.Module, torch.Tensor]:
-    """A branch on data right behind the freeze point."""
+    """Return a model with a branch on data right behind the freeze point."""
     return EarlyExit(), _images()
 
 
 class Detour(nn.Module):
-    """Inside the frozen part, the contents of the batch decide which of two blocks comes next."""
+    """A network whose frozen part selects one of two blocks by the contents of the batch."""
 
     def __init__(self, blocks: int = 12, fork_after: int = 6) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Detour(nn.Module):
         self.head = _head()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to classes."""
+        """Map images to classes."""
         x = self.stem(x)
         skip = -1
         for number, block in enumerate(self.blocks):
@@ -98,12 +98,12 @@ class Detour(nn.Module):
 
 
 def detour() -> tuple[nn.Module, torch.Tensor]:
-    """A branch on data in the middle of what is frozen."""
+    """Return a model with a branch on data in the middle of the frozen part."""
     return Detour(), _images()
 
 
 class Checked(nn.Module):
-    """The first thing that it does is to look into its input, as careful code does."""
+    """A network that first checks the values of its input, as careful code does."""
 
     def __init__(self, blocks: int = 9) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Checked(nn.Module):
         self.head = _head()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to classes."""
+        """Map images to classes."""
         if bool(x.isnan().any()):
             raise ValueError("the images hold NaN")
         answer: torch.Tensor = self.head(self.blocks(self.stem(x)))
@@ -120,12 +120,12 @@ class Checked(nn.Module):
 
 
 def checked() -> tuple[nn.Module, torch.Tensor]:
-    """A branch on data before anything else."""
+    """Return a model with a branch on data before any computation."""
     return Checked(), _images()
 
 
 class TextTower(nn.Module):
-    """A transformer over words, with a padding mask; the mean of what is no padding."""
+    """A transformer over words, with a padding mask and the mean over the other positions."""
 
     def __init__(self, layers: int = 6, width: int = 2 * WIDTH) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class TextTower(nn.Module):
         )
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """(n, tokens) to (n, width)."""
+        """Map (n, tokens) to (n, width)."""
         x = self.embed(ids) + self.place
         for layer in self.layers:
             x = layer(x, src_key_padding_mask=mask == 0)
@@ -156,14 +156,14 @@ class TwoTowers(nn.Module):
     def forward(
         self, *, pixels: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """Named inputs, and an answer of the form that transformers models give."""
+        """Map named inputs to an answer in the form of transformers models."""
         seen = self.picture(pixels)
         read = self.text(ids, torch.ones_like(ids) if mask is None else mask)
         return {"logits": self.head(torch.cat([seen, read], dim=-1))}
 
 
 def two_towers() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A frozen tower that runs after one that is trained."""
+    """Return a model with a frozen tower that runs after a trained one."""
     generator = torch.Generator().manual_seed(1)
     lengths = torch.tensor([TOKENS, TOKENS // 2, TOKENS - 3, 7])
     return TwoTowers(), {
@@ -174,7 +174,7 @@ def two_towers() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 class UNet(nn.Module):
-    """Every level of the way down is read again on the way up."""
+    """A network whose way up reads every level of the way down again."""
 
     def __init__(self, levels: int = 4, width: int = 16) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to a map of two classes."""
+        """Map images to a map of two classes."""
         skips = []
         x = self.stem(x)
         for number, level in enumerate(self.down):
@@ -202,7 +202,7 @@ class UNet(nn.Module):
 
 
 def unet() -> tuple[nn.Module, torch.Tensor]:
-    """Several tensors cross the freeze point."""
+    """Return a model in which several tensors cross the freeze point."""
     return UNet(), _images()
 
 
@@ -215,19 +215,19 @@ class Siamese(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(2 * WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
 
     def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """How alike the two pictures of each pair are."""
+        """Return the similarity of the two pictures of each pair."""
         a, b = self.encoder(left), self.encoder(right)
         answer: torch.Tensor = self.head(torch.cat([a * b, (a - b).abs()], dim=1))
         return answer
 
 
 def siamese() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    """A frozen module that is called twice, and two positional inputs."""
+    """Return a model with a frozen module that is called twice, and two positional inputs."""
     return Siamese(), (_images(), _images(seed=1))
 
 
 class Levels(NamedTuple):
-    """What a backbone gives: features of three resolutions."""
+    """The result of a backbone: features of three resolutions."""
 
     fine: torch.Tensor
     middle: torch.Tensor
@@ -235,7 +235,7 @@ class Levels(NamedTuple):
 
 
 class Backbone(nn.Module):
-    """A chain of blocks that answers with three of its stops."""
+    """A chain of blocks that returns the features after three of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Backbone(nn.Module):
         self.coarse = nn.Sequential(nn.MaxPool2d(2), Residual(), Residual())
 
     def forward(self, x: torch.Tensor) -> Levels:
-        """Finest first."""
+        """Return the features, finest first."""
         fine = self.fine(self.stem(x))
         middle = self.middle(fine)
         return Levels(fine, middle, self.coarse(middle))
@@ -261,7 +261,7 @@ class Pyramid(nn.Module):
         self.heads = nn.ModuleList(nn.Conv2d(WIDTH, 5, 3, padding=1) for _ in range(3))
 
     def forward(self, x: torch.Tensor, boxes: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
-        """A map for each level, and the boxes that were given."""
+        """Return a map for each level, and the given boxes."""
         levels = self.backbone(x)
         above = None
         answers = []
@@ -275,12 +275,12 @@ class Pyramid(nn.Module):
 
 
 def pyramid() -> tuple[nn.Module, tuple[torch.Tensor | None, ...]]:
-    """A frozen module that gives a named tuple, and an input that is None."""
+    """Return a model with a frozen module that returns a named tuple, and an input that is None."""
     return Pyramid(), (_images(), None)
 
 
 class Centred(nn.Module):
-    """Frozen features are centred over the batch: samples influence each other."""
+    """A network that centres frozen features over the batch, so samples influence each other."""
 
     def __init__(self, blocks: int = 6) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class Centred(nn.Module):
         self.head = _head()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Images to classes."""
+        """Map images to classes."""
         x = self.stem(x)
         x = x - x.mean(0, keepdim=True)
         for block in self.blocks:
@@ -299,5 +299,5 @@ class Centred(nn.Module):
 
 
 def centred() -> tuple[nn.Module, torch.Tensor]:
-    """Must be refused: an answer depends on which samples meet in a micro-batch."""
+    """Return a model that must be refused: an answer depends on the other samples of its micro-batch."""
     return Centred(), _images()

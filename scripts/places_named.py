@@ -1,4 +1,4 @@
-"""Refuse tensors of the default device or type: users set both, and what upriver makes is none of theirs."""
+"""Refuse tensors of the default device or type. Users set both, but upriver's own tensors must not follow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch.utils._device import _device_constructors
 
 PLACED = {function.__name__ for function in _device_constructors()}
 TYPED = {"empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"}
-"""Of real numbers unless they are told otherwise."""
+"""Functions that make real numbers by default."""
 
 
 def problems(path: Path) -> Iterator[str]:
-    """Calls of ``torch.NAME(...)`` that leave out what they need."""
+    """Yield the calls of ``torch.NAME(...)`` without a needed argument."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name), keywords=keywords):
@@ -27,7 +27,7 @@ def problems(path: Path) -> Iterator[str]:
 
 
 def main(roots: list[str]) -> int:
-    """Print each problem; 1 if there is any."""
+    """Print each problem. Return 1 if any exist."""
     files = sorted(path for root in roots for path in Path(root).rglob("*.py"))
     found = [problem for path in files for problem in problems(path)]
     print("\n".join(found) or f"{len(files)} files make no tensor of the default device or type")

@@ -1,1 +1,1 @@
-"""OpenStack Swift on this machine, for tests and measurements; ``scripts/swift`` runs it."""
+"""Run OpenStack Swift on this machine, for tests and measurements; ``scripts/swift`` is its command line."""

@@ -1,4 +1,4 @@
-"""A Swift, started to be tried: what upriver asks of an S3 store, asked once."""
+"""Try a fresh Swift with one request of each kind that upriver sends to an S3 store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(folder: Path, tell: Callable[[str], None]) -> None:
     """Start a Swift in a temporary folder, try it, and end it.
 
     Raises:
-        Problem: If it does not start, or something is not as it should be.
+        Problem: If it does not start, or answers wrongly.
     """
     with tempfile.TemporaryDirectory(prefix="upriver-swift-") as data:
         with Cluster(folder, Path(data), users=(ALICE, BOB)) as cluster:

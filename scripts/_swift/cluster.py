@@ -1,4 +1,4 @@
-"""The five processes of a small Swift: started in order, looked after, and ended together."""
+"""Run the five processes of a small Swift: start them in order, watch them, and end them together."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from _swift.install import python_of, require_installed
 from _swift.problems import CannotRun, Problem, last_lines
 
 START_TIMEOUT_S = 120.0
-"""Five Python processes import Swift: 5 s, or a minute on a busy machine."""
+"""Seconds of the start. Five Python processes import Swift: 5 s, or a minute on a busy machine."""
 
 STOP_TIMEOUT_S = 10.0
-"""After SIGTERM; what has not ended by then is killed."""
+"""Seconds after SIGTERM until a process that still runs is killed."""
 
 POLL_S = 0.05
 
 CACHE_MIB = 64
-"""Of memcached: names of accounts and containers take a few kilobytes; this is its own default."""
+"""Memory of memcached: names of accounts and containers need a few kilobytes; this is its own default."""
 
 LOOK = os.WEXITED | os.WNOWAIT | os.WNOHANG
-"""See whether a child has ended, but leave it a zombie, which keeps its id from being given away."""
+"""Check whether a child has ended, but leave it a zombie, so that its process id is not reused."""
 
 PR_SET_PDEATHSIG = 1
 
@@ -42,22 +42,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Cluster:
-    """A Swift that runs while the ``with`` block does; nothing of it but its folder is left afterwards.
+    """Run a Swift during the ``with`` block. Only its folder remains afterwards.
 
     Args:
-        folder: Where Swift is installed.
-        data: Where configuration, logs and objects lie; made if need be. Objects of an earlier run are there
-            again.
-        users: Who may log in.
+        folder: Folder of the installed Swift.
+        data: Folder of configuration, logs and objects, made if needed. It keeps the objects of earlier runs.
+        users: Users who may log in.
         bind: Address of the proxy.
-        port: Of the proxy; 0 takes a free one.
+        port: Port of the proxy; 0 selects a free one.
         workers: Processes of the proxy and of the object server.
 
     Attributes:
-        endpoint: Where S3 clients find it.
+        endpoint: URL for S3 clients.
 
     Raises:
-        CannotRun: From ``with``: If this machine or user lacks something.
+        CannotRun: From ``with``: If this machine or user lacks a requirement.
         Problem: From ``with``: If it does not start.
     """
 
@@ -104,19 +103,19 @@ class Cluster:
 
     @property
     def users(self) -> Mapping[str, User]:
-        """Users by access key."""
+        """Return the users by access key."""
         return self._users
 
     @property
     def pids(self) -> dict[str, int]:
-        """Its processes by name."""
+        """Return the process ids by name."""
         return {name: process.pid for name, process in self._processes.items()}
 
     def make_bucket(self, account: str, bucket: str) -> None:
         """Make a bucket in an account, as the first of its users.
 
         Raises:
-            Problem: If no user is in that account, or it cannot be made.
+            Problem: If no user is in that account, or the bucket cannot be made.
         """
         user = next((user for user in self._users.values() if user.account == account), None)
         if user is None:
@@ -124,7 +123,7 @@ class Cluster:
         s3.make_bucket(self.endpoint, user, bucket)
 
     def check_alive(self) -> None:
-        """See that all of it runs.
+        """Check that all processes run.
 
         Raises:
             Problem: If a process has ended, with the last lines of its log.
@@ -139,7 +138,7 @@ class Cluster:
     # ---------------------------------------------------------------------------------------- starting
 
     def _lock(self, stack: ExitStack) -> None:
-        """One Swift at a time in a folder."""
+        """Lock the folder, which only one Swift may use at a time."""
         try:
             self._data.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = stack.enter_context((self._data / "running").open("w"))
@@ -160,7 +159,7 @@ class Cluster:
             self._spawn(name, [python, "-I", str(_here / "server.py"), str(setup.etc), name])
 
     def _run(self, name: str, command: Sequence[str]) -> None:
-        """A program that ends by itself."""
+        """Run a program that ends by itself."""
         self._spawn(name, command)
         process = self._processes[name]
         try:
@@ -175,7 +174,7 @@ class Cluster:
         parent = os.getpid()
 
         def end_with_parent() -> None:
-            # However this process goes, its children get SIGTERM, which Swift's pass on to what they forked.
+            # However this process ends, its children get SIGTERM, which Swift's pass on to their forks.
             _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
@@ -186,12 +185,12 @@ class Cluster:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # its group is ended as one, and Ctrl-C reaches this process alone
+                start_new_session=True,  # the group is ended as one, and Ctrl-C reaches only this process
                 preexec_fn=end_with_parent,
             )
 
     def _wait(self, setup: Setup) -> None:
-        """Until every server answers, which memcached is not asked to."""
+        """Wait until every server answers, except memcached."""
         deadline = time.monotonic() + START_TIMEOUT_S
         for name in SERVERS:
             while not _healthy(setup.address(name)):
@@ -208,7 +207,7 @@ class Cluster:
     # ------------------------------------------------------------------------------------------ ending
 
     def _end(self) -> None:
-        """SIGTERM for each, the proxy first; SIGKILL for the groups of those that stay."""
+        """Send SIGTERM to each process, the proxy first, and SIGKILL to the groups that stay."""
         processes = [self._processes[name] for name in reversed(self._processes)]
         processes = [process for process in processes if process.returncode is None]
         for process in processes:
@@ -217,14 +216,14 @@ class Cluster:
         for process in processes:
             while os.waitid(os.P_PID, process.pid, LOOK) is None and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-            # Dead or alive, it is not reaped yet: nobody else can have its id, nor its group's.
+            # The process is not reaped yet, so no other process can have its id or its group id.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
 def check_attributes(folder: Path) -> None:
-    """See that files in a folder can have the extended attributes in which Swift keeps what it knows of them.
+    """Check that files in a folder can have extended attributes, in which Swift stores its metadata.
 
     Raises:
         CannotRun: If they cannot.
@@ -243,7 +242,7 @@ def check_attributes(folder: Path) -> None:
 
 
 def _memcached() -> str:
-    # Debian puts it where only root's PATH need lead.
+    # Debian installs it in a folder that only root's PATH needs to contain.
     path = os.environ.get("PATH", os.defpath) + ":/usr/sbin:/usr/local/bin:/usr/bin"
     found = shutil.which("memcached", path=path)
     if found is None:
@@ -252,12 +251,12 @@ def _memcached() -> str:
 
 
 def _memcached_command(program: str, port: int) -> list[str]:
-    as_user = ["-u", "root"] if os.geteuid() == 0 else []  # it refuses root unless told to be root
+    as_user = ["-u", "root"] if os.geteuid() == 0 else []  # it refuses root without this option
     return [program, "-l", INSIDE, "-p", str(port), "-U", "0", "-m", str(CACHE_MIB), *as_user]
 
 
 def _ports(bind: str, port: int) -> dict[str, int]:
-    """Free ports, all found before any is let go; somebody may take one in between, and it then fails."""
+    """Return free ports, all found before any is released. A server fails if its port is taken meanwhile."""
     names = ("memcached", *SERVERS)
     with ExitStack() as stack:
         ports = {}

@@ -1,4 +1,4 @@
-"""What a Swift of five processes is told: who listens where, who may log in, where objects lie."""
+"""Write the configuration of a Swift with five processes: addresses, users, and the folder of objects."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from pathlib import Path
 from _swift.problems import Problem
 
 SERVERS = ("account", "container", "object", "proxy")
-"""In the order in which they are started."""
+"""Servers in the order of their start."""
 
 INSIDE = "127.0.0.1"
-"""Where all but the proxy listen: nobody else has any business with them."""
+"""Address of all servers except the proxy, which have no other clients."""
 
 REGION = "us-east-1"
-"""What s3api calls its region, unless told otherwise; it is part of every signature."""
+"""Region that s3api uses by default. It is part of every signature."""
 
 PIPELINE = (
     "catch_errors gatekeeper healthcheck cache listing_formats bulk tempurl s3api tempauth "
     "copy slo dlo versioned_writes symlink proxy-server"
 )
-"""s3api stands before the filter that checks signatures, and before slo, which joins parts of an upload."""
+"""Filters of the proxy. s3api precedes the filter that checks signatures, and slo, which joins parts of an
+upload."""
 
 SLOW_S = 60
-"""How long servers wait for each other: Swift's own 0.5 to 3 s are for racks of idle machines. On a busy one
-an object would be stored and its listing never told."""
+"""Seconds that servers wait for each other. Swift's own 0.5 to 3 s are for racks of idle machines. On a busy
+machine they would store an object and never update its listing."""
 
 READ_S = 10
-"""How long the proxy waits for an object server before it answers 503: shorter than clients wait."""
+"""Seconds that the proxy waits for an object server before it answers 503: shorter than clients wait."""
 
 _ACCESS = re.compile(r"([A-Za-z0-9-]+):([A-Za-z0-9-]+)=([A-Za-z0-9_.~+/=-]+)")
 _BUCKET = re.compile(r"([A-Za-z0-9-]+):([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])")
@@ -40,11 +41,11 @@ _BUCKET = re.compile(r"([A-Za-z0-9-]+):([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class User:
-    """Somebody who may read and write one account.
+    """A user who may read and write one account.
 
     Attributes:
-        account: Whose containers they are; names of buckets are an account's own.
-        name: Of the user within the account.
+        account: The account of the user's buckets. Each account has its own bucket names.
+        name: Name of the user within the account.
         key: The secret.
     """
 
@@ -54,19 +55,19 @@ class User:
 
     @property
     def access_key(self) -> str:
-        """What S3 clients send as their access key."""
+        """Return the access key for S3 clients."""
         return f"{self.account}:{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Everything that the configuration files say.
+    """The settings of all configuration files.
 
     Attributes:
-        data: The folder in which everything lies.
+        data: The folder of all files.
         bind: Address of the proxy.
-        ports: Of the servers and ``memcached``, by name.
-        users: Who may log in.
+        ports: Ports of the servers and ``memcached``, by name.
+        users: Users who may log in.
         workers: Processes of the proxy and of the object server.
     """
 
@@ -78,19 +79,19 @@ class Setup:
 
     @property
     def etc(self) -> Path:
-        """Configuration files and rings."""
+        """Return the folder of configuration files and rings."""
         return self.data / "etc"
 
     def address(self, server: str) -> tuple[str, int]:
-        """Where a server listens."""
+        """Return the address of a server."""
         return (self.bind if server == "proxy" else INSIDE, self.ports[server])
 
 
 def parse_user(text: str) -> User:
-    """``ACCOUNT:USER=KEY``.
+    """Parse ``ACCOUNT:USER=KEY``.
 
     Raises:
-        Problem: If it is anything else. The key is not repeated.
+        Problem: If the text has another form. The message omits the key.
     """
     match = _ACCESS.fullmatch(text)
     if match is None:
@@ -102,10 +103,10 @@ def parse_user(text: str) -> User:
 
 
 def parse_bucket(text: str) -> tuple[str, str]:
-    """``ACCOUNT:BUCKET``.
+    """Parse ``ACCOUNT:BUCKET``.
 
     Raises:
-        Problem: If it is anything else.
+        Problem: If the text has another form.
     """
     match = _BUCKET.fullmatch(text)
     if match is None:
@@ -116,7 +117,7 @@ def parse_bucket(text: str) -> tuple[str, str]:
 
 
 def write(setup: Setup) -> None:
-    """Write every file but the rings; only this user may read them, for they hold keys."""
+    """Write every file except the rings. Only this user may read them, because they hold keys."""
     setup.etc.mkdir(mode=0o700, parents=True, exist_ok=True)
     (setup.data / "disks" / "d1").mkdir(parents=True, exist_ok=True)
     _write_swift_conf(setup.etc / "swift.conf")
@@ -126,7 +127,7 @@ def write(setup: Setup) -> None:
 
 
 def _write_swift_conf(path: Path) -> None:
-    """Once for a folder: every path on its disks depends on it."""
+    """Write the file once for a folder: every path on its disks depends on it."""
     if not path.exists():
         _put(path, f"[swift-hash]\nswift_hash_path_suffix = {secrets.token_hex(16)}\n")
 
@@ -157,7 +158,7 @@ def _proxy(setup: Setup) -> str:
         "conn_timeout": str(SLOW_S),
         "node_timeout": str(SLOW_S),
         "recoverable_node_timeout": str(READ_S),
-        # There is one node of each kind: leaving it alone after errors would only make more of them.
+        # Each kind has one node. Avoiding it after errors would only make more of them.
         "error_suppression_interval": "0",
     }
     filters: dict[str, dict[str, str]] = {
@@ -185,11 +186,11 @@ def _common(setup: Setup, server: str, *, workers: int) -> dict[str, str]:
         "bind_ip": host,
         "bind_port": str(port),
         "bind_timeout": "5",
-        "workers": "0" if workers == 1 else str(workers),  # 0: the process serves by itself, and forks none
-        "user": pwd.getpwuid(os.geteuid()).pw_name,  # what forked processes become: what they are already
+        "workers": "0" if workers == 1 else str(workers),  # 0: the process serves by itself, without forks
+        "user": pwd.getpwuid(os.geteuid()).pw_name,  # the user of forked processes: the present one
         "swift_dir": str(setup.etc),
         "log_level": "WARNING",
-        # Logs go to stderr; Swift insists on a syslog as well. Nobody listens to the discard port.
+        # Logs go to stderr, but Swift also requires a syslog. The discard port has no listener.
         "log_udp_host": INSIDE,
         "log_udp_port": "9",
     }

@@ -1,4 +1,4 @@
-"""Swift in a virtual environment of its own: its versions have nothing to do with the project's."""
+"""Install Swift in a virtual environment of its own: its versions are independent of the project's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from _swift.problems import CannotRun, Problem
 
 VARIABLE = "UPRIVER_SWIFT"
-"""Names the folder where Swift is installed."""
+"""Variable with the folder of the installed Swift."""
 
 REQUIREMENTS = (
     "swift==2.38.3",
@@ -21,11 +21,11 @@ REQUIREMENTS = (
 )
 
 IMPORTS = "import pyeclib.ec_iface, swift.common.wsgi, swift.common.middleware.s3api.s3api"
-"""What must be there for the servers to start: a wheel for another platform shows here, not at the start."""
+"""Imports that the servers need to start. A wheel for another platform fails here, not at the start."""
 
 
 def default_folder() -> Path:
-    """Where Swift is installed, unless a command says otherwise."""
+    """Return the default folder of the installed Swift."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named).absolute()
@@ -34,15 +34,15 @@ def default_folder() -> Path:
 
 
 def python_of(folder: Path) -> Path:
-    """The interpreter of Swift's environment."""
+    """Return the interpreter of Swift's environment."""
     return folder / "venv" / "bin" / "python"
 
 
 def install(folder: Path) -> bool:
-    """Install Swift into a folder; the index is the one that pip is configured for.
+    """Install Swift into a folder, from the index that pip is configured for.
 
     Returns:
-        Whether there was anything to do.
+        Whether an installation was needed.
 
     Raises:
         Problem: If pip fails; its own words are on stderr.
@@ -62,17 +62,17 @@ def install(folder: Path) -> bool:
 
 
 def installed(folder: Path) -> bool:
-    """Whether a folder has the Swift that this script starts."""
+    """Return whether a folder has the version of Swift that this script starts."""
     marker = _marker(folder)
     usable = marker.is_file() and os.access(python_of(folder), os.X_OK)
     return usable and marker.read_text(encoding="utf-8") == _wanted()
 
 
 def require_installed(folder: Path) -> None:
-    """Check that there is something to start.
+    """Check that Swift is installed.
 
     Raises:
-        CannotRun: If there is not.
+        CannotRun: If it is not.
     """
     if not installed(folder):
         raise CannotRun(f"Swift is not installed in {folder}: run `scripts/swift install {folder}`")

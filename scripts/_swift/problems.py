@@ -1,31 +1,34 @@
-"""What can go wrong, each as one line for people."""
+"""Define the errors of Swift, each as one line for people."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 LOG_LINES = 15
-"""Of a process's log, to follow the line that says it ended."""
+"""Lines of a process's log that follow the message of its end."""
 
 
 class Problem(Exception):
-    """Something did not work; ends the command with 1.
+    """Error that ends the command with 1.
 
     Attributes:
-        exit_code: What the command ends with.
+        exit_code: Exit code of the command.
     """
 
     exit_code = 1
 
 
 class CannotRun(Problem):
-    """This machine or user lacks what a Swift needs; ends the command with 3, and tests are skipped."""
+    """Error for a missing requirement of the machine or user.
+
+    The command ends with 3, and tests are skipped.
+    """
 
     exit_code = 3
 
 
 def last_lines(log: Path) -> str:
-    """The end of a log, to follow a message; empty where there is none."""
+    """Return the end of a log, to follow a message, or an empty text without a log."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-LOG_LINES:]
     except OSError:

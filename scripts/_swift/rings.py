@@ -18,14 +18,14 @@ PART_POWER, REPLICAS, MIN_PART_HOURS = "6", "1", "0"
 def main() -> None:
     """Make one ring for each argument."""
     folder = Path(sys.argv[1])
-    utils.set_swift_dir(str(folder))  # or swift.conf is looked for in /etc/swift
+    utils.set_swift_dir(str(folder))  # otherwise swift.conf is expected in /etc/swift
     for argument in sys.argv[2:]:
         name, _, port = argument.partition("=")
         make(folder, name, port)
 
 
 def make(folder: Path, name: str, port: str) -> None:
-    """Make a ring in which every partition lies on the one device."""
+    """Make a ring in which every partition is on the one device."""
     builder, ring = folder / f"{name}.builder", folder / f"{name}.ring.gz"
     for old in (builder, ring):
         old.unlink(missing_ok=True)
@@ -37,7 +37,7 @@ def make(folder: Path, name: str, port: str) -> None:
 
 
 def _build(builder: Path, *command: str) -> None:
-    """One command of ``swift-ring-builder``, which ends by exiting: 0, or 1 with a warning."""
+    """Run a command of ``swift-ring-builder``, which ends by exiting: 0, or 1 with a warning."""
     try:
         ring_builder(["swift-ring-builder", str(builder), *command])
     except SystemExit as end:

@@ -1,4 +1,4 @@
-"""As much of an S3 client as making and trying a bucket takes, with nothing but the standard library."""
+"""Make and try a bucket with a minimal S3 client, by the standard library alone."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What came back.
+    """Answer to a request.
 
     Attributes:
-        status: Of HTTP.
+        status: HTTP status.
         headers: By lower-case name.
-        body: All of it.
+        body: The whole body.
     """
 
     status: int
@@ -40,14 +40,14 @@ def request(
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
-    """One signed request.
+    """Send one signed request.
 
     Args:
         endpoint: ``http://host:port``.
-        user: Who signs it.
-        method: Of HTTP.
+        user: User who signs it.
+        method: HTTP method.
         path: ``/bucket`` or ``/bucket/object``.
-        body: What is sent.
+        body: Body of the request.
         headers: Such as Range and If-Match; these are not signed.
     """
     netloc = urlsplit(endpoint).netloc
@@ -64,7 +64,7 @@ def request(
 
 
 def make_bucket(endpoint: str, user: User, bucket: str) -> None:
-    """Make a bucket; one that is there already is as good.
+    """Make a bucket. An existing bucket is accepted.
 
     Raises:
         Problem: If it cannot be made.
@@ -76,7 +76,7 @@ def make_bucket(endpoint: str, user: User, bucket: str) -> None:
 
 
 def _signed(user: User, method: str, path: str, netloc: str, body: bytes) -> dict[str, str]:
-    """Headers with AWS's signature, version 4, over host, time and body."""
+    """Return headers with AWS's signature, version 4, over host, time and body."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     digest = hashlib.sha256(body).hexdigest()
     headers = {"host": netloc, "x-amz-content-sha256": digest, "x-amz-date": stamp}

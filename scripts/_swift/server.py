@@ -1,6 +1,6 @@
 """Run one of Swift's servers from a folder of configuration files; run by Swift's own interpreter.
 
-Swift's own programs look for ``swift.conf`` in ``/etc/swift`` and nowhere else, where only root may write.
+Swift's own programs expect ``swift.conf`` in ``/etc/swift`` alone, where only root may write.
 
 Usage: server.py FOLDER account|container|object|proxy
 """
@@ -17,7 +17,7 @@ def main() -> int:
     """Serve until SIGTERM."""
     folder, server = Path(sys.argv[1]), sys.argv[2]
     utils.set_swift_dir(str(folder))
-    # Both read swift.conf when they are imported, or when they are told to.
+    # Both read swift.conf at their import, or on request.
     from swift.common.storage_policy import reload_storage_policies
     from swift.common.wsgi import run_wsgi
 
