@@ -1,4 +1,4 @@
-"""Two processes train one model near the data: torchrun --nproc-per-node 2 examples/distributed.py FOLDER."""
+"""Train one model in two processes: torchrun --nproc-per-node 2 examples/distributed.py FOLDER."""
 
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ model = torch.nn.Sequential(frozen.requires_grad_(False), torch.nn.Flatten(), to
 optimizer = torch.optim.Adam(model[2].parameters(), lr=0.01)
 criterion = torch.nn.CrossEntropyLoss()
 
-with upriver.connect() as near:  # an embedded server each; or one for all, upriver.connect("http://...")
+with upriver.connect() as near:  # an embedded server each, or connect("http://...") to share one
     job = near.finetune(DistributedDataParallel(model), dataset, batch_size=8)  # a shard of the epoch each
     for _ in range(5):
         for inputs, targets in job:

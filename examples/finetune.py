@@ -1,4 +1,4 @@
-"""Fine-tune near the data: an ordinary loop, and two lines more. The images are made up on the spot."""
+"""Fine-tune near the data with an ordinary loop and two more lines. The images are made up on the spot."""
 
 import tempfile
 from pathlib import Path
@@ -27,10 +27,10 @@ optimizer = torch.optim.Adam(model[2].parameters(), lr=0.01)
 criterion = torch.nn.CrossEntropyLoss()
 
 with upriver.connect() as near:  # an embedded server; or upriver.connect("http://storage-node:7000")
-    job = near.finetune(model, dataset, batch_size=16)  # frozen parameters say where the freeze point is
+    job = near.finetune(model, dataset, batch_size=16)  # frozen parameters set the freeze point
     for epoch in range(5):
         for inputs, targets in job:  # in order, prefetched, resumable
-            loss = criterion(job(inputs), targets)  # runs only what is left of `model`
+            loss = criterion(job(inputs), targets)  # runs only the rest of `model`
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
