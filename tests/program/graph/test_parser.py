@@ -343,6 +343,21 @@ def test_a_view_takes_no_memory_and_its_copy_does() -> None:
         check(program.graph, caps=replace(GraphCaps(), live_bytes=4 * 8 * 1024 - 1))
 
 
+@pytest.mark.parametrize(
+    ("layer", "nbytes"),
+    [
+        (nn.ReLU(), 4 * (8 + 8)),
+        (nn.Sequential(nn.ReLU(), nn.Tanh()), 4 * (8 + 8 + 8)),  # the caller holds the input
+        (nn.LayerNorm(4), 4 * (8 + 8 + 2 * 4 + 2 * 2)),  # weights, and the mean and scale of each row
+    ],
+)
+def test_a_result_counts_once_in_the_bytes_alive(layer: nn.Module, nbytes: int) -> None:
+    graph = capture(layer, (torch.randn(2, 4),)).graph
+    assert check(graph, caps=replace(GraphCaps(), live_bytes=nbytes)).live_bytes == nbytes
+    with pytest.raises(ProgramError, match=f"{nbytes} bytes would be alive at once"):
+        check(graph, caps=replace(GraphCaps(), live_bytes=nbytes - 1))
+
+
 class _Alive(TorchDispatchMode):
     """Count the live tensors that operators have made."""
 

@@ -101,6 +101,8 @@ class _DryRun:
         for value in given:
             self._values[value.name] = _fake(value.spec, device)
             self._memory.add(value.name, self._values[value.name])
+        # A run's caller holds the inputs to its end.
+        self._inputs = {value.name: self._values[value.name] for value in graph.inputs}
 
     def nodes(self, nodes: Sequence[Numbered], keep: Iterable[str]) -> None:
         """Run some nodes, then drop all their values except ``keep``."""
@@ -108,15 +110,18 @@ class _DryRun:
         mark_last_uses(steps, nodes, keep)
         for step, (_, node) in zip(steps, nodes, strict=True):
             self._meter.begin(step.where)
+            before = self._memory.nbytes
             results = self._call(step, node)
             for output, result in zip(node.outputs, results, strict=True):
                 if output is not None:
                     _compare(step.where, output.spec, result, strides=self._strict)
                     self._memory.add(output.name, result)
-            self._bound(step.where, self._memory.nbytes + self._meter.aside)
+            # A result is also among the tensors made, unless it is a view.
+            self._bound(step.where, max(before + self._meter.aside, self._memory.nbytes))
             step.store(self._values, results)
             for name in step.done:
-                self._memory.drop(name)
+                if name not in self._inputs:
+                    self._memory.drop(name)
 
     def _call(self, step: ScheduledNode, node: Node) -> Sequence[torch.Tensor]:
         try:
