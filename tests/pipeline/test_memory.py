@@ -10,23 +10,30 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.pipeline.high_water import ENVIRONMENT
 from upriver.pipeline import (
     CenterCrop,
+    ColorJitter,
     Decode,
     DecodeWav,
+    Draw,
     FixLength,
     InputChain,
+    InputStage,
     LoadTensor,
     Normalize,
+    RandAugment,
     Resample,
     Resize,
     Spectrogram,
     Stft,
     ToFloat,
 )
+from upriver.pipeline.formats import image
 from upriver.pipeline.formats.audio import MAX_BYTES, MAX_CHANNELS
+from upriver.pipeline.stages.base import SCRATCH_BYTES
 
 INF = float("inf")
 
@@ -77,6 +84,16 @@ def test_what_samples_are_at_most_is_known_before_they_are_read(
     assert found.tolist() == out
     assert np.isfinite(working).all()
     assert (working >= 0).all()
+
+
+@pytest.mark.parametrize("stage", [ColorJitter(0.5), RandAugment(8)])
+def test_a_change_is_planned_with_no_less_than_it_asks_for(stage: InputStage) -> None:
+    chain = InputChain((Decode(), CenterCrop((1200, 1500)), stage))
+    _, working = chain.most_bytes(np.array([100.0]), 0)
+    asked: list[int] = []
+    with image.asking(asked.append):
+        stage.apply(torch.zeros(1200, 1500, 3, dtype=torch.uint8), Draw(seed=0, epoch=0, sample=0, stage=2))
+    assert working.tolist() == [asked[0] + SCRATCH_BYTES]
 
 
 def test_where_nothing_is_done_nothing_is_taken() -> None:

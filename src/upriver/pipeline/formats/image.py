@@ -51,12 +51,16 @@ _STRIP_PIXELS = 1 << 16
 _DECODING = 12
 _DECODING_WEBP = 20
 _DECODING_PPM = 20
-_CHANGING = 28
 _RESIZING = 8
 """Peak bytes a pixel, including the input pixels and any output pixels.
 
-Measured on images of 24 megapixels, progressive and rotated ones included, and rounded up. Changing needs 2
-more in one run of five.
+Measured on images of 24 megapixels, progressive and rotated ones included, and rounded up.
+"""
+
+CHANGING = 28
+"""Peak bytes a pixel of `change`, including input and output.
+
+Measured in the same way. It needs 2 more in one run of five.
 """
 
 _ask: Callable[[int], None] | None = None
@@ -218,7 +222,7 @@ def change(value: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
     """
     if not changes:
         return value
-    _make_room(value.shape[0] * value.shape[1] * _CHANGING)
+    _make_room(value.shape[0] * value.shape[1] * CHANGING)
     image = Image.fromarray(value.contiguous().numpy())
     for name, amount in changes:
         image = CHANGES[name](image, amount)

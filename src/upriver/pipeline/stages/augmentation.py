@@ -42,12 +42,6 @@ MAX_OPS = 16
 MAX_BINS = 1024
 """Finest scale of magnitudes; the usual one has 31."""
 
-CHANGE_FACTOR = 8
-"""Peak memory of changing an image, relative to its pixels.
-
-Pillow keeps four bytes of each pixel, and up to four images at a time.
-"""
-
 OPERATIONS = (
     "identity",
     "shear_x",
@@ -264,7 +258,7 @@ class ColorJitter(InputStage):
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
         """Return Pillow's peak memory."""
-        return CHANGE_FACTOR * taken + SCRATCH_BYTES
+        return _changing_bytes(taken)
 
     def _changes(self, draw: Draw) -> list[Change]:
         """Return the changes. Unused properties draw, too, so that one setting does not affect another."""
@@ -330,7 +324,7 @@ class RandAugment(InputStage):
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
         """Return Pillow's peak memory."""
-        return CHANGE_FACTOR * taken + SCRATCH_BYTES
+        return _changing_bytes(taken)
 
     def amount(self, name: str, sign: int, height: int, width: int) -> float:
         """Return the amount of an operation, for `upriver.pipeline.formats.image.change`.
@@ -354,6 +348,11 @@ class RandAugment(InputStage):
         side = {"translate_x": width, "translate_y": height}.get(name, 1)
         magnitude = sign * _at(0.0, STRONGEST[name] * side, bins, at)
         return 1.0 + magnitude if name in image.FACTORS else magnitude
+
+
+def _changing_bytes(taken: Sizes) -> Sizes:
+    """Return Pillow's peak memory besides an input of these bytes, three for each pixel."""
+    return (image.CHANGING - 3) * taken / 3 + SCRATCH_BYTES
 
 
 def _at(first: float, last: float, bins: int, at: int) -> float:
