@@ -1,7 +1,7 @@
 """Time the decision where to cut a request, in a chain of a thousand stages, with its sums prepared.
 
 Run with ``python benchmarks/decision_time.py``; ``--write`` writes ``benchmarks/results/decision_time.md``.
-Sums that do not change from request to request are prepared (`upriver.latency.Sums`). The link and the
+Sums that do not change from request to request are prepared (`upriver.latency.LatencySums`). The link and the
 server's load change at each decision, so that no result is cached.
 """
 
@@ -18,8 +18,8 @@ import numpy as np
 
 from _common import RESULTS, Spread, commit, interleave, machine, table, versions
 from plan_time import STAGES, question
-from upriver.inference.partition import ESTIMATES, Choice, Now, Rule, choose
-from upriver.latency import LatencyModel, Sums
+from upriver.inference.partition import ESTIMATES, CutChoice, PartitionRule, ServerConditions, choose
+from upriver.latency import LatencyModel, LatencySums
 from upriver.policies import loadpart
 
 NAME = "decision_time.md"
@@ -32,37 +32,39 @@ USUALLY = 99
 ALGORITHM = "Algorithm 1 alone"
 """``loadpart.decide``: the sums at every cut, and the cut with the least."""
 
-CHOOSING = tuple(name for name in ESTIMATES if Rule(policy=name).cut_of(STAGES) is None)
+CHOOSING = tuple(name for name in ESTIMATES if PartitionRule(policy=name).cut_of(STAGES) is None)
 """Policies with more than one choice."""
 
-Decision = Callable[[Sums, float, float], object]
+Decision = Callable[[LatencySums, float, float], object]
 """Function of the link's bytes per second and the server's load factor."""
 
 
-def algorithm(sums: Sums, upload: float, load: float) -> int:
+def algorithm(sums: LatencySums, upload: float, load: float) -> int:
     """Return LoADPart's partition decision."""
     return loadpart.decide(sums, upload=upload, load=load)
 
 
-def choice(rule: Rule, sums: Sums, upload: float, load: float) -> Choice:
+def choice(rule: PartitionRule, sums: LatencySums, upload: float, load: float) -> CutChoice:
     """Return the choice of `upriver.offload`: the same, against the device alone, by current knowledge."""
-    now = Now(upload_bytes_per_s=upload, download_bytes_per_s=upload, rtt_s=1e-3, load=load, wait_s=1e-3)
+    now = ServerConditions(
+        upload_bytes_per_s=upload, download_bytes_per_s=upload, rtt_s=1e-3, load=load, wait_s=1e-3
+    )
     return choose(rule, float(sums.device_s[-1]), len(sums.device_s) - 1, [(sums, now)])
 
 
 def decisions() -> dict[str, Decision]:
     """Return every deciding function, by its name."""
-    policies = {f"`{name}`": partial(choice, Rule(policy=name)) for name in CHOOSING}
+    policies = {f"`{name}`": partial(choice, PartitionRule(policy=name)) for name in CHOOSING}
     return {ALGORITHM: algorithm, **policies}
 
 
-def chain(seed: int) -> Sums:
+def chain(seed: int) -> LatencySums:
     """Return the sums of a random chain, made once, before any decision."""
     profile, cluster, _ = question(seed)
     return LatencyModel(profile, cluster).sums
 
 
-def measure(chains: Sequence[Sums], repeats: int) -> dict[str, list[float]]:
+def measure(chains: Sequence[LatencySums], repeats: int) -> dict[str, list[float]]:
     """Return the microseconds of each decision, by function.
 
     Args:

@@ -33,11 +33,11 @@ from load_schedule import FULL, LOADPART, LOCAL, NEUROSURGEON, OURS, cut_of
 from testbed import PAYLOAD_SHARE
 from upriver.coldstart.load_program import publish
 from upriver.inference.capture_cache import CaptureCache, Network
-from upriver.inference.change_detection import Unchanged
+from upriver.inference.change_detection import ChangeDetector
 from upriver.inference.executor import RequestPatience
 from upriver.inference.offload import Offload
-from upriver.inference.partition import ESTIMATES, Now, Rule
-from upriver.inference.remote_server import Far, Terms
+from upriver.inference.partition import ESTIMATES, PartitionRule, ServerConditions
+from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.latency import last_of_least
 from upriver.program.capture.whole_model import capture_whole
 from upriver.program.example_inputs import Example
@@ -46,12 +46,12 @@ from upriver.program.models.loadpart_nodes import paper_nodes
 from upriver.rpc.client import Probe, ServerClient
 from upriver.store import Store
 
-RULES: Mapping[str, Rule] = {
-    OURS: Rule(policy="inference"),
-    LOADPART: Rule(policy="loadpart"),
-    NEUROSURGEON: Rule(policy="neurosurgeon"),
-    LOCAL: Rule(policy="local"),
-    FULL: Rule(policy="remote"),
+RULES: Mapping[str, PartitionRule] = {
+    OURS: PartitionRule(policy="inference"),
+    LOADPART: PartitionRule(policy="loadpart"),
+    NEUROSURGEON: PartitionRule(policy="neurosurgeon"),
+    LOCAL: PartitionRule(policy="local"),
+    FULL: PartitionRule(policy="remote"),
 }
 
 NEVER_S = 1e6
@@ -214,7 +214,7 @@ class Device:
         self._slowness = Slowness(self.program, stage_seconds(self.program, example), spec["factor"])
         self._slowness.begin()
         self._ways: dict[str, Offload] = {}
-        self._fars: dict[str, Far] = {}
+        self._fars: dict[str, RemoteServer] = {}
         self._link = OneWay()
 
     # ---------------------------------------------------------------------------------------- orders
@@ -223,12 +223,14 @@ class Device:
         """Make a way, unless it exists, and have the server admit it. Return whether it is new."""
         if way in self._ways:
             return {"new": False}
-        rule = RULES.get(way) or Rule(cut=cut_of(way))
+        rule = RULES.get(way) or PartitionRule(cut=cut_of(way))
         chooses = rule.cut_of(self.program.num_stages) is None
-        terms = Terms(push=False) if chooses else Terms(push=False, probe_s=NEVER_S, load_s=NEVER_S)
+        terms = (
+            ServerTerms(push=False) if chooses else ServerTerms(push=False, probe_s=NEVER_S, load_s=NEVER_S)
+        )
         client = Client(self._url, token=self._token, link=self._link, way=way)
-        fars = [] if way == LOCAL else [Far(client, terms)]
-        unchanged = Unchanged()
+        fars = [] if way == LOCAL else [RemoteServer(client, terms)]
+        unchanged = ChangeDetector()
         unchanged.watch(self._captured.weights)
 
         def make(_: Example) -> Network:
@@ -279,7 +281,7 @@ class Device:
             last_of_least(ESTIMATES[RULES[way].policy](costs.sums, now))
             for way in (OURS, LOADPART)
             for now in (
-                Now(upload_bytes_per_s=rate * 1e6 / 8 * PAYLOAD_SHARE, load=load)
+                ServerConditions(upload_bytes_per_s=rate * 1e6 / 8 * PAYLOAD_SHARE, load=load)
                 for rate in mbit
                 for load in loads
             )

@@ -33,7 +33,7 @@ from upriver.coldstart import link_cache, publish_model
 from upriver.coldstart.format.checkpoint import find
 from upriver.coldstart.grouping import grouping_cache as groupings
 from upriver.coldstart.link_estimator import StoreLink
-from upriver.coldstart.roofline import CORE, Pace, keep_pace, pace_of
+from upriver.coldstart.roofline import CORE, DevicePace, keep_pace, pace_of
 from upriver.errors import StoreError
 from upriver.profile.latency import serialization
 from upriver.profile.latency.predictor import Predictor, place_of
@@ -43,7 +43,7 @@ from upriver.profile.throughput_cache import KnownThroughput, MetricsStore
 from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import TensorSource
 from upriver.program.graph.executor import Program
-from upriver.program.split.freeze_point import FreezePoint, Ship
+from upriver.program.split.freeze_point import CrossingTensor, FreezePoint
 from upriver.program.split.module_trace import Shape
 from upriver.program.split.proof_cache import is_proven, remember
 from upriver.store import Store
@@ -105,10 +105,14 @@ class Kept:
 
 CPU = torch.device("cpu")
 LINK = StoreLink(latency_s=0.0, bandwidth_bytes_per_s=3e6, requests=4)
-PACE = Pace(flops_per_s=3e10, moved_bytes_per_s=4e9)
+PACE = DevicePace(flops_per_s=3e10, moved_bytes_per_s=4e9)
 POINT = FreezePoint(
     name="all",
-    ships=(Ship(source=TensorSource(path=""), shape=Shape(dtype=torch.float32, base=(0, 4), slope=(1, 0))),),
+    ships=(
+        CrossingTensor(
+            source=TensorSource(path=""), shape=Shape(dtype=torch.float32, base=(0, 4), slope=(1, 0))
+        ),
+    ),
 )
 ASKING = {True: (True,), False: (False,)}
 
@@ -176,7 +180,7 @@ KEPT = {
 """Everything that upriver keeps in the cache folder but the demo's images, by the folder."""
 
 
-def usual_pace() -> Pace:
+def usual_pace() -> DevicePace:
     return replace(CORE, flops_per_s=CORE.flops_per_s * torch.get_num_threads())
 
 

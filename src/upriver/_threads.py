@@ -19,7 +19,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class Beside(Executor):
+class DaemonExecutor(Executor):
     """Executor like ``ThreadPoolExecutor``, but the end of the process does not wait for its threads.
 
     A ``with`` block waits for all tasks at its end. After an error it starts no more tasks and does not wait.

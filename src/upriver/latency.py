@@ -52,7 +52,7 @@ ALL_SENT = "(input)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sums:
+class LatencySums:
     """Sums that are equal for all requests, computed once for a model and two machines.
 
     Attributes:
@@ -126,7 +126,7 @@ class LatencyModel:
         self._chain = (*profile.input_stages, *profile.stages)
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> LatencySums:
         """Sums over the stages, and the bytes that cross.
 
         Raises:
@@ -138,7 +138,7 @@ class LatencyModel:
         down = _rate(server, "move") + _rate(server, "encode") + _rate(device, "decode")
         handling = up * sent + down * sent[-1]
         handling[-1] = 0.0
-        return Sums(
+        return LatencySums(
             device_s=before(self._seconds(Tier.COMPUTE)),
             server_s=after(self._seconds(Tier.STORAGE)),
             sent_bytes=sent,

@@ -20,10 +20,10 @@ from upriver.rpc.discovery import (
     MAX_SERVERS,
     Changes,
     DirectoryClient,
-    Following,
+    DirectoryFollower,
     Listed,
     Listing,
-    Roll,
+    ServerRoll,
     is_directory,
 )
 from upriver.rpc.http import Timeouts
@@ -202,7 +202,7 @@ def test_waiting_for_the_first_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_is_new_joins_and_who_is_named_no_more_stays_for_a_lease() -> None:
-    roll = Roll(["http://a"])
+    roll = ServerRoll(["http://a"])
     changes = roll.heard(listing("http://a", "http://b/", "http://b"), 1.0)
     assert (changes.joined, changes.gone) == (("http://b",), ())
     changes = roll.heard(listing("http://b"), 2.0)
@@ -217,7 +217,7 @@ def test_who_is_new_joins_and_who_is_named_no_more_stays_for_a_lease() -> None:
 
 
 def test_a_directory_that_was_restarted_and_knows_nobody_takes_nobody_away() -> None:
-    roll = Roll(["http://a", "http://b"])
+    roll = ServerRoll(["http://a", "http://b"])
     roll.heard(listing("http://a", "http://b"), 100.0)
     after = 100.0 + 5 * LEASE_S  # the directory was silent for that time
     assert roll.heard(listing(), after) == roll.heard(listing(), after + LEASE_S) == Changes()
@@ -233,7 +233,7 @@ def test_who_is_in_was_not_left_out_for_longer_than_a_lease(
     first: list[str], answers: list[tuple[int, list[str]]]
 ) -> None:
     now_s = 0
-    roll = Roll(first)
+    roll = ServerRoll(first)
     members = set(first)
     history: list[tuple[int, set[str]]] = []
     for later, named in answers:
@@ -277,7 +277,7 @@ def test_a_pool_follows_its_directory() -> None:
     members = Members("http://a:1")
     with (
         answering(answers) as url,
-        Following(DirectoryClient(url), members, ScriptedServer, urls=["http://a:1"], poll_s=0.01),
+        DirectoryFollower(DirectoryClient(url), members, ScriptedServer, urls=["http://a:1"], poll_s=0.01),
     ):
         answers.urls = ["http://a:1", "http://b:1"]
         until(lambda: members.urls == ["http://a:1", "http://b:1"])
@@ -294,7 +294,7 @@ def test_a_silent_directory_changes_nothing() -> None:
     members = Members("http://a:1")
     with (
         answering(answers) as url,
-        Following(DirectoryClient(url), members, ScriptedServer, urls=["http://a:1"], poll_s=0.01),
+        DirectoryFollower(DirectoryClient(url), members, ScriptedServer, urls=["http://a:1"], poll_s=0.01),
     ):
         until(lambda: answers.asked >= 2)
         answers.status = 500
@@ -309,7 +309,7 @@ def test_a_silent_directory_changes_nothing() -> None:
 def test_closing_ends_the_thread_and_may_be_done_twice() -> None:
     before = set(threading.enumerate())
     with answering(Answers()) as url:
-        following = Following(DirectoryClient(url), Members(), ScriptedServer, urls=[], poll_s=100)
+        following = DirectoryFollower(DirectoryClient(url), Members(), ScriptedServer, urls=[], poll_s=100)
         following.close()
         following.close()
         assert not following._thread.is_alive()
@@ -318,4 +318,4 @@ def test_closing_ends_the_thread_and_may_be_done_twice() -> None:
 
 def test_a_poll_without_a_pause_is_refused() -> None:
     with pytest.raises(ConfigError, match="poll_s"):
-        Following(DirectoryClient("ray+http://h"), Members(), ScriptedServer, urls=[], poll_s=0)
+        DirectoryFollower(DirectoryClient("ray+http://h"), Members(), ScriptedServer, urls=[], poll_s=0)

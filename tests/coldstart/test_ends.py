@@ -53,7 +53,7 @@ def test_a_copy_that_waited_is_no_guarded_one(
 ) -> None:
     stream = Ordered(lets=threading.Semaphore(0))
     assert stream.lets is not None
-    monkeypatch.setattr(under_test, "Stream", stream.of)
+    monkeypatch.setattr(under_test, "WeightStream", stream.of)
     release = Loading._release
 
     def late(handle: Loading, model: nn.Module) -> None:
@@ -76,7 +76,7 @@ def test_a_copy_that_waited_is_no_guarded_one(
 
 def test_a_history_may_be_asked_for_while_it_is_made(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Ordered(lets=threading.Semaphore(0))
-    monkeypatch.setattr(under_test, "Stream", stream.of)
+    monkeypatch.setattr(under_test, "WeightStream", stream.of)
     _, handle = begin(Bare, "model", store=store)
 
     class Meanwhile(str):
@@ -301,7 +301,7 @@ def test_an_answer_may_be_any_dataclass(monkeypatch: pytest.MonkeyPatch) -> None
     publish(stored.state_dict(), store, "model.safetensors")
     stream = Ordered(lets=threading.Semaphore(0))
     assert stream.lets is not None
-    monkeypatch.setattr(under_test, "Stream", stream.of)
+    monkeypatch.setattr(under_test, "WeightStream", stream.of)
     model = load(Family, "model", store=store)
     with ThreadPoolExecutor(1) as beside:
         asked = beside.submit(model, x)

@@ -163,7 +163,7 @@ def _known(way: str) -> tuple[Net, Net, torch.Tensor]:
 
 def _loaded(model: Net, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Awaited]:
     stream = Awaited()
-    monkeypatch.setattr(load_model, "Stream", stream.of)
+    monkeypatch.setattr(load_model, "WeightStream", stream.of)
     return load(lambda: Net(model.way), "model", store=published(model, "functions")).eval(), stream
 
 

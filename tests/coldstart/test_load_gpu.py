@@ -83,7 +83,7 @@ def test_whatever_order_weights_come_in(
 ) -> None:
     build, arguments = NETWORKS[name]
     store, stream = hesitating(whole[name], name, shuffle, num_callers=2)
-    monkeypatch.setattr(under_test, "Stream", stream.of)
+    monkeypatch.setattr(under_test, "WeightStream", stream.of)
     model = load(build, "model", store=store, device=DEVICE).eval()
     answers: dict[int, list[torch.Tensor]] = {}
 
@@ -151,7 +151,7 @@ def test_a_store_that_breaks_wakes_everybody_and_nothing_is_left(
     build, arguments = NETWORKS["tied"]
     before = torch.cuda.memory_allocated()
     with monkeypatch.context() as patch:
-        patch.setattr(under_test, "Stream", Ordered(error=(1, error)).of)
+        patch.setattr(under_test, "WeightStream", Ordered(error=(1, error)).of)
         model = load(build, "model", store=store, device=DEVICE).eval()
         with pytest.raises(StoreError, match="gone"):
             answer(model, there(arguments()))

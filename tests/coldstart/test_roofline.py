@@ -28,8 +28,8 @@ from upriver.coldstart.roofline import (
     CORE,
     MOST_S,
     NOTHING,
+    DevicePace,
     Execution,
-    Pace,
     keep_pace,
     layer_seconds,
     pace_of,
@@ -172,16 +172,16 @@ def test_a_program_is_published_with_its_counts() -> None:
 
 
 def test_seconds_are_those_of_what_takes_longest() -> None:
-    pace = Pace(flops_per_s=100.0, moved_bytes_per_s=10.0)
+    pace = DevicePace(flops_per_s=100.0, moved_bytes_per_s=10.0)
     assert pace.seconds(Execution(800, 10)) == 8 / CAUTION
     assert pace.seconds(Execution(800, 90)) == 9 / CAUTION
     assert pace.seconds(NOTHING) == 0
     most = (1 << 63) - 1
-    assert Pace(flops_per_s=1e6, moved_bytes_per_s=1e6).seconds(Execution(most, most)) == MOST_S
+    assert DevicePace(flops_per_s=1e6, moved_bytes_per_s=1e6).seconds(Execution(most, most)) == MOST_S
 
 
 def test_small_weights_behind_a_layer_belong_to_it() -> None:
-    one = Pace(flops_per_s=1 / CAUTION, moved_bytes_per_s=1.0)
+    one = DevicePace(flops_per_s=1 / CAUTION, moved_bytes_per_s=1.0)
     of_weights = [Execution(flops, 0) for flops in (0, 1, 2, 0, 4, 8, 16)]
     layers = [range(1), range(1, 4), range(4, 5), range(5, 7)]
     assert layer_seconds(of_weights, layers, one) == [3, 0, 12, 16]
@@ -205,7 +205,7 @@ def test_a_device_that_was_not_calibrated_is_a_usual_one(cache: Path) -> None:
 
 def test_what_is_kept_of_a_device_is_its_own(cache: Path) -> None:
     threads = torch.get_num_threads()
-    usual, kept = pace_of(CPU), Pace(flops_per_s=3e10, moved_bytes_per_s=4e9)
+    usual, kept = pace_of(CPU), DevicePace(flops_per_s=3e10, moved_bytes_per_s=4e9)
     keep_pace(CPU, kept, threads=threads + 1)
     assert pace_of(CPU) == usual
     keep_pace(CPU, kept, threads=threads)
@@ -231,7 +231,7 @@ def test_what_is_kept_of_a_device_is_its_own(cache: Path) -> None:
 )
 def test_what_is_kept_and_is_no_rate_is_as_good_as_nothing(cache: Path, text: str) -> None:
     usual = pace_of(CPU)
-    keep_pace(CPU, Pace(flops_per_s=3e10, moved_bytes_per_s=4e9), threads=torch.get_num_threads())
+    keep_pace(CPU, DevicePace(flops_per_s=3e10, moved_bytes_per_s=4e9), threads=torch.get_num_threads())
     (path,) = (cache / "paces").iterdir()
     path.write_text(text)
     assert pace_of(CPU) == usual
@@ -276,7 +276,7 @@ def layers_of(executions: list[Execution]) -> WeightSource:
 
 
 def test_groups_are_made_for_what_executing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    pace, limits = Pace(flops_per_s=1e9, moved_bytes_per_s=1e9), StreamLimits()
+    pace, limits = DevicePace(flops_per_s=1e9, moved_bytes_per_s=1e9), StreamLimits()
     monkeypatch.setattr(load_model, "pace_of", lambda device: pace)
     busy = [Execution(20_000_000, 0)] * 40  # 10 ms each
     found = {}
@@ -302,7 +302,7 @@ def test_groups_are_made_for_what_executing_takes(monkeypatch: pytest.MonkeyPatc
 def test_groupings_of_other_machines_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     source, known = layers_of([Execution(20_000_000, 0)] * 40), {}
     for factor in (1.0, 1.01, 30.0):
-        pace = Pace(flops_per_s=1e9 * factor, moved_bytes_per_s=1e9 * factor)
+        pace = DevicePace(flops_per_s=1e9 * factor, moved_bytes_per_s=1e9 * factor)
         monkeypatch.setattr(load_model, "pace_of", lambda device, pace=pace: pace)
         _, news = load_model.grouped(source, LINK, "upriver", StreamLimits(), CPU, known)
         assert bool(news) == (factor != 1.01)
@@ -311,7 +311,9 @@ def test_groupings_of_other_machines_are_others(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_pisels_groups_do_not_ask_what_executing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_model, "pace_of", lambda device: Pace(flops_per_s=1e6, moved_bytes_per_s=1e6))
+    monkeypatch.setattr(
+        load_model, "pace_of", lambda device: DevicePace(flops_per_s=1e6, moved_bytes_per_s=1e6)
+    )
     source = layers_of([Execution(20_000_000, 0)] * 40)
     groups, _ = load_model.grouped(source, LINK, "pisel", StreamLimits(), CPU, {})
     sizes = [math.prod(placed.shape) for placed in source.tensors]

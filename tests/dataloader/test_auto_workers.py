@@ -16,8 +16,8 @@ from tests.dataloader.toy_datasets import same
 from tests.dataloader.world import BATCH, World, part
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
-from upriver.dataloader.autotune.throughput_recall import Recall
-from upriver.dataloader.autotune.worker_count import Growth
+from upriver.dataloader.autotune.throughput_recall import ThroughputRecall
+from upriver.dataloader.autotune.worker_count import WorkerGrowth
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local_fleet import LocalFleet, LocalWorkers, beside_training
 from upriver.errors import ConfigError, NotAuthorized, ServerUnavailable
@@ -69,10 +69,10 @@ class Team:
 
 
 def train(
-    world: World, team: Team, *epochs: int, known: tuple[TunerMeasurements, Growth] | None = None
-) -> tuple[TunerMeasurements, Growth]:
+    world: World, team: Team, *epochs: int, known: tuple[TunerMeasurements, WorkerGrowth] | None = None
+) -> tuple[TunerMeasurements, WorkerGrowth]:
     measured = TunerMeasurements() if known is None else known[0]
-    growth = Growth(team, measured) if known is None else known[1]  # type: ignore[arg-type]
+    growth = WorkerGrowth(team, measured) if known is None else known[1]  # type: ignore[arg-type]
     for batches in epochs:
         epoch = world.epoch(batches, part(measured.decision), hold=measured.measuring)
 
@@ -372,7 +372,7 @@ def test_what_does_not_hang_on_workers_is_kept_where_their_number_is_open(
 ) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
 
-    def job(workers: Provider) -> tuple[TunerMeasurements, Recall]:
+    def job(workers: Provider) -> tuple[TunerMeasurements, ThroughputRecall]:
         loader = DataLoader(named(), batch_size=2, workers=workers, model="mine")
         assert loader._recall is not None
         return loader._measured, loader._recall

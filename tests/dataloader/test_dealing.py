@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from upriver.dataloader.epoch import Epoch
-from upriver.dataloader.local.workers import Maker
+from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.remote.worker import (
     HUNG_REST_S,
@@ -24,7 +24,7 @@ from upriver.dataloader.remote.worker import (
     SLOTS_EACH,
     LoaderWorker,
 )
-from upriver.dataloader.remote.workers import Canary, Workers
+from upriver.dataloader.remote.workers import Canary, RemoteWorkers
 from upriver.dataloader.share import AllHere, OffloadShare
 from upriver.dataloader.tasks import Arrival, Task
 from upriver.engine.fingerprint import fingerprint
@@ -155,7 +155,7 @@ class Server:
         answer.over.set()
 
 
-class Told(Workers):
+class Told(RemoteWorkers):
     """Count the tasks given and called back."""
 
     taken = called_back = 0
@@ -200,7 +200,7 @@ class Bed:
         self.servers.append(Server(self, f"w{len(self.servers)}", seconds, **facts))
         return self.servers[-1]
 
-    def workers(self) -> Workers:
+    def workers(self) -> RemoteWorkers:
         self.known = [LoaderWorker(server.url, server) for server in self.servers]  # type: ignore[arg-type]
         self.elsewhere = Told(
             self.known,
@@ -368,7 +368,7 @@ def test_as_many_batches_are_planned(bed: Bed) -> None:
     epoch = Epoch(
         0,
         ((number,) for number in range(100)),
-        maker=Maker(MapStyle(range(100)), list),
+        maker=SampleMaker(MapStyle(range(100)), list),
         number_of=int,
         split=OffloadShare(1.0, Stretch(start=START, stop=DONE)),
         arrivals=bed.arrivals,
@@ -390,7 +390,7 @@ def test_nothing_is_planned_for_workers_that_get_nothing(bed: Bed) -> None:
     epoch = Epoch(
         0,
         ((number,) for number in range(100)),
-        maker=Maker(MapStyle(range(100)), list),
+        maker=SampleMaker(MapStyle(range(100)), list),
         number_of=int,
         split=AllHere(),
         arrivals=bed.arrivals,

@@ -24,8 +24,8 @@ from upriver.dataloader import epoch as epoch_module
 from upriver.dataloader import pending_batch as batch_module
 from upriver.dataloader import prefetch_limit as ahead
 from upriver.dataloader.epoch import Epoch
-from upriver.dataloader.local.pinned_memory import Pinned, one_thread
-from upriver.dataloader.local.workers import Maker, Processes
+from upriver.dataloader.local.pinned_memory import PinningQueue, one_thread
+from upriver.dataloader.local.workers import LoaderProcesses, SampleMaker
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.share import OffloadShare
@@ -37,7 +37,9 @@ from upriver.pipeline.seeding import apart
 class There:
     """Do the given tasks, and deliver them from another thread, later and in any order."""
 
-    def __init__(self, maker: Maker, arrivals: Arrivals, *, failing: float = 0.0, slots: int = 0) -> None:
+    def __init__(
+        self, maker: SampleMaker, arrivals: Arrivals, *, failing: float = 0.0, slots: int = 0
+    ) -> None:
         self._maker, self._arrivals, self.slots = maker, arrivals, slots
         self._failing, self._random = failing, random.Random(1)
         self._pool = ThreadPoolExecutor(3)
@@ -85,7 +87,7 @@ def run(
     turns: Sequence[float] = (),
 ) -> tuple[list[Any], list[Task]]:
     dataset = Divided(200) if reads_here else Noisy(200)
-    maker = Maker(MapStyle(dataset, seed=3), default_collate)
+    maker = SampleMaker(MapStyle(dataset, seed=3), default_collate)
     arrivals: Arrivals = SimpleQueue()
     there = There(maker, arrivals, failing=failing, slots=slots)
     split = OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole))
@@ -99,7 +101,7 @@ def run(
         arrivals=arrivals,
         ahead=ahead,
     )
-    processes = Processes(maker, num_workers=num_workers) if num_workers else None
+    processes = LoaderProcesses(maker, num_workers=num_workers) if num_workers else None
     if processes is not None:
         epoch.use(processes)
     found = []
@@ -248,7 +250,7 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
             asked.append(number)
             yield batch
 
-    maker = Maker(MapStyle(Noisy(200), seed=3), default_collate)
+    maker = SampleMaker(MapStyle(Noisy(200), seed=3), default_collate)
     arrivals: Arrivals = SimpleQueue()
     epoch = Epoch(
         0,
@@ -300,7 +302,7 @@ def test_whoever_goes_on_after_an_interruption_between_any_two_lines_gets_each_b
 ):
     batches = batches_of([3, 1, 4, 2] * 4, list(range(40)))
     expected = reference(batches, reads_here=reads_here)
-    maker = Maker(MapStyle(Divided(200) if reads_here else Noisy(200), seed=3), default_collate)
+    maker = SampleMaker(MapStyle(Divided(200) if reads_here else Noisy(200), seed=3), default_collate)
     arrivals: Arrivals = SimpleQueue()
     epoch = Epoch(
         2,
@@ -336,7 +338,7 @@ def test_who_was_interrupted_in_the_sampler_is_told_that_a_batch_may_be_lost() -
         yield (0, 1)
         raise KeyboardInterrupt
 
-    maker = Maker(MapStyle(Noisy(9)), list)
+    maker = SampleMaker(MapStyle(Noisy(9)), list)
     split = OffloadShare(0.0, Stretch(start=START, stop=DONE))
     epoch = Epoch(4, indices(), maker=maker, number_of=int, split=split, arrivals=SimpleQueue(), ahead=0)
     with pytest.raises(KeyboardInterrupt):
@@ -390,7 +392,7 @@ def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
     epoch = Epoch(
         0,
         iter([(0, 1), (2, 3), (4, 5)]),
-        maker=Maker(MapStyle(Noisy(9)), list),
+        maker=SampleMaker(MapStyle(Noisy(9)), list),
         number_of=int,
         split=OffloadShare(0.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
@@ -450,7 +452,7 @@ def many(
     epoch = Epoch(
         0,
         iter([(at, at) for at in range(count)]),
-        maker=Maker(MapStyle(Noisy(count)), list),
+        maker=SampleMaker(MapStyle(Noisy(count)), list),
         number_of=int,
         split=OffloadShare(ratio, Stretch(start=START, stop=DONE, whole=whole)),
         arrivals=arrivals,
@@ -560,7 +562,7 @@ def test_what_is_prepared_and_comes_back_is_prepared_here(count: int) -> None:
     epoch = Epoch(
         0,
         iter([(at,) for at in range(60)]),
-        maker=Maker(MapStyle(range(60)), list),
+        maker=SampleMaker(MapStyle(range(60)), list),
         number_of=int,
         split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
@@ -587,7 +589,7 @@ def test_what_comes_back_is_not_prepared_where_that_is_no_use() -> None:
     epoch = Epoch(
         0,
         iter([(at,) for at in range(60)]),
-        maker=Maker(MapStyle(Counting()), list),
+        maker=SampleMaker(MapStyle(Counting()), list),
         number_of=int,
         split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
@@ -670,8 +672,8 @@ def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(
     monkeypatch.setattr(torch.accelerator, "set_device_index", devices.append)
     batches = batches_of([4] * 12, list(range(48)))
     dataset = Divided(200) if reads_here else Noisy(200)
-    maker = Maker(MapStyle(dataset, seed=3), Pinnable)
-    arrivals = Pinned()
+    maker = SampleMaker(MapStyle(dataset, seed=3), Pinnable)
+    arrivals = PinningQueue()
     epoch = Epoch(
         2,
         iter(batches),
@@ -681,7 +683,7 @@ def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(
         elsewhere=There(maker, arrivals),
         arrivals=arrivals,
     )
-    processes = Processes(maker, num_workers=num_workers) if num_workers else None
+    processes = LoaderProcesses(maker, num_workers=num_workers) if num_workers else None
     if processes is not None:
         epoch.use(processes)
     found = list(epoch)

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from tests.dataloader.toy_datasets import Noisy, same
 from upriver.dataloader import DataLoader
-from upriver.dataloader.resumed_order import Onward, Stood, Words, set_generators
+from upriver.dataloader.resumed_order import GeneratorState, OrderGenerators, TwisterState, set_generators
 from upriver.errors import ConfigError
 from upriver.pipeline.seeding import Generators
 
@@ -400,27 +400,27 @@ def test_words_between_two_states_are_counted(count: int, before: int) -> None:
     words(count)
     ended = Generators.now()
     for name in NAMES:
-        one, other = (Words.of(getattr(each, name)) for each in (begun, ended))
+        one, other = (TwisterState.of(getattr(each, name)) for each in (begun, ended))
         assert one is not None and other is not None
         assert one.to(other) == count and one.ahead(count).same(other)
     set_generators(begun)
     words(count)
     following = torch.rand(2).tolist(), np.random.rand(), random.random()
-    moved = [Words.of(getattr(begun, name)).ahead(count).into(getattr(begun, name)) for name in NAMES]  # type: ignore[union-attr]
+    moved = [TwisterState.of(getattr(begun, name)).ahead(count).into(getattr(begun, name)) for name in NAMES]  # type: ignore[union-attr]
     set_generators(Generators(*moved))
     assert following == (torch.rand(2).tolist(), np.random.rand(), random.random())
 
 
 def test_words_behind_are_not_found() -> None:
     torch.manual_seed(5)
-    one = Words.of(torch.get_rng_state())
+    one = TwisterState.of(torch.get_rng_state())
     torch.manual_seed(6)
-    other = Words.of(torch.get_rng_state())
+    other = TwisterState.of(torch.get_rng_state())
     assert one is not None and other is not None and one.to(other) is None
     random.seed(1)
-    ours = Words.of(random.getstate())
+    ours = TwisterState.of(random.getstate())
     random.seed(2)
-    theirs = Words.of(random.getstate())
+    theirs = TwisterState.of(random.getstate())
     assert ours is not None and theirs is not None and ours.to(theirs) is None
 
 
@@ -437,11 +437,11 @@ def test_state_with_damaged_generators_is_refused(change: dict[str, Any]) -> Non
 
 
 def test_nothing_is_set_where_no_state_was_loaded() -> None:
-    onward, before = Onward(), torch.get_rng_state()
+    onward, before = OrderGenerators(), torch.get_rng_state()
     with onward.drawing():
         torch.rand(1)
     assert not onward.apart and not torch.equal(torch.get_rng_state(), before)
-    assert onward.stands() == Stood.of(Generators.now())
+    assert onward.stands() == GeneratorState.of(Generators.now())
 
 
 class Hidden(Sampler[int]):

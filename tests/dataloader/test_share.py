@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.dataloader.offload_stretch import Stretch
-from upriver.dataloader.share import AllHere, Backlog, Evened, OffloadShare
+from upriver.dataloader.share import AllHere, Backlog, EvenedShare, OffloadShare
 from upriver.errors import ConfigError
 from upriver.pipeline.mapstyle import DONE, START
 
@@ -67,8 +67,8 @@ def test_shares_that_cannot_be():
             OffloadShare(0.5, stretch(whole=True)).turn(ratio)
 
 
-def evened(ratio: float, *, whole: bool, here: int = 0, elsewhere: int = 0) -> Evened:
-    return Evened(
+def evened(ratio: float, *, whole: bool, here: int = 0, elsewhere: int = 0) -> EvenedShare:
+    return EvenedShare(
         OffloadShare(ratio, stretch(whole=whole)), SimpleNamespace(backlog=Backlog(here, elsewhere))
     )
 

@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from upriver.dataloader.thread_pool import Threads
+from upriver.dataloader.thread_pool import ThreadPool
 
 BEGUN = """
 import sys, threading, time
-from upriver.dataloader.thread_pool import Threads
+from upriver.dataloader.thread_pool import ThreadPool
 
-threads, begun = Threads(1, "reading"), threading.Event()
+threads, begun = ThreadPool(1, "reading"), threading.Event()
 
 def work():
     begun.set()
@@ -62,7 +62,7 @@ closed_with(owner, close, at_exit=True)
 
 
 def test_what_nobody_has_begun_is_left_and_what_is_begun_is_done() -> None:
-    threads, begun, goes_on = Threads(1, "reading"), threading.Event(), threading.Event()
+    threads, begun, goes_on = ThreadPool(1, "reading"), threading.Event(), threading.Event()
     done: list[str] = []
 
     def work() -> None:
@@ -82,7 +82,7 @@ def test_what_nobody_has_begun_is_left_and_what_is_begun_is_done() -> None:
 
 
 def test_work_that_fails_ends_no_thread(caplog: pytest.LogCaptureFixture) -> None:
-    threads, done = Threads(1, "failing"), threading.Event()
+    threads, done = ThreadPool(1, "failing"), threading.Event()
     threads.submit(lambda: 1 / 0)
     threads.submit(done.set)
     assert done.wait(60)

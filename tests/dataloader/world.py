@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from upriver.dataloader.autotune.offload_tuner import Auto, TunerMeasurements
+from upriver.dataloader.autotune.offload_tuner import OffloadTuner, TunerMeasurements
 from upriver.dataloader.epoch import BatchSplit, Epoch
-from upriver.dataloader.local.workers import Maker
+from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
@@ -144,7 +144,7 @@ class World:
         epoch = Epoch(
             number,
             (tuple(range(at, at + BATCH)) for at in range(0, batches * BATCH, BATCH)),
-            maker=Maker(MapStyle(self), self.collate),
+            maker=SampleMaker(MapStyle(self), self.collate),
             number_of=int,
             split=split,
             arrivals=self.arrivals,
@@ -179,7 +179,7 @@ class World:
         candidates: Sequence[str],
         why_not: Callable[[], Mapping[str, str]] = dict,
     ) -> Iterator[Any]:
-        return Auto(
+        return OffloadTuner(
             epoch,
             measured,
             candidates=candidates,

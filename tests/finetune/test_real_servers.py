@@ -20,9 +20,9 @@ from tests.server.running import free_port
 from upriver.engine.engine import Engine
 from upriver.errors import BadSample, NotAuthorized, ObjectChanged
 from upriver.finetune.prefetch.delivery_table import PrefetchWindow
-from upriver.finetune.prefetch.fetch_threads import LOCAL, Remote
+from upriver.finetune.prefetch.fetch_threads import LOCAL, RemoteFetch
 from upriver.finetune.prefetch.local_source import LocalSource
-from upriver.finetune.prefetch.prefetcher import Loader
+from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, RandomHorizontalFlip, Resize, index
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.rpc.client import ServerClient
@@ -79,9 +79,9 @@ class Job:
 
     def loader(
         self, pool: ServerPool, sources: list[str], *, window: int = 4, per_request: int = 2
-    ) -> Loader:
-        remote = Remote(pool=pool, make_request=self.request, connections=2, per_request=per_request)
-        return Loader(
+    ) -> Prefetcher:
+        remote = RemoteFetch(pool=pool, make_request=self.request, connections=2, per_request=per_request)
+        return Prefetcher(
             self.micro_batches,
             local=self.local(),
             remote=remote,

@@ -15,10 +15,10 @@ from torch import nn
 
 from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import wait_for
-from upriver.inference.costs import Handling
+from upriver.inference.costs import HandlingTimes
 from upriver.inference.offload import Offload
-from upriver.inference.partition import Rule
-from upriver.inference.remote_server import Far
+from upriver.inference.partition import PartitionRule
+from upriver.inference.remote_server import RemoteServer
 from upriver.link import LinkWindow
 
 SELDOM = {"probe_s": 3600.0, "load_s": 3600.0, "deadline_s": 120.0}
@@ -93,13 +93,13 @@ def here(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return answer
 
 
-def far_of(answer: Offload, number: int = 0) -> Far:
+def far_of(answer: Offload, number: int = 0) -> RemoteServer:
     return answer._fars[number]
 
 
 def cut_at(answer: Offload, cut: int) -> None:
     """Cut all further requests at ``cut``."""
-    answer._rule = Rule(cut=cut)
+    answer._rule = PartitionRule(cut=cut)
 
 
 def let_in(answer: Offload) -> None:
@@ -114,7 +114,7 @@ def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number:
     far.link = LinkWindow()
     far.link.saw(1, rtt_s)
     far.link.saw(max(1e6, bytes_per_s), rtt_s + max(1e6, bytes_per_s) / bytes_per_s)
-    far._costs = {digest: replace(costs, handling=Handling()) for digest, costs in far._costs.items()}
+    far._costs = {digest: replace(costs, handling=HandlingTimes()) for digest, costs in far._costs.items()}
     far._download = lambda: None  # no estimate for the downlink
 
 

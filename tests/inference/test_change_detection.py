@@ -15,7 +15,7 @@ from tests.inference.asking import SELDOM, Chain, chain, cut_at, here
 from tests.program.nets import Small
 from tests.server.running import Running
 from upriver.errors import FrozenChanged
-from upriver.inference.change_detection import MOST_TENSORS, PIECE_BYTES, Unchanged, module_states
+from upriver.inference.change_detection import MOST_TENSORS, PIECE_BYTES, ChangeDetector, module_states
 from upriver.inference.offload import Offload
 
 
@@ -120,7 +120,7 @@ def test_one_value_of_a_small_model_is_seen_with_the_next_request(number: int) -
 
 
 def test_as_many_values_are_compared_at_once_as_there_is_room_for() -> None:
-    unchanged = Unchanged()
+    unchanged = ChangeDetector()
     sizes = {"large": 40_000, "middle": 5_000, **{f"small{number}": 1 for number in range(100)}}
     unchanged.watch({name: torch.zeros(size) for name, size in sizes.items()})
     together = [[piece.numel() for _, piece, _ in pieces] for pieces in unchanged._pieces]
@@ -354,7 +354,7 @@ def test_statistics_without_a_counter_are_seen_by_their_values(statistics: Stati
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_what_no_program_reads_need_not_have_values() -> None:
-    norm, unchanged = nn.BatchNorm1d(3), Unchanged()
+    norm, unchanged = nn.BatchNorm1d(3), ChangeDetector()
     for name, value in (
         ("unset", torch.empty(3, device="meta")),
         ("none", torch.empty(0)),
@@ -388,7 +388,7 @@ def test_a_change_beside_a_request_is_seen(model: Chain, answer: Offload) -> Non
 
 def test_threads_see_it_alike() -> None:
     weights = {f"w{i}": torch.zeros(3) for i in range(50)}
-    unchanged, wrong = Unchanged(), []
+    unchanged, wrong = ChangeDetector(), []
     unchanged.watch(weights)
     weights["w7"].fill_(0.0)
 

@@ -15,10 +15,10 @@ import upriver
 from tests.inference.asking import SELDOM, chain, here
 from tests.server.running import Running
 from upriver.inference import executor as request_module
-from upriver.inference.costs import CutCosts, Handling, crossing_bytes
-from upriver.inference.exchange import Finished, packing
+from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
+from upriver.inference.exchange import ExchangeResult, packing
 from upriver.inference.partition import ESTIMATES
-from upriver.inference.remote_server import Far, Terms
+from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.inference.server_check import handling_of
 from upriver.link import LinkWindow
 from upriver.program.capture.whole_model import CapturedModel, capture_whole
@@ -48,7 +48,7 @@ def captured() -> CapturedModel:
     return capture_whole(model, Example.of(torch.randn(2, 2000)))
 
 
-def request(captured: CapturedModel, cut: int, *, up: float = UP, k: float = 1.0) -> Finished:
+def request(captured: CapturedModel, cut: int, *, up: float = UP, k: float = 1.0) -> ExchangeResult:
     """Return a finished request whose seconds follow from the definition."""
     program = captured.program
     crossing, answer = crossing_bytes(program, cut), crossing_bytes(program, program.num_stages)
@@ -57,7 +57,7 @@ def request(captured: CapturedModel, cut: int, *, up: float = UP, k: float = 1.0
     there_s = sum(phases.values()) - phases["receive"]
     down_s = (answer + TOLD_BYTES) / DOWN
     up_s = crossing / up + RTT_S + FRONT_S + (PACK_S + UNPACK_S) * crossing
-    return Finished(
+    return ExchangeResult(
         tensors=(),
         timings=Timings(phases=phases, stages=stages),
         took_s=up_s + there_s + down_s,
@@ -74,13 +74,13 @@ def link_of(up: float = UP) -> LinkWindow:
 
 
 @pytest.fixture
-def far(captured: CapturedModel) -> Iterator[Far]:
+def far(captured: CapturedModel) -> Iterator[RemoteServer]:
     """Return an admitted server that gets no requests."""
     program = captured.program
     narrowest = 1
     handling = handling_of(program, narrowest, [request(captured, narrowest)] * 2, link_of())
     stages = program.num_stages
-    far = Far(ServerClient("http://127.0.0.1:9"), Terms())
+    far = RemoteServer(ServerClient("http://127.0.0.1:9"), ServerTerms())
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far.serve(captured, (1.0,) * stages)
     far._costs[program.digest] = CutCosts(
@@ -93,7 +93,7 @@ def far(captured: CapturedModel) -> Iterator[Far]:
     far.close()
 
 
-def test_an_answer_is_fetched_once(captured: CapturedModel, far: Far) -> None:
+def test_an_answer_is_fetched_once(captured: CapturedModel, far: RemoteServer) -> None:
     costs = far.costs(captured)
     assert costs is not None
     now = far.now(costs)
@@ -107,7 +107,7 @@ def test_an_answer_is_fetched_once(captured: CapturedModel, far: Far) -> None:
 
 @pytest.mark.parametrize("up", [UP / 8, UP, 8 * UP])
 def test_what_is_no_transfer_is_no_part_of_the_links_rate(
-    captured: CapturedModel, far: Far, up: float
+    captured: CapturedModel, far: RemoteServer, up: float
 ) -> None:
     """Requests show the link's rate to the bit, and their other costs stay the same on another link."""
     for _ in range(3):
@@ -122,11 +122,11 @@ def test_what_is_no_transfer_is_no_part_of_the_links_rate(
     )
 
 
-def test_each_network_has_what_its_own_requests_take(captured: CapturedModel, far: Far) -> None:
+def test_each_network_has_what_its_own_requests_take(captured: CapturedModel, far: RemoteServer) -> None:
     own = far.costs(captured)
     assert own is not None
     other = CutCosts(
-        program=own.program, device_s=own.device_s, server_s=own.server_s, handling=Handling(front_s=7.0)
+        program=own.program, device_s=own.device_s, server_s=own.server_s, handling=HandlingTimes(front_s=7.0)
     )
     first, second = far.now(own), far.now(other)
     assert first is not None and second is not None
@@ -134,7 +134,7 @@ def test_each_network_has_what_its_own_requests_take(captured: CapturedModel, fa
     assert first.rtt_s == pytest.approx(RTT_S + FRONT_S + BESIDE_S + TOLD_BYTES / DOWN)
 
 
-def test_wide_cuts_are_packed_and_unpacked(captured: CapturedModel, far: Far) -> None:
+def test_wide_cuts_are_packed_and_unpacked(captured: CapturedModel, far: RemoteServer) -> None:
     costs = far.costs(captured)
     assert costs is not None
     wanted = [(PACK_S + UNPACK_S) * crossing_bytes(captured.program, cut) for cut in range(3)]

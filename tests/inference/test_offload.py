@@ -38,7 +38,7 @@ from upriver.errors import CaptureError, ConfigError, ProgramNotFound
 from upriver.inference import offload as offload_module
 from upriver.inference import remote_server as far_module
 from upriver.inference.offload import Offload
-from upriver.inference.partition import Rule
+from upriver.inference.partition import PartitionRule
 from upriver.policies import inference
 from upriver.program.example_inputs import Example
 from upriver.program.graph.artifact_store import publish
@@ -560,7 +560,7 @@ def test_warm_runs_the_likely_cuts_on_both_sides(server: Running) -> None:
         ready = answer.warm()
         assert list(ready) == [through.url] and len(ready[through.url]) <= 3
         assert through.requests - before == len(ready[through.url])
-        answer._rule = Rule(cut=4)
+        answer._rule = PartitionRule(cut=4)
         assert answer.warm() == {through.url: (4,)}
 
 

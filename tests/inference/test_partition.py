@@ -11,8 +11,16 @@ import numpy as np
 import pytest
 
 from upriver.errors import ConfigError
-from upriver.inference.partition import ESTIMATES, Choice, Now, Rule, choose, kept_away, likely
-from upriver.latency import LatencyModel, Sums, last_of_least
+from upriver.inference.partition import (
+    ESTIMATES,
+    CutChoice,
+    PartitionRule,
+    ServerConditions,
+    choose,
+    kept_away,
+    likely,
+)
+from upriver.latency import LatencyModel, LatencySums, last_of_least
 from upriver.policies import inference, loadpart
 from upriver.types import (
     Cluster,
@@ -48,8 +56,8 @@ def drawn(rng: random.Random, stages: int) -> Profile:
     )
 
 
-def now_of(rng: random.Random) -> Now:
-    return Now(
+def now_of(rng: random.Random) -> ServerConditions:
+    return ServerConditions(
         upload_bytes_per_s=rng.choice([1e6, 2e6, 4e6]),
         download_bytes_per_s=rng.choice([None, 1e6, 2e6]),
         rtt_s=float(rng.randint(0, 2)),
@@ -59,7 +67,7 @@ def now_of(rng: random.Random) -> Now:
     )
 
 
-def cluster_of(now: Now) -> Cluster:
+def cluster_of(now: ServerConditions) -> Cluster:
     return Cluster(
         link=Link(
             bandwidth_bytes_per_s=now.upload_bytes_per_s,
@@ -70,11 +78,11 @@ def cluster_of(now: Now) -> Cluster:
     )
 
 
-def sums_of(profile: Profile) -> Sums:
+def sums_of(profile: Profile) -> LatencySums:
     return LatencyModel(profile, Cluster(link=Link(bandwidth_bytes_per_s=1.0))).sums
 
 
-def by_hand(profile: Profile, cut: int, now: Now) -> float:
+def by_hand(profile: Profile, cut: int, now: ServerConditions) -> float:
     """Return the seconds of a request, summed stage by stage."""
     stages = profile.stages
     seconds = sum(stage.seconds["compute"][1] for stage in stages[:cut])
@@ -87,9 +95,9 @@ def by_hand(profile: Profile, cut: int, now: Now) -> float:
     return seconds
 
 
-def choice_for(profile: Profile, offers: Any, **rule: Any) -> Choice:
+def choice_for(profile: Profile, offers: Any, **rule: Any) -> CutChoice:
     local = sum(stage.seconds["compute"][1] for stage in profile.stages)
-    return choose(Rule(**rule), local, len(profile.stages), offers)
+    return choose(PartitionRule(**rule), local, len(profile.stages), offers)
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -111,12 +119,12 @@ def test_it_is_what_the_policies_plan_from_the_same_numbers(seed: int) -> None:
     profile, now = drawn(rng, rng.randint(1, 9)), now_of(rng)
     offers = [(sums_of(profile), now)]
     assert choice_for(profile, offers).cut == inference.plan(profile, cluster_of(now), ONE).cut
-    free = Now(upload_bytes_per_s=now.upload_bytes_per_s, load=now.load)
+    free = ServerConditions(upload_bytes_per_s=now.upload_bytes_per_s, load=now.load)
     assert (
         choice_for(profile, offers, policy="loadpart").cut
         == loadpart.plan(profile, cluster_of(free), ONE).cut
     )
-    blind = Now(upload_bytes_per_s=now.upload_bytes_per_s)
+    blind = ServerConditions(upload_bytes_per_s=now.upload_bytes_per_s)
     planned = loadpart.plan(profile, cluster_of(blind), ONE).cut
     assert choice_for(profile, offers, policy="neurosurgeon").cut == planned
 
@@ -160,20 +168,20 @@ def test_a_request_is_kept_away_from_servers_that_would_be_asked_if_they_were_fr
     local = sum(stage.seconds["compute"][1] for stage in profile.stages)
     offers = [(sums, states[0]), (sums, states[1]), (sums, None)]
     for deadline_s in (4.5, math.inf):
-        choice = choose(Rule(), local, stages, offers, deadline_s=deadline_s)
+        choice = choose(PartitionRule(), local, stages, offers, deadline_s=deadline_s)
         away = []
         for server, now in enumerate(states):
             free = replace(now, load=1.0, slowed=1.0, wait_s=0.0)
             least = min(by_hand(profile, cut, free) for cut in range(stages))
             if free != now and server != choice.server and least < min(choice.seconds, deadline_s) - 1e-9:
                 away.append(server)
-        assert kept_away(Rule(), choice, offers, deadline_s=deadline_s) == away
-        for rule in (Rule(policy="loadpart"), Rule(policy="local"), Rule(cut=0)):
+        assert kept_away(PartitionRule(), choice, offers, deadline_s=deadline_s) == away
+        for rule in (PartitionRule(policy="loadpart"), PartitionRule(policy="local"), PartitionRule(cut=0)):
             assert kept_away(rule, choice, offers) == []
 
 
-def flat(stages: int) -> Sums:
-    return Sums(
+def flat(stages: int) -> LatencySums:
+    return LatencySums(
         device_s=np.arange(stages + 1, dtype=np.float64),
         server_s=np.zeros(stages + 1),
         sent_bytes=np.full(stages + 1, 1e6),
@@ -182,12 +190,19 @@ def flat(stages: int) -> Sums:
 
 
 def test_a_cut_that_is_asked_for_is_taken_on_the_best_server() -> None:
-    slow, fast = (flat(4), Now(upload_bytes_per_s=1e5)), (flat(4), Now(upload_bytes_per_s=1e6))
+    slow, fast = (
+        (flat(4), ServerConditions(upload_bytes_per_s=1e5)),
+        (flat(4), ServerConditions(upload_bytes_per_s=1e6)),
+    )
     for cut in range(4):
-        assert choose(Rule(cut=cut), 4.0, 4, [slow, fast]) == Choice(cut=cut, server=1, seconds=cut + 1.0)
-    assert choose(Rule(policy="remote"), 4.0, 4, [slow, fast]) == Choice(cut=0, server=1, seconds=1.0)
-    for rule in (Rule(cut=4), Rule(policy="local")):
-        assert choose(rule, 4.0, 4, [slow, fast]) == Choice(cut=4, server=None, seconds=4.0)
+        assert choose(PartitionRule(cut=cut), 4.0, 4, [slow, fast]) == CutChoice(
+            cut=cut, server=1, seconds=cut + 1.0
+        )
+    assert choose(PartitionRule(policy="remote"), 4.0, 4, [slow, fast]) == CutChoice(
+        cut=0, server=1, seconds=1.0
+    )
+    for rule in (PartitionRule(cut=4), PartitionRule(policy="local")):
+        assert choose(rule, 4.0, 4, [slow, fast]) == CutChoice(cut=4, server=None, seconds=4.0)
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -199,48 +214,56 @@ def test_no_server_is_asked_that_would_be_late(seed: int) -> None:
         there = [each for each in seconds[:-1] if each <= deadline_s]
         wanted = min([*there, seconds[-1]])
         found = choose(
-            Rule(), seconds[-1], len(profile.stages), [(sums_of(profile), now)], deadline_s=deadline_s
+            PartitionRule(),
+            seconds[-1],
+            len(profile.stages),
+            [(sums_of(profile), now)],
+            deadline_s=deadline_s,
         )
         assert found.seconds == pytest.approx(wanted)
         assert (found.server is None) == (not there or seconds[-1] <= min(there))
 
 
 def test_a_cut_that_must_be_taken_is_taken_however_late() -> None:
-    for rule in (Rule(cut=2), Rule(policy="remote")):
-        found = choose(rule, 4.0, 4, [(flat(4), Now(upload_bytes_per_s=1e6))], deadline_s=0.1)
+    for rule in (PartitionRule(cut=2), PartitionRule(policy="remote")):
+        found = choose(rule, 4.0, 4, [(flat(4), ServerConditions(upload_bytes_per_s=1e6))], deadline_s=0.1)
         assert found.server == 0
 
 
 def test_without_a_server_or_a_link_that_is_known_the_device_does_all() -> None:
-    alone = Choice(cut=4, server=None, seconds=4.0)
-    for rule in (Rule(), Rule(cut=2), Rule(policy="remote")):
+    alone = CutChoice(cut=4, server=None, seconds=4.0)
+    for rule in (PartitionRule(), PartitionRule(cut=2), PartitionRule(policy="remote")):
         assert choose(rule, 4.0, 4, []) == alone
-    assert choose(Rule(), 4.0, 4, [(flat(4), None)]) == alone
-    assert choose(Rule(cut=2), 4.0, 4, [(flat(4), None)]) == Choice(cut=2, server=0, seconds=math.inf)
+    assert choose(PartitionRule(), 4.0, 4, [(flat(4), None)]) == alone
+    assert choose(PartitionRule(cut=2), 4.0, 4, [(flat(4), None)]) == CutChoice(
+        cut=2, server=0, seconds=math.inf
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, -math.inf])
 def test_no_policy_is_told_of_a_bandwidth_that_is_none(value: float) -> None:
     with pytest.raises(ConfigError, match="upload_bytes_per_s"):
-        Now(upload_bytes_per_s=value)
+        ServerConditions(upload_bytes_per_s=value)
     with pytest.raises(ConfigError, match="download_bytes_per_s"):
-        Now(upload_bytes_per_s=1.0, download_bytes_per_s=value)
+        ServerConditions(upload_bytes_per_s=1.0, download_bytes_per_s=value)
 
 
 def test_the_likely_cuts_are_those_that_win_somewhere() -> None:
     rng = random.Random(0)
     for _ in range(20):
         sums = sums_of(drawn(rng, 12))
-        found = likely(Rule(), sums, most=3)
+        found = likely(PartitionRule(), sums, most=3)
         assert len(found) <= 3 and len(set(found)) == len(found)
         assert all(0 <= cut < 12 for cut in found)
         for cut in found:
             assert any(
-                last_of_least(ESTIMATES["inference"](sums, Now(upload_bytes_per_s=2.0**power, load=2.0**k)))
+                last_of_least(
+                    ESTIMATES["inference"](sums, ServerConditions(upload_bytes_per_s=2.0**power, load=2.0**k))
+                )
                 == cut
                 for power in range(14, 31)
                 for k in range(6)
             )
-    assert likely(Rule(cut=5), sums, most=3) == (5,)
-    assert likely(Rule(policy="local"), sums, most=3) == ()
-    assert likely(Rule(policy="remote"), sums, most=3) == (0,)
+    assert likely(PartitionRule(cut=5), sums, most=3) == (5,)
+    assert likely(PartitionRule(policy="local"), sums, most=3) == ()
+    assert likely(PartitionRule(policy="remote"), sums, most=3) == (0,)

@@ -28,10 +28,10 @@ from upriver.errors import (
 from upriver.inference import cooldown as rest_module
 from upriver.inference import remote_server as far_module
 from upriver.inference import uplink as uplink_module
-from upriver.inference.costs import CutCosts, Handling, crossing_bytes
-from upriver.inference.exchange import Finished
-from upriver.inference.partition import Now
-from upriver.inference.remote_server import LONGEST_PAUSE_S, PAUSE_S, Far, Terms
+from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
+from upriver.inference.exchange import ExchangeResult
+from upriver.inference.partition import ServerConditions
+from upriver.inference.remote_server import LONGEST_PAUSE_S, PAUSE_S, RemoteServer, ServerTerms
 from upriver.inference.server_check import PROBES, AdmittedNetwork
 from upriver.link import ROUND_TRIPS, LinkWindow
 from upriver.program.capture.whole_model import CapturedModel, capture_whole
@@ -52,7 +52,7 @@ class Upmost(random.Random):
 
 @dataclass
 class There:
-    """A server, and everything that a `Far` does with it.
+    """A server, and everything that a `RemoteServer` does with it.
 
     Attributes:
         now_s: Time of the clock.
@@ -123,9 +123,9 @@ def there(monkeypatch: pytest.MonkeyPatch) -> There:
 
 
 @pytest.fixture
-def far(there: There) -> Iterator[Far]:
+def far(there: There) -> Iterator[RemoteServer]:
     """Return a server handle that takes turns when a test says so, with the longest allowed pauses."""
-    far = Far(there, Terms(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
+    far = RemoteServer(there, ServerTerms(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S, rng=Upmost())
     far._rest._backoff = far._backoff
@@ -140,12 +140,12 @@ def networks() -> list[CapturedModel]:
     return [capture_whole(model, Example.of(torch.randn(rows, 64))) for rows in (1, 4)]
 
 
-def serve(far: Far, *networks: CapturedModel) -> None:
+def serve(far: RemoteServer, *networks: CapturedModel) -> None:
     for captured in networks:
         far.serve(captured, (0.01,) * captured.program.num_stages)
 
 
-def turn(far: Far) -> float:
+def turn(far: RemoteServer) -> float:
     """Do one turn of the thread's work; return the seconds until its next turn."""
     try:
         return far._turn()
@@ -154,9 +154,9 @@ def turn(far: Far) -> float:
         return 0.0
 
 
-def finished(took_s: float = 0.1, stages_s: float = 0.0) -> Finished:
+def finished(took_s: float = 0.1, stages_s: float = 0.0) -> ExchangeResult:
     timings = Timings(k=2.0, expected_wait_s=0.0, stages={1: stages_s / 4, 7: stages_s * 3 / 4})
-    return Finished(tensors=(), timings=timings, took_s=took_s)
+    return ExchangeResult(tensors=(), timings=timings, took_s=took_s)
 
 
 # ---------------------------------------------------------------------------------------- refusals
@@ -172,7 +172,7 @@ OF_ONE_NETWORK = [
 
 @pytest.mark.parametrize("error", OF_ONE_NETWORK, ids=lambda error: error.code)
 def test_who_is_not_let_in_with_one_network_is_asked_for_the_others(
-    error: UpriverError, far: Far, there: There, networks: list[CapturedModel]
+    error: UpriverError, far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     first, second = networks
     there.refuses[second.program.digest] = error
@@ -192,7 +192,7 @@ def test_who_is_not_let_in_with_one_network_is_asked_for_the_others(
 
 
 def test_a_network_that_is_refused_is_tried_more_and_more_seldom(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     first, second = networks
     there.refuses[second.program.digest] = ProgramNotFound("not here")
@@ -212,7 +212,7 @@ def test_a_network_that_is_refused_is_tried_more_and_more_seldom(
     ids=lambda error: error.code,
 )
 def test_a_request_that_is_refused_has_nothing_let_in_anew(
-    error: UpriverError, far: Far, there: There, networks: list[CapturedModel]
+    error: UpriverError, far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     first, second = networks
     serve(far, first, second)
@@ -227,7 +227,7 @@ def test_a_request_that_is_refused_has_nothing_let_in_anew(
 
 
 def test_a_network_of_which_it_gives_other_bits_is_let_in_anew_alone(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     first, second = networks
     serve(far, first, second)
@@ -244,7 +244,7 @@ def test_a_network_of_which_it_gives_other_bits_is_let_in_anew_alone(
     "error", [ServerUnavailable("gone"), ProgramNotFound("not any more")], ids=lambda error: error.code
 )
 def test_a_server_that_may_be_another_one_is_let_in_anew(
-    error: UpriverError, far: Far, there: There, networks: list[CapturedModel]
+    error: UpriverError, far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, *networks)
     turn(far)
@@ -258,7 +258,7 @@ def test_a_server_that_may_be_another_one_is_let_in_anew(
 
 @pytest.mark.parametrize("killer", [0, 1])
 def test_one_network_that_a_server_fails_by_keeps_no_other_out(
-    killer: int, far: Far, there: There, networks: list[CapturedModel]
+    killer: int, far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     bad, good = networks[killer], networks[1 - killer]
     there.refuses[bad.program.digest] = ServerUnavailable("broke off")
@@ -275,7 +275,7 @@ def test_one_network_that_a_server_fails_by_keeps_no_other_out(
 
 
 def test_one_that_is_gone_when_a_network_is_to_be_let_in_is_asked_for_none(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, networks[0])
     turn(far)
@@ -294,7 +294,7 @@ def test_one_that_is_gone_when_a_network_is_to_be_let_in_is_asked_for_none(
 
 
 def test_pauses_grow_until_a_request_is_answered(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     """This holds too for a server that passes every check and fails every request."""
     captured = networks[0]
@@ -318,7 +318,7 @@ def test_pauses_grow_until_a_request_is_answered(
 
 
 def test_a_server_without_room_is_left_alone_as_long_as_it_says(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     captured = networks[0]
     serve(far, captured)
@@ -334,7 +334,7 @@ def test_a_server_without_room_is_left_alone_as_long_as_it_says(
 # ----------------------------------------------------------------------------------------- probes
 
 
-def probes_beside(far: Far, there: There, captured: CapturedModel, cut: int, took_s: float) -> int:
+def probes_beside(far: RemoteServer, there: There, captured: CapturedModel, cut: int, took_s: float) -> int:
     """Return the number of probes in a minute with a request every two seconds."""
     there.did.clear()
     for _ in range(30):
@@ -344,7 +344,7 @@ def probes_beside(far: Far, there: There, captured: CapturedModel, cut: int, too
     return there.did.count("probe")
 
 
-def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: There) -> None:
+def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: RemoteServer, there: There) -> None:
     """At cut 6 of 7 a single packet crosses, which measures a round trip."""
     wide = capture_whole(chain(), Example.of(torch.randn(16, 64)))
     assert [crossing_bytes(wide.program, cut) for cut in (0, 6)] == [4096, 768]
@@ -354,12 +354,12 @@ def test_a_request_puts_a_probe_off_only_if_it_shows_the_link(far: Far, there: T
     assert probes_beside(far, there, wide, 0, took_s=RTT_S + 4096 / there.rate) == 0
     assert probes_beside(far, there, wide, 6, took_s=0.1) >= 9
     costs = far._costs[wide.program.digest]
-    far._costs[wide.program.digest] = replace(costs, handling=Handling(front_s=1.0))
+    far._costs[wide.program.digest] = replace(costs, handling=HandlingTimes(front_s=1.0))
     assert probes_beside(far, there, wide, 0, took_s=0.1) >= 9, "it took less than the front is known to"
 
 
 def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, networks[0])
     turn(far)
@@ -385,13 +385,13 @@ def test_a_server_that_is_left_alone_for_its_load_is_asked_for_it_sooner(
 
 
 def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     captured = networks[0]
     serve(far, captured)
     turn(far)
 
-    def now() -> Now:
+    def now() -> ServerConditions:
         costs = far.costs(captured)
         assert costs is not None and costs.sums.server_s[0] == pytest.approx(0.007)
         found = far.now(costs)
@@ -421,7 +421,7 @@ def test_an_answer_that_took_far_longer_than_k_says_counts_at_once(
 
 
 def test_a_probe_waits_for_a_request_that_is_under_way(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, networks[0])
     turn(far)
@@ -447,7 +447,7 @@ def test_a_probe_waits_for_a_request_that_is_under_way(
 
 
 def test_of_a_link_that_the_request_has_shown_the_round_trip_alone_is_measured(
-    far: Far, there: There
+    far: RemoteServer, there: There
 ) -> None:
     captured = capture_whole(chain(), Example.of(torch.randn(16, 64)))
     serve(far, captured)
@@ -469,7 +469,7 @@ def test_of_a_link_that_the_request_has_shown_the_round_trip_alone_is_measured(
 
 @pytest.mark.parametrize(("before", "after"), [(0.005, 0.105), (0.105, 0.005)])
 def test_a_round_trip_of_another_length_is_learned_while_requests_show_the_link(
-    before: float, after: float, far: Far, there: There
+    before: float, after: float, far: RemoteServer, there: There
 ) -> None:
     captured = capture_whole(chain(), Example.of(torch.randn(800, 64)))
     there.rtt_s, there.rate, size = before, 1e7, crossing_bytes(captured.program, 0)
@@ -485,7 +485,7 @@ def test_a_round_trip_of_another_length_is_learned_while_requests_show_the_link(
     assert there.did.count("probe") == 2, "at the let-in, and after the first request that was odd"
 
 
-def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: Far, there: There) -> None:
+def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: RemoteServer, there: There) -> None:
     captured = capture_whole(chain(), Example.of(torch.randn(16, 64)))
     serve(far, captured)
     turn(far)
@@ -514,7 +514,7 @@ def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: Far, the
 
 
 def test_a_probe_waits_for_no_request_that_began_after_it_was_due(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     """Requests that show nothing about the link follow each other without a gap."""
     serve(far, networks[0])
@@ -537,7 +537,7 @@ def test_a_probe_waits_for_no_request_that_began_after_it_was_due(
 def test_a_probe_is_not_repeated_beside_a_request(
     beside: bool,
     probes: int,
-    far: Far,
+    far: RemoteServer,
     there: There,
     networks: list[CapturedModel],
     monkeypatch: pytest.MonkeyPatch,
@@ -561,9 +561,9 @@ def test_a_probe_is_not_repeated_beside_a_request(
 
 
 def test_a_request_to_one_server_puts_off_the_probes_of_others(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
-    other = Far(There(), Terms(), far._uplink)  # type: ignore[arg-type]
+    other = RemoteServer(There(), ServerTerms(), far._uplink)  # type: ignore[arg-type]
     serve(far, networks[0])
     turn(far)
     there.did.clear()
@@ -575,7 +575,7 @@ def test_a_request_to_one_server_puts_off_the_probes_of_others(
     assert there.did == ["probe"]
 
 
-def test_a_link_that_has_become_thin_locks_no_server_out(far: Far, there: There) -> None:
+def test_a_link_that_has_become_thin_locks_no_server_out(far: RemoteServer, there: There) -> None:
     """Requests of 600 kB over 8 MB/s, then 0.1 MB/s: a probe of their size exceeds its time limit."""
     captured = capture_whole(chain(), Example.of(torch.randn(2400, 64)))
     assert crossing_bytes(captured.program, 0) == 614_400
@@ -599,7 +599,7 @@ def test_a_link_that_has_become_thin_locks_no_server_out(far: Far, there: There)
 
 
 def test_what_was_known_of_the_link_outlives_a_refusal(
-    far: Far, there: There, networks: list[CapturedModel]
+    far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
     serve(far, networks[0])
     turn(far)

@@ -17,7 +17,7 @@ from tests.server.running import Running, wait_for
 from upriver.errors import Busy, CaptureError, ProgramNotFound, ProtocolError
 from upriver.inference import remote_server as far_module
 from upriver.inference.offload import Offload
-from upriver.inference.partition import Rule
+from upriver.inference.partition import PartitionRule
 from upriver.program.capture import whole_model
 from upriver.program.capture.prefix import capture
 
@@ -215,7 +215,7 @@ def test_no_number_of_a_server_s_keeps_a_request_from_its_answer(
     with asking(front, cut=None, load_s=0.02) as answer:
         say()
         for cut in (None, 0, 3):
-            answer._rule = Rule(cut=cut)
+            answer._rule = PartitionRule(cut=cut)
             for _ in range(3):
                 assert torch.equal(answer(x), here(chain(), x))
                 assert str(answer.plan) and answer.why

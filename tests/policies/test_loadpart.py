@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.planning import ALEXNET_BYTES, alexnet, clusters, profiles, workloads
 from upriver.errors import ConfigError, NoFeasibleCut
-from upriver.latency import ALL_SENT, LatencyModel, Sums
+from upriver.latency import ALL_SENT, LatencyModel, LatencySums
 from upriver.policies import POLICIES, REQUEST_POLICIES, choose
 from upriver.policies.loadpart import decide, plan
 from upriver.report.plan import to_dict
@@ -247,4 +247,4 @@ def test_requests_are_no_policy_of_training() -> None:
 def test_sums_of_unequal_lengths_are_refused() -> None:
     two, three = np.zeros(2), np.zeros(3)
     with pytest.raises(ConfigError, match=r"a number for each cut, got \[2, 3\]"):
-        Sums(device_s=two, server_s=two, sent_bytes=three, handling_s=two)
+        LatencySums(device_s=two, server_s=two, sent_bytes=three, handling_s=two)

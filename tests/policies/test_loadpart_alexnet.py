@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from upriver.cost import after, before
-from upriver.latency import Sums
+from upriver.latency import LatencySums
 from upriver.policies.loadpart import decide
 from upriver.program.models.loadpart_nodes import PaperNode, paper_nodes
 from upriver.program.models.registry import load_model
@@ -48,12 +48,12 @@ def device_s(previous: PaperNode, node: PaperNode) -> float:
 
 
 @pytest.fixture(scope="module")
-def sums() -> Sums:
+def sums() -> LatencySums:
     model, inputs = load_model("torchvision:alexnet")
     nodes = paper_nodes(model, inputs.example(1))
     assert [number for number in LAYERS if nodes[number].kind in ("conv", "matmul")] == list(LAYERS)
     seconds = np.array([device_s(*pair) for pair in pairwise(nodes)])
-    return Sums(
+    return LatencySums(
         device_s=before(seconds),
         server_s=after(seconds) / TIMES_SLOWER,
         sent_bytes=np.array([node.cut_bytes for node in nodes]),
@@ -61,7 +61,7 @@ def sums() -> Sums:
     )
 
 
-def test_the_choice_moves_back_from_4_to_8_to_19_to_27_as_the_link_slows_down(sums: Sums) -> None:
+def test_the_choice_moves_back_from_4_to_8_to_19_to_27_as_the_link_slows_down(sums: LatencySums) -> None:
     """Figure 6 and section V-B. Ties (the flatten takes no time) go to the later node: 19 and never 18."""
     powers = [decide(sums, upload=rate * MBIT) for rate in (1024, 64, 32, 16, 8, 4, 2, 1)]
     assert powers == [0, 4, 4, 19, 19, 19, 27, 27]
@@ -72,7 +72,7 @@ def test_the_choice_moves_back_from_4_to_8_to_19_to_27_as_the_link_slows_down(su
     assert list(dict.fromkeys(chosen)) == [4, 8, 19, 27]
 
 
-def test_each_choice_is_the_least_of_all_28(sums: Sums) -> None:
+def test_each_choice_is_the_least_of_all_28(sums: LatencySums) -> None:
     total = float(sums.device_s[-1])
     for rate in (64, 27.4, 8, 1):
         found = decide(sums, upload=rate * MBIT)
@@ -83,7 +83,7 @@ def test_each_choice_is_the_least_of_all_28(sums: Sums) -> None:
         assert found != 27 or total <= min(seconds)
 
 
-def test_the_choice_moves_from_8_to_19_to_27_as_the_server_gets_busy(sums: Sums) -> None:
+def test_the_choice_moves_from_8_to_19_to_27_as_the_server_gets_busy(sums: LatencySums) -> None:
     """Section V-C: the rate is one at which an idle server gets all nodes after 8."""
     chosen = [decide(sums, upload=27.4 * MBIT, load=load) for load in (1, 2, 4, 8, 16, 20, 40, 80)]
     assert chosen == sorted(chosen)

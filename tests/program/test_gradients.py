@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.program.nets import freeze
 from upriver._torchvision import ensure_torchvision
-from upriver.finetune.model_wrapper import TailRunner, Wrapped
+from upriver.finetune.model_wrapper import TailRunner, WrappedModel
 from upriver.finetune.planning.plan_builder import measure_tail
 from upriver.program.freeze import keep_in_eval
 from upriver.program.split.split import Split, split
@@ -296,7 +296,7 @@ def test_a_compiled_tail_is_given_features_that_ask_for_a_gradient() -> None:
     x = words()
     parts = split(model, x)
     assert parts.program is not None, parts.why_not
-    run = TailRunner(parts.tail, Wrapped(model=model), compile_options={"backend": "eager"})
+    run = TailRunner(parts.tail, WrappedModel(model=model), compile_options={"backend": "eager"})
     asked.clear()
     run(parts.program.run((x,), 0, parts.freeze)[0]).sum().backward()
     assert asked == [True]

@@ -15,7 +15,7 @@ from tests.rpc.scripted_http import scripted
 from tests.rpc.test_client import request, serve_batches
 from upriver.errors import ServerUnavailable, UpriverError
 from upriver.rpc.client import AnswerClosed, ServerClient
-from upriver.rpc.http import Address, Connection, Holder, Timeouts, within
+from upriver.rpc.http import Address, Connection, ConnectionHolder, Timeouts, within
 
 PATIENT = Timeouts(connect_s=600.0, read_s=600.0, question_s=600.0)
 """Timeouts so long that nothing ends by itself during a test."""
@@ -119,7 +119,7 @@ def test_one_that_was_broken_off_before_it_began_connects_nowhere(client: Server
 
 
 def test_one_that_is_taken_after_its_deadline_connects_nowhere(client: ServerClient) -> None:
-    connection, holder = client._address.connection(), Holder()
+    connection, holder = client._address.connection(), ConnectionHolder()
     holder.close()
     holder.hold(connection)
     with pytest.raises(ConnectionAbortedError, match="broken off"):

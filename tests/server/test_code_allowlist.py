@@ -21,7 +21,7 @@ from upriver.errors import CodeFailed, Forbidden, UpriverError
 from upriver.pipeline.mapstyle import START
 from upriver.protocol import CodeRef
 from upriver.server.code_allowlist import check_code
-from upriver.server.execution.user_code import Code
+from upriver.server.execution.user_code import UserCode
 from upriver.server.ipc.messages import RunCode
 
 FOREIGN = [*allowing.foreign(), *allowing.OUTSIDE]
@@ -39,7 +39,7 @@ class Shop:
     """Resolve names as a worker's process does, and keep a diary of the foreign code that has run."""
 
     def __init__(self, diary: Path) -> None:
-        self._diary, self.code = diary, Code(allowing.ALLOW)
+        self._diary, self.code = diary, UserCode(allowing.ALLOW)
 
     def ran(self) -> list[str]:
         """Return the code that has run since the last call."""
@@ -196,7 +196,7 @@ def test_a_module_in_an_archive_opens_what_it_defines(
     with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
         archive.writestr("archived_data.py", f"from os import system\n{MODULE}")
     monkeypatch.syspath_prepend(str(tmp_path / "code.zip"))
-    code = Code(["archived_data"])
+    code = UserCode(["archived_data"])
     assert [code.make(run_of(f"archived_data:{name}"), None) for name in ("Data", "make")] == [[1], [1]]
     with pytest.raises(Forbidden, match="comes from posix"):
         code.make(run_of("archived_data:system"), None)
@@ -212,8 +212,8 @@ def test_a_module_without_source_opens_only_what_is_named_in_full(
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("compiled_data:Data", "compiled_data:make"):
         with pytest.raises(Forbidden, match=f"named in full: --allow {name}"):
-            Code(["compiled_data"]).make(run_of(name), None)
-        assert Code([name]).make(run_of(name), None) == [1]
+            UserCode(["compiled_data"]).make(run_of(name), None)
+        assert UserCode([name]).make(run_of(name), None) == [1]
 
 
 def test_an_object_in_place_of_a_module_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +226,8 @@ def test_an_object_in_place_of_a_module_is_not_asked(tmp_path: Path, monkeypatch
     monkeypatch.setenv("ASKED", "nobody")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(Forbidden, match="in place of its module"):
-        Code(["standing_in"]).make(run_of("standing_in:make"), None)
+        UserCode(["standing_in"]).make(run_of("standing_in:make"), None)
     assert os.environ["ASKED"] == "nobody"
     with pytest.raises(CodeFailed, match="there is no standing_in:make"):
-        Code(["standing_in:make"]).make(run_of("standing_in:make"), None)
+        UserCode(["standing_in:make"]).make(run_of("standing_in:make"), None)
     assert os.environ["ASKED"] == "make"

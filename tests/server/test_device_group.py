@@ -17,7 +17,7 @@ from tests.server.http.test_limits import same, upload
 from tests.server.running import answering, ask, messages, run, running, stopped
 from upriver.errors import ConfigError
 from upriver.server import ServerConfig, device_group
-from upriver.server.device_group import Units
+from upriver.server.device_group import DeviceGroups
 from upriver.server.tenants import Tenant
 from upriver.types import MicroBatch
 
@@ -36,9 +36,9 @@ class Runner:
         return self.of[tenant]
 
 
-def devices(count: int) -> tuple[Units, list[Runner]]:
+def devices(count: int) -> tuple[DeviceGroups, list[Runner]]:
     runners = [Runner() for _ in range(count)]
-    return Units([cast(Any, SimpleNamespace(runner=runner)) for runner in runners]), runners
+    return DeviceGroups([cast(Any, SimpleNamespace(runner=runner)) for runner in runners]), runners
 
 
 @given(count=st.integers(1, 4), arrivals=st.lists(st.sampled_from("abc"), max_size=40))

@@ -33,7 +33,7 @@ from tests.server.running import (
 from upriver.errors import ProtocolError
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, End, RunRequest, read_frame
-from upriver.server.sandbox.cgroup import PREFIX, Groups
+from upriver.server.sandbox.cgroup import PREFIX, ControlGroups
 from upriver.types import MicroBatch
 
 pytestmark = pytest.mark.slow
@@ -285,7 +285,7 @@ def test_nothing_is_left_whatever_killed_a_server(long, tmp_path, monkeypatch):
 
 def groups_of(pid):
     """Return the control groups of a front, once the next front has looked for leftovers."""
-    groups = Groups.find()
+    groups = ControlGroups.find()
     if groups is None:
         return []
     return [path.name for path in groups._parent.iterdir() if path.name.startswith(f"{PREFIX}-{pid}-")]

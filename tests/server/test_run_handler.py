@@ -16,14 +16,14 @@ from upriver.protocol import PREFIX_NBYTES, End, RunRequest, encode
 from upriver.server import ServerConfig
 from upriver.server.execution.run_context import AdmittedRequest, ResolvedRequest, groups_of
 from upriver.server.execution.worker_process import Result
-from upriver.server.http.errors import Wording
+from upriver.server.http.errors import ErrorWording
 from upriver.server.observability.load import LoadMeter
 from upriver.server.observability.metrics import ServerMetrics
-from upriver.server.run_handler import JOINED_BYTES, Runner
-from upriver.server.scheduling.fair_queue import Turns
+from upriver.server.run_handler import JOINED_BYTES, RunHandler
+from upriver.server.scheduling.fair_queue import FairQueue
 from upriver.server.scheduling.footprint import TAIL_BYTES
-from upriver.server.scheduling.memory_budget import Budget
-from upriver.server.scheduling.memory_hold import Bodies, Coming, MemoryUse
+from upriver.server.scheduling.memory_budget import MemoryBudget
+from upriver.server.scheduling.memory_hold import BodyMemory, IncomingBodyMemory, MemoryUse
 from upriver.server.tenants import ANYONE, Tenant, hash_token
 from upriver.types import Timings
 
@@ -60,16 +60,16 @@ async def turns(count):
 
 
 def runner_of(log, reading, computing, nbytes, broken=None, workers=1, **settings):
-    runner = Runner(
+    runner = RunHandler(
         ServerConfig(stores={"default": "memory://"}, **settings),
         pool=cast(Any, Workers(log, computing, nbytes, broken)),
         programs=cast(Any, None),
         datasets=cast(Any, None),
-        budget=Budget(1 << 30),
+        budget=MemoryBudget(1 << 30),
         line=cast(Any, None),
-        turns=Turns(workers, one_each=True),
+        turns=FairQueue(workers, one_each=True),
         metrics=ServerMetrics(),
-        wording=Wording({}),
+        wording=ErrorWording({}),
     )
 
     async def job(order, index, clock):
@@ -352,17 +352,17 @@ def test_memory_is_given_back_when_the_last_user_has_left():
 
 
 def test_bodies_leave_half_of_the_memory_to_what_computes():
-    budget, asked = Budget(100 * Coming.STEP_BYTES), []
-    bodies = Bodies(budget, asked.append)
-    first, second = Coming(bodies, ANYONE), Coming(bodies, ANYONE)
-    first.room(40 * Coming.STEP_BYTES)
+    budget, asked = MemoryBudget(100 * IncomingBodyMemory.STEP_BYTES), []
+    bodies = BodyMemory(budget, asked.append)
+    first, second = IncomingBodyMemory(bodies, ANYONE), IncomingBodyMemory(bodies, ANYONE)
+    first.room(40 * IncomingBodyMemory.STEP_BYTES)
     second.room(1)
-    second.room(10 * Coming.STEP_BYTES)
+    second.room(10 * IncomingBodyMemory.STEP_BYTES)
     with pytest.raises(Overloaded):
-        second.room(10 * Coming.STEP_BYTES + 1)
-    assert budget.reserved_bytes == sum(asked) == 50 * Coming.STEP_BYTES
+        second.room(10 * IncomingBodyMemory.STEP_BYTES + 1)
+    assert budget.reserved_bytes == sum(asked) == 50 * IncomingBodyMemory.STEP_BYTES
     first.release()
     first.release()
-    second.room(90 * Coming.STEP_BYTES)  # no other request's bytes are here
+    second.room(90 * IncomingBodyMemory.STEP_BYTES)  # no other request's bytes are here
     second.release()
     assert budget.reserved_bytes == 0

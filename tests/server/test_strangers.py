@@ -20,12 +20,12 @@ import torch
 from tests.server.configured import bearer, post_run, read_run, tenant
 from tests.server.running import Running, ask
 from upriver.server.config import ServerConfig
-from upriver.server.device_group import Units
+from upriver.server.device_group import DeviceGroups
 from upriver.server.http.auth import Authenticator
-from upriver.server.http.light_requests import MAX_STRANGERS, SHARE, Looks
+from upriver.server.http.light_requests import MAX_STRANGERS, SHARE, LightRequests
 from upriver.server.http.limits import ABORT, HeldConnection, make_room
-from upriver.server.observability.audit_log import Audit
-from upriver.server.observability.logging import AT_ONCE, JsonFormatter, Sparing, TextFormatter
+from upriver.server.observability.audit_log import AuditLog
+from upriver.server.observability.logging import AT_ONCE, JsonFormatter, RateLimitFilter, TextFormatter
 from upriver.server.sandbox import rlimits
 from upriver.server.sandbox.rlimits import FRONT_FILES, connections
 from upriver.server.tenants import Tenant, hash_token
@@ -198,7 +198,7 @@ class Asked:
         self.through = []
         self._status = status
         config = ServerConfig(stores=STORE, tenants=TENANTS, max_connections=max_connections)
-        self._access = Authenticator(self._answer, config, Audit(None), looks=looks)
+        self._access = Authenticator(self._answer, config, AuditLog(None), looks=looks)
 
     async def _answer(self, scope, receive, send):
         if scope["path"] == "/v1/run":
@@ -269,7 +269,7 @@ def test_a_tenant_who_looks_once_waits_for_one_look_of_another():
     order = []
 
     async def crowd():
-        looks = Looks()
+        looks = LightRequests()
 
         async def look(who):
             await looks.turn(who)
@@ -283,7 +283,7 @@ def test_a_tenant_who_looks_once_waits_for_one_look_of_another():
 
 def test_looking_takes_its_share_while_anyone_works_and_all_there_is_else():
     async def seconds(*, working):
-        looks, loop = Looks(), asyncio.get_running_loop()
+        looks, loop = LightRequests(), asyncio.get_running_loop()
         with ExitStack() as stack:
             if working:
                 stack.enter_context(looks.works())
@@ -298,7 +298,7 @@ def test_looking_takes_its_share_while_anyone_works_and_all_there_is_else():
 
 def test_time_that_a_look_waits_is_not_charged():
     async def charged():
-        looks = Looks()
+        looks = LightRequests()
 
         async def work():
             await asyncio.sleep(0.2)
@@ -323,7 +323,7 @@ def test_an_error_and_an_end_reach_what_looks():
             raise
 
     async def both():
-        looks = Looks()
+        looks = LightRequests()
         with pytest.raises(KeyError):
             await looks.look("bob", work(failing=True))
         task = asyncio.create_task(looks.look("bob", work(failing=False)))
@@ -353,7 +353,7 @@ def test_a_tenant_beyond_its_places_is_turned_away_at_once_and_cut_off_where_tha
     cut = []
 
     async def crowd():
-        looks = Looks()
+        looks = LightRequests()
         asked = Asked(looks=looks, max_connections=1)
         with looks.works():
             working = asyncio.create_task(asked.ask("POST", "/v1/run", "alice"))
@@ -376,7 +376,7 @@ def test_memory_is_looked_at_once_however_many_ask():
         return 7
 
     async def ask_all():
-        units = Units([SimpleNamespace(pool=SimpleNamespace(used_bytes=used))])
+        units = DeviceGroups([SimpleNamespace(pool=SimpleNamespace(used_bytes=used))])
         return await asyncio.gather(*(units.used_bytes() for _ in range(16)))
 
     assert asyncio.run(ask_all()) == [7] * 16
@@ -392,7 +392,7 @@ def _record(line, message="a client did something"):
 
 def test_lines_of_one_place_are_spared_and_counted_and_others_are_not():
     clock = [0.0]
-    spare = Sparing(now=lambda: clock[0])
+    spare = RateLimitFilter(now=lambda: clock[0])
     passed = [spare(_record(1)) for _ in range(AT_ONCE + 200)]
     assert passed == [True] * AT_ONCE + [False] * 200
     other, again = _record(2), _record(2)

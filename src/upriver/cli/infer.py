@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from upriver.inference.executor import Served
+    from upriver.inference.executor import ServedRequest
     from upriver.inference.offload import Offload
     from upriver.program.capture.input_spec import ModelInputs
     from upriver.program.example_inputs import Example
@@ -113,7 +113,7 @@ def infer(
         )
     with answer:
         _wait(answer)
-        asked: list[Served] = []
+        asked: list[ServedRequest] = []
         for _ in range(repeat):
             given = answer(*call.args, **call.kwargs)
             if answer.last is not None:
@@ -163,7 +163,7 @@ def _wait(answer: Offload) -> None:
 
 
 def _document(
-    model: str, answer: Offload, asked: Sequence[Served], tensors: Sequence[torch.Tensor]
+    model: str, answer: Offload, asked: Sequence[ServedRequest], tensors: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
     phases = ("total_s", "decide_s", "device_s", "link_s", "server_s")
     return {

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from upriver.coldstart.fetch.weight_stream import Sink, Stream
+from upriver.coldstart.fetch.weight_stream import Sink, WeightStream
 from upriver.coldstart.format.checkpoint import WeightSource
 from upriver.coldstart.format.manifest import Manifest, StoredTensor
 from upriver.coldstart.load_handle import Groupings, Handle, under_way
@@ -102,7 +102,7 @@ class Arriving(Handle[Program]):
         self,
         source: WeightSource,
         file: ArrivingFile,
-        stream_of: Callable[[Sink], Stream],
+        stream_of: Callable[[Sink], WeightStream],
         *,
         stop: int,
         digest: str | None,

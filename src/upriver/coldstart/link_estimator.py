@@ -76,7 +76,7 @@ class FlowMeter:
         Args:
             link: Earlier estimate of the link.
             most: Most concurrent requests.
-            bound_bytes_per_s: Bandwidth cap, see :class:`Cap`.
+            bound_bytes_per_s: Bandwidth cap, see :class:`TokenBucket`.
         """
         self.link, self.known = link, False
         self.wanted = min(max(1, link.requests // 2), most)
@@ -149,7 +149,7 @@ class FlowMeter:
         self.link = replace(self.link, requests=self.wanted)
 
 
-class Cap:
+class TokenBucket:
     """Token bucket for an operator's bandwidth cap, used by one thread."""
 
     def __init__(self, bytes_per_s: float) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from upriver.coldstart import link_cache
-from upriver.coldstart.fetch.weight_stream import Sink, Stream
+from upriver.coldstart.fetch.weight_stream import Sink, WeightStream
 from upriver.coldstart.format.checkpoint import WeightSource
 from upriver.coldstart.format.readahead import ENDING_S, reading
 from upriver.coldstart.grouping import grouping_cache
@@ -47,7 +47,7 @@ class Handle(ABC, Generic[Owner]):
         self,
         source: WeightSource,
         memories: Sequence[WeightMemory],
-        stream_of: Callable[[Sink], Stream],
+        stream_of: Callable[[Sink], WeightStream],
         *,
         steps: Mapping[str, float],
         groupings: Groupings,
@@ -244,7 +244,7 @@ def _left(until_s: float) -> float | None:
     return None if until_s == math.inf else max(0.0, until_s - time.monotonic())
 
 
-def remember(source: WeightSource, stream: Stream, groupings: Groupings) -> None:
+def remember(source: WeightSource, stream: WeightStream, groupings: Groupings) -> None:
     """Store the results that the next load can start with.
 
     Args:
@@ -266,7 +266,7 @@ under_way: weakref.WeakKeyDictionary[object, Handle[Any]] = weakref.WeakKeyDicti
 """Running loads, by their models and programs."""
 
 
-_streaming: weakref.WeakSet[Stream] = weakref.WeakSet()
+_streaming: weakref.WeakSet[WeightStream] = weakref.WeakSet()
 _writing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 

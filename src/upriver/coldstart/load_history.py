@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from upriver.coldstart.fetch.weight_stream import Event
+from upriver.coldstart.fetch.weight_stream import StreamEvent
 from upriver.coldstart.format.checkpoint import WeightSource
 
 FIRST_BYTE, FILLED, TOUCHED = "first_byte", "filled", "touched"
@@ -36,7 +36,7 @@ def moments(
     began_s: float,
     steps: Mapping[str, float],
     stream_s: float,
-    events: Iterable[Event],
+    events: Iterable[StreamEvent],
     touched: Mapping[int, float],
 ) -> list[LoadEvent]:
     """Return all events in order.

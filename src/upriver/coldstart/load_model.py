@@ -17,23 +17,23 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from upriver._threads import Beside
+from upriver._threads import DaemonExecutor
 from upriver.coldstart.arguments import check_store, checked
 from upriver.coldstart.fetch.strategy import asked_ahead, is_one_request, way_to
-from upriver.coldstart.fetch.weight_stream import Sink, Stream, StreamLimits
+from upriver.coldstart.fetch.weight_stream import Sink, StreamLimits, WeightStream
 from upriver.coldstart.format.checkpoint import WeightSource, find, keep_order
-from upriver.coldstart.format.readahead import Ahead
+from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.format.uris import opened
 from upriver.coldstart.grouping import grouping_cache
 from upriver.coldstart.grouping.groups import choose, joins_s, knows_stream
 from upriver.coldstart.grouping.timeline import Timeline
 from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.load_handle import Groupings, Handle, under_way
-from upriver.coldstart.model.assignment import Match, held, match, memories, move
+from upriver.coldstart.model.assignment import MatchedWeights, held, match, memories, move
 from upriver.coldstart.model.construction import construct
-from upriver.coldstart.model.lazy_module import Guard
+from upriver.coldstart.model.lazy_module import WeightGuard
 from upriver.coldstart.model.load_hooks import check_loading_code
-from upriver.coldstart.model.weight_barrier import Gate
+from upriver.coldstart.model.weight_barrier import WeightGate
 from upriver.coldstart.roofline import layer_seconds, pace_of
 from upriver.errors import ConfigError, StoreError
 from upriver.program.graph.devices import make_ready
@@ -57,8 +57,8 @@ class Loading(Handle[nn.Module]):
         self,
         model: nn.Module,
         source: WeightSource,
-        matched: Match,
-        stream_of: Callable[[Sink], Stream],
+        matched: MatchedWeights,
+        stream_of: Callable[[Sink], WeightStream],
         *,
         steps: Mapping[str, float],
         groupings: Groupings,
@@ -83,11 +83,11 @@ class Loading(Handle[nn.Module]):
         )
         self._all = source
         self._keeps, self._shown = threading.Lock(), False
-        self._gate = Gate(self._arrivals, self._stream.hurry)
+        self._gate = WeightGate(self._arrivals, self._stream.hurry)
         self.touched = self._gate.touched
         for number, tensor in held(matched):
             self._gate.hold(tensor, number)
-        self._guard: Guard | None = Guard(model, self._gate, after_call=self._answered)
+        self._guard: WeightGuard | None = WeightGuard(model, self._gate, after_call=self._answered)
 
     def _answered(self) -> None:
         """Store the execution order after the first call, if the order was unknown."""
@@ -186,7 +186,7 @@ def begin(
     place, limits = checked(device, grouping, limits)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
     with asked_ahead(where, path, grouping, limits) as ahead:
-        with Beside(3, name="upriver-coldstart-find") as beside:
+        with DaemonExecutor(3, name="upriver-coldstart-find") as beside:
             found = beside.submit(_found, where, path, grouping, limits, beside, ahead)
             if place.type == "cuda":
                 beside.submit(make_ready, place)
@@ -200,7 +200,7 @@ def begin(
             model,
             source,
             matched,
-            lambda sink: Stream(
+            lambda sink: WeightStream(
                 matched.source,
                 groups,
                 sink,
@@ -230,7 +230,7 @@ def _found(
     policy: str,
     limits: StreamLimits,
     beside: Executor,
-    ahead: Ahead | None,
+    ahead: Readahead | None,
 ) -> tuple[WeightSource, StoreLink, Groupings, float]:
     """Return the weights' locations, the link, the stored groupings, and the time of this lookup's end."""
     source = find(store, path, ahead=ahead)

@@ -22,14 +22,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from upriver._threads import Beside
+from upriver._threads import DaemonExecutor
 from upriver.coldstart.arguments import check_store, checked
 from upriver.coldstart.fetch.strategy import asked_ahead, way_to
-from upriver.coldstart.fetch.weight_stream import Stream, StreamLimits
+from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.format.checkpoint import WeightSource, published
 from upriver.coldstart.format.manifest import Manifest
-from upriver.coldstart.format.readahead import Ahead
+from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.format.uris import program_at
 from upriver.coldstart.garbage_collection import check_staying, note_use
 from upriver.coldstart.grouping.groups import joins_s
@@ -211,7 +211,7 @@ def begin(
     # The first bytes may be of weights that no stage before a cut reads.
     asked = asked_ahead(place, weights, grouping, bounds) if stop is None else nullcontext()
     with asked as ahead:
-        with Beside(2, name="upriver-coldstart-find") as beside:
+        with DaemonExecutor(2, name="upriver-coldstart-find") as beside:
             if where.type == "cuda":
                 beside.submit(make_ready, where)
             found = find(
@@ -236,7 +236,7 @@ def begin(
         coming = Arriving(
             source,
             file,
-            lambda sink: Stream(
+            lambda sink: WeightStream(
                 source,
                 groups,
                 sink,
@@ -262,7 +262,7 @@ def begin(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class FoundWeights:
     """Result of looking up a program's weights.
 
     Attributes:
@@ -297,8 +297,8 @@ def find(
     limits: StreamLimits,
     beside: Executor,
     caps: GraphCaps = DEFAULT_CAPS,
-    ahead: Ahead | None = None,
-) -> Found | None:
+    ahead: Readahead | None = None,
+) -> FoundWeights | None:
     """Look up a program's weights. Return None if they have no manifest.
 
     Args:
@@ -325,7 +325,7 @@ def find(
     source = published(store, path, manifest)
     near = graph_path(prefix, digest)  # not of the weights: the graph may have none
     link, known = way_to(source, near, grouping, limits, beside, ahead)
-    return Found(manifest=manifest, source=source, link=link, known=known, at_s=time.monotonic())
+    return FoundWeights(manifest=manifest, source=source, link=link, known=known, at_s=time.monotonic())
 
 
 def _named(

@@ -63,7 +63,7 @@ NOTHING = Execution(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pace:
+class DevicePace:
     """Rates of a device, both above 0."""
 
     flops_per_s: float
@@ -76,14 +76,14 @@ class Pace:
         return min(MOST_S, seconds)
 
 
-CORE = Pace(flops_per_s=75e9, moved_bytes_per_s=15e9)
+CORE = DevicePace(flops_per_s=75e9, moved_bytes_per_s=15e9)
 """Rates of a good core with 256-bit vectors and of its memory: three quarters of the data sheets' values."""
 
-ACCELERATOR = Pace(flops_per_s=6e12, moved_bytes_per_s=240e9)
+ACCELERATOR = DevicePace(flops_per_s=6e12, moved_bytes_per_s=240e9)
 """Rates of a small accelerator: three quarters of its data sheet's values."""
 
 
-def pace_of(device: torch.device) -> Pace:
+def pace_of(device: torch.device) -> DevicePace:
     """Return the rates of a device of this machine, as calibrated or else by default."""
     if (kept := _kept(device)) is not None:
         return kept
@@ -103,7 +103,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     moved_bytes_per_s: float
 
 
-def keep_pace(device: torch.device, pace: Pace, *, threads: int) -> None:
+def keep_pace(device: torch.device, pace: DevicePace, *, threads: int) -> None:
     """Store the rates of a device for a number of computing threads.
 
     Raises:
@@ -113,15 +113,15 @@ def keep_pace(device: torch.device, pace: Pace, *, threads: int) -> None:
     _PACES.write(_name_of(device, threads), msgspec.json.encode(kept).decode() + "\n")
 
 
-def _kept(device: torch.device) -> Pace | None:
+def _kept(device: torch.device) -> DevicePace | None:
     return _PACES.load(_name_of(device, torch.get_num_threads()), _pace_from)
 
 
-def _pace_from(data: bytes) -> Pace:
+def _pace_from(data: bytes) -> DevicePace:
     found = msgspec.json.decode(data, type=_Kept)
     for name in ("flops_per_s", "moved_bytes_per_s"):
         _RATE.check(name, getattr(found, name))
-    return Pace(flops_per_s=found.flops_per_s, moved_bytes_per_s=found.moved_bytes_per_s)
+    return DevicePace(flops_per_s=found.flops_per_s, moved_bytes_per_s=found.moved_bytes_per_s)
 
 
 def _name_of(device: torch.device, threads: int) -> str:
@@ -129,7 +129,7 @@ def _name_of(device: torch.device, threads: int) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def layer_seconds(executions: Sequence[Execution], layers: Sequence[range], pace: Pace) -> list[float]:
+def layer_seconds(executions: Sequence[Execution], layers: Sequence[range], pace: DevicePace) -> list[float]:
     """Return the seconds to run each layer.
 
     The work of a weight counts with the last layer that has ended by then. Small weights follow a layer, such

@@ -19,8 +19,14 @@ from dataclasses import dataclass, fields
 from queue import Empty
 from typing import Any, Protocol
 
-from upriver.dataloader.local.pinned_memory import Pinned, pinned
-from upriver.dataloader.local.workers import Fed, Maker, Processes, ProcessesEnded, Running
+from upriver.dataloader.local.pinned_memory import PinningQueue, pinned
+from upriver.dataloader.local.workers import (
+    FedProcesses,
+    LoaderProcesses,
+    ProcessesEnded,
+    RunningProcesses,
+    SampleMaker,
+)
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.pending_batch import Batch, PendingTask
 from upriver.dataloader.prefetch_limit import PrefetchLimit
@@ -87,7 +93,7 @@ class BatchSplit(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Waits:
+class EpochWaits:
     """Seconds that handing out has waited so far, and counts of the samples meant to be made elsewhere.
 
     Attributes:
@@ -113,13 +119,13 @@ class Waits:
         """Return the share of samples meant to be made elsewhere that were not."""
         return self.returned / self.given if self.given else 0.0
 
-    def __add__(self, more: Waits) -> Waits:
+    def __add__(self, more: EpochWaits) -> EpochWaits:
         """Return the sum of both."""
-        return Waits(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
+        return EpochWaits(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
 
-    def __sub__(self, before: Waits) -> Waits:
+    def __sub__(self, before: EpochWaits) -> EpochWaits:
         """Return the difference since ``before``."""
-        return Waits(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
+        return EpochWaits(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
 class Epoch:
@@ -155,7 +161,7 @@ class Epoch:
         number: int,
         batches: Iterator[tuple[Any, ...]],
         *,
-        maker: Maker,
+        maker: SampleMaker,
         number_of: Callable[[Any], int],
         split: BatchSplit,
         arrivals: Arrivals,
@@ -176,8 +182,8 @@ class Epoch:
         self._ahead, self._keeps_here, self._room = ahead, here, room
         self._most_here, self._held = 1 + ahead + here, 0
         self._arrivals, self._elsewhere = arrivals, elsewhere
-        self._pins = arrivals if isinstance(arrivals, Pinned) else None
-        self._here: Running | None = None
+        self._pins = arrivals if isinstance(arrivals, PinningQueue) else None
+        self._here: RunningProcesses | None = None
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
         self._work: dict[int, PendingTask] = {}
@@ -187,9 +193,9 @@ class Epoch:
         self._failed = set[str]()
         self._all_planned = False
         self._raised: Exception | None = None
-        self.hold, self.waits, self._clock = hold, Waits(), clock
+        self.hold, self.waits, self._clock = hold, EpochWaits(), clock
 
-    def use(self, processes: Processes | Fed) -> None:
+    def use(self, processes: LoaderProcesses | FedProcesses) -> None:
         """Have loader processes do this machine's tasks; without any the iterating thread does them."""
         self.plan()
         for task in self._inline:

@@ -27,31 +27,31 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
-from upriver.dataloader.autotune.offload_tuner import Auto, TunerMeasurements
-from upriver.dataloader.autotune.throughput_recall import Recall
+from upriver.dataloader.autotune.offload_tuner import OffloadTuner, TunerMeasurements
+from upriver.dataloader.autotune.throughput_recall import ThroughputRecall
 from upriver.dataloader.autotune.worker_count import growth
 from upriver.dataloader.datasets.declared import Declared
-from upriver.dataloader.datasets.digests import Contents, generators_in
+from upriver.dataloader.datasets.digests import DatasetSnapshot, generators_in
 from upriver.dataloader.datasets.divided import check_divided
 from upriver.dataloader.datasets.named import NamedDataset, name_of
 from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
 from upriver.dataloader.deferred_close import closed_with
 from upriver.dataloader.epoch import BatchSplit, Epoch
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
-from upriver.dataloader.local.pinned_memory import Pinned, pins
-from upriver.dataloader.local.workers import Fed, Maker, Processes, SampleSource
+from upriver.dataloader.local.pinned_memory import PinningQueue, pins
+from upriver.dataloader.local.workers import FedProcesses, LoaderProcesses, SampleMaker, SampleSource
 from upriver.dataloader.local_fleet import provider_of
 from upriver.dataloader.offload_stretch import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.prefetch_limit import PrefetchLimit
-from upriver.dataloader.remote.provisioning import Hired
-from upriver.dataloader.resumed_order import Onward
+from upriver.dataloader.remote.provisioning import ProvisionedWorkers
+from upriver.dataloader.resumed_order import OrderGenerators
 from upriver.dataloader.share import AllHere, OffloadShare
 from upriver.dataloader.state import (
     BatchOrder,
-    Counted,
-    Drawn,
+    CompletedEpoch,
+    CountedBatches,
+    EpochGenerators,
     EpochPosition,
-    Past,
     ProcessesOfRun,
     State,
     begun_anew,
@@ -205,12 +205,14 @@ class DataLoader(TorchLoader[Any]):
             in_order=in_order,
         )
         self.epoch = 0
-        self._maker = Maker(_source(dataset, _seed(seed), self.batch_sampler is not None), self._collate())
+        self._maker = SampleMaker(
+            _source(dataset, _seed(seed), self.batch_sampler is not None), self._collate()
+        )
         self._offload, self._policy = self._checked(offload), _policy(policy)
         self._hired = self._hire(dataset, workers, WorkerAccess(token, ca, certificate, key))
         self._check_can()
-        self._kept: Processes | Fed | None = None
-        self._copied: Contents | None = None
+        self._kept: LoaderProcesses | FedProcesses | None = None
+        self._copied: DatasetSnapshot | None = None
         self._made: Counter[str] = Counter()
         self._measured, self._room = TunerMeasurements(), PrefetchLimit()
         self._recall = self._recalled(model)
@@ -218,7 +220,7 @@ class DataLoader(TorchLoader[Any]):
         self._place: EpochPosition | None = None
         self._goes_on: State | None = None
         self._given: list[bool] | None = None
-        self._onward = Onward()
+        self._onward = OrderGenerators()
         self._began = False
         self._processes_resumed: ProcessesOfRun | None = None
 
@@ -235,7 +237,7 @@ class DataLoader(TorchLoader[Any]):
         number, self.epoch = self.epoch, self.epoch + 1
         base, place = self._begun(number)
         self._place = place
-        arrivals: Arrivals = Pinned() if pins(self) else SimpleQueue()
+        arrivals: Arrivals = PinningQueue() if pins(self) else SimpleQueue()
         asked = self._hired if self._offload != "never" else None
         if asked is not None and not asked.is_as_made():
             asked = None
@@ -275,7 +277,7 @@ class DataLoader(TorchLoader[Any]):
                 candidates = tuple(name for name in candidates if name in CANDIDATES)
 
             def begin(candidates: Sequence[str]) -> Iterator[Any]:
-                return Auto(
+                return OffloadTuner(
                     epoch,
                     self._measured,
                     candidates=candidates,
@@ -290,7 +292,7 @@ class DataLoader(TorchLoader[Any]):
             batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
         self._began = True
         sampler = self._index_sampler
-        return Counted(batches, place, lambda: epoch.handed_out, lambda: len(sampler))
+        return CountedBatches(batches, place, lambda: epoch.handed_out, lambda: len(sampler))
 
     def _begun(self, number: int) -> tuple[int, EpochPosition]:
         """Return the number that PyTorch's loader draws for its processes, and the position in the epoch."""
@@ -310,7 +312,7 @@ class DataLoader(TorchLoader[Any]):
         if state is not None and state.epoch == number and state.starts is not None:
             starts = state.starts  # as in the loader that saved the state
         with self._onward.drawing():
-            drawn = Drawn.now(self._generators, starts=starts, twice=starts and processes != "none")
+            drawn = EpochGenerators.now(self._generators, starts=starts, twice=starts and processes != "none")
             base, begun = drawn.begin(self._batches, self._draw)
         if state is not None and state.sampler is not None:
             begun = begun_anew(begun, self._batches)
@@ -320,7 +322,7 @@ class DataLoader(TorchLoader[Any]):
     def _order(self, begun: Iterator[Any]) -> BatchOrder:
         return BatchOrder(begun, self._onward, late=not _draws_at_once(self.batch_sampler, self._sampler))
 
-    def _behind(self, state: State, drawn: Drawn) -> tuple[int, BatchOrder]:
+    def _behind(self, state: State, drawn: EpochGenerators) -> tuple[int, BatchOrder]:
         """Return the number drawn for loader processes, and the order after the batches already handed out.
 
         Raises:
@@ -357,7 +359,7 @@ class DataLoader(TorchLoader[Any]):
         """
         found = State.read(state)
         found.check(self._state())
-        onward = Onward(found.stood)
+        onward = OrderGenerators(found.stood)
         if found.drawn is not None:
             with found.drawn.again([torch.Generator() for _ in self._generators]):
                 pass
@@ -389,7 +391,7 @@ class DataLoader(TorchLoader[Any]):
                 ", ".join(own),
             )
 
-    def _look_back(self, past: Past, epochs: int) -> None:
+    def _look_back(self, past: CompletedEpoch, epochs: int) -> None:
         """Begin the previous epoch of the sampler once more, and warn where its order differs.
 
         Between two epochs nothing else shows whether the next epoch's order will be the same.
@@ -589,14 +591,14 @@ class DataLoader(TorchLoader[Any]):
 
     def _hire(
         self, dataset: Any, workers: Sequence[str] | int | Provider, access: WorkerAccess
-    ) -> Hired | None:
+    ) -> ProvisionedWorkers | None:
         """Return the workers that may make samples; None if the user named none."""
         provider = provider_of(workers, num_workers=self.num_workers)
         urls = () if provider is not None else validation.addresses(cast(Sequence[str], workers))
         if not urls and provider is None:
             return None
         tls = client_context(ca=access.ca, certificate=access.certificate, key=access.key)
-        return Hired(
+        return ProvisionedWorkers(
             self._asked(dataset),
             self._maker,
             clients=[ServerClient(url, token=validation.token(access.token), tls=tls) for url in urls],
@@ -604,13 +606,15 @@ class DataLoader(TorchLoader[Any]):
             as_made=dataset.as_made if isinstance(dataset, NamedDataset) else None,
         )
 
-    def _recalled(self, model: str | nn.Module | None) -> Recall | None:
+    def _recalled(self, model: str | nn.Module | None) -> ThroughputRecall | None:
         """Return measurements of earlier jobs; None where this job's measurements would fit no other job."""
         size = None if self.batch_sampler is None else getattr(self.batch_sampler, "batch_size", 0)
         fixed = size is None or (isinstance(size, int) and size > 0)
         if model is None or self._hired is None or not fixed:
             return None
-        return Recall(model, self._hired, self._measured, batch_size=size, num_workers=self.num_workers)
+        return ThroughputRecall(
+            model, self._hired, self._measured, batch_size=size, num_workers=self.num_workers
+        )
 
     def _asked(self, dataset: Any) -> SampleSpec:
         """Return the specification of the samples that workers are asked for.
@@ -672,7 +676,7 @@ class DataLoader(TorchLoader[Any]):
     def _collate(self) -> Callable[[list[Any]], Any]:
         return self.collate_fn if self.batch_sampler is not None else _OnlyOne(self.collate_fn)
 
-    def _processes(self, base_seed: int) -> Processes | Fed:
+    def _processes(self, base_seed: int) -> LoaderProcesses | FedProcesses:
         """Return PyTorch's loader processes; persistent ones serve one epoch after another.
 
         The processes hold a copy of the dataset. If the dataset has changed since, new processes replace
@@ -680,11 +684,15 @@ class DataLoader(TorchLoader[Any]):
         """
         dataset = self._maker.source.dataset
         if self._kept is not None:
-            if isinstance(self._kept, Processes) and self._copied is not None and self._copied.changed():
+            if (
+                isinstance(self._kept, LoaderProcesses)
+                and self._copied is not None
+                and self._copied.changed()
+            ):
                 self._kept.begin_anew()
-                self._copied = Contents(dataset)
+                self._copied = DatasetSnapshot(dataset)
             return self._kept
-        processes = Processes(
+        processes = LoaderProcesses(
             self._maker,
             base_seed=base_seed,
             num_workers=self.num_workers,
@@ -694,10 +702,10 @@ class DataLoader(TorchLoader[Any]):
             persistent_workers=self.persistent_workers,
         )
         source = self._maker.source
-        found = Fed(source, processes) if isinstance(source, Declared) else processes
+        found = FedProcesses(source, processes) if isinstance(source, Declared) else processes
         if self.persistent_workers:
             self._kept = found
-            self._copied = None if isinstance(source, Declared) else Contents(dataset)
+            self._copied = None if isinstance(source, Declared) else DatasetSnapshot(dataset)
             closed_with(self, found.halt)
         return found
 

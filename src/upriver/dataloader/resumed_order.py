@@ -38,7 +38,7 @@ _TORCH = struct.Struct("<QiiQ")
 """Header: seed, numbers left, whether seeded, next number. The words follow, eight bytes each."""
 
 
-class Stood(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GeneratorState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Shared generators as plain data.
 
     Attributes:
@@ -82,7 +82,7 @@ class Stood(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return found
 
 
-class Onward:
+class OrderGenerators:
     """Generators that a loader draws its order from.
 
     Args:
@@ -90,16 +90,16 @@ class Onward:
             process's.
     """
 
-    def __init__(self, stood: Stood | None = None) -> None:
+    def __init__(self, stood: GeneratorState | None = None) -> None:
         self._here = self._there = Generators.now() if stood is not None else None
         if stood is not None:
             self._there = stood.generators()
         self._fresh = True
 
-    def stands(self) -> Stood:
+    def stands(self) -> GeneratorState:
         """Return the generators that the order would be drawn from now."""
         now = Generators.now()
-        return Stood.of(now if self._there is None else self._followed(now))
+        return GeneratorState.of(now if self._there is None else self._followed(now))
 
     def begin(self) -> None:
         """Begin the first epoch; use generators directly that the script has set to the run's states."""
@@ -149,7 +149,7 @@ def set_generators(generators: Generators) -> None:
     torch.default_generator.set_state(generators.torch)
 
 
-class Words(NamedTuple):
+class TwisterState(NamedTuple):
     """State of a Mersenne Twister.
 
     Attributes:
@@ -163,7 +163,7 @@ class Words(NamedTuple):
     seed: int | None = None
 
     @classmethod
-    def of(cls, state: Any) -> Words | None:
+    def of(cls, state: Any) -> TwisterState | None:
         """Read the state of any of the three generators; None if it is of another kind, as NumPy's may be."""
         if isinstance(state, torch.Tensor):
             data = state.numpy().tobytes()
@@ -186,18 +186,18 @@ class Words(NamedTuple):
             return state[0], self.key, self.position, 0, 0.0
         return state[0], (*self.key.tolist(), self.position), None
 
-    def same(self, other: Words) -> bool:
+    def same(self, other: TwisterState) -> bool:
         """Return whether both states give the same numbers."""
         return self.position == other.position and np.array_equal(self.key, other.key)
 
-    def to(self, other: Words) -> int | None:
+    def to(self, other: TwisterState) -> int | None:
         """Return the number of words up to the other state; None if it is not within `MOST_WORDS`."""
         if self.seed != other.seed:
             return None
         if np.array_equal(self.key, other.key) and other.position >= self.position:
             return other.position - self.position
-        sought = _bits(Words(other.key, 0)).random_raw(WORDS)
-        bits, count, blocks = _bits(Words(self.key, WORDS)), WORDS - self.position, 1
+        sought = _bits(TwisterState(other.key, 0)).random_raw(WORDS)
+        bits, count, blocks = _bits(TwisterState(self.key, WORDS)), WORDS - self.position, 1
         while count < MOST_WORDS:
             found = bits.random_raw(blocks * WORDS).reshape(blocks, WORDS)
             for at in np.flatnonzero(found[:, 0] == sought[0]).tolist():
@@ -206,15 +206,15 @@ class Words(NamedTuple):
             count, blocks = count + blocks * WORDS, min(2 * blocks, 1024)
         return None
 
-    def ahead(self, count: int) -> Words:
+    def ahead(self, count: int) -> TwisterState:
         """Return the state after ``count`` words."""
         bits = _bits(self)
         bits.random_raw(count, output=False)
         state: Any = bits.state["state"]
-        return Words(state["key"], state["pos"], self.seed)
+        return TwisterState(state["key"], state["pos"], self.seed)
 
 
-def _bits(words: Words) -> np.random.MT19937:
+def _bits(words: TwisterState) -> np.random.MT19937:
     bits = np.random.MT19937()
     bits.state = {"bit_generator": "MT19937", "state": {"key": words.key, "pos": words.position}}
     return bits
@@ -229,7 +229,7 @@ def _each(*generators: Generators) -> list[tuple[Any, ...]]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    ours, theirs = Words.of(one), Words.of(other)
+    ours, theirs = TwisterState.of(one), TwisterState.of(other)
     return ours is not None and theirs is not None and ours.same(theirs)
 
 
@@ -241,7 +241,7 @@ def _follows(now: Any, here: Any, there: Any) -> Any:
     """
     if _same(here, there):
         return now
-    at, was, run = Words.of(now), Words.of(here), Words.of(there)
+    at, was, run = TwisterState.of(now), TwisterState.of(here), TwisterState.of(there)
     if at is None or was is None or run is None:
         return now
     count = was.to(at)
@@ -254,7 +254,7 @@ def _moved(now: Any, there: Any, after: Any) -> Any:
     """Return one of this process's generators, advanced by the numbers the loader drew from the run's."""
     if now is there:
         return after
-    at, before, then = Words.of(now), Words.of(there), Words.of(after)
+    at, before, then = TwisterState.of(now), TwisterState.of(there), TwisterState.of(after)
     if at is None or before is None or then is None:
         return now
     count = before.to(then)

@@ -82,7 +82,7 @@ class OffloadShare:
         return goes
 
 
-class Evened:
+class EvenedShare:
     """Split that compensates for a side that is slower than usual for a while.
 
     Workers should also hold their share of the samples under way. If they hold more, by over half a batch,

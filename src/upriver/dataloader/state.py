@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset
 
 from upriver.dataloader.datasets.named import NamedDataset
-from upriver.dataloader.resumed_order import Onward, Stood
+from upriver.dataloader.resumed_order import GeneratorState, OrderGenerators
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
 from upriver.pipeline.seeding import NUMBER_OF_WORDS, apart
@@ -42,7 +42,7 @@ ProcessesOfRun: TypeAlias = Literal["none", "each epoch", "persistent"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EpochGenerators(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Generators as an epoch found them.
 
     Attributes:
@@ -64,7 +64,7 @@ class Drawn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     twice: bool | None = None
 
     @classmethod
-    def now(cls, own: Sequence[torch.Generator], *, starts: bool, twice: bool) -> Drawn:
+    def now(cls, own: Sequence[torch.Generator], *, starts: bool, twice: bool) -> EpochGenerators:
         """Return the generators' current states."""
         name, keys, position, has_gauss, gauss = np.random.get_state()
         version, words, following = random.getstate()
@@ -153,7 +153,7 @@ def _damaged(error: Exception) -> ConfigError:
     return ConfigError(f"the state's generators are damaged: {error}")
 
 
-class Past(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CompletedEpoch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The completed epoch before a state that was saved between two epochs.
 
     Attributes:
@@ -163,7 +163,7 @@ class Past(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         sampler_epoch: Epoch that the sampler was given by ``set_epoch``; None if it has no such method.
     """
 
-    drawn: Drawn
+    drawn: EpochGenerators
     batches: Count
     digest: str
     sampler_epoch: int | None = None
@@ -229,7 +229,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sampler_epoch: int | None
     num_replicas: int | None = None
     rank: int | None = None
-    drawn: Drawn | None
+    drawn: EpochGenerators | None
     digest: str | None = None
     sampler: Any = None
     own: list[str] | None = None
@@ -237,8 +237,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     processes: ProcessesOfRun | None = None
     dataset: str | None = None
     order_by: str | None = None
-    stood: Stood | None = None
-    past: Past | None = None
+    stood: GeneratorState | None = None
+    past: CompletedEpoch | None = None
     planned: Count | None = None
     ahead: str | None = None
 
@@ -304,7 +304,7 @@ class BatchOrder(Iterator[tuple[Any, ...]]):
         late: Whether the sampler may draw with every batch, not only with the first.
     """
 
-    def __init__(self, batches: Iterator[tuple[Any, ...]], onward: Onward, *, late: bool) -> None:
+    def __init__(self, batches: Iterator[tuple[Any, ...]], onward: OrderGenerators, *, late: bool) -> None:
         self._batches, self._onward, self._late = batches, onward, late
         self._drawn: deque[tuple[Any, ...]] = deque()
         self._given = 0
@@ -410,7 +410,7 @@ class EpochPosition:
     """
 
     epoch: int
-    drawn: Drawn
+    drawn: EpochGenerators
     order: BatchOrder
     batches: int = 0
     sampler: Any = None
@@ -418,11 +418,11 @@ class EpochPosition:
     over: bool = False
 
     @property
-    def past(self) -> Past | None:
+    def past(self) -> CompletedEpoch | None:
         """Return the epoch as a completed one; None while it is under way."""
         if not self.over:
             return None
-        return Past(
+        return CompletedEpoch(
             drawn=self.drawn,
             batches=self.batches,
             digest=self.order.digest,
@@ -436,7 +436,7 @@ class EpochPosition:
             self.batches += 1
 
 
-class Counted(Iterator[Any]):
+class CountedBatches(Iterator[Any]):
     """Iterator over an epoch's batches that counts them; an error of a sample takes the place of its batch.
 
     Args:

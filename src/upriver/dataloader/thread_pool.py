@@ -44,7 +44,7 @@ class _Thread(threading.Thread):
             self._free.release()
 
 
-class Threads:
+class ThreadPool:
     """Thread pool that starts a thread when there is work and none is free.
 
     Args:
@@ -97,5 +97,5 @@ def _end_all() -> None:
         thread.join(max(0.0, until - time.monotonic()))
 
 
-weakref.finalize(Threads, _end_all)
+weakref.finalize(ThreadPool, _end_all)
 # The newest finalizers run first: one that aborts what a thread waits for runs before this one waits.

@@ -28,7 +28,7 @@ need longer to hand each file to a thread than to read it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
+class RangedRead:
     """One ranged GET, and the requested samples within it.
 
     Attributes:
@@ -46,12 +46,12 @@ class Get:
     members: tuple[tuple[int, int, int], ...]
 
 
-def plan_gets(refs: Sequence[SampleRef]) -> list[Get]:
+def plan_gets(refs: Sequence[SampleRef]) -> list[RangedRead]:
     """Join neighbouring samples of an object into few GETs; each sample is in exactly one."""
     order = sorted(
         range(len(refs)), key=lambda at: (refs[at].object, refs[at].etag, refs[at].start, refs[at].stop)
     )
-    gets: list[Get] = []
+    gets: list[RangedRead] = []
     group: list[int] = []
     stop = 0
     for at in order:
@@ -100,7 +100,7 @@ async def read_samples_async(store: Store, refs: Sequence[SampleRef]) -> list[me
         return _spread(gets, bodies, len(refs))
     slots = asyncio.Semaphore(CONCURRENCY)
 
-    async def fetch(get: Get) -> bytes:
+    async def fetch(get: RangedRead) -> bytes:
         async with slots:
             return await store.get_range_async(get.object, get.start, get.stop, etag=get.etag)
 
@@ -118,17 +118,17 @@ def _joins(first: SampleRef, stop: int, ref: SampleRef) -> bool:
     return same and ref.start - stop <= GAP_BYTES and max(stop, ref.stop) - first.start <= MAX_GET_BYTES
 
 
-def _get(refs: Sequence[SampleRef], group: Sequence[int], stop: int) -> Get:
+def _get(refs: Sequence[SampleRef], group: Sequence[int], stop: int) -> RangedRead:
     first = refs[group[0]]
     members = tuple((at, refs[at].start, refs[at].stop) for at in group)
-    return Get(first.object, first.etag, first.start, stop, members)
+    return RangedRead(first.object, first.etag, first.start, stop, members)
 
 
-def _fetch(store: Store, get: Get) -> bytes:
+def _fetch(store: Store, get: RangedRead) -> bytes:
     return store.get_range(get.object, get.start, get.stop, etag=get.etag)
 
 
-def _spread(gets: Sequence[Get], bodies: Sequence[bytes], count: int) -> list[memoryview]:
+def _spread(gets: Sequence[RangedRead], bodies: Sequence[bytes], count: int) -> list[memoryview]:
     views = [memoryview(b"")] * count
     for get, body in zip(gets, bodies, strict=True):
         whole = memoryview(body)

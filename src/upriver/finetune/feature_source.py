@@ -11,10 +11,10 @@ import torch
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.finetune.options import JobOptions
-from upriver.finetune.prefetch.delivery_table import Dealt, Pin, PrefetchWindow, Received, Way
-from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, Remote
+from upriver.finetune.prefetch.delivery_table import DealtRoute, Pin, PrefetchWindow, Received, Way
+from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, RemoteFetch
 from upriver.finetune.prefetch.local_source import LocalSource
-from upriver.finetune.prefetch.prefetcher import Loader
+from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import PlacementLog
 from upriver.finetune.prefetch.route_dealing import deal
 from upriver.finetune.prefetch.sampler import EpochOrder
@@ -33,7 +33,7 @@ from upriver.types import MicroBatch, Plan, Tier, Timings
 log = logging.getLogger("upriver")
 
 
-class Feed:
+class FeatureSource:
     """Make loaders and keep what they delivered.
 
     A feed holds no reference to its job, so the job can be collected.
@@ -80,7 +80,7 @@ class Feed:
         epoch: int,
         step: int,
         pins: Mapping[int, Pin],
-    ) -> Iterator[Loader]:
+    ) -> Iterator[Prefetcher]:
         """Provide a loader for an epoch of training from a given step on; log where micro-batches come from.
 
         Args:
@@ -117,7 +117,7 @@ class Feed:
     @contextlib.contextmanager
     def evaluating(
         self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
-    ) -> Iterator[Loader]:
+    ) -> Iterator[Prefetcher]:
         """Provide a loader for one pass over a separate dataset.
 
         Args:
@@ -143,7 +143,7 @@ class Feed:
 
     def _dealt_elsewhere(
         self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
-    ) -> tuple[Dealt, ...]:
+    ) -> tuple[DealtRoute, ...]:
         """Return the routes of another dataset's micro-batches, as close to the plan's as possible.
 
         In another chain a cut below 0 may lie behind other stages, or may not exist, so no canary has covered
@@ -151,7 +151,7 @@ class Feed:
         """
         hands = deal(plan.routes, len(order.micro_batches), start=self._chain.start)
         first = self._chain.start if dataset.chain == self._chain else 0
-        here = Dealt(way=Way.LOCAL, cut=dataset.chain.start)
+        here = DealtRoute(way=Way.LOCAL, cut=dataset.chain.start)
         return tuple(hand if servers and hand.cut >= first else here for hand in hands)
 
     @contextlib.contextmanager
@@ -161,14 +161,14 @@ class Feed:
         plan: Plan,
         order: EpochOrder,
         *,
-        dealt: Sequence[Dealt],
+        dealt: Sequence[DealtRoute],
         pool: ServerPool | None,
         epoch: int,
         first: int,
         pins: Mapping[int, Pin],
         note: Callable[[int, str, Received, Timings], None],
         saw: Callable[[Timings], None],
-    ) -> Iterator[Loader]:
+    ) -> Iterator[Prefetcher]:
         """Provide a loader for one pass, and add up what it delivered when the pass ends.
 
         Args:
@@ -182,7 +182,7 @@ class Feed:
             note(index, source, came, timings)
 
         remote, store = self._remote(pool, dataset, order, epoch, pins, dealt), dataset.store
-        loader = Loader(
+        loader = Prefetcher(
             order.micro_batches,
             local=LocalSource(
                 dataset=dataset,
@@ -247,8 +247,8 @@ class Feed:
         order: EpochOrder,
         epoch: int,
         pins: Mapping[int, Pin],
-        dealt: Sequence[Dealt],
-    ) -> Remote | None:
+        dealt: Sequence[DealtRoute],
+    ) -> RemoteFetch | None:
         program = self._split.program
         ways = (*(hand.way for hand in dealt), *(pin.way for pin in pins.values()))
         asks = self._replanner is not None or Way.REMOTE in ways
@@ -267,7 +267,7 @@ class Feed:
             wanted = [micro_batches[i] for i in indices]
             return question.request(wanted, stop=stop, epoch=epoch, larger=self._larger())
 
-        return Remote(
+        return RemoteFetch(
             pool=pool,
             make_request=make_request,
             connections=self._options.connections,
@@ -311,7 +311,7 @@ class Feed:
             return 0.0
         return program.stages[cut - 1].out_bytes if cut > 0 else program.graph.input_bytes
 
-    def _expected_bytes(self) -> dict[Way | Dealt, int]:
+    def _expected_bytes(self) -> dict[Way | DealtRoute, int]:
         program = self._split.program
         if program is None:
             return {}
@@ -319,5 +319,7 @@ class Feed:
             cut: int(self._crossing_bytes(cut) * self._options.micro_batch)
             for cut in range(self._chain.start + 1, program.num_stages + 1)
         }
-        remote: dict[Way | Dealt, int] = {Dealt(way=Way.REMOTE, cut=cut): size for cut, size in sizes.items()}
+        remote: dict[Way | DealtRoute, int] = {
+            DealtRoute(way=Way.REMOTE, cut=cut): size for cut, size in sizes.items()
+        }
         return remote | {Way.LOCAL: sizes[0]}

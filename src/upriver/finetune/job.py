@@ -19,13 +19,13 @@ from torch import nn
 from upriver import tracing
 from upriver.engine.fingerprint import flags, here
 from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
-from upriver.finetune.feature_source import Feed
+from upriver.finetune.feature_source import FeatureSource
 from upriver.finetune.model_wrapper import TailRunner
-from upriver.finetune.options import Choices, JobOptions
+from upriver.finetune.options import JobChoices, JobOptions
 from upriver.finetune.planning.idle_waits import IdleWaits
 from upriver.finetune.planning.plan_builder import with_notes
 from upriver.finetune.prefetch.delivery_table import PrefetchWindow
-from upriver.finetune.prefetch.prefetcher import Loader
+from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import Placed, Routes
 from upriver.finetune.prefetch.route_dealing import deal
 from upriver.finetune.prefetch.sampler import EpochOrder
@@ -33,16 +33,16 @@ from upriver.finetune.prefetch.step_assembly import steps
 from upriver.finetune.prefetch.window import told
 from upriver.finetune.replanner import Replanner, Switch
 from upriver.finetune.report import Report
-from upriver.finetune.unavailable import Standing
+from upriver.finetune.unavailable import Availability
 from upriver.pipeline import Dataset
 from upriver.program.eval_mode import in_eval
 from upriver.program.freeze import InEval
-from upriver.program.module_state.attributes import Attributes
+from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.split.split import Split
 from upriver.protocol import Larger
 from upriver.rpc import validation
-from upriver.rpc.discovery import Following
+from upriver.rpc.discovery import DirectoryFollower
 from upriver.rpc.idle_probe import QuietLink
 from upriver.rpc.server_pool import ServerPool, ServerStatus
 from upriver.rpc.tolerance import Tolerance
@@ -75,7 +75,7 @@ class FinetuneJob:
         split: Split,
         plan: Plan,
         options: JobOptions,
-        choices: Choices,
+        choices: JobChoices,
         *,
         run: TailRunner,
         pool: ServerPool | None,
@@ -87,8 +87,8 @@ class FinetuneJob:
         replanner: Replanner | None = None,
         notes: Sequence[str] = (),
         larger: Callable[[], Sequence[Larger]] = lambda: (),
-        following: Following | None = None,
-        again: Callable[[bool], Attributes | None] = lambda hooked: None,
+        following: DirectoryFollower | None = None,
+        again: Callable[[bool], AttributeSnapshot | None] = lambda hooked: None,
     ) -> None:
         """Initialize the job; only ``finetune`` calls this.
 
@@ -113,7 +113,7 @@ class FinetuneJob:
         self._pool = pool
         self._link_bytes, self._metered = link_bytes, metered
         self._on_close = closed
-        self._standing = Standing(pool, start=dataset.chain.start)
+        self._standing = Availability(pool, start=dataset.chain.start)
         self._following = following
         self._quiet: QuietLink | None = None
         self._waits: IdleWaits | None = None
@@ -138,8 +138,8 @@ class FinetuneJob:
         self._epoch = 0
         self._step = 0
         self._resumed = False
-        self._loader: Loader | None = None
-        self._feed = Feed(
+        self._loader: Prefetcher | None = None
+        self._feed = FeatureSource(
             split,
             options,
             chain=dataset.chain,

@@ -28,7 +28,7 @@ Compiler = Callable[[nn.Module], Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wrapped:
+class WrappedModel:
     """A model as the user gave it, separated from its wrappers.
 
     Attributes:
@@ -42,7 +42,7 @@ class Wrapped:
     compiler: Compiler | None = None
 
 
-def unwrap(model: nn.Module) -> Wrapped:
+def unwrap(model: nn.Module) -> WrappedModel:
     """Take a model out of ``DistributedDataParallel`` and ``torch.compile``, in any order.
 
     Raises:
@@ -64,7 +64,7 @@ def unwrap(model: nn.Module) -> Wrapped:
             break
     if model._compiled_call_impl is not None:
         log.warning("model.compile() was called: its tail is compiled only with finetune(compile_tail=True)")
-    return Wrapped(model=model, parallel=parallel, compiler=compiler)
+    return WrappedModel(model=model, parallel=parallel, compiler=compiler)
 
 
 @contextmanager
@@ -84,7 +84,7 @@ class TailRunner:
     """Run a tail, compiled and under the user's ``DistributedDataParallel`` if the model came so."""
 
     def __init__(
-        self, tail: nn.Module, wrapped: Wrapped, *, compile_options: Mapping[str, Any] | None
+        self, tail: nn.Module, wrapped: WrappedModel, *, compile_options: Mapping[str, Any] | None
     ) -> None:
         """Wrap the tail; nothing is compiled before the first call.
 
@@ -117,7 +117,7 @@ class TailRunner:
         return self._tail(features)
 
 
-def _compiled(tail: nn.Module, wrapped: Wrapped, options: Mapping[str, Any] | None) -> nn.Module:
+def _compiled(tail: nn.Module, wrapped: WrappedModel, options: Mapping[str, Any] | None) -> nn.Module:
     compiler = wrapped.compiler
     if options is not None:
         compiler = partial(torch.compile, **options)

@@ -155,7 +155,7 @@ class JobOptions:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choices:
+class JobChoices:
     """Options for cutting, running and comparing a job's model.
 
     See :meth:`upriver.finetune.session.Near.finetune`.
@@ -186,7 +186,7 @@ class Choices:
         granularity: Granularity,
         compile_tail: bool | Mapping[str, Any],
         replay: Sequence[Placed | Mapping[str, Any]] | None,
-    ) -> Choices:
+    ) -> JobChoices:
         """Return choices from a caller's arguments.
 
         Raises:

@@ -13,8 +13,8 @@ from torch import nn
 from upriver.cost import CostModel, route_between
 from upriver.errors import ConfigError, DoesNotFit, UpriverError
 from upriver.finetune.calibration import batched_capture
-from upriver.finetune.calibration.measurement import Measurement, Measuring
-from upriver.finetune.options import AUTO, Choices, JobOptions
+from upriver.finetune.calibration.measurement import Calibration, Measurement
+from upriver.finetune.options import AUTO, JobChoices, JobOptions
 from upriver.finetune.planning.micro_batch_size import (
     Judge,
     advice,
@@ -72,7 +72,7 @@ class Planner:
         direct: Dataset,
         parts: Split,
         options: JobOptions,
-        choices: Choices,
+        choices: JobChoices,
         *,
         tell: Callable[[str], None],
         patience: Patience | None = None,
@@ -88,9 +88,9 @@ class Planner:
         self.workload = Workload(batch_size=options.step_samples, num_samples=len(options.order(0).ids))
         self.measured: Measurement | None = None
         self.notes: list[str] = []
-        self._measuring: Measuring | None = None
+        self._measuring: Calibration | None = None
         if parts.program is not None:
-            self._measuring = Measuring(
+            self._measuring = Calibration(
                 model,
                 dataset,
                 direct,
@@ -182,7 +182,7 @@ class Planner:
         """Return whether the plan may be another one than running everything on the compute tier."""
         return self.policy != "nosplit" if shares is None else shares != {self.dataset.chain.start: 1.0}
 
-    def _measuring_of(self) -> Measuring:
+    def _measuring_of(self) -> Calibration:
         if self._measuring is None:
             raise UpriverError("a model that runs unsplit needs no servers")
         return self._measuring
@@ -201,7 +201,7 @@ class Planner:
         return unsplit_plan(policy, self.dataset, stop=self.parts.freeze, why=why)
 
     def _with_servers(
-        self, measuring: Measuring, shares: Mapping[int, float] | None
+        self, measuring: Calibration, shares: Mapping[int, float] | None
     ) -> tuple[Plan, ServerPool | None]:
         measured = self._measure(measuring, shares)
         servers, gate = self._servers, measuring.gate
@@ -240,7 +240,7 @@ class Planner:
             plan = self._noted(plan, f"not used for now: {'; '.join(measuring.not_used)}")
         return self._with_tolerance(plan, gate), pool
 
-    def _measure(self, measuring: Measuring, shares: Mapping[int, float] | None) -> Measurement | None:
+    def _measure(self, measuring: Calibration, shares: Mapping[int, float] | None) -> Measurement | None:
         """Find servers and measure, once; return None if no server can be used."""
         if self._servers is not None or self._no_server:
             return self.measured
@@ -298,7 +298,7 @@ class Planner:
         """Return whether any server is asked, now or later."""
         return bool(self._remote_cuts(plan)) or self._adapts(shares)
 
-    def _add_larger(self, measuring: Measuring, measured: Measurement) -> None:
+    def _add_larger(self, measuring: Calibration, measured: Measurement) -> None:
         """Add the program at larger sizes, at which servers must then pass the canary too."""
         if self.options.adapt_batch:
             gate, found = measuring.gate, measuring.larger(measured.caps)
@@ -366,7 +366,7 @@ class Planner:
         return tuple(sorted(cuts - {self.dataset.chain.start}))
 
     def _fitting(
-        self, measuring: Measuring, servers: Sequence[ServerClient], plan: Plan, *, fixed: bool
+        self, measuring: Calibration, servers: Sequence[ServerClient], plan: Plan, *, fixed: bool
     ) -> tuple[Plan, list[str]]:
         """Return the plan, and the addresses of servers that pass the canary at its cuts.
 
@@ -387,7 +387,7 @@ class Planner:
 
     def _recheck(
         self,
-        measuring: Measuring,
+        measuring: Calibration,
         servers: Sequence[ServerClient],
         plan: Plan,
         too_large: dict[int, DoesNotFit],

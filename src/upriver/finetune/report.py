@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from upriver.finetune.prefetch.prefetcher import LoaderReport
+from upriver.finetune.prefetch.prefetcher import PrefetchReport
 from upriver.rpc.tolerance import Tolerance
 from upriver.types import Timings
 
@@ -53,7 +53,7 @@ class JobTally:
     epoch_bytes: list[int] = field(default_factory=list)
     phases: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def add(self, report: LoaderReport) -> None:
+    def add(self, report: PrefetchReport) -> None:
         """Add what a loader delivered."""
         for source, count in report.samples.items():
             self.samples[source] = self.samples.get(source, 0) + count
@@ -66,7 +66,7 @@ class JobTally:
         for name, seconds in timings.phases.items():
             phases[name] = phases.get(name, 0.0) + seconds
 
-    def report(self, running: LoaderReport | None, *, exact: str, tolerance: Tolerance | None) -> Report:
+    def report(self, running: PrefetchReport | None, *, exact: str, tolerance: Tolerance | None) -> Report:
         """Return the totals so far, including what a running loader has delivered."""
         total = JobTally(samples=dict(self.samples), retried=self.retried, skipped=list(self.skipped))
         if running is not None:

@@ -18,17 +18,17 @@ from upriver.errors import ConfigError, DatasetError, UpriverError
 from upriver.finetune.calibration.example_batch import example_of
 from upriver.finetune.calibration.measurement import Measurement
 from upriver.finetune.job import FinetuneJob
-from upriver.finetune.model_wrapper import TailRunner, Wrapped, shard_of, uncompiled, unwrap
-from upriver.finetune.options import AUTO, Choices, Granularity, JobOptions, MicroBatchSize
+from upriver.finetune.model_wrapper import TailRunner, WrappedModel, shard_of, uncompiled, unwrap
+from upriver.finetune.options import AUTO, Granularity, JobChoices, JobOptions, MicroBatchSize
 from upriver.finetune.planner import Planner
 from upriver.finetune.prefetch.replay import Placed
 from upriver.finetune.replanner import GAIN, PATIENCE, Patience
 from upriver.pipeline import Dataset
-from upriver.program.module_state.attributes import Attributes
+from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.split.split import Split, split
 from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
-from upriver.rpc.discovery import DirectoryClient, Following, is_directory
+from upriver.rpc.discovery import DirectoryClient, DirectoryFollower, is_directory
 from upriver.rpc.link_meter import LinkMeter, MeteredStore
 from upriver.rpc.local_server import EmbeddedServer
 from upriver.rpc.tls import FilePath, client_context
@@ -205,7 +205,7 @@ class Near:
             num_ranks=num_ranks,
             adapt_batch=adapt_batch,
         )
-        choices = Choices.checked(
+        choices = JobChoices.checked(
             policy=policy,
             cut=cut,
             exact=exact,
@@ -230,10 +230,10 @@ class Near:
 
     def _prepare(
         self,
-        wrapped: Wrapped,
+        wrapped: WrappedModel,
         dataset: Dataset,
         options: JobOptions,
-        choices: Choices,
+        choices: JobChoices,
         *,
         tell: Callable[[str], None],
         patience: Patience | None,
@@ -278,14 +278,14 @@ class Near:
             plan, pool = planner.plan()
         self.measured = planner.measured
 
-        def again(hooked: bool) -> Attributes | None:
+        def again(hooked: bool) -> AttributeSnapshot | None:
             with uncompiled(model), contextlib.suppress(UpriverError):
                 return parts.still_so(split_for(options), hooked=hooked)
             return None
 
         following = None
         if self._directory is not None and pool is not None:
-            following = Following(self._directory, pool, self._client, urls=pool.urls)
+            following = DirectoryFollower(self._directory, pool, self._client, urls=pool.urls)
         return FinetuneJob(
             model,
             direct,
@@ -367,7 +367,7 @@ class Near:
         self.close()
 
 
-def _check_adapting(choices: Choices) -> None:
+def _check_adapting(choices: JobChoices) -> None:
     """Raise `ConfigError` unless low bits may depend on how many samples servers run at once."""
     if choices.replay:
         raise ConfigError("adapt_batch must be 0 to replay a run: another size of batch gives other low bits")

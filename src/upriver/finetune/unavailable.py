@@ -12,7 +12,7 @@ log = logging.getLogger("upriver")
 GONE = (Health.DOWN, Health.OUT)
 
 
-class Standing:
+class Availability:
     """Track whether a plan can be carried out now; if not, say why and what happens instead.
 
     Args:

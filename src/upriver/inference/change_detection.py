@@ -18,8 +18,8 @@ from torch import nn
 from upriver.errors import FrozenChanged
 from upriver.program.freeze import fold
 from upriver.program.graph.weights_file import storage_order
-from upriver.program.module_state.attributes import Attributes
-from upriver.program.module_state.structure import Modules
+from upriver.program.module_state.attributes import AttributeSnapshot
+from upriver.program.module_state.structure import ModuleStructure
 from upriver.program.tensor_layouts import unusual
 
 PIECE_BYTES, MOST_TENSORS = 64 * 1024, 32
@@ -126,7 +126,7 @@ class _Was:
         self.digest = read.get(where) if where else None
 
 
-class Unchanged:
+class ChangeDetector:
     """Watch the weights that programs share with the user's model, and the model's modules. Thread-safe.
 
     An in-place change raises a tensor's version. Each request compares the versions: about 20 us for the 320
@@ -146,9 +146,9 @@ class Unchanged:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self._modules = None if model is None else Modules(model.named_modules())
+        self._modules = None if model is None else ModuleStructure(model.named_modules())
         self._held = None if model is None else _Held(model)
-        self._attributes: Attributes | None = None
+        self._attributes: AttributeSnapshot | None = None
         self._captures = 0  # odd during a capture
         self._lock = threading.Lock()
         self._digests: dict[str, int] = {}
@@ -179,7 +179,7 @@ class Unchanged:
         self,
         weights: Mapping[str, torch.Tensor],
         states: Iterable[Mapping[str, torch.Tensor]] = (),
-        attributes: Attributes | None = None,
+        attributes: AttributeSnapshot | None = None,
     ) -> None:
         """Watch further weights from here on.
 

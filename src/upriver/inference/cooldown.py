@@ -9,7 +9,7 @@ from upriver.errors import UpriverError
 from upriver.retry import Backoff
 
 
-class Rest:
+class Cooldown:
     """Growing pauses from failure to failure, until a success. Not thread-safe.
 
     Args:

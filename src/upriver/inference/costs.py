@@ -12,8 +12,8 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from upriver.errors import ConfigError, ProgramError
-from upriver.inference.partition import Now
-from upriver.latency import LatencyModel, Sums
+from upriver.inference.partition import ServerConditions
+from upriver.latency import LatencyModel, LatencySums
 from upriver.profile.latency.predictor import Predictor, measure_unknown
 from upriver.profile.latency.serialization import kept
 from upriver.profile.stage_timing import stage_medians
@@ -38,7 +38,7 @@ the given models."""
 
 WAYS = ("predict", "measure")
 
-ANY_TIME = Now(upload_bytes_per_s=1.0)
+ANY_TIME = ServerConditions(upload_bytes_per_s=1.0)
 """Placeholder while sums are made: they do not depend on the present link and load."""
 
 
@@ -67,7 +67,7 @@ def crossing_bytes(program: Program, cut: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Handling:
+class HandlingTimes:
     """Times of a request apart from stages, the round trip and its tensors on the link.
 
     Attributes:
@@ -108,9 +108,9 @@ class CutCosts:
     program: Program
     device_s: Sequence[float]
     server_s: Sequence[float]
-    handling: Handling = Handling()
+    handling: HandlingTimes = HandlingTimes()
     process: str = ""
-    sums: Sums = field(init=False, repr=False, compare=False)
+    sums: LatencySums = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         counts = {len(self.device_s), len(self.server_s)}
@@ -148,7 +148,7 @@ class CutCosts:
             ),
         )
 
-    def cluster(self, now: Now) -> Cluster:
+    def cluster(self, now: ServerConditions) -> Cluster:
         """Return the two machines and the link in their present state."""
         return Cluster(
             link=Link(

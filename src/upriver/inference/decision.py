@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from upriver.inference.capture_cache import Network
 from upriver.inference.costs import CutCosts
-from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, Choice, Now, Rule
+from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, CutChoice, PartitionRule, ServerConditions
 from upriver.latency import LatencyModel
 from upriver.text import rate_text, seconds_text
 from upriver.types import Cost, Plan, Route, Segment, Tier
@@ -27,12 +27,12 @@ class Decision:
         not_used: Why other servers are not asked.
     """
 
-    rule: Rule
+    rule: PartitionRule
     network: Network
-    choice: Choice
+    choice: CutChoice
     server: str
     costs: CutCosts | None
-    now: Now | None
+    now: ServerConditions | None
     deadline_s: float
     not_used: tuple[str, ...] = ()
 

@@ -36,7 +36,7 @@ PACKINGS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
+class ExchangeResult:
     """The answer to a request.
 
     Attributes:
@@ -115,7 +115,7 @@ class Exchange:
         self._program, self._url = program, client.url
         self._answer = client.run(request, [sent], process=process)
 
-    def finish(self, seconds: float) -> Finished:
+    def finish(self, seconds: float) -> ExchangeResult:
         """Send the request and wait for the answer.
 
         Raises:
@@ -127,7 +127,7 @@ class Exchange:
         batch, timings = only(self._answer, seconds, url=self._url)
         took_s = time.perf_counter() - began
         down_bytes, down_s = self._answer.arrived
-        return Finished(
+        return ExchangeResult(
             tensors=self._checked(batch.tensors),
             timings=timings,
             took_s=took_s,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from upriver.errors import UpriverError
-from upriver.inference.exchange import Exchange, Finished
-from upriver.inference.remote_server import Far
+from upriver.inference.exchange import Exchange, ExchangeResult
+from upriver.inference.remote_server import RemoteServer
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.text import said
 
@@ -39,7 +39,7 @@ class RequestPatience:
 
 
 @dataclass(kw_only=True, slots=True)
-class Served:
+class ServedRequest:
     """Record of how a request was answered.
 
     Attributes:
@@ -88,13 +88,13 @@ class InferenceRequest:
     captured: CapturedModel
     tensors: Sequence[torch.Tensor]
     cut: int
-    far: Far | None
+    far: RemoteServer | None
     process: str
     patience: RequestPatience
-    served: Served = field(init=False)
+    served: ServedRequest = field(init=False)
 
     def __post_init__(self) -> None:
-        self.served = Served(cut=self.cut)
+        self.served = ServedRequest(cut=self.cut)
 
     def run(self) -> Tensors:
         """Compute the network's output.
@@ -126,7 +126,7 @@ class InferenceRequest:
         self.served.device_s += time.perf_counter() - began
         return fetched
 
-    def _there(self, far: Far, crossing: Tensors, sent: Tensors, left_s: float) -> Tensors:
+    def _there(self, far: RemoteServer, crossing: Tensors, sent: Tensors, left_s: float) -> Tensors:
         exchange = far.ask(self.captured, self.cut, sent, process=self.process)
         self.served.sent_bytes = exchange.sent_bytes
         try:
@@ -139,7 +139,7 @@ class InferenceRequest:
             self._gave_up(far, error)
             return done
 
-    def _asked(self, far: Far, exchange: Exchange, crossing: Tensors, left_s: float) -> Tensors:
+    def _asked(self, far: RemoteServer, exchange: Exchange, crossing: Tensors, left_s: float) -> Tensors:
         if self.patience.hedge_s is None or self.patience.helpers is None:
             return self._took(far, exchange.finish(left_s))
         try:
@@ -151,7 +151,9 @@ class InferenceRequest:
         except TimeoutError:
             return self._race(far, exchange, waiting, crossing)
 
-    def _race(self, far: Far, exchange: Exchange, waiting: Future[Finished], crossing: Tensors) -> Tensors:
+    def _race(
+        self, far: RemoteServer, exchange: Exchange, waiting: Future[ExchangeResult], crossing: Tensors
+    ) -> Tensors:
         """Compute in parallel with the server; the first answer counts."""
         self.served.hedged = True
 
@@ -172,12 +174,12 @@ class InferenceRequest:
         exchange.close()
         return done
 
-    def _took(self, far: Far, finished: Finished) -> Tensors:
+    def _took(self, far: RemoteServer, finished: ExchangeResult) -> Tensors:
         far.answered(self.captured, self.cut, finished)
         self.served.server = far.url
         self.served.link_s, self.served.server_s = finished.link_s, finished.server_s
         return finished.tensors
 
-    def _gave_up(self, far: Far, error: UpriverError) -> None:
+    def _gave_up(self, far: RemoteServer, error: UpriverError) -> None:
         far.failed(self.captured, error)
         self.served.why_not = said(str(error))

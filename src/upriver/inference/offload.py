@@ -18,12 +18,12 @@ from torch import nn
 
 from upriver.errors import ConfigError
 from upriver.inference.capture_cache import CaptureCache, Network
-from upriver.inference.change_detection import Unchanged, module_states
+from upriver.inference.change_detection import ChangeDetector, module_states
 from upriver.inference.costs import WAYS, Measure, device_seconds
 from upriver.inference.decision import Decision
-from upriver.inference.executor import InferenceRequest, RequestPatience, Served
-from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, Rule, choose, kept_away, likely
-from upriver.inference.remote_server import Far, Terms
+from upriver.inference.executor import InferenceRequest, RequestPatience, ServedRequest
+from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, PartitionRule, choose, kept_away, likely
+from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.inference.uplink import Uplink
 from upriver.link import WINDOW
 from upriver.profile.latency.predictor import Predictor
@@ -85,16 +85,16 @@ class Offload:
     def __init__(
         self,
         forms: CaptureCache,
-        fars: list[Far],
-        fars_anew: Callable[[], list[Far]],
-        unchanged: Unchanged,
+        fars: list[RemoteServer],
+        fars_anew: Callable[[], list[RemoteServer]],
+        unchanged: ChangeDetector,
         *,
         autocast: torch.dtype | None,
-        rule: Rule,
+        rule: PartitionRule,
         patience: RequestPatience,
         cached_cuts: int,
     ) -> None:
-        self.last: Served | None = None
+        self.last: ServedRequest | None = None
         self._forms, self._fars, self._rule = forms, fars, rule
         self._patience, self._cached_cuts, self._autocast = patience, cached_cuts, autocast
         self._lock = threading.Lock()
@@ -145,7 +145,7 @@ class Offload:
         self._check_open()
         return self._decide(self._forms.first)[0]
 
-    def _decide(self, network: Network) -> tuple[Decision, Far | None]:
+    def _decide(self, network: Network) -> tuple[Decision, RemoteServer | None]:
         captured = network.captured
         alone = network.other_threads
         fars = [] if alone else self._fars
@@ -174,7 +174,7 @@ class Offload:
         )
         return decision, far
 
-    def _note(self, served: Served) -> None:
+    def _note(self, served: ServedRequest) -> None:
         with self._lock:
             self.last = served
             self._counts["requests"] += 1
@@ -378,7 +378,7 @@ def offload(
     require_type("model", model, nn.Module, "in eval or not")
     check_initialized(model)
     rule = _rule(policy, cut)
-    terms = Terms(
+    terms = ServerTerms(
         push=validation.flag("push", push),
         exact=validation.choice("exact", exact, ("bitwise", "numeric")),
         probe_s=probe_s,
@@ -393,7 +393,7 @@ def offload(
     tls = client_context(ca=ca, certificate=certificate, key=key)
     fars_anew = partial(_fars, tuple(servers), deadline_s, terms, token=validation.token(token), tls=tls)
     fars = fars_anew()
-    unchanged = Unchanged(model)
+    unchanged = ChangeDetector(model)
     example = Example.of(example_inputs)
     autocast = autocast_dtype(autocast_here(example.tensors[0].device))
     forms = CaptureCache(example, partial(_make, model, fars, measure, unchanged, autocast, exact))
@@ -438,14 +438,14 @@ def _under(autocast: torch.dtype | None) -> str:
     )
 
 
-def _rule(policy: str | None, cut: int | None) -> Rule:
+def _rule(policy: str | None, cut: int | None) -> PartitionRule:
     if policy is not None and cut is not None:
         raise ConfigError(f"cut={cut} takes the place of a policy; give it or policy={policy!r}")
     name = DEFAULT_POLICY if policy is None else policy
-    return Rule(policy=validation.choice("policy", name, ESTIMATES), cut=cut)
+    return PartitionRule(policy=validation.choice("policy", name, ESTIMATES), cut=cut)
 
 
-def _check_cut(rule: Rule, num_stages: int) -> None:
+def _check_cut(rule: PartitionRule, num_stages: int) -> None:
     if rule.cut is not None and not (type(rule.cut) is int and 0 <= rule.cut <= num_stages):
         raise ConfigError(f"cut must be a whole number in 0..{num_stages}, got {rule.cut!r}")
 
@@ -470,22 +470,27 @@ def _check_servers(urls: Sequence[str]) -> None:
 
 
 def _fars(
-    urls: Sequence[str], deadline_s: float, terms: Terms, *, token: str | None, tls: ssl.SSLContext | None
-) -> list[Far]:
+    urls: Sequence[str],
+    deadline_s: float,
+    terms: ServerTerms,
+    *,
+    token: str | None,
+    tls: ssl.SSLContext | None,
+) -> list[RemoteServer]:
     timeouts, patient_s = Timeouts(), max(deadline_s, LEAST_S)
     timeouts = Timeouts(
         connect_s=min(timeouts.connect_s, patient_s), question_s=min(timeouts.question_s, patient_s)
     )
     uplink = Uplink()
     clients = [ServerClient(url, token=token, timeouts=timeouts, tls=tls) for url in dict.fromkeys(urls)]
-    return [Far(client, terms, uplink) for client in clients]
+    return [RemoteServer(client, terms, uplink) for client in clients]
 
 
 def _make(
     model: nn.Module,
-    fars: Sequence[Far],
+    fars: Sequence[RemoteServer],
     measure: Measure,
-    unchanged: Unchanged,
+    unchanged: ChangeDetector,
     autocast: torch.dtype | None,
     exact: Exact,
     example: Example,
@@ -501,12 +506,12 @@ def _make(
     return network
 
 
-def _serve(fars: Sequence[Far], network: Network) -> None:
+def _serve(fars: Sequence[RemoteServer], network: Network) -> None:
     for far in fars:
         far.serve(network.captured, network.device_s)
 
 
-def _wait_for(fars: Sequence[Far], seconds: float | None) -> tuple[str, ...]:
+def _wait_for(fars: Sequence[RemoteServer], seconds: float | None) -> tuple[str, ...]:
     began = time.monotonic()
     for far in fars:
         far.wait(None if seconds is None else max(0.0, began + seconds - time.monotonic()))
@@ -515,7 +520,7 @@ def _wait_for(fars: Sequence[Far], seconds: float | None) -> tuple[str, ...]:
     return tuple(far.url for far in fars if not far.wait(0.0))
 
 
-def _end(fars: Sequence[Far], helpers: Executor | None) -> None:
+def _end(fars: Sequence[RemoteServer], helpers: Executor | None) -> None:
     for far in fars:
         far.close()
     if helpers is not None:

@@ -1,8 +1,8 @@
 """Decide the next request's cut and server: pure functions, called once per request.
 
-`upriver.latency.Sums` adds up in advance what stays equal from request to request. A `Now` holds what
-changes. Among several servers the decision takes the one with the least predicted seconds. A decision may
-also leave all stages to the device, which wins ties.
+`upriver.latency.LatencySums` adds up in advance what stays equal from request to request. A
+`ServerConditions` holds what changes. Among several servers the decision takes the one with the least
+predicted seconds. A decision may also leave all stages to the device, which wins ties.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from upriver.cost import Array
 from upriver.errors import ConfigError
-from upriver.latency import Sums, last_of_least
+from upriver.latency import LatencySums, last_of_least
 from upriver.types import BANDWIDTH, require_finite
 
 DEFAULT_POLICY = "inference"
@@ -31,7 +31,7 @@ SWEEP_LOADS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Now:
+class ServerConditions:
     """Present state of a server and of the link to it.
 
     Attributes:
@@ -61,11 +61,11 @@ class Now:
         require_finite("wait_s", self.wait_s)
 
 
-Estimate = Callable[[Sums, Now], Array]
+Estimate = Callable[[LatencySums, ServerConditions], Array]
 """Seconds of a request at each cut."""
 
 
-def _inference(sums: Sums, now: Now) -> Array:
+def _inference(sums: LatencySums, now: ServerConditions) -> Array:
     return sums.request_s(
         upload=now.upload_bytes_per_s,
         download=now.download_bytes_per_s,
@@ -75,11 +75,11 @@ def _inference(sums: Sums, now: Now) -> Array:
     )
 
 
-def _loadpart(sums: Sums, now: Now) -> Array:
+def _loadpart(sums: LatencySums, now: ServerConditions) -> Array:
     return sums.paper_s(upload=now.upload_bytes_per_s, load=now.load)
 
 
-def _neurosurgeon(sums: Sums, now: Now) -> Array:
+def _neurosurgeon(sums: LatencySums, now: ServerConditions) -> Array:
     return sums.paper_s(upload=now.upload_bytes_per_s)
 
 
@@ -97,7 +97,7 @@ ESTIMATES: Mapping[str, Estimate] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
+class PartitionRule:
     """Rule by which requests are cut.
 
     Attributes:
@@ -124,7 +124,7 @@ class Rule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class CutChoice:
     """A chosen cut.
 
     Attributes:
@@ -139,13 +139,13 @@ class Choice:
 
 
 def choose(
-    rule: Rule,
+    rule: PartitionRule,
     device_s: float,
     num_stages: int,
-    offers: Sequence[tuple[Sums, Now | None]],
+    offers: Sequence[tuple[LatencySums, ServerConditions | None]],
     *,
     deadline_s: float = np.inf,
-) -> Choice:
+) -> CutChoice:
     """Return the cut and the server with the least predicted seconds; the device alone wins ties.
 
     A server that is predicted to miss the deadline is not chosen. The device would compute the rest after it,
@@ -159,29 +159,33 @@ def choose(
         deadline_s: Time after which the device goes on by itself. It is ignored where a server must be asked.
     """
     only = rule.cut_of(num_stages)
-    best = Choice(cut=num_stages, server=None, seconds=device_s)
+    best = CutChoice(cut=num_stages, server=None, seconds=device_s)
     if only == num_stages:
         return best
     if only is not None:
-        best = Choice(cut=num_stages, server=None, seconds=np.inf)
+        best = CutChoice(cut=num_stages, server=None, seconds=np.inf)
     for server, (sums, now) in enumerate(offers):
         if now is None:
             if rule.must and best.server is None:
-                best = Choice(cut=only or 0, server=server, seconds=np.inf)
+                best = CutChoice(cut=only or 0, server=server, seconds=np.inf)
             continue
         seconds = ESTIMATES[rule.policy](sums, now)
         if not rule.must:
             seconds[:-1][seconds[:-1] > deadline_s] = np.inf
         cut = last_of_least(seconds) if only is None else only
         if cut < num_stages and seconds[cut] < best.seconds:
-            best = Choice(cut=cut, server=server, seconds=float(seconds[cut]))
+            best = CutChoice(cut=cut, server=server, seconds=float(seconds[cut]))
     if best.server is None:
-        return Choice(cut=num_stages, server=None, seconds=device_s)
+        return CutChoice(cut=num_stages, server=None, seconds=device_s)
     return best
 
 
 def kept_away(
-    rule: Rule, choice: Choice, offers: Sequence[tuple[Sums, Now | None]], *, deadline_s: float = np.inf
+    rule: PartitionRule,
+    choice: CutChoice,
+    offers: Sequence[tuple[LatencySums, ServerConditions | None]],
+    *,
+    deadline_s: float = np.inf,
 ) -> list[int]:
     """Return the servers that would be faster than the choice if they were idle; only for our own policy.
 
@@ -206,7 +210,7 @@ def kept_away(
     return found
 
 
-def likely(rule: Rule, sums: Sums, *, most: int) -> tuple[int, ...]:
+def likely(rule: PartitionRule, sums: LatencySums, *, most: int) -> tuple[int, ...]:
     """Return the cuts that win anywhere over a sweep of bandwidths and loads, most frequent winners first.
 
     Args:
@@ -220,7 +224,7 @@ def likely(rule: Rule, sums: Sums, *, most: int) -> tuple[int, ...]:
         return (only,) if only < last else ()
     estimate = ESTIMATES[rule.policy]
     won = Counter(
-        last_of_least(estimate(sums, Now(upload_bytes_per_s=rate, load=load)))
+        last_of_least(estimate(sums, ServerConditions(upload_bytes_per_s=rate, load=load)))
         for rate in SWEEP_BYTES_PER_S
         for load in SWEEP_LOADS
     )

@@ -20,10 +20,10 @@ import torch
 
 from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
-from upriver.inference.cooldown import Rest
+from upriver.inference.cooldown import Cooldown
 from upriver.inference.costs import CutCosts, crossing_bytes
-from upriver.inference.exchange import Exchange, Finished
-from upriver.inference.partition import Now
+from upriver.inference.exchange import Exchange, ExchangeResult
+from upriver.inference.partition import ServerConditions
 from upriver.inference.server_check import BUSY, admit, allowed_by, canary, probe
 from upriver.inference.uplink import Uplink
 from upriver.link import CONFIRMED, ROUND_TRIPS, WINDOW, LinkWindow
@@ -54,7 +54,7 @@ one from another client."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class ServerTerms:
     """Options for the use of servers.
 
     Attributes:
@@ -83,10 +83,10 @@ class _Form:
 
     captured: CapturedModel
     device_s: Sequence[float]
-    rest: Rest
+    rest: Cooldown
 
 
-class Far:
+class RemoteServer:
     """Connect a device to one server.
 
     Args:
@@ -98,7 +98,7 @@ class Far:
         link: Estimate of the link up to the server.
     """
 
-    def __init__(self, client: ServerClient, terms: Terms, uplink: Uplink | None = None) -> None:
+    def __init__(self, client: ServerClient, terms: ServerTerms, uplink: Uplink | None = None) -> None:
         self.link = LinkWindow(terms.window)
         self._client, self._terms, self._uplink = client, terms, uplink or Uplink()
         self._lock = threading.Lock()
@@ -114,7 +114,7 @@ class Far:
         self._sought = False
         self._flags = flags()
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
-        self._rest = Rest(self._backoff)
+        self._rest = Cooldown(self._backoff)
         self._closed, self._ended, self._wake = False, False, threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="upriver-offload", daemon=True)
         self._uplink.add_listener(self._request_ended)
@@ -153,7 +153,7 @@ class Far:
         """
         with self._lock:
             self._wanted[captured.program.digest] = _Form(
-                captured=captured, device_s=device_s, rest=Rest(self._backoff)
+                captured=captured, device_s=device_s, rest=Cooldown(self._backoff)
             )
         if self._thread.ident is None:
             self._thread.start()
@@ -192,17 +192,17 @@ class Far:
                 return
             self._flags, self._costs, self._looked_up = now, {}, set()
             self._wanted = {
-                digest: replace(form, rest=Rest(self._backoff)) for digest, form in self._wanted.items()
+                digest: replace(form, rest=Cooldown(self._backoff)) for digest, form in self._wanted.items()
             }
         self._wake.set()
 
-    def now(self, costs: CutCosts) -> Now | None:
+    def now(self, costs: CutCosts) -> ServerConditions | None:
         """Return the present link and server state for a network; None where the link is unknown."""
         link, download = self.link, self._download()
         upload = link.bandwidth_bytes_per_s
         if upload is None:
             return None
-        return Now(
+        return ServerConditions(
             upload_bytes_per_s=upload,
             download_bytes_per_s=download,
             rtt_s=link.rtt_s + costs.handling.fixed_s(download),
@@ -227,7 +227,7 @@ class Far:
         """Mark a request as under way. Probes wait, since both would see only a part of the link."""
         return self._uplink.in_use()
 
-    def answered(self, captured: CapturedModel, cut: int, finished: Finished) -> None:
+    def answered(self, captured: CapturedModel, cut: int, finished: ExchangeResult) -> None:
         """Update the link and the load from an answer.
 
         The first answer from a cut says nothing of the link: the server has looked up what crosses there. k

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from upriver.errors import NotExact, Overloaded, ProgramNotFound, UpriverError
-from upriver.inference.costs import ANY_TIME, CutCosts, Handling, crossing_bytes
-from upriver.inference.exchange import Exchange, Finished, packing
+from upriver.inference.costs import ANY_TIME, CutCosts, HandlingTimes, crossing_bytes
+from upriver.inference.exchange import Exchange, ExchangeResult, packing
 from upriver.inference.uplink import Uplink
 from upriver.link import ROUND_TRIPS, LinkWindow
 from upriver.profile.profile_cache import ProfileKey, load_profile, save_profile
@@ -163,7 +163,7 @@ def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, eve
 
 def canary(
     client: ServerClient, captured: CapturedModel, cut: int, allowed: Tolerance | None, *, process: str
-) -> Finished:
+) -> ExchangeResult:
     """Have a server compute the example from a cut on, and compare the answer.
 
     Args:
@@ -189,7 +189,9 @@ def canary(
     return finished
 
 
-def handling_of(program: Program, cut: int, seen: Sequence[Finished], link: LinkWindow) -> Handling:
+def handling_of(
+    program: Program, cut: int, seen: Sequence[ExchangeResult], link: LinkWindow
+) -> HandlingTimes:
     """Return what requests cost apart from stages and link, from some requests with few crossing bytes.
 
     The device measures the seconds per byte for both sides. A request over a thin link does not show them,
@@ -204,7 +206,7 @@ def handling_of(program: Program, cut: int, seen: Sequence[Finished], link: Link
     encode, decode = packing()
     crossing, bandwidth = crossing_bytes(program, cut), link.bandwidth_bytes_per_s
     on_link_s = link.rtt_s + (crossing / bandwidth if bandwidth is not None else 0.0)
-    return Handling(
+    return HandlingTimes(
         front_s=max(0.0, min(each.up_s for each in seen) - on_link_s - (encode + decode) * crossing),
         beside_s=min(each.beside_s for each in seen),
         encode_s_per_byte=encode,

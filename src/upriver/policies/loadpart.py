@@ -5,10 +5,10 @@ ICDCS 2022, section III-D, problem (1) and Algorithm 1, as tailored in section I
 
 Symbols
     L_0 .. L_n, p                the cuts: ``p`` stages run on the device; 0 sends the input, n sends nothing
-    f(L_i), prefix               ``Sums.device_s``
-    M_edge(L_i), suffix          ``Sums.server_s``, with k = 1
+    f(L_i), prefix               ``LatencySums.device_s``
+    M_edge(L_i), suffix          ``LatencySums.server_s``, with k = 1
     k                            ``load``
-    s_i                          ``Sums.sent_bytes``; s_n is the answer
+    s_i                          ``LatencySums.sent_bytes``; s_n is the answer
     B_u, B_d                     ``upload``, ``download``; None is the paper's own system: the answer is free
     line 17 (<=)                 the last of equals wins
 
@@ -21,12 +21,12 @@ Departures
 
 from __future__ import annotations
 
-from upriver.latency import LatencyModel, Sums, last_of_least
+from upriver.latency import LatencyModel, LatencySums, last_of_least
 from upriver.policies._request import least
 from upriver.types import Cluster, Plan, Profile, Workload
 
 
-def decide(sums: Sums, *, upload: float, download: float | None = None, load: float = 1.0) -> int:
+def decide(sums: LatencySums, *, upload: float, download: float | None = None, load: float = 1.0) -> int:
     """Return the number of stages that the device runs, by Algorithm 1 in O(n).
 
     Args:

@@ -44,7 +44,7 @@ from upriver.rpc.http import (
     BROKEN,
     Address,
     Connection,
-    Holder,
+    ConnectionHolder,
     Timeouts,
     error_of,
     read_to_end,
@@ -390,7 +390,7 @@ class ServerClient:
         span: str | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """Open a short exchange with a total time limit; ``span`` is its name in traces."""
-        holder = Holder()
+        holder = ConnectionHolder()
         total_s = total_s or self.timeouts.question_s
         timeout_s = min(total_s, self.timeouts.read_s)
         traced = nullcontext(NO_HEADERS) if span is None else tracing.apart(span, server=self.url)
@@ -411,7 +411,7 @@ class ServerClient:
         body: Sequence[bytes | memoryview] = (),
         *,
         timeout_s: float | None = None,
-        on_connection: Holder | None = None,
+        on_connection: ConnectionHolder | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> Iterator[http.client.HTTPResponse]:
         """Send one request and yield its response; keep the connection if the response was read fully."""
@@ -434,7 +434,7 @@ class ServerClient:
         body: Sequence[bytes | memoryview],
         headers: Mapping[str, str],
         timeout_s: float | None,
-        holder: Holder | None,
+        holder: ConnectionHolder | None,
     ) -> tuple[Connection, http.client.HTTPResponse]:
         while True:
             connection, fresh = self._connections.borrow()
@@ -505,7 +505,7 @@ class RunAnswer:
         *,
         process: str | None = None,
     ) -> None:
-        self._holder = Holder()
+        self._holder = ConnectionHolder()
         self._reader: FrameReader | None = None
         self._frames = self._read(client, request, batches, process)
         self._reading = threading.Lock()  # held by a thread inside the generator

@@ -23,7 +23,7 @@ from typing import Annotated, Protocol
 import msgspec
 
 from upriver.errors import ConfigError, Overloaded, ProtocolError, ServerUnavailable, UpriverError
-from upriver.rpc.http import BROKEN, Address, Holder, Timeouts, error_of, within
+from upriver.rpc.http import BROKEN, Address, ConnectionHolder, Timeouts, error_of, within
 from upriver.rpc.server_pool import Transport
 from upriver.text import said
 from upriver.types import require_finite
@@ -115,7 +115,7 @@ class DirectoryClient:
             Overloaded: If it cannot answer at the moment.
             ProtocolError: If the answer is invalid.
         """
-        holder = Holder()
+        holder = ConnectionHolder()
         connection = self._address.connection()
         total_s = self._timeouts.question_s
         with within(total_s, holder.close, url=self.url):
@@ -189,7 +189,7 @@ class Changes:
     gone: tuple[str, ...] = ()
 
 
-class Roll:
+class ServerRoll:
     """Track the listed servers, from a directory's answers and the clock; no threads, no sockets.
 
     Args:
@@ -224,8 +224,8 @@ def _plain(url: str) -> str:
     return url.rstrip("/")
 
 
-class Members(Protocol):
-    """The pool interface that a `Following` needs."""
+class PoolMembers(Protocol):
+    """The pool interface that a `DirectoryFollower` needs."""
 
     def add(self, client: Transport) -> None:
         """Add one more server, used once it is admitted; the pool closes its client."""
@@ -234,7 +234,7 @@ class Members(Protocol):
         """Send a server no more requests; those in flight may finish. Unknown addresses are ignored."""
 
 
-class Following:
+class DirectoryFollower:
     """Keep a pool in step with a directory, in a thread. Close it before the pool.
 
     Args:
@@ -248,7 +248,7 @@ class Following:
     def __init__(
         self,
         directory: DirectoryClient,
-        members: Members,
+        members: PoolMembers,
         client: Callable[[str], Transport],
         *,
         urls: Sequence[str],
@@ -257,7 +257,7 @@ class Following:
         require_finite("poll_s", poll_s, positive=True)
         self._directory, self._members, self._client = directory, members, client
         self._poll_s = poll_s
-        self._roll = Roll(urls)
+        self._roll = ServerRoll(urls)
         self._closed = threading.Event()
         self._silent = False
         self._thread = threading.Thread(target=self._follow, name="upriver-following", daemon=True)
@@ -269,7 +269,7 @@ class Following:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    def __enter__(self) -> Following:
+    def __enter__(self) -> DirectoryFollower:
         return self
 
     def __exit__(self, *exc_info: object) -> None:

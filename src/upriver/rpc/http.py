@@ -241,7 +241,7 @@ class Connection:
         return found
 
 
-class Holder:
+class ConnectionHolder:
     """Let one thread break off the connection that another one uses for an answer."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from upriver.rpc.client import ServerClient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Effort:
+class ProbeEffort:
     """The allowed cost of a probe.
 
     Attributes:
@@ -22,10 +22,10 @@ class Effort:
     seconds: float
 
 
-BEFORE = Effort(first_bytes=16 << 10, most_bytes=16 << 20, seconds=0.15)
+BEFORE = ProbeEffort(first_bytes=16 << 10, most_bytes=16 << 20, seconds=0.15)
 """Effort before a job begins, when nothing else crosses; 16 KiB at half a megabit take 0.26 s."""
 
-BESIDE = Effort(first_bytes=16 << 10, most_bytes=1 << 20, seconds=0.1)
+BESIDE = ProbeEffort(first_bytes=16 << 10, most_bytes=1 << 20, seconds=0.1)
 """Effort during a training whose next request may come at any moment."""
 
 GROWTH = 8
@@ -53,7 +53,7 @@ def measure_link(server: ServerClient) -> LinkEstimate:
     return LinkEstimate(bandwidth_bytes_per_s=probed(server, BEFORE), rtt_s=rtt)
 
 
-def probed(server: ServerClient, effort: Effort) -> float:
+def probed(server: ServerClient, effort: ProbeEffort) -> float:
     """Return the bytes per second of the last of several probes.
 
     Raises:

@@ -29,7 +29,7 @@ from upriver.errors import (
 )
 from upriver.pipeline import Dataset
 from upriver.program import Program
-from upriver.program.split.crossing_values import Values
+from upriver.program.split.crossing_values import CrossingValues
 from upriver.protocol import DatasetRef, Larger, RunRequest
 from upriver.rpc.client import RunAnswer, ServerClient
 from upriver.rpc.http import within
@@ -116,7 +116,7 @@ class ServerVerifier:
         canary: tuple[int, ...],
         reference: Callable[[], MicroBatch],
         allowed: Tolerance | None,
-        values: Values,
+        values: CrossingValues,
     ) -> None:
         self._question = question
         self._engine = engine

@@ -31,13 +31,13 @@ from upriver.errors import (
 from upriver.program.graph.devices import check_device
 from upriver.protocol import Info, Load, Uploaded, valid_digest
 from upriver.server.config import ServerConfig
-from upriver.server.device_group import Unit, Units
+from upriver.server.device_group import DeviceGroup, DeviceGroups
 from upriver.server.execution.run_context import until
 from upriver.server.http import dashboard as ui
 from upriver.server.http import openapi
 from upriver.server.http.auth import Authenticator, tenant_of
-from upriver.server.http.errors import Wording, code_of, counted, http_errors
-from upriver.server.http.light_requests import Looks
+from upriver.server.http.errors import ErrorWording, code_of, counted, http_errors
+from upriver.server.http.light_requests import LightRequests
 from upriver.server.http.requests import (
     IncomingBody,
     check_length,
@@ -48,15 +48,15 @@ from upriver.server.http.requests import (
 )
 from upriver.server.http.response_stream import FrameStream
 from upriver.server.observability import logging as logs
-from upriver.server.observability.audit_log import WEIGHTS_WANTED, Audit, AuditEntry, Outcome
+from upriver.server.observability.audit_log import WEIGHTS_WANTED, AuditEntry, AuditLog, Outcome
 from upriver.server.observability.load import LoadMeter
 from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.observability.snapshot import Snapshot
-from upriver.server.observability.tracing import Traced, traced
+from upriver.server.observability.tracing import TracingMiddleware, traced
 from upriver.server.observability.utilisation import look_at, watch
-from upriver.server.profile_handler import BODY_BYTES, Profiler
+from upriver.server.profile_handler import BODY_BYTES, ProfileHandler
 from upriver.server.programs.datasets import Datasets
-from upriver.server.scheduling.admission_queue import Full
+from upriver.server.scheduling.admission_queue import QueueFull
 from upriver.server.scheduling.footprint import StageRange
 from upriver.server.snapshot_rows import program_rows, tenant_rows
 from upriver.server.tenants import ANYONE, Tenant, missing_folders
@@ -74,7 +74,7 @@ DRAIN_RETRY_S = 5.0
 """Seconds after which a draining server has stopped or has been replaced."""
 
 
-class Sent(StreamingResponse):
+class ProbeBody(StreamingResponse):
     """Send a probe's bytes, each piece in a turn of its tenant.
 
     Args:
@@ -85,7 +85,7 @@ class Sent(StreamingResponse):
     """
 
     def __init__(
-        self, pieces: AsyncIterator[memoryview], *, looks: Looks, tenant: Tenant, **more: Any
+        self, pieces: AsyncIterator[memoryview], *, looks: LightRequests, tenant: Tenant, **more: Any
     ) -> None:
         self._looks, self._tenant = looks, tenant
         super().__init__(self._in_turns(pieces), **more)
@@ -122,12 +122,12 @@ class Front:
         self.draining = False
         everyone = list(config.everyone()) or [ANYONE]
         self.metrics = ServerMetrics(tenants=[tenant.name for tenant in everyone], stores=config.stores)
-        self.audit = Audit(config.audit_log, on_failure=self.metrics.audit_failures.inc)
-        self.looks = Looks()
+        self.audit = AuditLog(config.audit_log, on_failure=self.metrics.audit_failures.inc)
+        self.looks = LightRequests()
         self._stores = traced(config.open_stores())
         for missing in missing_folders(config.tenants, self._stores):
             log.warning("%s", missing)
-        self.wording = Wording(self._stores)
+        self.wording = ErrorWording(self._stores)
         datasets = Datasets(
             self._stores,
             prefix=config.prefix,
@@ -140,9 +140,9 @@ class Front:
             window_s=config.load_window_s,
             free_below=config.load_free_below,
         )
-        self.units = Units(
+        self.units = DeviceGroups(
             [
-                Unit(
+                DeviceGroup(
                     config,
                     device,
                     load=self._load,
@@ -154,7 +154,7 @@ class Front:
                 for device in config.devices
             ]
         )
-        self._profiler = Profiler(config, next(iter(self.units)))
+        self._profiler = ProfileHandler(config, next(iter(self.units)))
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -244,7 +244,7 @@ class Front:
         if nbytes is None or nbytes > PROBE_BYTES:
             raise ProtocolError(f"bytes must lie in 0..{PROBE_BYTES}, got {text[:40]!r}")
         tenant = tenant_of(request)
-        return Sent(
+        return ProbeBody(
             zeros(nbytes),
             looks=self.looks,
             tenant=tenant,
@@ -399,7 +399,7 @@ class Front:
         )
 
     @property
-    def _first(self) -> Unit:
+    def _first(self) -> DeviceGroup:
         """Return the device that receives uploaded programs."""
         return next(iter(self.units))
 
@@ -422,7 +422,7 @@ class Front:
 
     def _shed(self, tenant: Tenant, error: BaseException) -> None:
         """Count a request that was turned away, by its reason."""
-        full = isinstance(error.__cause__, Full)
+        full = isinstance(error.__cause__, QueueFull)
         reasons: tuple[tuple[type[BaseException], str], ...] = (
             (QuotaExceeded, "quota"),
             (Overloaded, "queue" if full else self._why_not()),
@@ -516,7 +516,7 @@ def create_app(config: ServerConfig) -> Starlette:
                 on_refused=front.metrics.errors.add,
                 looks=front.looks,
             ),
-            Middleware(Traced),
+            Middleware(TracingMiddleware),
         ],
         exception_handlers={HTTPException: http_errors(front.metrics)},
     )

@@ -15,7 +15,7 @@ from upriver.profile.resources import total_bytes
 from upriver.program.graph.devices import check_device
 from upriver.server.config import ServerConfig
 from upriver.server.execution.worker_pool import WorkerPool
-from upriver.server.http.errors import Wording
+from upriver.server.http.errors import ErrorWording
 from upriver.server.ipc.messages import Hello, Setup
 from upriver.server.ipc.shared_memory import KEPT_BYTES
 from upriver.server.observability.load import LoadMeter
@@ -23,14 +23,14 @@ from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.programs.cache import ProgramCache
 from upriver.server.programs.datasets import Datasets
 from upriver.server.programs.registry import ProgramRegistry
-from upriver.server.run_handler import Runner
+from upriver.server.run_handler import RunHandler
 from upriver.server.sandbox.bubblewrap import enclose
 from upriver.server.sandbox.rlimits import on_cpu
 from upriver.server.scheduling.admission_queue import AdmissionQueue
 from upriver.server.scheduling.batch_adaptation import adaptive, static
-from upriver.server.scheduling.fair_queue import Turns
+from upriver.server.scheduling.fair_queue import FairQueue
 from upriver.server.scheduling.footprint import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
-from upriver.server.scheduling.memory_budget import BASE, INDEXES, Budget, Hold, memory_budget
+from upriver.server.scheduling.memory_budget import BASE, INDEXES, MemoryBudget, MemoryHold, memory_budget
 from upriver.server.tenants import Tenant
 from upriver.store import Store
 from upriver.text import bytes_text
@@ -45,7 +45,7 @@ LOOK_S = 1.0
 of them."""
 
 
-class Unit:
+class DeviceGroup:
     """One device of a server.
 
     Requests are dealt evenly over all devices, and each device then admits its own.
@@ -74,11 +74,11 @@ class Unit:
         datasets: Datasets,
         stores: Mapping[str, Store],
         metrics: ServerMetrics,
-        wording: Wording,
+        wording: ErrorWording,
     ) -> None:
         self.device, self._config = device, config
-        self.base: Hold | None = None
-        self.budget = Budget(_memory(config, device))
+        self.base: MemoryHold | None = None
+        self.budget = MemoryBudget(_memory(config, device))
         self.shelf = ProgramCache(
             self.budget,
             most_bytes=config.program_budget_bytes,
@@ -132,8 +132,8 @@ class Unit:
             collect_s=config.collect_s if by_memory else 0.0,
             spare=datasets.drop_oldest,
         )
-        self.turns = Turns(config.workers, one_each=True)
-        self.runner = Runner(
+        self.turns = FairQueue(config.workers, one_each=True)
+        self.runner = RunHandler(
             config,
             pool=self.pool,
             programs=self.programs,
@@ -156,7 +156,7 @@ class Unit:
             raise Overloaded(self.pool.why)
         return self.pool.hello
 
-    def hold_index(self, nbytes: int) -> Hold:
+    def hold_index(self, nbytes: int) -> MemoryHold:
         """Hold memory for a dataset's index; unused programs are evicted to make room.
 
         Raises:
@@ -188,21 +188,21 @@ class Unit:
         self.pool.forget(key)
 
 
-class Units:
+class DeviceGroups:
     """Deal requests over all devices of a server.
 
     Args:
         units: One or more devices.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[DeviceGroup]) -> None:
         self._units = tuple(units)
         self._first = 0  # index to try first among equals
         self._holding: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[int] | None = None
         self._looked_at = 0.0
 
-    def __iter__(self) -> Iterator[Unit]:
+    def __iter__(self) -> Iterator[DeviceGroup]:
         return iter(self._units)
 
     @property
@@ -255,7 +255,7 @@ class Units:
         await asyncio.gather(*(unit.programs.close() for unit in self._units))
         await asyncio.gather(*(unit.pool.close() for unit in self._units))
 
-    def deal(self, tenant: Tenant) -> Unit:
+    def deal(self, tenant: Tenant) -> DeviceGroup:
         """Return the device for a tenant's next request.
 
         It is the device with the fewest of the tenant's requests, then with the fewest of all. Equal devices
@@ -268,7 +268,7 @@ class Units:
         self._first = (chosen + 1) % count
         return self._units[chosen]
 
-    def hold_index(self, nbytes: int) -> Hold:
+    def hold_index(self, nbytes: int) -> MemoryHold:
         """Hold memory for a dataset's index.
 
         It is the first device's if that is the machine's memory, else the host's.
@@ -286,9 +286,9 @@ class Units:
         return (first.budget if on_cpu(first.device) else self._host).most_bytes // 2
 
     @cached_property
-    def _host(self) -> Budget:
+    def _host(self) -> MemoryBudget:
         """Budget for indexes if devices have their own memory: a quarter of the machine's free memory."""
-        return Budget(memory_budget("cpu", reserve=0.75, given=None))
+        return MemoryBudget(memory_budget("cpu", reserve=0.75, given=None))
 
     async def used_bytes(self) -> int:
         """Return the bytes that all workers use, measured at most once a second."""

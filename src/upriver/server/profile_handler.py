@@ -14,7 +14,7 @@ from upriver.errors import Busy, ProtocolError, TooLarge
 from upriver.profile.stage_timing import Seconds, through_first
 from upriver.protocol import ProfileRequest, StageCost, StageCosts, check_version, decode_json
 from upriver.server.config import ServerConfig
-from upriver.server.device_group import Unit
+from upriver.server.device_group import DeviceGroup
 from upriver.server.execution.run_context import until
 from upriver.server.ipc.messages import Hello, StageMeasurements
 from upriver.server.tenants import Tenant
@@ -32,7 +32,7 @@ Runs: TypeAlias = list[list[StageMeasurements]]
 """Runs of each program."""
 
 
-class Profiler:
+class ProfileHandler:
     """Measure one profile at a time.
 
     Each run of each program is a job of its own. So other requests wait for one run at most, and
@@ -42,7 +42,7 @@ class Profiler:
         unit: Device to measure; a server's devices are of one kind.
     """
 
-    def __init__(self, config: ServerConfig, unit: Unit) -> None:
+    def __init__(self, config: ServerConfig, unit: DeviceGroup) -> None:
         self._config, self._device = config, unit.device
         self._pool, self._runner = unit.pool, unit.runner
         self._at_it = False

@@ -29,13 +29,13 @@ from upriver.server.execution.run_context import (
     groups_of,
     until,
 )
-from upriver.server.execution.user_code_runs import Answers, WorkloadKind, code_run
+from upriver.server.execution.user_code_runs import LargestAnswers, WorkloadKind, code_run
 from upriver.server.execution.worker_pool import WorkerPool
 from upriver.server.execution.worker_process import Job, Result
-from upriver.server.http.errors import Wording
+from upriver.server.http.errors import ErrorWording
 from upriver.server.http.request_body import read_body
 from upriver.server.http.requests import IncomingBody
-from upriver.server.http.response_stream import Last
+from upriver.server.http.response_stream import LastBuffer
 from upriver.server.ipc.messages import Run, RunCode, Weighed
 from upriver.server.ipc.shared_memory import SealedFile
 from upriver.server.observability import tracing
@@ -44,21 +44,21 @@ from upriver.server.programs.datasets import Datasets
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.registry import KnownProgram, ProgramRegistry
 from upriver.server.programs.streaming_weights import ColdFile
-from upriver.server.scheduling.admission_queue import Admission, AdmissionQueue, AdmissionRequest, Full
+from upriver.server.scheduling.admission_queue import Admission, AdmissionQueue, AdmissionRequest, QueueFull
 from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
-from upriver.server.scheduling.fair_queue import Turns
+from upriver.server.scheduling.fair_queue import FairQueue
 from upriver.server.scheduling.footprint import (
     END,
     TAIL_BYTES,
+    FootprintCache,
     ProgramFootprints,
     StageRange,
-    Weights,
     request_bytes,
     unheld_bytes,
     works_ahead,
 )
-from upriver.server.scheduling.memory_budget import Budget
-from upriver.server.scheduling.memory_hold import AnswerRoom, Bodies, Coming, MemoryUse
+from upriver.server.scheduling.memory_budget import MemoryBudget
+from upriver.server.scheduling.memory_hold import AnswerRoom, BodyMemory, IncomingBodyMemory, MemoryUse
 from upriver.server.scheduling.service_costs import ServiceCosts
 from upriver.server.tenants import Tenant
 from upriver.store import Store
@@ -78,7 +78,7 @@ places from others, too. The factor is above one, as a request may arrive just b
 left."""
 
 
-class Runner:
+class RunHandler:
     """Run requests: resolve their names, queue them for admission, and compute them in turns.
 
     Args:
@@ -93,21 +93,21 @@ class Runner:
         pool: WorkerPool,
         programs: ProgramRegistry,
         datasets: Datasets,
-        budget: Budget,
+        budget: MemoryBudget,
         line: AdmissionQueue,
-        turns: Turns,
+        turns: FairQueue,
         metrics: ServerMetrics,
-        wording: Wording,
+        wording: ErrorWording,
     ) -> None:
         self._config = config
         self._pool, self._programs, self._datasets = pool, programs, datasets
         self._budget, self._line, self._turns = budget, line, turns
         self._metrics, self._wording = metrics, wording
-        self._bodies = Bodies(budget, self._make_room)
-        self._weights = Weights(self)
+        self._bodies = BodyMemory(budget, self._make_room)
+        self._weights = FootprintCache(self)
         self._forms = ProgramFootprints(self._held)
         self._costs = ServiceCosts()
-        self._answers = Answers(config.code_bytes)
+        self._answers = LargestAnswers(config.code_bytes)
         self._places = ConcurrencyLimit(config.max_requests, (tenant.name for tenant in config.everyone()))
 
     @property
@@ -137,7 +137,7 @@ class Runner:
             raise Overloaded(
                 f"{self.running} requests are here, {here} of them of {tenant.name}: no more of it may be",
                 retry_after_s=self._line.retry_after_s(),
-            ) from Full()
+            ) from QueueFull()
         self._metrics.running.inc()
         stack.callback(self._leave, tenant)
 
@@ -167,7 +167,7 @@ class Runner:
         began = asyncio.get_running_loop().time()
         self._budget.check_fits(announced)
         self.enter(stack, tenant)
-        coming, arriving = Coming(self._bodies, tenant), IncomingBody(body)
+        coming, arriving = IncomingBodyMemory(self._bodies, tenant), IncomingBody(body)
         use = stack.enter_context(MemoryUse(coming.release))
         async with until(began + self._config.deadline_s):
             request, batches = await read_body(arriving, self._config.caps, room=coming.room)
@@ -392,11 +392,11 @@ class Runner:
             async with aclosing(self._frames(order)) as frames:
                 async for buffer in frames:
                     yield buffer
-                    if isinstance(buffer, Last):
+                    if isinstance(buffer, LastBuffer):
                         return
                     del buffer  # the slot is free as soon as the socket has the last byte
             await self._checked(order)
-            yield Last(_END)
+            yield LastBuffer(_END)
         except UpriverError as error:
             yield self._told(error, on_error)
         except Exception:
@@ -419,10 +419,10 @@ class Runner:
         """Return the weights that must be checked before the answer ends, or None."""
         return order.program.cold if order.program is not None and order.to_end else None
 
-    def _told(self, error: UpriverError, on_error: Callable[[UpriverError], None]) -> Last:
+    def _told(self, error: UpriverError, on_error: Callable[[UpriverError], None]) -> LastBuffer:
         self._metrics.errors.labels(error.code).inc()
         on_error(error)
-        return Last(b"".join(encode(self._wording.of(bare(error)))))
+        return LastBuffer(b"".join(encode(self._wording.of(bare(error)))))
 
     async def _frames(self, order: AdmittedRequest) -> AsyncGenerator[bytes | memoryview]:
         """Yield heads, payloads and timings in the order of the request."""
@@ -448,7 +448,7 @@ class Runner:
                                 yield payload[:-TAIL_BYTES]
                                 payload = memoryview(bytes(payload[-TAIL_BYTES:]))  # the slot is free now
                             work.sent(index)
-                        yield Last(payload) if ends else payload
+                        yield LastBuffer(payload) if ends else payload
                         del payload
                     for buffer in stats if head else ():
                         yield buffer

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from upriver.server.device_group import Unit
+from upriver.server.device_group import DeviceGroup
 from upriver.server.observability.snapshot import ProgramRow, TenantRow, short
 from upriver.server.programs.cache import ProgramCache
 from upriver.server.tenants import Tenant
 
 
 def tenant_rows(
-    tenants: Iterable[Tenant], *, units: Sequence[Unit], done: Mapping[str, int]
+    tenants: Iterable[Tenant], *, units: Sequence[DeviceGroup], done: Mapping[str, int]
 ) -> tuple[TenantRow, ...]:
     """Return the state of each tenant at this moment.
 

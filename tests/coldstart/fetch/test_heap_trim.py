@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from upriver.coldstart.fetch.heap_trim import FEWEST_BYTES, HEAP_BYTES, SHARE, Heap
+from upriver.coldstart.fetch.heap_trim import FEWEST_BYTES, HEAP_BYTES, SHARE, HeapTrimmer
 
 
 class Allocator:
@@ -24,8 +24,8 @@ class Allocator:
     def clock(self) -> float:
         return self.now_s
 
-    def heap(self) -> Heap:
-        return Heap(self.trim, self.clock)
+    def heap(self) -> HeapTrimmer:
+        return HeapTrimmer(self.trim, self.clock)
 
 
 def test_memory_is_given_back_each_time_that_so_much_has_come() -> None:
@@ -55,8 +55,8 @@ def test_the_end_gives_back_what_is_worth_it(nbytes: int, times: int) -> None:
     assert allocator.times == times
 
 
-@pytest.mark.parametrize("do", [Heap.ended, lambda heap: heap.came(HEAP_BYTES)])
-def test_a_c_library_that_cannot_is_left_alone(do: Callable[[Heap], None]) -> None:
-    heap = Heap(None)
+@pytest.mark.parametrize("do", [HeapTrimmer.ended, lambda heap: heap.came(HEAP_BYTES)])
+def test_a_c_library_that_cannot_is_left_alone(do: Callable[[HeapTrimmer], None]) -> None:
+    heap = HeapTrimmer(None)
     heap.came(FEWEST_BYTES)
     do(heap)

@@ -30,13 +30,13 @@ from upriver.coldstart.fetch.weight_stream import (
     FIRST_PIECE_BYTES,
     MOST_PIECE_BYTES,
     PIECE_S,
-    Event,
-    Stream,
+    StreamEvent,
     StreamLimits,
+    WeightStream,
 )
 from upriver.coldstart.format import manifest
 from upriver.coldstart.format.checkpoint import WeightSource
-from upriver.coldstart.link_estimator import BURST_S, Cap, FlowMeter, StoreLink
+from upriver.coldstart.link_estimator import BURST_S, FlowMeter, StoreLink, TokenBucket
 from upriver.errors import (
     Cancelled,
     ConfigError,
@@ -90,16 +90,16 @@ def run(
     groups: Sequence[range] | None = None,
     sink: Memory | None = None,
     limits: StreamLimits = SMALL,
-) -> tuple[Memory, Stream]:
+) -> tuple[Memory, WeightStream]:
     """Run a stream from start to end."""
     sink = sink or Memory(source)
-    stream = Stream(source, groups or grouped(len(source.tensors), 4), sink, limits=limits, link=LINK)
+    stream = WeightStream(source, groups or grouped(len(source.tensors), 4), sink, limits=limits, link=LINK)
     stream.start()
     stream.join()
     return sink, stream
 
 
-def kinds(stream: Stream, kind: str) -> list[Event]:
+def kinds(stream: WeightStream, kind: str) -> list[StreamEvent]:
     return [event for event in stream.events if event.kind == kind]
 
 
@@ -278,7 +278,7 @@ def test_a_stream_joins_what_comes_in_so_many_seconds(store: Store) -> None:
     for joins_s in (0.0, 1e-9, 1.0):
         sink = Memory(source)
         groups = [range(n, n + 1) for n in range(len(source.tensors))]
-        stream = Stream(source, groups, sink, joins_s=joins_s, link=LINK)
+        stream = WeightStream(source, groups, sink, joins_s=joins_s, link=LINK)
         stream.start()
         stream.join()
         assert sink.got == expected(source)
@@ -301,7 +301,7 @@ def test_memory_is_given_back_before_the_last_weight_is_told_of(monkeypatch: pyt
             happened.append(f"filled {index}")
             super().filled(index)
 
-    monkeypatch.setattr("upriver.coldstart.fetch.weight_stream.Heap", Heap)
+    monkeypatch.setattr("upriver.coldstart.fetch.weight_stream.HeapTrimmer", Heap)
     store = Store.open("memory://")
     source = publish(store)
     sink, _ = run(source, sink=Told(source))
@@ -379,7 +379,7 @@ class Scripted:
         source = lying(self.store, [("a", i * SIZE, (i + 1) * SIZE) for i in range(NUM)])
         self.sink = Memory(source)
         chosen = {"request_bytes": SIZE, "in_flight_bytes": 10**6, "concurrency": 100} | limits
-        self.stream = Stream(
+        self.stream = WeightStream(
             source,
             grouped(NUM, 1),
             self.sink,
@@ -627,7 +627,7 @@ def test_only_what_a_link_did_lately_counts() -> None:
 
 
 def test_a_cap_holds_over_any_stretch_but_a_burst() -> None:
-    chance, cap, now_s, passed = random.Random(4), Cap(1000.0), 50.0, 0
+    chance, cap, now_s, passed = random.Random(4), TokenBucket(1000.0), 50.0, 0
     marks = [(now_s, 0)]
     for _ in range(300):
         now_s += chance.choice((0.0, 0.0, 0.001, 3.0))
@@ -638,7 +638,7 @@ def test_a_cap_holds_over_any_stretch_but_a_burst() -> None:
     for i, (since_s, before) in enumerate(marks):
         for until_s, after in marks[i:]:
             assert after - before <= 1000.0 * (until_s - since_s + BURST_S) + 1e-6
-    assert Cap(math.inf).taken(1.0, 10**12) == 0.0
+    assert TokenBucket(math.inf).taken(1.0, 10**12) == 0.0
 
 
 def test_a_capped_stream_is_the_same(tmp_path: Path) -> None:
@@ -675,7 +675,7 @@ def test_limits_are_checked(limits: dict[str, Any], problem: str) -> None:
 def test_a_link_that_cannot_be_is_refused(link: dict[str, float]) -> None:
     source = lying(None, [("a", 0, 1)])
     with pytest.raises(ConfigError, match=next(iter(link))):
-        Stream(source, [range(1)], Memory(source), link=replace(LINK, **link))
+        WeightStream(source, [range(1)], Memory(source), link=replace(LINK, **link))
 
 
 # ------------------------------------------------------------------------------------------ early ends
@@ -780,7 +780,7 @@ def test_a_sink_may_cancel_and_join(tmp_path: Path) -> None:
     source = publish(Store.open(f"memory://{tmp_path.name}"))
 
     class Enough(Memory):
-        stream: Stream
+        stream: WeightStream
 
         def filled(self, index: int) -> None:
             super().filled(index)
@@ -792,7 +792,7 @@ def test_a_sink_may_cancel_and_join(tmp_path: Path) -> None:
             self.stream.join()
 
     sink = Enough(source)
-    sink.stream = Stream(source, grouped(len(source.tensors), 1), sink, limits=SMALL, link=LINK)
+    sink.stream = WeightStream(source, grouped(len(source.tensors), 1), sink, limits=SMALL, link=LINK)
     sink.stream.start()
     sink.stream.join()
     assert isinstance(sink.error, Cancelled)
@@ -860,7 +860,7 @@ class Holding(Memory):
     def __init__(self, source: WeightSource) -> None:
         super().__init__(source)
         self.rooms: list[weakref.ref[Any]] = []
-        self.stream: Stream | None = None
+        self.stream: WeightStream | None = None
 
     def room(self, index: int) -> memoryview:
         array = np.frombuffer(super().room(index), dtype=np.uint8)
@@ -899,7 +899,9 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
         server.faults = ["stalled"] * 100
     limits = replace(SMALL, timeout_s=0.2) if end == "timed out" else SMALL
     sink = Holding(source)
-    sink.stream = stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=limits, link=LINK)
+    sink.stream = stream = WeightStream(
+        source, grouped(len(source.tensors), 4), sink, limits=limits, link=LINK
+    )
     stream.hurry(2)
     stream.start()
     if end == "cancelled":
@@ -1069,7 +1071,7 @@ def test_a_stall_does_not_hold_up_a_cancel(server: FaultyServer, fault: str) -> 
     server.requests.clear()
     server.faults = [fault] * 100
     sink = Memory(source)
-    stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
+    stream = WeightStream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
     stream.start()
     until(lambda: bool(server.reads))
     stream.cancel()
@@ -1100,7 +1102,7 @@ def test_a_slow_link_is_no_stall(server: FaultyServer) -> None:
 
 def test_pieces_are_small_until_the_link_has_shown_itself() -> None:
     source = lying(None, [("a", 0, 1)])
-    stream = Stream(source, [range(1)], Memory(source), link=FAST)
+    stream = WeightStream(source, [range(1)], Memory(source), link=FAST)
     assert stream._piece_bytes() == FIRST_PIECE_BYTES
     feed(stream._flow, lambda _: 2e7, seconds=1)
     assert stream._piece_bytes() == pytest.approx(2e7 * PIECE_S, rel=0.01)
@@ -1110,7 +1112,7 @@ def test_pieces_are_small_until_the_link_has_shown_itself() -> None:
 
 def test_several_requests_at_once_share_what_one_has_in_pieces() -> None:
     source = lying(None, [("a", 0, 1)])
-    stream = Stream(source, [range(1)], Memory(source), link=FAST)
+    stream = WeightStream(source, [range(1)], Memory(source), link=FAST)
     feed(stream._flow, lambda _: 1e12, seconds=3)
     found = []
     for stream._flow.wanted in (1, 2, 8):
@@ -1146,7 +1148,7 @@ def test_whatever_happens_the_bytes_are_right_or_there_is_one_error(
         sink = Memory(mine)
         groups = grouped(len(mine.tensors), *chance.choices(range(1, 8), k=3))
         limits = replace(SMALL, request_bytes=40_000, in_flight_bytes=100_000)
-        stream = Stream(mine, groups, sink, limits=limits, link=LINK)
+        stream = WeightStream(mine, groups, sink, limits=limits, link=LINK)
         faults = chance.choices(FAULTS, k=chance.randint(0, 3))
         with server.lock:
             server.faults += [fault for fault in faults if fault != "cancel"]
@@ -1181,7 +1183,7 @@ def test_no_descriptor_is_left() -> None:
             for _ in range(5):
                 server.faults = ["stalled"] * 3
                 sink = Memory(source)
-                stream = Stream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
+                stream = WeightStream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
                 stream.start()
                 stream.cancel()
                 stream.join()

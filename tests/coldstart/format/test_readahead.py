@@ -20,14 +20,14 @@ from tests.coldstart.leaving import num_descriptors, threads
 from tests.coldstart.scripted import WAIT_S, Memory, published
 from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
-from upriver._threads import Beside
+from upriver._threads import DaemonExecutor
 from upriver.coldstart import load_program as cold_programs
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.fetch.range_planner import PADDING, RangeRequest, TensorPart, apart
-from upriver.coldstart.fetch.weight_stream import Stream, StreamLimits
+from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
 from upriver.coldstart.format import manifest
 from upriver.coldstart.format.checkpoint import WeightSource, find, object_at
-from upriver.coldstart.format.readahead import Ahead
+from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.link_estimator import StoreLink
 from upriver.coldstart.load_model import begin, loading
 from upriver.errors import Cancelled, ModelError, StoreError
@@ -74,17 +74,17 @@ def expected(source: WeightSource, store: Store) -> dict[int, bytes]:
     return {index: whole[each.start : each.stop] for index, each in enumerate(source.tensors)}
 
 
-def begun(store: Store, num_bytes: int) -> Ahead:
+def begun(store: Store, num_bytes: int) -> Readahead:
     """Start a readahead of the object."""
-    ahead = Ahead(store, PATH, num_bytes, timeout_s=LIMITS.timeout_s)
+    ahead = Readahead(store, PATH, num_bytes, timeout_s=LIMITS.timeout_s)
     ahead.start()
     return ahead
 
 
-def run(source: WeightSource, ahead: Ahead, groups: list[range] | None = None) -> Memory:
+def run(source: WeightSource, ahead: Readahead, groups: list[range] | None = None) -> Memory:
     sink = Memory(source)
     every = [range(len(source.tensors))]
-    stream = Stream(source, groups or every, sink, limits=LIMITS, joins_s=0.1, ahead=ahead, link=LINK)
+    stream = WeightStream(source, groups or every, sink, limits=LIMITS, joins_s=0.1, ahead=ahead, link=LINK)
     stream.start()
     stream.join()
     return sink
@@ -166,7 +166,7 @@ def test_how_long_they_took_to_begin_is_the_latency(
     server.requests.clear()
     ahead = begun(store, 5000)
     source = find(store, PATH, ahead=ahead)
-    with Beside(1, name="test") as beside:
+    with DaemonExecutor(1, name="test") as beside:
         link, _ = strategy.way_to(source, PATH, "upriver", limits, beside, ahead)
     assert link.latency_s == ahead.first_s - ahead.sent_s > 0
     assert reads(server) == [range(5000)]
@@ -216,7 +216,7 @@ def test_an_object_that_is_replaced_meanwhile_is_never_mixed_with_the_other(
     ahead.close()
 
 
-def run_whole(store: Store, ahead: Ahead) -> None:
+def run_whole(store: Store, ahead: Readahead) -> None:
     sink = run(find(store, PATH, ahead=ahead), ahead)
     if sink.error is not None:
         raise sink.error
@@ -235,7 +235,7 @@ def test_what_was_published_anew_since_is_what_is_loaded(server: FaultyServer, s
 
 def test_no_thread_can_be_started(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest.publish(weights(), store, PATH, chunk_bytes=CHUNK_BYTES)
-    ahead = Ahead(store, PATH, 5000, timeout_s=60)
+    ahead = Readahead(store, PATH, 5000, timeout_s=60)
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", _refused)
         ahead.start()
@@ -255,7 +255,7 @@ def test_nobody_waits_for_one_that_is_closed(fault: str, server: FaultyServer) -
     )
     store.put(PATH, b"0" * 100_000)
     server.faults = [fault]
-    ahead = Ahead(store, PATH, 50_000, timeout_s=100)
+    ahead = Readahead(store, PATH, 50_000, timeout_s=100)
     ahead.start()
     found: list[object] = []
     asking = threading.Thread(target=lambda: found.append(ahead.get_range(PATH, 40_000, 40_001)))
@@ -351,7 +351,7 @@ def test_who_asks_otherwise_asks_for_nothing_before(
 
 
 def test_no_file_is_read_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Ahead, "start")
+    monkeypatch.delattr(Readahead, "start")
     store = Store.open(tmp_path.as_uri())
     put(store)
     model, handle = begin(build, PATH, store=store)
@@ -398,13 +398,13 @@ def test_a_load_that_is_cancelled_ends_it(server: FaultyServer, store: Store) ->
         "s3://bucket/p",
         options={"endpoint": server.url, "anonymous": "true", "region": "none", "read_timeout_s": "100"},
     )
-    ahead = Ahead(held, PATH, 50_000, timeout_s=100)
+    ahead = Readahead(held, PATH, 50_000, timeout_s=100)
     ahead.start()
     wait_for(lambda: len(server.faults) < 2, seconds=WAIT_S)
     server.faults.clear()
     source = published(held, PATH)
     sink = Memory(source)
-    stream = Stream(source, [range(len(source.tensors))], sink, ahead=ahead, link=LINK)
+    stream = WeightStream(source, [range(len(source.tensors))], sink, ahead=ahead, link=LINK)
     stream.start()
     stream.cancel()
     stream.join(WAIT_S)

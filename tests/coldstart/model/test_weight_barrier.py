@@ -40,7 +40,7 @@ class Caller(threading.Thread):
 def held_back(monkeypatch: pytest.MonkeyPatch, lets: int = 0, order: tuple[int, ...] = ()) -> Ordered:
     """Return the next load's source of weights: it delivers ``lets`` of them, and more on command."""
     stream = Ordered(order, lets=threading.Semaphore(lets))
-    monkeypatch.setattr(under_test, "Stream", stream.of)
+    monkeypatch.setattr(under_test, "WeightStream", stream.of)
     return stream
 
 

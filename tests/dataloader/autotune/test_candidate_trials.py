@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.dataloader.world import World
-from upriver.dataloader.autotune.candidate_trials import MORE_TURNS, NEAR, TURNS, Rivals
+from upriver.dataloader.autotune.candidate_trials import MORE_TURNS, NEAR, TURNS, CandidateTrials
 from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
-from upriver.dataloader.autotune.ratio_controller import BatchStep, Steering, StepWindow
-from upriver.dataloader.epoch import Waits
+from upriver.dataloader.autotune.ratio_controller import BatchStep, RatioController, StepWindow
+from upriver.dataloader.epoch import EpochWaits
 from upriver.policies import OFFLOAD_POLICIES, OffloadDecision
 from upriver.policies.pipeline import highest
 from upriver.profile.throughput import Candidate, Metrics
@@ -32,9 +32,9 @@ def metrics(**rthp: float) -> Metrics:
     )
 
 
-def rivals(policy: str = "upriver", **rthp: float) -> Rivals | None:
+def rivals(policy: str = "upriver", **rthp: float) -> CandidateTrials | None:
     found = metrics(**rthp)
-    return Rivals.of(OFFLOAD_POLICIES[policy], found, OFFLOAD_POLICIES[policy].decide(found))
+    return CandidateTrials.of(OFFLOAD_POLICIES[policy], found, OFFLOAD_POLICIES[policy].decide(found))
 
 
 def window(mb: float, *, elsewhere_s: float = 0.0, given: int = 32) -> StepWindow:
@@ -43,7 +43,7 @@ def window(mb: float, *, elsewhere_s: float = 0.0, given: int = 32) -> StepWindo
     for number in range(16):
         there = min(4, given) if number % 2 else 0
         given -= there
-        waits = Waits(samples=4, given=there, elsewhere_s=elsewhere_s)
+        waits = EpochWaits(samples=4, given=there, elsewhere_s=elsewhere_s)
         found.add(BatchStep(waited_s=0.5, consumed_s=0.5, nbytes=int(mb * 1e6), waits=waits))
     return found
 
@@ -65,7 +65,7 @@ def test_a_policy_that_promises_nothing_decides_once() -> None:
     assert rivals("fastflow", p1=100.0, p2=99.0) is None
 
 
-def turns(found: Rivals, **mb: Sequence[float]) -> list[str]:
+def turns(found: CandidateTrials, **mb: Sequence[float]) -> list[str]:
     order = []
     while (name := found.next) is not None:
         order.append(name)
@@ -111,8 +111,8 @@ def test_whoever_gives_clearly_more_at_the_median_is_taken_else_who_costs_less(
 
 
 def test_of_equals_in_all_the_one_that_was_decided_for_is_taken() -> None:
-    steered = {name: Steering(0.5, here=1.0, elsewhere=1.0) for name in ("p1", "p2")}
-    found = Rivals(1.0, {"p2": 10.0, "p1": 10.0}, {"p1": 0.1, "p2": 0.1}, steered)
+    steered = {name: RatioController(0.5, here=1.0, elsewhere=1.0) for name in ("p1", "p2")}
+    found = CandidateTrials(1.0, {"p2": 10.0, "p1": 10.0}, {"p1": 0.1, "p2": 0.1}, steered)
     turns(found, p1=[10.0] * MORE_TURNS, p2=[10.0] * MORE_TURNS)
     assert found.best == "p2"
 
@@ -151,7 +151,7 @@ def test_promises_become_what_turns_have_shown(given_mb: dict[str, float]) -> No
         for each in before.candidates
         for one in [replace(before, candidates=(each,))]
     }
-    found = Rivals(
+    found = CandidateTrials(
         before.lthp,
         {name: promises.get(name, before.lthp) for name in given_mb},
         {each.name: each.ocycle for each in before.candidates},

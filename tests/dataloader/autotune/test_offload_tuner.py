@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from tests.dataloader.world import BATCH, World, part
-from upriver.dataloader.autotune.offload_tuner import LEAST_STEPS, PREPARED, SKIPPED, Steps, TunerMeasurements
+from upriver.dataloader.autotune.offload_tuner import (
+    LEAST_STEPS,
+    PREPARED,
+    SKIPPED,
+    TimedSteps,
+    TunerMeasurements,
+)
 from upriver.dataloader.prefetch_limit import num_bytes
 from upriver.dataloader.tasks import Task
 
@@ -359,7 +365,7 @@ def test_sizes_are_of_one_kind_throughout():
 
 
 def test_steps_are_enough_when_they_tell_the_same():
-    steady, shaky = Steps(), Steps()
+    steady, shaky = TimedSteps(), TimedSteps()
     for number in range(LEAST_STEPS):
         assert not steady.enough()
         steady.add(0.1 + 0.001 * (number % 2), 10**6)
@@ -369,7 +375,7 @@ def test_steps_are_enough_when_they_tell_the_same():
 
 
 def test_what_workers_add_is_enough_when_it_is_known_as_exactly_as_what_there_is_beside_it():
-    shaky = Steps()
+    shaky = TimedSteps()
     for number in range(LEAST_STEPS):
         shaky.add(0.1 + 0.02 * (number % 2), 10**6)  # about 9 MB/s, to 3 %
     assert not shaky.enough() and not shaky.enough(alone=10.0)

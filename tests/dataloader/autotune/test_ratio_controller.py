@@ -19,12 +19,12 @@ from upriver.dataloader.autotune.ratio_controller import (
     BatchStep,
     HeldDecision,
     PromiseWatch,
-    Steering,
+    RatioController,
     StepWindow,
     window_of,
 )
-from upriver.dataloader.epoch import Waits
-from upriver.dataloader.share import Evened, OffloadShare
+from upriver.dataloader.epoch import EpochWaits
+from upriver.dataloader.share import EvenedShare, OffloadShare
 from upriver.policies import OffloadDecision
 
 MIXES: dict[str, dict[str, float]] = {
@@ -55,7 +55,7 @@ def decided(ratio: float, candidate: str = "p2") -> TunerMeasurements:
     """Return a decision whose every input is as wrong as the decision."""
     found = TunerMeasurements(gthp=1.0, lthp=1.0, pcycle=1.0)
     found.decision = OffloadDecision(offload=True, candidate=candidate, ratio=ratio, why="because")
-    steering = Steering(ratio, here=1.01 - ratio, elsewhere=ratio)
+    steering = RatioController(ratio, here=1.01 - ratio, elsewhere=ratio)
     found.kept = HeldDecision(why="because", watch=PromiseWatch(0.0, 0.0), steering=steering)
     return found
 
@@ -189,7 +189,7 @@ def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ra
         split = OffloadShare(ratio, stretch(whole=whole))
         epoch = world.epoch(400, split)
         if even:
-            epoch.split = Evened(split, weakref.proxy(epoch))
+            epoch.split = EvenedShare(split, weakref.proxy(epoch))
         return rate(world.train(epoch), 380)
 
     fixed = {tenth / 10: throughput(tenth / 10, even=False) for tenth in range(1, 10)}
@@ -300,7 +300,7 @@ def test_short_epochs_are_steered_too() -> None:
 # ----------------------------------------------------------------------------- observations
 
 
-def seen(world: World, ratio: float, *, whole: bool = False) -> tuple[Waits, float]:
+def seen(world: World, ratio: float, *, whole: bool = False) -> tuple[EpochWaits, float]:
     epoch = world.epoch(120, OffloadShare(ratio, stretch(whole=whole)))
     times = world.train(epoch)
     return epoch.waits, times[-1]
@@ -340,7 +340,7 @@ def window(
     mb: float = 10.0,
 ) -> StepWindow:
     """Return a window of one second with the given waits for either side."""
-    waits = Waits(here_s=here, elsewhere_s=elsewhere, samples=samples, given=given, returned=returned)
+    waits = EpochWaits(here_s=here, elsewhere_s=elsewhere, samples=samples, given=given, returned=returned)
     found = StepWindow()
     found.add(
         BatchStep(
@@ -354,7 +354,7 @@ def window(
 
 
 def steered(ratio: float, *windows: StepWindow) -> float:
-    law = Steering(ratio, here=5.0, elsewhere=5.0)
+    law = RatioController(ratio, here=5.0, elsewhere=5.0)
     for each in windows:
         law.turn(each)
     return law.ratio
@@ -370,7 +370,7 @@ def test_the_direction_is_that_of_the_side_that_waits_least_for_a_sample() -> No
 
 def test_a_ratio_that_gave_more_is_gone_back_to_and_rested_at() -> None:
     """The waits and the throughput fall together: workers were not the bottleneck."""
-    law, ratios = Steering(0.4, here=5.0, elsewhere=5.0), []
+    law, ratios = RatioController(0.4, here=5.0, elsewhere=5.0), []
     for _ in range(120):
         # The job loses 1 MB/s with each hundredth that is not made elsewhere.
         ratios.append(law.turn(window(0.0, 0.4, mb=max(1.0, 10 - 100 * abs(law.ratio - 0.4)))))
@@ -380,7 +380,7 @@ def test_a_ratio_that_gave_more_is_gone_back_to_and_rested_at() -> None:
 
 
 def test_a_job_that_has_changed_does_not_go_back() -> None:
-    law = Steering(0.4, here=5.0, elsewhere=5.0)
+    law = RatioController(0.4, here=5.0, elsewhere=5.0)
     law.turn(window(0.0, 0.01, mb=20))
     for _ in range(40):  # workers are half as fast: so is the job, at the ratio that was best
         law.turn(window(0.0, 0.4, mb=0.3 * 10 / law.ratio) if law.ratio > 0.25 else window(0.4, 0.0))
@@ -404,7 +404,7 @@ def test_no_more_is_given_away_than_a_side_is_late_by() -> None:
 
 @pytest.mark.parametrize("ratio", [0.002, 0.01, 0.5, 0.99, 1.0])
 def test_a_ratio_stays_one(ratio: float) -> None:
-    law = Steering(ratio, here=5.0, elsewhere=5.0)
+    law = RatioController(ratio, here=5.0, elsewhere=5.0)
     cases: list[Any] = [window(0.9, 0), window(0, 0.9), window(0, 0, mb=0), window(0.5, 0, returned=100)]
     for each in cases:
         for _ in range(30):

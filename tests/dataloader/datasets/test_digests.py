@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from upriver.dataloader import DataLoader, Offloading, dataset
-from upriver.dataloader.datasets.digests import Contents
+from upriver.dataloader.datasets.digests import DatasetSnapshot
 from upriver.errors import ConfigError
 from upriver.rpc.local_server import EmbeddedServer
 
@@ -251,7 +251,7 @@ class Holding:
 def test_contents_beside_what_pickle_cannot_say_are_compared(change: str) -> None:
     holding: Any = Holding()
     holding.inner.dataset = holding.inner
-    contents = Contents(holding.inner)
+    contents = DatasetSnapshot(holding.inner)
     assert contents.changed() == []
     CHANGES[change](holding.inner, 2)
     assert contents.changed()

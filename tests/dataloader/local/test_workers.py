@@ -28,7 +28,7 @@ from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, dataset
 from upriver.dataloader.local import workers
 from upriver.dataloader.local.torch_processes import MAKES_WAY, ended_by, why_ended
-from upriver.dataloader.local.workers import Maker, Processes
+from upriver.dataloader.local.workers import LoaderProcesses, SampleMaker
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
 
@@ -75,8 +75,8 @@ def run(
     tasks: list[Task], num_workers: int, given_first: int, dataset: Slow | None = None, **options: Any
 ) -> list[Any]:
     arrivals: Arrivals = SimpleQueue()
-    maker = Maker(MapStyle(dataset or Slow()), default_collate)
-    processes = Processes(maker, num_workers=num_workers, **options)
+    maker = SampleMaker(MapStyle(dataset or Slow()), default_collate)
+    processes = LoaderProcesses(maker, num_workers=num_workers, **options)
     running = processes.start(arrivals, tasks[:given_first])
     for each in tasks[given_first:]:
         running.give(each)

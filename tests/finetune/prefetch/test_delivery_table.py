@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from upriver.errors import BadSample, ConfigError
 from upriver.finetune.prefetch.delivery_table import (
     MAX_REMOTE_ATTEMPTS,
-    Dealt,
+    DealtRoute,
     Delivery,
+    DeliveryTable,
     Pin,
     PrefetchWindow,
-    SlotTable,
     Way,
 )
 from upriver.types import MicroBatch
@@ -25,7 +25,7 @@ def table(
     num: int = 10, *, first: int = 0, micro_batches: int = 10, num_bytes: int = 1 << 20, expected: int = 4
 ):
     window = PrefetchWindow(micro_batches=micro_batches, num_bytes=num_bytes)
-    return SlotTable(num, first=first, window=window, expected_bytes=dict.fromkeys(Way, expected))
+    return DeliveryTable(num, first=first, window=window, expected_bytes=dict.fromkeys(Way, expected))
 
 
 def test_only_the_one_that_is_due_can_be_taken():
@@ -50,10 +50,10 @@ def test_with_a_stride_each_gets_the_next_one_that_is_due():
 
 def test_a_stride_counts_micro_batches_of_the_same_route():
     dealt = [
-        Dealt(way=Way.LOCAL, cut=-1) if index % 3 == 1 else Dealt(way=Way.REMOTE, cut=2)
+        DealtRoute(way=Way.LOCAL, cut=-1) if index % 3 == 1 else DealtRoute(way=Way.REMOTE, cut=2)
         for index in range(12)
     ]
-    slots = SlotTable(12, first=0, window=PrefetchWindow(micro_batches=12), dealt=dealt)
+    slots = DeliveryTable(12, first=0, window=PrefetchWindow(micro_batches=12), dealt=dealt)
     assert slots.find(Way.REMOTE, 3, stride=2) == (0, 3, 6)
     slots.claim(Way.REMOTE, (0, 3, 6))
     assert slots.find(Way.REMOTE, 3, stride=2) == (2, 5, 8)
@@ -63,9 +63,9 @@ def test_a_stride_counts_micro_batches_of_the_same_route():
 
 def test_a_stride_counts_micro_batches_of_other_routes_of_that_way():
     """Two threads request for each of two routes: none gets a due micro-batch before it is handed out."""
-    dealt = [Dealt(way=Way.REMOTE, cut=1 + index % 2) for index in range(16)]
-    dealt[9] = Dealt(way=Way.REMOTE, cut=4)
-    slots = SlotTable(16, first=0, window=PrefetchWindow(micro_batches=16), dealt=dealt)
+    dealt = [DealtRoute(way=Way.REMOTE, cut=1 + index % 2) for index in range(16)]
+    dealt[9] = DealtRoute(way=Way.REMOTE, cut=4)
+    slots = DeliveryTable(16, first=0, window=PrefetchWindow(micro_batches=16), dealt=dealt)
     assert slots.num_kinds(Way.REMOTE) == 3
     claims = [slots.claim(Way.REMOTE, slots.find(Way.REMOTE, 3, stride=4)) for _ in range(4)]
     assert [claim.indices for claim in claims] == [(0, 4, 8), (1, 5, 11), (2, 6, 10), (3, 7)]
@@ -163,9 +163,13 @@ def test_slots_after_deliveries_of_several_sizes_expect_the_largest(sizes):
 
 
 def test_slots_expect_of_each_cut_and_way_what_came_by_it():
-    dealt = [Dealt(way=Way.REMOTE, cut=1), Dealt(way=Way.REMOTE, cut=2), Dealt(way=Way.LOCAL, cut=-1)] * 3
+    dealt = [
+        DealtRoute(way=Way.REMOTE, cut=1),
+        DealtRoute(way=Way.REMOTE, cut=2),
+        DealtRoute(way=Way.LOCAL, cut=-1),
+    ] * 3
     window = PrefetchWindow(micro_batches=9, num_bytes=100_000)
-    slots = SlotTable(9, first=0, window=window, dealt=dealt, expected_bytes=dict.fromkeys(Way, 4))
+    slots = DeliveryTable(9, first=0, window=window, dealt=dealt, expected_bytes=dict.fromkeys(Way, 4))
     ways = (Way.REMOTE, Way.REMOTE, Way.LOCAL)
     for index, num_floats in enumerate((100, 10, 1)):
         claim = slots.claim(ways[index], slots.find(ways[index], 1))
@@ -255,18 +259,18 @@ def test_an_error_behind_another_one_changes_nothing():
 
 @pytest.mark.parametrize(
     ("expected", "held"),
-    [({}, 25), ({Way.REMOTE: 4}, 4), ({Way.REMOTE: 4, Dealt(way=Way.REMOTE, cut=1): 40}, 40)],
+    [({}, 25), ({Way.REMOTE: 4}, 4), ({Way.REMOTE: 4, DealtRoute(way=Way.REMOTE, cut=1): 40}, 40)],
 )
 def test_before_anything_came_a_micro_batch_weighs_what_its_route_was_said_to(expected, held):
-    dealt = [Dealt(way=Way.REMOTE, cut=1)] * 4
+    dealt = [DealtRoute(way=Way.REMOTE, cut=1)] * 4
     window = PrefetchWindow(micro_batches=4, num_bytes=100)
-    slots = SlotTable(4, first=0, window=window, dealt=dealt, expected_bytes=expected)
+    slots = DeliveryTable(4, first=0, window=window, dealt=dealt, expected_bytes=expected)
     slots.claim(Way.REMOTE, (0,))
     assert slots.held_bytes == held
 
 
 def test_routes_that_come_with_a_window_are_held_to_it():
-    dealt = [Dealt(way=Way.REMOTE, cut=1)] * 10
+    dealt = [DealtRoute(way=Way.REMOTE, cut=1)] * 10
     slots = table()
     slots.deal(dealt, PrefetchWindow(micro_batches=2))
     assert slots.find(Way.REMOTE, 5) == (0, 1)
@@ -276,7 +280,7 @@ def test_routes_that_come_with_a_window_are_held_to_it():
 
 def test_one_request_is_never_for_two_pins():
     pins = {index: Pin(way=Way.REMOTE, source="ab"[index // 2], cut=1) for index in range(4)}
-    slots = SlotTable(4, first=0, window=PrefetchWindow(), pins=pins)
+    slots = DeliveryTable(4, first=0, window=PrefetchWindow(), pins=pins)
     assert slots.find(Way.REMOTE, 4) == (0, 1)
     slots.claim(Way.REMOTE, (0, 1))
     assert slots.find(Way.REMOTE, 4) == (2, 3) and slots.find(Way.LOCAL, 4) == ()
@@ -285,15 +289,15 @@ def test_one_request_is_never_for_two_pins():
 
 def test_a_short_run_that_is_due_soon_does_not_wait_for_the_window():
     """A route with a small share has few micro-batches in the window."""
-    dealt = [Dealt(way=Way.REMOTE, cut=9 if index % 8 == 2 else 1) for index in range(24)]
-    slots = SlotTable(24, first=0, window=PrefetchWindow(micro_batches=8), dealt=dealt)
+    dealt = [DealtRoute(way=Way.REMOTE, cut=9 if index % 8 == 2 else 1) for index in range(24)]
+    slots = DeliveryTable(24, first=0, window=PrefetchWindow(micro_batches=8), dealt=dealt)
     slots.claim(Way.REMOTE, (0, 1))
     assert slots.find(Way.REMOTE, 2) == (2,)
 
 
 def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
-    here, there = Dealt(way=Way.LOCAL, cut=-4), Dealt(way=Way.REMOTE, cut=2)
-    slots = SlotTable(6, first=0, window=PrefetchWindow(), dealt=[here, there, there, here, here, here])
+    here, there = DealtRoute(way=Way.LOCAL, cut=-4), DealtRoute(way=Way.REMOTE, cut=2)
+    slots = DeliveryTable(6, first=0, window=PrefetchWindow(), dealt=[here, there, there, here, here, here])
     claim = slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1))
     assert slots.common_cut == 2
     assert slots.ask_servers(claim, 2)
@@ -311,11 +315,11 @@ def test_what_cannot_be_made_here_goes_to_servers_at_a_cut_of_the_plan():
 
 
 def test_servers_are_not_asked_for_what_no_route_or_pin_allows():
-    here = Dealt(way=Way.LOCAL, cut=-4)
-    assert SlotTable(2, first=0, window=PrefetchWindow(), dealt=[here, here]).common_cut is None
+    here = DealtRoute(way=Way.LOCAL, cut=-4)
+    assert DeliveryTable(2, first=0, window=PrefetchWindow(), dealt=[here, here]).common_cut is None
     pin = Pin(way=Way.LOCAL, source="local", cut=0)
-    dealt = [here, Dealt(way=Way.REMOTE, cut=2)]
-    slots = SlotTable(2, first=0, window=PrefetchWindow(), dealt=dealt, pins={0: pin})
+    dealt = [here, DealtRoute(way=Way.REMOTE, cut=2)]
+    slots = DeliveryTable(2, first=0, window=PrefetchWindow(), dealt=dealt, pins={0: pin})
     assert not slots.ask_servers(slots.claim(Way.LOCAL, slots.find(Way.LOCAL, 1)), 2)
 
 

@@ -27,9 +27,9 @@ from upriver.errors import (
     TooLarge,
     WorkerCrashed,
 )
-from upriver.finetune.prefetch.delivery_table import MAX_REMOTE_ATTEMPTS, Dealt, PrefetchWindow, Way
-from upriver.finetune.prefetch.fetch_threads import LOCAL, LoaderClosed, MakeLocally, Remote
-from upriver.finetune.prefetch.prefetcher import Loader
+from upriver.finetune.prefetch.delivery_table import MAX_REMOTE_ATTEMPTS, DealtRoute, PrefetchWindow, Way
+from upriver.finetune.prefetch.fetch_threads import LOCAL, LoaderClosed, MakeLocally, RemoteFetch
+from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.retry import Backoff, RetryBudget
 from upriver.rpc.client import AnswerClosed
 from upriver.rpc.server_pool import Health, ServerPool
@@ -56,8 +56,8 @@ def pool_of(*servers: ScriptedServer, **options: object) -> ServerPool:
     return pool
 
 
-def remote(pool: ServerPool, micro_batches: list[tuple[int, ...]], **options: int) -> Remote:
-    return Remote(pool=pool, make_request=request_for(micro_batches), **options)
+def remote(pool: ServerPool, micro_batches: list[tuple[int, ...]], **options: int) -> RemoteFetch:
+    return RemoteFetch(pool=pool, make_request=request_for(micro_batches), **options)
 
 
 def check(got: list[MicroBatch], wanted: list[tuple[int, ...]]) -> None:
@@ -174,10 +174,10 @@ def test_exactly_once_in_order_whatever_happens(
     started = threading.Event()  # the callables use the loader, which starts before the name is bound
     asking = None
     if pool:
-        asking = Remote(
+        asking = RemoteFetch(
             pool=pool, make_request=make_request, connections=connections, per_request=per_request
         )
-    loader = Loader(
+    loader = Prefetcher(
         micro_batches,
         local=local,
         first=first,
@@ -217,8 +217,8 @@ def test_exactly_once_in_order_whatever_happens(
 
 def test_requests_are_the_shorter_the_more_routes_there_are():
     micro_batches, asked = epoch(24), []
-    dealt = [Dealt(way=Way.REMOTE, cut=1 + index % 2) for index in range(16)]
-    dealt += [Dealt(way=Way.REMOTE, cut=2)] * 8
+    dealt = [DealtRoute(way=Way.REMOTE, cut=1 + index % 2) for index in range(16)]
+    dealt += [DealtRoute(way=Way.REMOTE, cut=2)] * 8
 
     def make_request(indices, cut):
         asked.append((cut, indices))
@@ -226,10 +226,10 @@ def test_requests_are_the_shorter_the_more_routes_there_are():
 
     with (
         pool_of(ScriptedServer("a")) as pool,
-        Loader(
+        Prefetcher(
             micro_batches,
             local=locally,
-            remote=Remote(pool=pool, make_request=make_request, connections=2, per_request=4),
+            remote=RemoteFetch(pool=pool, make_request=make_request, connections=2, per_request=4),
             window=PrefetchWindow(micro_batches=16),
             dealt=dealt,
         ) as loader,
@@ -263,7 +263,7 @@ def test_what_has_come_is_finished_while_the_one_that_is_due_is_on_its_way():
         return batch
 
     local = first_waits_for(others_done, micro_batches)
-    with Loader(micro_batches, local=local, num_workers=3, finish=finish) as loader:
+    with Prefetcher(micro_batches, local=local, num_workers=3, finish=finish) as loader:
         check(list(loader), micro_batches)
     assert finished[-1] == micro_batches[0] and sorted(finished) == sorted(micro_batches)
 
@@ -280,7 +280,7 @@ def test_what_cannot_be_finished_is_an_error_in_its_turn():
 
     local = first_waits_for(tried, micro_batches)
     with (
-        Loader(micro_batches, local=local, num_workers=2, finish=finish) as loader,
+        Prefetcher(micro_batches, local=local, num_workers=2, finish=finish) as loader,
         pytest.raises(BadSample, match="torn"),
     ):
         for batch in loader:
@@ -290,7 +290,7 @@ def test_what_cannot_be_finished_is_an_error_in_its_turn():
 
 def test_the_plain_way():
     micro_batches = epoch(30)
-    with Loader(micro_batches, local=locally, num_workers=3) as loader:
+    with Prefetcher(micro_batches, local=locally, num_workers=3) as loader:
         check(list(loader), micro_batches)
         assert list(loader) == []
     assert set(loader.report.samples) == {LOCAL}
@@ -302,7 +302,7 @@ def test_servers_do_it_all_while_they_are_well():
     servers = [ScriptedServer("a"), ScriptedServer("b")]
     with (
         pool_of(*servers) as pool,
-        Loader(micro_batches, local=locally, remote=remote(pool, micro_batches)) as loader,
+        Prefetcher(micro_batches, local=locally, remote=remote(pool, micro_batches)) as loader,
     ):
         check(list(loader), micro_batches)
     assert LOCAL not in loader.report.samples
@@ -315,7 +315,7 @@ def test_micro_batches_go_several_to_a_request():
     server = ScriptedServer("a")
     with pool_of(server) as pool:
         asking = remote(pool, micro_batches, connections=2, per_request=4)
-        with Loader(
+        with Prefetcher(
             micro_batches, local=locally, remote=asking, window=PrefetchWindow(micro_batches=16)
         ) as loader:
             check(list(loader), micro_batches)
@@ -328,7 +328,7 @@ def test_only_what_is_missing_is_asked_for_again():
     with pool_of(server, backoff=Backoff(base_s=1e-6, cap_s=1e-6)) as pool:
         asking = remote(pool, micro_batches, connections=1, per_request=8)
         slow = lambda ids: (time.sleep(0.05), locally(ids))[1]  # noqa: E731
-        with Loader(
+        with Prefetcher(
             micro_batches, local=slow, remote=asking, window=PrefetchWindow(micro_batches=16)
         ) as loader:
             check(list(loader), micro_batches)
@@ -345,7 +345,7 @@ def test_the_epoch_goes_on_here_while_all_servers_are_down_and_there_once_one_is
         asking = remote(pool, micro_batches, connections=1, per_request=2)
         window = PrefetchWindow(micro_batches=8)
         sources = []
-        loader = Loader(
+        loader = Prefetcher(
             micro_batches,
             local=locally,
             remote=asking,
@@ -392,7 +392,7 @@ def test_a_stuck_server_is_left_for_another():
     with pool_of(stuck, well) as pool:
         stuck.run = lambda request: Hangs()  # type: ignore[method-assign]
         stuck.dead = True
-        with Loader(micro_batches, local=locally, remote=remote(pool, micro_batches)) as loader:
+        with Prefetcher(micro_batches, local=locally, remote=remote(pool, micro_batches)) as loader:
             check(list(loader), micro_batches)
     assert set(loader.report.samples) == {"well"}
     assert loader.report.retried > 0
@@ -411,7 +411,7 @@ def test_what_kills_servers_is_done_here():
     server = Fragile("a")
     with (
         pool_of(server) as pool,
-        Loader(micro_batches, local=locally, remote=remote(pool, micro_batches)) as loader,
+        Prefetcher(micro_batches, local=locally, remote=remote(pool, micro_batches)) as loader,
     ):
         check(list(loader), micro_batches)
     assert loader.report.samples[LOCAL] == len(micro_batches[4])
@@ -423,7 +423,7 @@ def test_a_server_that_always_fails_is_not_asked_for_ever():
     server = ScriptedServer("a", [Step(good=0, error=WorkerCrashed("again"))] * 10_000)
     with pool_of(server, budget=RetryBudget(5)) as pool:
         asking = remote(pool, micro_batches, connections=2, per_request=2)
-        with Loader(
+        with Prefetcher(
             micro_batches, local=locally, remote=asking, window=PrefetchWindow(micro_batches=8)
         ) as loader:
             check(list(loader), micro_batches)
@@ -437,7 +437,7 @@ def test_overload_is_waited_out_not_hammered(kind):
     server = ScriptedServer("a", [Step(error=kind("full", retry_after_s=0.01))] * 3)
     with pool_of(server, budget=RetryBudget(1, per_success=0.0)) as pool:
         asking = remote(pool, micro_batches, connections=1)
-        with Loader(micro_batches, local=locally, remote=asking) as loader:
+        with Prefetcher(micro_batches, local=locally, remote=asking) as loader:
             check(list(loader), micro_batches)
         assert pool.budget.withdraw(), "being refused costs no retry"
     assert loader.report.retried == 0, "being refused is no failure"
@@ -451,7 +451,7 @@ def test_what_does_not_fit_a_server_or_its_time_is_made_here_and_the_server_stay
     server = ScriptedServer("a", [Step(good=1, error=error)])
     with pool_of(server, budget=RetryBudget(1, per_success=0.0)) as pool:
         asking = remote(pool, micro_batches, connections=1, per_request=4)
-        with Loader(micro_batches, local=locally, remote=asking) as loader:
+        with Prefetcher(micro_batches, local=locally, remote=asking) as loader:
             check(list(loader), micro_batches)
         [status] = pool.status()
         assert (status.health, status.reason, status.available) == (Health.UP, "", 1.0)
@@ -472,7 +472,7 @@ def test_a_server_that_is_not_for_this_job_is_told_of_and_the_epoch_goes_on_here
     server = ScriptedServer("a", [Step(good=1, error=Forbidden("not yours"))])
     with pool_of(server, admit=admit, backoff=Backoff(base_s=100, cap_s=100)) as pool:
         asking = remote(pool, micro_batches, connections=1, per_request=2)
-        with Loader(micro_batches, local=locally, remote=asking) as loader:
+        with Prefetcher(micro_batches, local=locally, remote=asking) as loader:
             check(list(loader), micro_batches)
         [status] = pool.status()
         assert (status.health, status.reason) == (Health.DOWN, "not yours")
@@ -483,7 +483,7 @@ def test_resume_at_any_index():
     micro_batches = epoch(6)
     with pool_of(ScriptedServer("a")) as pool:
         for first in range(7):
-            with Loader(
+            with Prefetcher(
                 micro_batches, local=locally, first=first, remote=remote(pool, micro_batches)
             ) as loader:
                 check(list(loader), micro_batches[first:])
@@ -514,7 +514,7 @@ def test_errors_surface_in_their_place(error, where):
     pool = pool_of(Honest("a")) if where == "there" else None
     got = []
     asking = remote(pool, micro_batches) if pool else None
-    loader = Loader(micro_batches, local=local, remote=asking, num_workers=3)
+    loader = Prefetcher(micro_batches, local=local, remote=asking, num_workers=3)
     with pytest.raises(type(error)) as caught:
         for batch in loader:
             got.append(batch)
@@ -532,7 +532,7 @@ def test_a_store_that_fails_there_is_read_here():
     server = ScriptedServer("a", [Step(good=1, error=StoreError("the server's store timed out"))])
     with pool_of(server) as pool:
         asking = remote(pool, micro_batches, connections=1, per_request=4)
-        with Loader(micro_batches, local=locally, remote=asking) as loader:
+        with Prefetcher(micro_batches, local=locally, remote=asking) as loader:
             check(list(loader), micro_batches)
     assert loader.report.samples[LOCAL] == sum(map(len, micro_batches[1:]))
 
@@ -540,14 +540,17 @@ def test_a_store_that_fails_there_is_read_here():
 def test_a_fault_in_a_callable_reaches_the_consumer():
     micro_batches = epoch(3)
     with pool_of(ScriptedServer("a")) as pool:
-        asking = Remote(pool=pool, make_request=lambda indices, cut: 1 / 0)
-        with Loader(micro_batches, local=locally, remote=asking) as loader, pytest.raises(ZeroDivisionError):
+        asking = RemoteFetch(pool=pool, make_request=lambda indices, cut: 1 / 0)
+        with (
+            Prefetcher(micro_batches, local=locally, remote=asking) as loader,
+            pytest.raises(ZeroDivisionError),
+        ):
             next(loader)
 
 
 def test_a_fault_of_our_own_reaches_the_consumer():
     micro_batches = epoch(3)
-    loader = Loader(micro_batches, local=lambda ids: ("no micro-batch", Timings()))  # type: ignore[arg-type]
+    loader = Prefetcher(micro_batches, local=lambda ids: ("no micro-batch", Timings()))  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         next(loader)
 
@@ -559,7 +562,7 @@ def test_skipped_samples_are_reported():
         batch = make_batch(ids)
         return MicroBatch(ids=ids, position=0, tensors=batch.tensors, skipped=(ids[1],)), Timings()
 
-    with Loader(micro_batches, local=local) as loader:
+    with Prefetcher(micro_batches, local=local) as loader:
         list(loader)
     assert loader.report.skipped == (1, 3)
     assert loader.report.samples == {LOCAL: 4}
@@ -573,7 +576,7 @@ def test_bad_remote(bad):
 
 def test_bad_number_of_workers():
     with pytest.raises(ConfigError, match="num_workers"):
-        Loader([], local=locally, num_workers=0)
+        Prefetcher([], local=locally, num_workers=0)
 
 
 # --------------------------------------------------------------------------------------------- ending
@@ -582,7 +585,7 @@ def test_bad_number_of_workers():
 def test_closing_in_the_middle():
     micro_batches = epoch(100)
     with pool_of(ScriptedServer("a", [Step(delay_s=0.002)] * 100)) as pool:
-        loader = Loader(micro_batches, local=locally, remote=remote(pool, micro_batches))
+        loader = Prefetcher(micro_batches, local=locally, remote=remote(pool, micro_batches))
         for _ in range(3):
             next(loader)
         loader.close()
@@ -617,7 +620,7 @@ def test_closing_breaks_off_what_a_server_is_still_at():
     server = ScriptedServer("a")
     server.run = lambda request: Slow()  # type: ignore[method-assign]
     with pool_of(server) as pool:
-        loader = Loader(micro_batches, local=locally, remote=remote(pool, micro_batches, connections=1))
+        loader = Prefetcher(micro_batches, local=locally, remote=remote(pool, micro_batches, connections=1))
         assert reading.wait(60)
         loader.close()
         delivered = loader._crew.table._slots[0].delivery
@@ -627,7 +630,7 @@ def test_closing_breaks_off_what_a_server_is_still_at():
 
 def test_a_forgotten_loader_is_closed():
     micro_batches = epoch(100)
-    loader = Loader(micro_batches, local=locally, window=PrefetchWindow(micro_batches=4), num_workers=2)
+    loader = Prefetcher(micro_batches, local=locally, window=PrefetchWindow(micro_batches=4), num_workers=2)
     next(loader)
     gone = weakref.ref(loader)
     del loader
@@ -637,13 +640,13 @@ def test_a_forgotten_loader_is_closed():
 
 def test_an_exception_in_the_consumer_leaves_nothing_running():
     micro_batches = epoch(100)
-    with pytest.raises(KeyError), Loader(micro_batches, local=locally) as loader:
+    with pytest.raises(KeyError), Prefetcher(micro_batches, local=locally) as loader:
         for _ in loader:
             raise KeyError("the user's own")
 
 
 def test_empty_epoch():
-    with Loader([], local=locally) as loader:
+    with Prefetcher([], local=locally) as loader:
         assert list(loader) == []
 
 
@@ -660,7 +663,7 @@ def test_a_server_that_is_added_in_mid_epoch_gets_work():
     micro_batches, sources, got = epoch(60), [], []
     with pool_of(ScriptedServer("a", [Step(delay_s=0.002)] * 60)) as pool:
         asking = remote(pool, micro_batches, connections=4, per_request=1)
-        loader = Loader(
+        loader = Prefetcher(
             micro_batches,
             local=slowly,
             remote=asking,
@@ -687,7 +690,7 @@ def test_a_server_that_is_dropped_in_mid_epoch_ends_what_it_is_at(both):
     others = [ScriptedServer("b", [Step(delay_s=0.002)] * 60)] if both else []
     with pool_of(leaving, *others) as pool:
         asking = remote(pool, micro_batches, connections=4, per_request=2)
-        loader = Loader(
+        loader = Prefetcher(
             micro_batches,
             local=slowly if both else locally,
             remote=asking,
@@ -714,8 +717,8 @@ def test_two_loaders_share_a_pool():
     with pool_of(ScriptedServer("a"), max_in_flight=2) as pool:
         asking = remote(pool, micro_batches)
         with (
-            Loader(micro_batches, local=locally, remote=asking) as one,
-            Loader(micro_batches, local=locally, remote=asking) as two,
+            Prefetcher(micro_batches, local=locally, remote=asking) as one,
+            Prefetcher(micro_batches, local=locally, remote=asking) as two,
         ):
             pairs = list(zip(one, two, strict=True))
     check([batch for batch, _ in pairs], micro_batches)

@@ -27,7 +27,7 @@ from upriver.errors import (
 )
 from upriver.finetune.prefetch.delivery_table import Pin, Way
 from upriver.finetune.prefetch.fetch_threads import LOCAL
-from upriver.finetune.prefetch.prefetcher import Loader
+from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import Placed, PlacementLog, Routes
 
 
@@ -116,7 +116,7 @@ def test_each_micro_batch_comes_from_its_place(num: int, seed: int, refusals: in
     seen: dict[int, str] = {}
     with (
         pool_of(ScriptedServer("a", script), ScriptedServer("b")) as pool,
-        Loader(
+        Prefetcher(
             wanted,
             local=locally,
             remote=remote(pool, wanted, per_request=3),
@@ -144,7 +144,7 @@ def test_what_its_place_cannot_give_is_an_error(error: Exception) -> None:
     wanted = epoch(6)
     with (
         pool_of(ScriptedServer("a", [Step(good=1, error=error)]), ScriptedServer("b")) as pool,
-        Loader(
+        Prefetcher(
             wanted,
             local=locally,
             remote=remote(pool, wanted, connections=1, per_request=6),
@@ -164,7 +164,7 @@ def test_a_server_that_is_kept_out_is_named() -> None:
     wanted = epoch(4)
     with (
         pool_of(ScriptedServer("a"), ScriptedServer("b"), admit=refuse) as pool,
-        Loader(
+        Prefetcher(
             wanted,
             local=locally,
             remote=remote(pool, wanted),
@@ -178,4 +178,4 @@ def test_a_server_that_is_kept_out_is_named() -> None:
 
 def test_a_place_without_servers_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="need servers"):
-        Loader(epoch(2), local=locally, pins=Routes(placed("a")).pins(0))
+        Prefetcher(epoch(2), local=locally, pins=Routes(placed("a")).pins(0))

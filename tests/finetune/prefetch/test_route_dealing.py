@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.errors import ConfigError
-from upriver.finetune.prefetch.delivery_table import Claim, Dealt, Delivery, PrefetchWindow, SlotTable, Way
+from upriver.finetune.prefetch.delivery_table import (
+    Claim,
+    DealtRoute,
+    Delivery,
+    DeliveryTable,
+    PrefetchWindow,
+    Way,
+)
 from upriver.finetune.prefetch.route_dealing import deal
 from upriver.types import MicroBatch, Route, Segment, Tier
 
@@ -44,9 +51,9 @@ def test_a_longer_epoch_begins_the_same(routes: list[Route], count: int) -> None
 
 def test_what_is_stored_is_read_here() -> None:
     [hand] = deal([route(START, 1.0)], 1, start=START)
-    assert hand == Dealt(way=Way.LOCAL, cut=START)
+    assert hand == DealtRoute(way=Way.LOCAL, cut=START)
     [hand] = deal([route(-1, 1.0)], 1, start=START)
-    assert hand == Dealt(way=Way.REMOTE, cut=-1)
+    assert hand == DealtRoute(way=Way.REMOTE, cut=-1)
 
 
 def delivery(index: int) -> Delivery:
@@ -64,7 +71,7 @@ def test_every_micro_batch_is_made_once_by_its_own_way_and_in_order(
     routes: list[Route], count: int, window: int, limit: int, data: st.DataObject
 ) -> None:
     dealt = deal(routes, count, start=START)
-    table = SlotTable(count, first=0, window=PrefetchWindow(micro_batches=window), dealt=dealt)
+    table = DeliveryTable(count, first=0, window=PrefetchWindow(micro_batches=window), dealt=dealt)
     taken: list[int] = []
     flying: list[Claim] = []
     while not table.done:
@@ -88,7 +95,7 @@ def test_every_micro_batch_is_made_once_by_its_own_way_and_in_order(
 def test_what_servers_failed_at_is_made_here_and_what_is_dealt_here_never_asked_for() -> None:
     dealt = deal([route(START, 0.5), route(2, 0.5)], 4, start=START)
     assert [hand.way for hand in dealt] == [Way.LOCAL, Way.REMOTE] * 2
-    table = SlotTable(4, first=0, window=PrefetchWindow(), dealt=dealt)
+    table = DeliveryTable(4, first=0, window=PrefetchWindow(), dealt=dealt)
     run = table.find(Way.REMOTE, 4)
     assert run == (1, 3)
     table.give_up(table.claim(Way.REMOTE, run), retry=False)
@@ -103,4 +110,4 @@ def test_what_servers_failed_at_is_made_here_and_what_is_dealt_here_never_asked_
 
 def test_as_many_routes_as_micro_batches() -> None:
     with pytest.raises(ConfigError, match="5 micro-batches need as many routes, got 4"):
-        SlotTable(5, first=0, window=PrefetchWindow(), dealt=deal([route(1, 1.0)], 4, start=START))
+        DeliveryTable(5, first=0, window=PrefetchWindow(), dealt=deal([route(1, 1.0)], 4, start=START))

@@ -20,7 +20,7 @@ from torch.nn.utils import parametrize
 from upriver.errors import FrozenChanged
 from upriver.program.eval_mode import no_fast_path
 from upriver.program.freeze import freeze_to, keep_in_eval
-from upriver.program.module_state.attributes import Attributes
+from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.split.split import Split, split
 
@@ -84,7 +84,7 @@ def guarded(model: nn.Module, parts: Split, *, asked: list[bool] | None = None) 
     """
     assert parts.program is not None
 
-    def again(hooked: bool) -> Attributes | None:
+    def again(hooked: bool) -> AttributeSnapshot | None:
         read = parts.still_so(split(model, torch.randn(4, 8)), hooked=hooked)
         if asked is not None:
             asked.append(read is not None)

@@ -21,7 +21,7 @@ from upriver.finetune.planning.plan_builder import measure_tail
 from upriver.program.freeze import keep_in_eval
 from upriver.program.module_state.reachable import ReachableObjects
 from upriver.program.module_state.restoration import state_kept
-from upriver.program.split.split import Split, Whole, split
+from upriver.program.split.split import Split, UnsplitModel, split
 
 
 class Doing(nn.Linear):
@@ -362,7 +362,7 @@ UPDATES: dict[str, Callable[[nn.Parameter, nn.Parameter], Any]] = {
 @pytest.mark.parametrize("update", UPDATES)
 def test_a_frozen_part_that_forward_writes_runs_unsplit_and_trains_as_ever(update: str) -> None:
     parts = same_training(lambda: Averaged(UPDATES[update]), torch.randn(4, 6))
-    assert isinstance(parts.tail, Whole)
+    assert isinstance(parts.tail, UnsplitModel)
     assert "changes parameter 'key.0.weight'" in parts.why_not
     assert parts.in_eval == ()  # an average of trained layers is not a frozen unit
 
@@ -396,7 +396,7 @@ def test_a_frozen_embedding_with_a_norm_runs_where_the_model_runs() -> None:
             return self.head(self.rest(self.table(x)))
 
     parts = same_training(Normed, torch.randint(0, 9, (4, 3)))
-    assert isinstance(parts.tail, Whole)
+    assert isinstance(parts.tail, UnsplitModel)
     assert "changes parameter 'table.weight'" in parts.why_not
 
 
@@ -468,7 +468,7 @@ def test_a_model_that_draws_behind_the_freeze_point_is_split_and_draws_the_same(
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_model_that_draws_between_frozen_layers_is_not_split_behind_it(draw: str) -> None:
     parts = same_training(lambda: Noisy(DRAWS[draw], late=False), torch.randn(4, 6))
-    assert isinstance(parts.tail, Whole)
+    assert isinstance(parts.tail, UnsplitModel)
     assert "draws" in parts.why_not
     assert "random numbers" in parts.why_not
 
@@ -572,7 +572,7 @@ def test_a_mask_that_a_frozen_layer_keeps_does_not_end_the_prefix() -> None:
 
 
 def test_what_a_step_leaves_behind_is_part_of_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upriver.program.split.forward_pass.Pass.depends_on_input", lambda *_: False)
+    monkeypatch.setattr("upriver.program.split.forward_pass.ForwardPass.depends_on_input", lambda *_: False)
     parts = split(Leaving(_averages), torch.randn(4, 6))
-    assert isinstance(parts.tail, Whole)
+    assert isinstance(parts.tail, UnsplitModel)
     assert "leaves another value in 'mean'" in parts.why_not

@@ -32,7 +32,7 @@ from upriver.errors import CaptureError, ConfigError, ModelError
 from upriver.program.example_inputs import Example, Inputs, tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.split import proof_cache
-from upriver.program.split.crossing_values import Values
+from upriver.program.split.crossing_values import CrossingValues
 from upriver.program.split.freeze_point import FreezePoint
 from upriver.program.split.split import Split, split
 from upriver.program.split.tail import Tail
@@ -253,7 +253,7 @@ def test_samples_may_lie_elsewhere_than_in_the_first_rows(model: nn.Module, shap
 def test_values_take_nothing_but_what_crosses() -> None:
     parts = split(frozen(Towers(), "frozen"), torch.randn(4, 6))
     good = (torch.randn(3, 6), torch.randn(3, 6))
-    assert isinstance(parts.tail.values, Values)
+    assert isinstance(parts.tail.values, CrossingValues)
     parts.tail(good)
     for wrong in (good[0], (good[0],), (good[0], torch.randn(2, 6)), [good[0], good[1]], ("a", "b"), None):
         with pytest.raises(ConfigError, match=r"of shape \(n, 6\) and \(n, 6\), got"):

@@ -27,7 +27,7 @@ from upriver.errors import ConfigError, FrozenChanged, ModelError
 from upriver.program.eval_mode import no_fast_path
 from upriver.program.freeze import freeze_to, frozen_units, keep_in_eval
 from upriver.program.module_state.frozen_guard import FrozenGuard
-from upriver.program.split.split import Split, Whole, split
+from upriver.program.split.split import Split, UnsplitModel, split
 
 
 def cut(model: nn.Module, x: torch.Tensor) -> Split:
@@ -257,7 +257,7 @@ def test_what_cannot_be_cut_exactly_runs_unsplit_and_says_why(
     parts = split(model, x)
     assert parts.program is None
     assert reason in parts.why_not
-    assert isinstance(parts.tail, Whole)
+    assert isinstance(parts.tail, UnsplitModel)
     assert torch.equal(parts.tail(x), model(x))
 
 

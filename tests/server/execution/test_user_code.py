@@ -593,7 +593,7 @@ def kind(request):
 
 
 def test_what_was_seen_is_held_from_the_start():
-    answers, most = user_code_runs.Answers(1000), 10**9
+    answers, most = user_code_runs.LargestAnswers(1000), 10**9
     one, other = asking("Noisy"), asking("Noisy", arguments={"count": 4})
     assert answers.bytes_of(asked(one), one.code, most_bytes=most) == ANSWER_BYTES + 1000
     answers.saw(kind(one), 50_000)
@@ -606,7 +606,7 @@ def test_what_was_seen_is_held_from_the_start():
 
 
 def test_what_was_sent_counts_and_what_was_seen_keeps_nobody_away():
-    answers, request = user_code_runs.Answers(1000), asking("Divided", (1,), (2,), start=RAW)
+    answers, request = user_code_runs.LargestAnswers(1000), asking("Divided", (1,), (2,), start=RAW)
     sent = [
         MicroBatch(ids=(1,), position=RAW, tensors=(torch.zeros(size),), tree=["l"]) for size in (10, 999)
     ]
@@ -621,7 +621,10 @@ def test_what_was_sent_counts_and_what_was_seen_keeps_nobody_away():
 
 def test_kinds_that_were_seen_long_ago_are_forgotten(monkeypatch):
     monkeypatch.setattr(user_code_runs, "MAX_KINDS", 2)
-    answers, requests = user_code_runs.Answers(1), [asking("Noisy", arguments={"count": n}) for n in range(3)]
+    answers, requests = (
+        user_code_runs.LargestAnswers(1),
+        [asking("Noisy", arguments={"count": n}) for n in range(3)],
+    )
     for request in requests:
         answers.saw(kind(request), 1000)
     found = [answers.bytes_of(asked(each), each.code, most_bytes=10**9) - ANSWER_BYTES for each in requests]
@@ -703,7 +706,7 @@ def test_a_traceback_is_logged_without_secrets(capfd):
             name=f"{NAME}:Unmade", arguments=msgspec.json.encode(arguments), start=START, ids=(0,), slot=0
         )
         with pytest.raises(CodeFailed, match="open-sesame"):  # its client's own
-            user_code.Code((NAME,)).make(run, None)
+            user_code.UserCode((NAME,)).make(run, None)
         logged = capfd.readouterr().err
         assert "Traceback" in logged and "PermissionError: cannot log in with ***" in logged
         assert "open-sesame" not in logged
@@ -721,7 +724,7 @@ def test_a_traceback_is_told_in_its_last_lines_without_secrets(monkeypatch):
             name=f"{NAME}:{name}", arguments=msgspec.json.encode(arguments), start=START, ids=(0,), slot=0
         )
         with pytest.raises(CodeFailed) as caught:
-            user_code.Code((NAME,)).make(run, None)
+            user_code.UserCode((NAME,)).make(run, None)
         told = error_from(msgspec.json.decode(msgspec.json.encode(error_body(caught.value))))
         assert isinstance(told, CodeFailed)
         assert (str(told), told.trace) == (str(caught.value), caught.value.trace)

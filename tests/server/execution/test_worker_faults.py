@@ -18,7 +18,7 @@ from upriver.errors import Overloaded, WorkerCrashed
 from upriver.pipeline import Decode, Resize, index
 from upriver.profile.resources import GROUPS
 from upriver.protocol import DatasetRef, End, RunRequest
-from upriver.server.sandbox.cgroup import PREFIX, Groups
+from upriver.server.sandbox.cgroup import PREFIX, ControlGroups
 from upriver.types import MicroBatch
 
 pytestmark = pytest.mark.slow
@@ -30,7 +30,7 @@ MIB = 1 << 20
 def no_groups_are_left():
     """Remove the groups of killed servers, as the next server would."""
     yield
-    Groups.find()
+    ControlGroups.find()
 
 
 def asking(folder, files, *micro_batches, micro_batch):

@@ -49,7 +49,7 @@ from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.streaming_weights import ColdFile
 from upriver.server.sandbox import cgroup
 from upriver.server.sandbox.bubblewrap import Enclosure
-from upriver.server.sandbox.cgroup import Group, Groups
+from upriver.server.sandbox.cgroup import ControlGroup, ControlGroups
 
 SETUP = Setup(threads=1, device="cpu", caps=DEFAULT_CAPS, memory_bytes=1 << 30)
 FULL = {"code": "overloaded", "message": "no room"}
@@ -373,7 +373,7 @@ def test_a_worker_that_cannot_be_ended_does_not_hold_anybody_up(monkeypatch):
 
 def test_that_memory_ran_out_is_known_before_a_process_is_gone(tmp_path):
     (tmp_path / "memory.events").write_text("low 0\noom 1\noom_kill 1\n")
-    group = Group(tmp_path, cgroup._V2, 64 << 20)
+    group = ControlGroup(tmp_path, cgroup._V2, 64 << 20)
     with talking(lambda channel: next_of(channel, MapSlot), group=group) as held:
         assert held.ending() == f"{BROKE_OFF}: it ran out of memory (64 MiB allowed)"
         assert held.out_of_memory
@@ -383,7 +383,7 @@ def test_a_worker_without_a_thread_to_read_what_it_prints_is_not_left(monkeypatc
     def no_thread(stream):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(worker_process, "Output", no_thread)
+    monkeypatch.setattr(worker_process, "WorkerOutput", no_thread)
     before = set(psutil.Process().children())
     with pytest.raises(RuntimeError, match="can't start new thread"):
         WorkerHandle.start(threads=1)
@@ -440,7 +440,7 @@ class Left:
 
 
 def test_the_end_of_a_pool_takes_groups_along_that_are_left(tmp_path):
-    found, left = Groups(tmp_path, cgroup._V2), Left()
+    found, left = ControlGroups(tmp_path, cgroup._V2), Left()
     found._left = [left]
 
     async def close():

@@ -14,7 +14,7 @@ from upriver.protocol import Caps
 from upriver.server import Server, ServerConfig
 from upriver.server.http.auth import Authenticator, given_token, tenant_of
 from upriver.server.http.limits import PEER_CERTIFICATE
-from upriver.server.observability.audit_log import Audit
+from upriver.server.observability.audit_log import AuditLog
 from upriver.server.sandbox.environment import worker_environment
 from upriver.server.tenants import ANYONE, Tenant, hash_token
 
@@ -292,7 +292,7 @@ def test_nobody_is_asked_where_everyone_may_come():
 
 def test_a_refusal_is_written_down_without_what_was_shown(tmp_path):
     config = ServerConfig(stores=STORES, token="one")
-    audit = Audit(tmp_path / "audit")
+    audit = AuditLog(tmp_path / "audit")
     assert asked(config, audit=audit, authorization="Bearer a-wrong-token") == 401
     assert asked(config, audit=audit, authorization="Bearer one").name == "anyone"
     audit.close()

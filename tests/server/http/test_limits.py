@@ -38,7 +38,7 @@ from upriver.protocol import (
     program_head,
 )
 from upriver.rpc.client import ServerClient
-from upriver.server.http.errors import Wording
+from upriver.server.http.errors import ErrorWording
 from upriver.server.tenants import Tenant, hash_token
 from upriver.store import Store
 from upriver.types import MicroBatch, Timings
@@ -149,7 +149,7 @@ def test_an_address_of_bytes_that_are_no_text_is_none_of_ours(server):
 def test_where_a_store_lies_is_in_no_clients_words(tmp_path, folder):
     root = tmp_path / folder
     root.mkdir()
-    wording = Wording({"images": Store.open(root.as_uri(), name="images")})
+    wording = ErrorWording({"images": Store.open(root.as_uri(), name="images")})
     for place in (root.as_uri(), str(root), f"{root}/a/b.png"):
         told = str(wording.of(StoreError(f"cannot read {place}: no")))
         assert told.startswith("cannot read store images")

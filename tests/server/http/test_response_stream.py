@@ -8,7 +8,7 @@ from starlette.responses import StreamingResponse
 
 from upriver.server.http.limits import CORK
 from upriver.server.http.requests import zeros
-from upriver.server.http.response_stream import CHUNK_BYTES, FrameStream, Last
+from upriver.server.http.response_stream import CHUNK_BYTES, FrameStream, LastBuffer
 
 SCOPE = {"type": "http", "asgi": {"spec_version": "2.3"}}
 CHUNKS = 64
@@ -62,7 +62,7 @@ def test_the_head_of_an_answer_goes_with_the_first_of_its_body(ends):
     async def buffers():
         if not ends:
             yield b"first"
-        yield Last(b"last")
+        yield LastBuffer(b"last")
 
     async def check():
         done = []

@@ -15,7 +15,7 @@ from tests.server.running import ask, body_of, wait_for
 from upriver.errors import ConfigError
 from upriver.protocol import DatasetRef, RunRequest, program_head
 from upriver.server.observability import audit_log as module
-from upriver.server.observability.audit_log import STRANGERS_PER_MINUTE, Audit, AuditEntry
+from upriver.server.observability.audit_log import STRANGERS_PER_MINUTE, AuditEntry, AuditLog
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
 RUN = RunRequest(
@@ -47,7 +47,7 @@ def upload(audit, program=DIGEST):
 
 
 def test_what_a_line_says(tmp_path):
-    audit = Audit(tmp_path / "audit", now=Clock(1_790_000_000.5))
+    audit = AuditLog(tmp_path / "audit", now=Clock(1_790_000_000.5))
     audit.run(
         "alice",
         request_id="1-1",
@@ -108,12 +108,12 @@ def test_what_a_line_says(tmp_path):
 
 
 def test_only_its_owner_reads_it(tmp_path):
-    Audit(tmp_path / "audit").close()
+    AuditLog(tmp_path / "audit").close()
     assert stat.S_IMODE((tmp_path / "audit").stat().st_mode) == 0o600
 
 
 def test_without_a_file_nothing_is_written():
-    audit = Audit(None)
+    audit = AuditLog(None)
     upload(audit)
     audit.reopen()
     audit.close()
@@ -122,11 +122,11 @@ def test_without_a_file_nothing_is_written():
 
 def test_a_file_that_cannot_be_made_is_an_error_at_once(tmp_path):
     with pytest.raises(ConfigError, match="no-folder"):
-        Audit(tmp_path / "no-folder" / "audit")
+        AuditLog(tmp_path / "no-folder" / "audit")
 
 
 def test_what_others_chose_stays_one_line_and_short(tmp_path):
-    audit = Audit(tmp_path / "audit")
+    audit = AuditLog(tmp_path / "audit")
     audit.refused(None, path='/a\n{"who": "alice"}\x1b[2J' + "x" * 5000, status=401, code="not_authorized")
     audit.close()
     (line,) = (tmp_path / "audit").read_text().splitlines()
@@ -137,7 +137,7 @@ def test_what_others_chose_stays_one_line_and_short(tmp_path):
 
 
 def test_two_that_append_to_one_file_do_not_disturb_each_other(tmp_path):
-    first, second = Audit(tmp_path / "audit"), Audit(tmp_path / "audit")
+    first, second = AuditLog(tmp_path / "audit"), AuditLog(tmp_path / "audit")
     for number in range(50):
         upload(first, program=f"first-{number}")
         upload(second, program=f"second-{number}")
@@ -150,7 +150,7 @@ def test_two_that_append_to_one_file_do_not_disturb_each_other(tmp_path):
 def test_a_line_is_one_write(tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(module.os, "write", lambda fd, data: written.append(bytes(data)) or len(data))
-    audit = Audit(tmp_path / "audit")
+    audit = AuditLog(tmp_path / "audit")
     upload(audit)
     upload(audit)
     audit.close()
@@ -159,7 +159,7 @@ def test_a_line_is_one_write(tmp_path, monkeypatch):
 
 
 def test_after_it_was_moved_away_it_goes_on_in_a_new_one(tmp_path):
-    audit = Audit(tmp_path / "audit")
+    audit = AuditLog(tmp_path / "audit")
     upload(audit, "one")
     os.rename(tmp_path / "audit", tmp_path / "audit.1")
     upload(audit, "two")
@@ -173,7 +173,7 @@ def test_after_it_was_moved_away_it_goes_on_in_a_new_one(tmp_path):
 def test_where_no_new_one_can_be_made_it_stays_in_the_old(tmp_path):
     folder = tmp_path / "logs"
     folder.mkdir()
-    audit = Audit(folder / "audit")
+    audit = AuditLog(folder / "audit")
     os.rename(folder, tmp_path / "moved")
     audit.reopen()
     upload(audit)
@@ -183,7 +183,7 @@ def test_where_no_new_one_can_be_made_it_stays_in_the_old(tmp_path):
 
 
 def test_a_full_disk_is_counted_and_said_once(caplog):
-    audit = Audit("/dev/full")
+    audit = AuditLog("/dev/full")
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
             upload(audit)
@@ -200,7 +200,7 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path, monkeypatch, caplog):
         module.os, "write", lambda fd, data: write(fd, data[: room.pop(0)]) if room else write(fd, data)
     )
     failed = []
-    audit = Audit(tmp_path / "audit", on_failure=lambda: failed.append(1))
+    audit = AuditLog(tmp_path / "audit", on_failure=lambda: failed.append(1))
     for program in ("cut", "lost", "whole", "next"):
         upload(audit, program)
     audit.close()
@@ -213,7 +213,7 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path, monkeypatch, caplog):
 
 def test_strangers_do_not_fill_the_disk(tmp_path):
     clock = Clock(6000.0)
-    audit = Audit(tmp_path / "audit", now=clock)
+    audit = AuditLog(tmp_path / "audit", now=clock)
     for _ in range(STRANGERS_PER_MINUTE + 25):
         audit.refused(None, path="/", status=401, code="not_authorized")
     upload(audit)  # requests with a token are logged
@@ -227,7 +227,7 @@ def test_strangers_do_not_fill_the_disk(tmp_path):
 
 
 def test_an_entry_is_written_once_with_what_was_known(tmp_path):
-    audit = Audit(tmp_path / "audit")
+    audit = AuditLog(tmp_path / "audit")
     whole, early = AuditEntry(audit, "alice", "1-1"), AuditEntry(audit, "alice", "1-2")
     whole.about(RUN)
     whole.bytes_in, whole.bytes_out = 7, 1000

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tests.server.running import SERVE, Running, ask, run, wait_for
 from upriver.errors import ConfigError
-from upriver.server.execution.worker_output import Output
+from upriver.server.execution.worker_output import WorkerOutput
 from upriver.server.observability import logging as logs
 from upriver.server.observability.logging import (
     MAX_CHARS,
@@ -32,7 +32,7 @@ from upriver.server.observability.logging import (
     request_context,
     request_id,
 )
-from upriver.server.observability.tracing import Traced
+from upriver.server.observability.tracing import TracingMiddleware
 
 SECRET = "sEkReT-0123.abc"
 
@@ -233,7 +233,7 @@ def test_the_front_hides_what_a_request_came_with(header):
         "headers": [(b"authorization", header.encode())],
     }
     with written(JsonFormatter()) as (log, stream):
-        asyncio.run(Traced(answer)(scope, None, send))
+        asyncio.run(TracingMiddleware(answer)(scope, None, send))
     assert SECRET not in stream.getvalue() and header.split()[1] not in stream.getvalue()
     assert dict(sent[0]["headers"])[b"x-request-id"] == sent[1]["body"]
     assert json.loads(stream.getvalue())["request_id"].encode() == sent[1]["body"]
@@ -278,7 +278,7 @@ def test_warnings_go_into_the_log(root, capsys):
 def test_what_workers_print_stands_in_json_too(root, capsys):
     configure("json", secrets=[SECRET])
     read, write = os.pipe()
-    output = Output(os.fdopen(read, "rb"))  # which closes it
+    output = WorkerOutput(os.fdopen(read, "rb"))  # which closes it
     output.pass_on()
     with open(write, "wb") as worker:
         worker.write(f"a library warns\n\n{{}} with {SECRET}\n".encode())

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from tests.server.running import in_thread, wait_for
 from upriver.server.observability.utilisation import (
-    Cores,
-    Gpus,
-    Nowhere,
-    Ticks,
+    CoreUtilisation,
+    CpuTicks,
+    GpuUtilisation,
+    UnknownUtilisation,
     busy_share,
     look_at,
     parse_stat,
@@ -43,8 +43,8 @@ procs_running 2
 
 def test_the_kernel_s_text() -> None:
     assert parse_stat(LINUX) == {
-        0: Ticks(busy=2427585 + 351488 + 587186 + 1 + 19819 + 8425, idle=3191428 + 10529),
-        1: Ticks(busy=2900469 + 410552 + 666718 + 23146 + 11440, idle=2565391 + 24817),
+        0: CpuTicks(busy=2427585 + 351488 + 587186 + 1 + 19819 + 8425, idle=3191428 + 10529),
+        1: CpuTicks(busy=2900469 + 410552 + 666718 + 23146 + 11440, idle=2565391 + 24817),
     }
 
 
@@ -53,16 +53,16 @@ def test_the_kernel_s_text() -> None:
     [
         ("", {}),
         ("cpu  1 2 3 4\n", {}),
-        ("cpu3 1 2 3 4\n", {3: Ticks(busy=6, idle=4)}),
+        ("cpu3 1 2 3 4\n", {3: CpuTicks(busy=6, idle=4)}),
         ("cpu3 1 2 3\n", {}),
-        ("cpu12 1 2 3 4 5", {12: Ticks(busy=6, idle=9)}),
+        ("cpu12 1 2 3 4 5", {12: CpuTicks(busy=6, idle=9)}),
         ("cpux 1 2 3 4\ncpu0: 1 2 3 4\n", {}),
         ("cpufreq 1 2 3 4\nxcpu0 1 2 3 4\n", {}),
-        ("cpu0 1 2 3 4 5 6 7 8 9 10 11\n", {0: Ticks(busy=1 + 2 + 3 + 6 + 7 + 8, idle=9)}),
-        ("cpu0 0 0 0 0 0 0 0 0 0 0\ncpu7 0 0 0 1\n", {0: Ticks(0, 0), 7: Ticks(0, 1)}),
+        ("cpu0 1 2 3 4 5 6 7 8 9 10 11\n", {0: CpuTicks(busy=1 + 2 + 3 + 6 + 7 + 8, idle=9)}),
+        ("cpu0 0 0 0 0 0 0 0 0 0 0\ncpu7 0 0 0 1\n", {0: CpuTicks(0, 0), 7: CpuTicks(0, 1)}),
     ],
 )
-def test_texts_of_other_forms(text: str, expected: dict[int, Ticks]) -> None:
+def test_texts_of_other_forms(text: str, expected: dict[int, CpuTicks]) -> None:
     assert parse_stat(text) == expected
 
 
@@ -73,48 +73,50 @@ def test_no_text_is_an_error(text: str) -> None:
 
 # ---------------------------------------------------------------------------------------- between two samples
 
-BEFORE = {0: Ticks(100, 100), 1: Ticks(500, 0), 2: Ticks(7, 7)}
+BEFORE = {0: CpuTicks(100, 100), 1: CpuTicks(500, 0), 2: CpuTicks(7, 7)}
 
 
 @pytest.mark.parametrize(
     ("after", "cores", "expected"),
     [
-        ({0: Ticks(130, 110)}, [0], 0.75),
-        ({0: Ticks(130, 110), 1: Ticks(500, 40), 2: Ticks(900, 7)}, [0, 1], 30 / 80),
-        ({0: Ticks(100, 110), 1: Ticks(510, 0)}, {0, 1}, 0.5),
-        ({0: Ticks(100, 140)}, [0], 0.0),
-        ({0: Ticks(140, 100)}, [0], 1.0),
-        ({0: Ticks(100, 100)}, [0], None),  # no tick since
+        ({0: CpuTicks(130, 110)}, [0], 0.75),
+        ({0: CpuTicks(130, 110), 1: CpuTicks(500, 40), 2: CpuTicks(900, 7)}, [0, 1], 30 / 80),
+        ({0: CpuTicks(100, 110), 1: CpuTicks(510, 0)}, {0, 1}, 0.5),
+        ({0: CpuTicks(100, 140)}, [0], 0.0),
+        ({0: CpuTicks(140, 100)}, [0], 1.0),
+        ({0: CpuTicks(100, 100)}, [0], None),  # no tick since
         ({}, [0, 1], None),
         (BEFORE, [], None),
-        ({0: Ticks(110, 110)}, [9], None),
-        ({0: Ticks(110, 110), 9: Ticks(50, 0)}, [0, 9], 0.5),  # one was switched on
-        ({0: Ticks(110, 110)}, [0, 1], 0.5),  # one was switched off
-        ({0: Ticks(110, 110), 1: Ticks(3, 5)}, [0, 1], 0.5),  # one counts from zero again
-        ({0: Ticks(110, 99), 1: Ticks(510, 10)}, [0, 1], 0.5),  # waiting for disks has gone back
-        ({0: Ticks(110, 99)}, [0], None),
+        ({0: CpuTicks(110, 110)}, [9], None),
+        ({0: CpuTicks(110, 110), 9: CpuTicks(50, 0)}, [0, 9], 0.5),  # one was switched on
+        ({0: CpuTicks(110, 110)}, [0, 1], 0.5),  # one was switched off
+        ({0: CpuTicks(110, 110), 1: CpuTicks(3, 5)}, [0, 1], 0.5),  # one counts from zero again
+        ({0: CpuTicks(110, 99), 1: CpuTicks(510, 10)}, [0, 1], 0.5),  # waiting for disks has gone back
+        ({0: CpuTicks(110, 99)}, [0], None),
     ],
 )
 def test_only_what_counts_forward_on_both_looks_counts(
-    after: dict[int, Ticks], cores: list[int], expected: float | None
+    after: dict[int, CpuTicks], cores: list[int], expected: float | None
 ) -> None:
     assert busy_share(BEFORE, after, cores) == (None if expected is None else pytest.approx(expected))
 
 
 COUNTS = st.dictionaries(
-    st.integers(0, 4), st.builds(Ticks, busy=st.integers(0, 10**12), idle=st.integers(0, 10**12))
+    st.integers(0, 4), st.builds(CpuTicks, busy=st.integers(0, 10**12), idle=st.integers(0, 10**12))
 )
 
 
 @given(COUNTS, COUNTS, st.sets(st.integers(0, 5)))
-def test_it_is_a_share_or_nothing(before: dict[int, Ticks], after: dict[int, Ticks], cores: set[int]) -> None:
+def test_it_is_a_share_or_nothing(
+    before: dict[int, CpuTicks], after: dict[int, CpuTicks], cores: set[int]
+) -> None:
     found = busy_share(before, after, cores)
     assert found is None or 0 <= found <= 1
 
 
 def test_cores_are_looked_at_since_the_look_before(tmp_path: Path) -> None:
     stat, allowed = tmp_path / "stat", [1]
-    look = Cores(stat=stat, cores=lambda: allowed)
+    look = CoreUtilisation(stat=stat, cores=lambda: allowed)
     assert look() is None
     stat.write_text("cpu0 0 0 0 0\ncpu1 0 0 0 0\n")
     assert look() is None
@@ -131,7 +133,7 @@ def test_cores_are_looked_at_since_the_look_before(tmp_path: Path) -> None:
 
 
 def test_this_machine_s_cores_are_seen_to_work() -> None:
-    look = Cores()
+    look = CoreUtilisation()
     look()
 
     def tried() -> float | None:
@@ -178,16 +180,16 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 
 def test_devices_are_found_by_their_identity(nvml: SimpleNamespace) -> None:
-    assert Gpus(["cuda:0"])() == pytest.approx(0.9)
-    assert Gpus(["cuda:1"])() == pytest.approx(0.3)
-    look = Gpus(["cuda:0", "cuda:1"])
+    assert GpuUtilisation(["cuda:0"])() == pytest.approx(0.9)
+    assert GpuUtilisation(["cuda:1"])() == pytest.approx(0.3)
+    look = GpuUtilisation(["cuda:0", "cuda:1"])
     before = nvml.inits
     assert look() == look() == pytest.approx(0.6)
     assert nvml.inits == before + 1
 
 
 def test_a_device_that_is_lost_is_looked_for_again(nvml: SimpleNamespace) -> None:
-    look = Gpus(["cuda:0"])
+    look = GpuUtilisation(["cuda:0"])
     assert look() == pytest.approx(0.9)
     del nvml.busy["GPU-b"]
     assert look() is None
@@ -198,7 +200,7 @@ def test_a_device_that_is_lost_is_looked_for_again(nvml: SimpleNamespace) -> Non
 
 def test_without_its_package_it_is_told_how_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    look = Gpus(["cuda:0"])
+    look = GpuUtilisation(["cuda:0"])
     assert look() is None
     assert "upriver[nvml]" in look.why
 
@@ -208,16 +210,16 @@ def test_a_real_device_says_how_busy_it_is() -> None:
     pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     if not torch.cuda.is_available():
         pytest.skip("there is no such device here")
-    found = Gpus(["cuda:0"])()
+    found = GpuUtilisation(["cuda:0"])()
     assert found is not None and 0 <= found <= 1
 
 
 def test_each_kind_of_device_has_its_own_way() -> None:
-    assert isinstance(look_at(["cpu"]), Cores)
-    assert isinstance(look_at(["cpu", "cpu"]), Cores)
-    assert isinstance(look_at(["cuda:0", "cuda:1"]), Gpus)
+    assert isinstance(look_at(["cpu"]), CoreUtilisation)
+    assert isinstance(look_at(["cpu", "cpu"]), CoreUtilisation)
+    assert isinstance(look_at(["cuda:0", "cuda:1"]), GpuUtilisation)
     nowhere = look_at(["mps"])
-    assert isinstance(nowhere, Nowhere)
+    assert isinstance(nowhere, UnknownUtilisation)
     assert nowhere() is None and "mps" in nowhere.why
 
 

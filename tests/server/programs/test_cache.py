@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from upriver.errors import DoesNotFit, Overloaded, StoreError
 from upriver.server.programs.cache import ProgramCache
-from upriver.server.scheduling.memory_budget import Budget
+from upriver.server.scheduling.memory_budget import MemoryBudget
 
 
 def shelf_of(total=100, most=100, **quotas):
     evicted = []
-    budget = Budget(total)
+    budget = MemoryBudget(total)
     return ProgramCache(budget, most_bytes=most, on_evict=evicted.append, quotas=quotas), budget, evicted
 
 

@@ -15,7 +15,7 @@ from upriver.errors import DatasetError, DoesNotFit, Forbidden, ObjectNotFound, 
 from upriver.pipeline import Dataset, LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.programs.datasets import Datasets
-from upriver.server.scheduling.memory_budget import INDEXES, Budget
+from upriver.server.scheduling.memory_budget import INDEXES, MemoryBudget
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import DEFAULT_PREFIX, Store
 
@@ -46,7 +46,7 @@ def get(datasets, dataset):
 
 
 def test_an_index_holds_what_it_takes_and_is_opened_once(published):
-    budget = Budget(1 << 20)
+    budget = MemoryBudget(1 << 20)
     datasets = kept(published, budget=budget)
     first = get(datasets, published[0])
     assert first.digest == published[0].digest
@@ -57,7 +57,7 @@ def test_an_index_holds_what_it_takes_and_is_opened_once(published):
 
 def test_the_one_used_longest_ago_goes_when_there_is_no_room(published):
     sizes = [dataset.nbytes for dataset in published]
-    budget = Budget(sum(sizes) - 1)
+    budget = MemoryBudget(sum(sizes) - 1)
     datasets = kept(published, budget=budget)
     first, second = get(datasets, published[0]), get(datasets, published[1])
     assert get(datasets, published[0]) is first
@@ -68,7 +68,7 @@ def test_the_one_used_longest_ago_goes_when_there_is_no_room(published):
 
 
 def test_opening_holds_what_it_takes_at_most_and_then_what_stays(published):
-    budget = Budget(1 << 20)
+    budget = MemoryBudget(1 << 20)
     datasets = kept(published, budget=budget)
     asked = []
     Dataset.open(published[0].store, published[0].digest, admit=asked.append)
@@ -78,7 +78,7 @@ def test_opening_holds_what_it_takes_at_most_and_then_what_stays(published):
 
 
 def test_an_index_that_takes_more_than_one_may_is_refused_for_good(published):
-    budget = Budget(1 << 20)
+    budget = MemoryBudget(1 << 20)
     datasets = kept(published, budget=budget, most_bytes=100)
     with pytest.raises(DoesNotFit, match=r"takes [\d.]+ \w+ of memory to open its index; at most 100 B are"):
         get(datasets, published[0])
@@ -86,7 +86,7 @@ def test_an_index_that_takes_more_than_one_may_is_refused_for_good(published):
 
 
 def test_who_goes_while_an_index_is_opened_leaves_its_memory_held_until_it_is_read(published, monkeypatch):
-    budget, going_on, seen = Budget(1 << 20), threading.Event(), []
+    budget, going_on, seen = MemoryBudget(1 << 20), threading.Event(), []
 
     def slow(data, manifest, admit):
         admit(1000)
@@ -112,7 +112,7 @@ def test_who_goes_while_an_index_is_opened_leaves_its_memory_held_until_it_is_re
 
 
 def test_no_more_are_kept_than_may_be(published):
-    budget = Budget(1 << 20)
+    budget = MemoryBudget(1 << 20)
     datasets = kept(published, budget=budget, most=2)
     for dataset in published:
         get(datasets, dataset)
@@ -120,7 +120,7 @@ def test_no_more_are_kept_than_may_be(published):
 
 
 def test_one_that_never_fits_is_refused_and_holds_nothing(published):
-    budget = Budget(published[0].nbytes - 1)
+    budget = MemoryBudget(published[0].nbytes - 1)
     datasets = kept(published, budget=budget)
     with pytest.raises(Overloaded, match="no memory"):
         get(datasets, published[0])
@@ -128,7 +128,7 @@ def test_one_that_never_fits_is_refused_and_holds_nothing(published):
 
 
 def test_two_who_ask_at_once_hold_it_once(published):
-    budget = Budget(1 << 20)
+    budget = MemoryBudget(1 << 20)
     datasets = kept(published, budget=budget)
     ref = DatasetRef(store="default", digest=published[0].digest)
 
@@ -141,7 +141,7 @@ def test_two_who_ask_at_once_hold_it_once(published):
 
 
 def test_the_oldest_goes_when_others_need_the_memory(published):
-    budget = Budget(1 << 20)
+    budget = MemoryBudget(1 << 20)
     datasets = kept(published, budget=budget)
     _, second = get(datasets, published[0]), get(datasets, published[1])
     assert datasets.drop_oldest()
@@ -169,7 +169,7 @@ def refused(datasets, dataset, folder):
 
 
 def test_what_a_tenant_may_not_read_counts_with_the_index_once_for_each_choice_of_folders(published):
-    budget = Budget(1 << 20)
+    budget = MemoryBudget(1 << 20)
     datasets = kept(published, budget=budget)
     first = published[0]
     assert asks(datasets, first, "a").digest == first.digest
@@ -182,19 +182,19 @@ def test_what_a_tenant_may_not_read_counts_with_the_index_once_for_each_choice_o
 
 def test_for_what_a_tenant_may_not_read_other_indexes_go_and_then_its_own(published):
     sizes = [dataset.nbytes for dataset in published]
-    budget = Budget(sizes[0] + sizes[1] + len(published[1]) - 1)
+    budget = MemoryBudget(sizes[0] + sizes[1] + len(published[1]) - 1)
     datasets = kept(published, budget=budget)
     get(datasets, published[0])
     refused(datasets, published[1], "a")
     assert budget.held_by(INDEXES) == sizes[1] + len(published[1])
-    budget = Budget(sizes[1] + len(published[1]) - 1)
+    budget = MemoryBudget(sizes[1] + len(published[1]) - 1)
     with pytest.raises(Overloaded):
         asks(kept(published, budget=budget), published[1], "a")
     assert budget.reserved_bytes == 0
 
 
 def test_one_that_is_not_there_holds_nothing(published):
-    budget = Budget(1 << 20)
+    budget = MemoryBudget(1 << 20)
     datasets = kept(published, budget=budget)
     with pytest.raises(ObjectNotFound):
         asyncio.run(datasets.get(DatasetRef(store="default", digest="0" * 64), ANYONE))
@@ -209,7 +209,7 @@ def test_nobody_reads_what_the_server_keeps_for_others_however_the_index_is_made
     for name, allowed in ((program, False), (f"{DEFAULT_PREFIX}s/1.npy", True)):
         dataset = dataset_of(["alice/1.npy", name])
         dataset.publish()
-        datasets = kept([dataset], budget=Budget(1 << 20))
+        datasets = kept([dataset], budget=MemoryBudget(1 << 20))
         with nullcontext() if allowed else pytest.raises(Forbidden, match=dataset.digest):
             asyncio.run(datasets.get(DatasetRef(store="default", digest=dataset.digest), who))
 
@@ -221,7 +221,7 @@ def test_who_asks_for_a_store_by_another_name_is_told_how_to_say_the_right_one()
         prefix=".upriver",
         most=1,
         most_bytes=lambda: 1 << 20,
-        hold=lambda nbytes: Budget(1 << 20).hold(nbytes, owner=INDEXES),
+        hold=lambda nbytes: MemoryBudget(1 << 20).hold(nbytes, owner=INDEXES),
     )
     elsewhere = DatasetRef(store="default", digest="0" * 64)
     with pytest.raises(ObjectNotFound) as caught:

@@ -19,7 +19,7 @@ from upriver.server.execution.worker_process import how_it_ended
 from upriver.server.ipc.channel import ChannelClosed
 from upriver.server.sandbox import bubblewrap as sandbox
 from upriver.server.sandbox.bubblewrap import Enclosure, Sandbox, bubblewrap, choose, holds, outermost, probe
-from upriver.server.sandbox.cgroup import Groups
+from upriver.server.sandbox.cgroup import ControlGroups
 
 CUT_OFF = {"--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--die-with-parent"}
 
@@ -268,7 +268,7 @@ def boxed():
     found = choose("auto", device="cpu")
     if found.kind != "bubblewrap":
         pytest.skip(found.warning)
-    return Enclosure(sandbox=found, memory_bytes=1 << 30, groups=Groups.find())
+    return Enclosure(sandbox=found, memory_bytes=1 << 30, groups=ControlGroups.find())
 
 
 @pytest.mark.slow

@@ -14,14 +14,14 @@ from upriver.server.execution.worker_process import BROKE_OFF
 from upriver.server.ipc.channel import ChannelClosed
 from upriver.server.sandbox import cgroup as module
 from upriver.server.sandbox.bubblewrap import Enclosure
-from upriver.server.sandbox.cgroup import PREFIX, Groups
+from upriver.server.sandbox.cgroup import PREFIX, ControlGroups
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def groups():
-    found = Groups.find()
+    found = ControlGroups.find()
     if found is None:
         pytest.skip("this process may make no control groups with a memory limit")
     yield found
@@ -198,7 +198,7 @@ def test_groups_of_dead_fronts_are_removed_and_those_of_living_ones_are_not(grou
     try:
         for name in dead + living:
             (folder / name).mkdir()
-        assert Groups.find() is not None
+        assert ControlGroups.find() is not None
         assert [name for name in dead + living if (folder / name).exists()] == living
     finally:
         for name in dead + living:

@@ -13,12 +13,12 @@ from upriver.server.scheduling import admission_queue as lines
 from upriver.server.scheduling.admission_queue import (
     AdmissionQueue,
     AdmissionRequest,
-    Full,
     NeededProgram,
+    QueueFull,
     ask_for,
 )
 from upriver.server.scheduling.batch_adaptation import adaptive, static
-from upriver.server.scheduling.memory_budget import BASE, Budget
+from upriver.server.scheduling.memory_budget import BASE, MemoryBudget
 from upriver.server.tenants import ANYONE, Tenant
 
 
@@ -47,7 +47,7 @@ class Waiting:
         spare=lambda: False,
     ):
         self.now = Now()
-        self.budget = Budget(total)
+        self.budget = MemoryBudget(total)
         self.shelf = ProgramCache(self.budget, most_bytes=total, on_evict=lambda key: None)
         self.line = AdmissionQueue(
             self.budget,
@@ -363,7 +363,7 @@ def test_a_long_line_refuses_with_a_time_to_come_back():
         with pytest.raises(Overloaded) as refused:
             await w.come("r2", 50)
         assert 1 <= refused.value.retry_after_s <= 60
-        assert isinstance(refused.value.__cause__, Full)
+        assert isinstance(refused.value.__cause__, QueueFull)
         w.leave(block)
         await settle()
         assert all(task.done() for task in waiting)
@@ -391,7 +391,7 @@ def test_a_full_line_makes_room_for_a_tenant_with_less_of_it():
         assert w.line.waiting == 3
         with pytest.raises(Overloaded) as refused:
             await many[2]  # the request that came last
-        assert isinstance(refused.value.__cause__, Full)
+        assert isinstance(refused.value.__cause__, QueueFull)
         with pytest.raises(Overloaded):
             await w.come("b1", 10, b)  # it would have as much as the other
         w.leave(block, a)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upriver.errors import ConfigError
-from upriver.server.scheduling.fair_queue import LEAST_S, Turns
+from upriver.server.scheduling.fair_queue import LEAST_S, FairQueue
 
 PASSES = 8
 """Passes of the event loop that end a turn, deal the next one and resume its task: three or four."""
@@ -46,7 +46,7 @@ class Desk:
     """Request turns, record the order in which they are given, and end them."""
 
     def __init__(self, slots: int = 1) -> None:
-        self.turns = Turns(slots)
+        self.turns = FairQueue(slots)
         self.given: list[Given] = []
         self.holding: dict[int, asyncio.Future[float | None]] = {}
         self._numbers = itertools.count()
@@ -111,7 +111,7 @@ async def test_a_free_slot_is_taken_at_once_and_nobody_gets_more() -> None:
 async def test_a_turn_that_nobody_is_in_the_way_of_does_not_wait_for_the_loop() -> None:
     passed: list[str] = []
     asyncio.get_running_loop().call_soon(passed.append, "the loop")
-    async with Turns(1).turn(tenant="a", weight=1.0, request=0, seconds=1.0):
+    async with FairQueue(1).turn(tenant="a", weight=1.0, request=0, seconds=1.0):
         assert passed == []
 
 
@@ -194,7 +194,7 @@ async def test_seconds_equal_out_not_turns() -> None:
 @in_loop
 async def test_a_request_has_one_turn_at_a_time_where_that_is_said() -> None:
     desk = Desk()
-    desk.turns = Turns(2, one_each=True)
+    desk.turns = FairQueue(2, one_each=True)
     for request in "xxy":
         desk.ask("a", request=request)
     await settle()
@@ -445,7 +445,7 @@ async def test_nothing_is_expected_where_a_slot_is_free() -> None:
 )
 def test_weights_and_seconds_are_numbers(weight: float, seconds: float) -> None:
     async def main() -> None:
-        turns = Turns(1)
+        turns = FairQueue(1)
         with pytest.raises(ConfigError, match="must be a finite number"):
             async with turns.turn(tenant="a", weight=weight, request=0, seconds=seconds):
                 pass

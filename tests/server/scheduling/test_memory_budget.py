@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from upriver.errors import ConfigError, DoesNotFit, Overloaded
 from upriver.server.scheduling import memory_budget as budget_module
-from upriver.server.scheduling.memory_budget import BASE, Budget, Hold, memory_budget
+from upriver.server.scheduling.memory_budget import BASE, MemoryBudget, MemoryHold, memory_budget
 
 OWNERS = ("alice", "bob", "carol")
 
@@ -54,7 +54,7 @@ def test_a_budget_has_bytes(given_bytes: int) -> None:
     ):
         memory_budget("cpu", reserve=0.1, given=given_bytes)
     with pytest.raises(ConfigError, match=f"1 byte or more, got {given_bytes}"):
-        Budget(given_bytes)
+        MemoryBudget(given_bytes)
 
 
 @pytest.mark.parametrize("reserve", [-0.1, 1.0, 1.5, float("nan")])
@@ -78,7 +78,7 @@ def test_a_device_that_is_none() -> None:
 
 
 def test_no_more_is_held_than_there_is() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     first = budget.hold(60, owner="alice")
     with pytest.raises(Overloaded, match="it takes 41 B, and of 100 B only 40 B are free"):
         budget.hold(41, owner="bob")
@@ -91,7 +91,7 @@ def test_no_more_is_held_than_there_is() -> None:
 
 
 def test_a_hold_is_released_once_and_at_the_end_of_its_block() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     other = budget.hold(10, owner="alice")
     with pytest.raises(KeyError), budget.hold(60, owner="alice") as hold:
         assert (hold.nbytes, hold.owner, budget.held_by("alice")) == (60, "alice", 70)
@@ -102,7 +102,7 @@ def test_a_hold_is_released_once_and_at_the_end_of_its_block() -> None:
 
 
 def test_what_never_can_be_held_is_told_from_what_cannot_be_held_now() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     base = budget.hold(30, owner=BASE)
     hold = budget.hold(40, owner="alice")
     with pytest.raises(Overloaded):
@@ -120,7 +120,7 @@ def test_what_never_can_be_held_is_told_from_what_cannot_be_held_now() -> None:
 
 
 def test_a_hold_grows_and_shrinks() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     hold = budget.hold(60, owner="alice")
     hold.resize(100)
     assert (hold.nbytes, budget.free_bytes) == (100, 0)
@@ -136,7 +136,7 @@ def test_a_hold_grows_and_shrinks() -> None:
 
 
 def test_bytes_are_no_less_than_none() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     with pytest.raises(ValueError, match="0 or more, got -1"):
         budget.hold(-1, owner="alice")
     with budget.hold(10, owner="alice") as hold, pytest.raises(ValueError, match="0 or more, got -2"):
@@ -145,7 +145,7 @@ def test_bytes_are_no_less_than_none() -> None:
 
 
 def test_listeners_are_told_when_bytes_have_come_back_and_only_then() -> None:
-    budget = Budget(100)
+    budget = MemoryBudget(100)
     seen: list[int] = []
     budget.add_listener(lambda: seen.append(budget.free_bytes))
     hold = budget.hold(60, owner="alice")
@@ -161,8 +161,8 @@ def test_listeners_are_told_when_bytes_have_come_back_and_only_then() -> None:
 
 
 def test_a_listener_may_take_what_came_back() -> None:
-    budget = Budget(100)
-    taken: list[Hold] = []
+    budget = MemoryBudget(100)
+    taken: list[MemoryHold] = []
 
     def take() -> None:
         if not taken:
@@ -183,7 +183,7 @@ step = st.tuples(
 
 @given(steps=st.lists(step, max_size=60))
 def test_whatever_happens_what_is_reserved_is_what_is_held(steps: list[tuple[str, int, int, str]]) -> None:
-    budget, holds, most = Budget(100), [], 0
+    budget, holds, most = MemoryBudget(100), [], 0
     told, back = 0, 0
 
     def listen() -> None:

@@ -29,7 +29,7 @@ def _trimming() -> Callable[[int], object] | None:
 _trim = _trimming()
 
 
-class Heap:
+class HeapTrimmer:
     """Trim the heaps during one load, from one thread.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from upriver.coldstart import link_cache
 from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format.checkpoint import WeightSource, object_at
-from upriver.coldstart.format.readahead import MOST_BYTES, Ahead
+from upriver.coldstart.format.readahead import MOST_BYTES, Readahead
 from upriver.coldstart.grouping import grouping_cache
 from upriver.coldstart.grouping.groups import is_whole, knows_stream
 from upriver.coldstart.link_estimator import StoreLink
@@ -24,7 +24,7 @@ def way_to(
     policy: str,
     limits: StreamLimits,
     beside: Executor,
-    ahead: Ahead | None = None,
+    ahead: Readahead | None = None,
 ) -> tuple[StoreLink, Mapping[str, list[range]]]:
     """Return the link to a source, and the cached groupings of its weights.
 
@@ -56,7 +56,7 @@ def is_one_request(source: WeightSource, policy: str, limits: StreamLimits) -> b
 
 
 @contextmanager
-def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> Iterator[Ahead | None]:
+def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> Iterator[Readahead | None]:
     """Start to read the first bytes of the likely weights object, before anything about it is known.
 
     Yield None if no object is likely, or the store is local. Yield None as well if the policy is a paper's,
@@ -79,7 +79,7 @@ def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> I
         yield None
         return
     num_bytes = min(MOST_BYTES, limits.request_bytes)
-    ahead = Ahead(store, name, num_bytes, timeout_s=limits.timeout_s)
+    ahead = Readahead(store, name, num_bytes, timeout_s=limits.timeout_s)
     ahead.start()
     try:
         yield ahead

@@ -26,7 +26,7 @@ from typing import Literal, Protocol
 from crc32c import crc32c
 
 from upriver.coldstart.event_loop import Loop
-from upriver.coldstart.fetch.heap_trim import Heap
+from upriver.coldstart.fetch.heap_trim import HeapTrimmer
 from upriver.coldstart.fetch.openmp_wait import sleep_sooner
 from upriver.coldstart.fetch.range_planner import (
     PADDING,
@@ -38,9 +38,9 @@ from upriver.coldstart.fetch.range_planner import (
     requests_for,
 )
 from upriver.coldstart.format.checkpoint import WeightSource, damaged_error
-from upriver.coldstart.format.readahead import Ahead
+from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.grouping.timeline import check_link
-from upriver.coldstart.link_estimator import Cap, FlowMeter, StoreLink
+from upriver.coldstart.link_estimator import FlowMeter, StoreLink, TokenBucket
 from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
 from upriver.program.graph.weights_file import ALIGNMENT
 from upriver.store.direct import Direct
@@ -136,7 +136,7 @@ Kind = Literal["request", "first_byte", "filled", "refetch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
+class StreamEvent:
     """Event of a stream, for a timeline.
 
     Attributes:
@@ -153,7 +153,7 @@ class Event:
     nbytes: int
 
 
-class Stream:
+class WeightStream:
     """Stream the tensors of a source to a sink.
 
     Attributes:
@@ -169,7 +169,7 @@ class Stream:
         limits: StreamLimits = DEFAULT_LIMITS,
         link: StoreLink,
         joins_s: float = 0.0,
-        ahead: Ahead | None = None,
+        ahead: Readahead | None = None,
     ) -> None:
         """Plan the requests without sending any.
 
@@ -187,7 +187,7 @@ class Stream:
         """
         check_link(link.latency_s, link.bandwidth_bytes_per_s)
         rate = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
-        self.events: list[Event] = []
+        self.events: list[StreamEvent] = []
         self._source, self._sink, self._limits = source, sink, limits
         along_bytes = int(min(max(rate * REQUEST_S, ALIGNMENT), MOST_ALONG_BYTES))
         self._ahead = ahead
@@ -210,7 +210,7 @@ class Stream:
             most=limits.concurrency,
             bound_bytes_per_s=limits.bandwidth_bytes_per_s,
         )
-        self._cap, self._heap = Cap(limits.bandwidth_bytes_per_s), Heap()
+        self._cap, self._heap = TokenBucket(limits.bandwidth_bytes_per_s), HeapTrimmer()
         self._padding = memoryview(bytearray(along_bytes))
         self._rooms: dict[int, memoryview] = {}
         self._missing = [tensor.stop - tensor.start for tensor in source.tensors]
@@ -422,7 +422,7 @@ class Stream:
                 self._flow.ended(time.monotonic())
             self._changed.set()
 
-    async def _take_over(self, body: _Body, ahead: Ahead, came: Callable[[int], Awaitable[None]]) -> None:
+    async def _take_over(self, body: _Body, ahead: Readahead, came: Callable[[int], Awaitable[None]]) -> None:
         """Write bytes of the readahead to their destination, and request again what does not arrive."""
         request = body.request
         places = BufferSequence([self._memory(part) for part in request.segments()])
@@ -520,7 +520,7 @@ class Stream:
 
     def _note(self, kind: Kind, tensors: range, nbytes: int, at_s: float | None = None) -> None:
         at_s = (time.monotonic() if at_s is None else at_s) - self._began_s
-        self.events.append(Event(kind=kind, tensors=tensors, at_s=at_s, nbytes=nbytes))
+        self.events.append(StreamEvent(kind=kind, tensors=tensors, at_s=at_s, nbytes=nbytes))
 
 
 class _Body:
@@ -536,7 +536,9 @@ class _Body:
         left: Bytes that are not written yet.
     """
 
-    def __init__(self, request: RangeRequest, piece_bytes: int, *, urgent: bool, ahead: Ahead | None) -> None:
+    def __init__(
+        self, request: RangeRequest, piece_bytes: int, *, urgent: bool, ahead: Readahead | None
+    ) -> None:
         self.request, self.piece_bytes, self.urgent, self.ahead = request, piece_bytes, urgent, ahead
         self.sent_s = time.monotonic() if ahead is None else ahead.sent_s
         self.begun = False

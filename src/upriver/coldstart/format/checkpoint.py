@@ -20,9 +20,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from upriver._threads import Beside
+from upriver._threads import DaemonExecutor
 from upriver.coldstart.format.manifest import CHUNK_BYTES, ENDING, Manifest, manifest_path, read
-from upriver.coldstart.format.readahead import Ahead
+from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.roofline import NOTHING, Execution
 from upriver.errors import (
     AccessDenied,
@@ -136,7 +136,7 @@ def object_at(path: str) -> str | None:
 
 
 def find(
-    store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Ahead | None = None
+    store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS, ahead: Readahead | None = None
 ) -> WeightSource:
     """Find a model's weights without reading any of them.
 
@@ -171,7 +171,7 @@ def find(
     return found if found.ordered else _as_kept(found, caps)
 
 
-def _named(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None) -> WeightSource:
+def _named(store: Store, path: str, caps: GraphCaps, ahead: Readahead | None) -> WeightSource:
     """Find the weights for a name without an ending."""
     index = f"{path}/model{INDEX_ENDING}"
     files = (f"{path}{ENDING}", f"{path}/model{ENDING}")
@@ -240,7 +240,7 @@ class _Absent:
 # -------------------------------------------------------------------------------------------- one file
 
 
-def _file(store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None) -> WeightSource:
+def _file(store: Store, path: str, caps: GraphCaps, ahead: Readahead | None = None) -> WeightSource:
     """Find the weights of one file, by its manifest or else by its header.
 
     Raises:
@@ -339,7 +339,7 @@ def _unordered(
 
 
 def _foreign(
-    store: Store, path: str, caps: GraphCaps, ahead: Ahead | None = None
+    store: Store, path: str, caps: GraphCaps, ahead: Readahead | None = None
 ) -> tuple[ObjectInfo, list[TensorLocation], Literal["no", "perhaps", "certainly"]]:
     """Read the header of an untrusted file.
 
@@ -375,7 +375,7 @@ def _foreign(
     return info, placed, "perhaps" if alike else "no"
 
 
-def _header(store: Store | Ahead, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[TensorEntry]]:
+def _header(store: Store | Readahead, info: ObjectInfo, caps: GraphCaps) -> tuple[bytes, list[TensorEntry]]:
     """Return the bytes of a file before its body, and its tensors. Each tensor lies within the body."""
     etag = info.etag or None
     first = store.get_range(info.path, 0, min(LENGTH_BYTES, info.size), etag=etag)
@@ -418,7 +418,7 @@ def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> WeightSou
     paths = sorted(set(places.values()))
     if len(paths) > MOST_SHARDS:
         raise ProgramError(f"{path} names {len(paths)} files; at most {MOST_SHARDS} are allowed")
-    with Beside(SHARDS_AT_ONCE, name="upriver-coldstart-header") as pool:
+    with DaemonExecutor(SHARDS_AT_ONCE, name="upriver-coldstart-header") as pool:
         shards = list(pool.map(lambda shard: _shard(store, path, shard, caps), paths))
     tensors = _chosen(path, places, [tensor for _, placed in shards for tensor in placed])
     _check_size(path, len(tensors), sum(info.size for info, _ in shards), caps)

@@ -24,7 +24,7 @@ import msgspec
 import torch
 from crc32c import crc32c
 
-from upriver.coldstart.format.readahead import Ahead
+from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.roofline import NOTHING, Execution
 from upriver.errors import ConfigError, ObjectChanged, ProgramError, StoreError
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
@@ -350,7 +350,7 @@ def read(
     path: str,
     *,
     caps: GraphCaps = DEFAULT_CAPS,
-    ahead: Ahead | None = None,
+    ahead: Readahead | None = None,
     copies: bool = False,
 ) -> Manifest:
     """Read the manifest of a published weights file, and check it against the object's size and ETag.

@@ -41,7 +41,7 @@ def _nobody() -> None:
     """Ignore a notification."""
 
 
-class Ahead:
+class Readahead:
     """Read the first bytes of an object in a separate thread.
 
     Attributes:
@@ -213,5 +213,5 @@ class Ahead:
             self._changed.notify_all()
 
 
-reading: weakref.WeakSet[Ahead] = weakref.WeakSet()
+reading: weakref.WeakSet[Readahead] = weakref.WeakSet()
 """Track running readaheads, so that the exiting process can cancel them."""

@@ -15,7 +15,7 @@ import msgspec
 
 from upriver.coldstart.format.checkpoint import WeightSource, order_path
 from upriver.coldstart.link_estimator import StoreLink
-from upriver.coldstart.roofline import Pace
+from upriver.coldstart.roofline import DevicePace
 from upriver.errors import ObjectNotFound, ProgramError, StoreError
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.fetch import get_at_most
@@ -55,7 +55,9 @@ def path_of(source: WeightSource) -> str:
     return f"{order_path(source.path).removesuffix('.order.json')}.groupings.json"
 
 
-def bucket(policy: str, link: StoreLink, in_flight_bytes: int, pace: Pace) -> tuple[str, StoreLink, Pace]:
+def bucket(
+    policy: str, link: StoreLink, in_flight_bytes: int, pace: DevicePace
+) -> tuple[str, StoreLink, DevicePace]:
     """Return the key of a grouping, and the link and the machine for which it is found.
 
     Args:
@@ -70,7 +72,7 @@ def bucket(policy: str, link: StoreLink, in_flight_bytes: int, pace: Pace) -> tu
     return (
         f"{policy} {latency} {bandwidth} {in_flight_bytes} {flops} {moved}",
         StoreLink(bandwidth_bytes_per_s=_middle(bandwidth), latency_s=_middle(latency)),
-        Pace(flops_per_s=_middle(flops), moved_bytes_per_s=_middle(moved)),
+        DevicePace(flops_per_s=_middle(flops), moved_bytes_per_s=_middle(moved)),
     )
 
 

@@ -25,7 +25,7 @@ MOST_NAMED = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class MatchedWeights:
     """Stored tensors to load, and their targets in the model.
 
     Attributes:
@@ -81,7 +81,7 @@ def _without_memory(model: nn.Module) -> ModelError:
     )
 
 
-def match(model: nn.Module, source: WeightSource, *, strict: bool = True) -> Match:
+def match(model: nn.Module, source: WeightSource, *, strict: bool = True) -> MatchedWeights:
     """Match every weight of the model with its stored tensor.
 
     Names are those of the state dict, as in ``load_state_dict``. If a tensor of the model has several names
@@ -104,7 +104,7 @@ def match(model: nn.Module, source: WeightSource, *, strict: bool = True) -> Mat
         if there:
             into.setdefault(number_of[there[-1]], []).append(wanted[there[-1]])
     kept = sorted(into)
-    return Match(
+    return MatchedWeights(
         source=replace(source, tensors=tuple(source.tensors[number] for number in kept), ties={}),
         targets=tuple(tuple(into[number]) for number in kept),
         converted=converted,
@@ -330,7 +330,7 @@ def memories(
     return [WeightMemory(each, into, queued) for each, into in zip(placed, targets, strict=True)]
 
 
-def held(match: Match) -> Iterable[tuple[int, torch.Tensor]]:
+def held(match: MatchedWeights) -> Iterable[tuple[int, torch.Tensor]]:
     """Yield every target tensor of the model, with the number of its stored tensor."""
     for number, targets in enumerate(match.targets):
         for target in targets:

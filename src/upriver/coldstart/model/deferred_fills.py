@@ -100,11 +100,11 @@ class GeneratorPosition:
     generator: torch.Generator
     state: torch.Tensor | None = None
     before: GeneratorPosition | None = None
-    note: Note | None = None
+    note: DeferredCall | None = None
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Note:
+class DeferredCall:
     """One deferred call.
 
     Attributes:
@@ -128,9 +128,9 @@ class DeferredFills:
     """All deferred calls of one construction."""
 
     def __init__(self) -> None:
-        self._order: deque[Note] = deque()
-        self._of: dict[int, list[Note]] = {}  # notes by the storage that they write
-        self._reader: dict[int, Note] = {}  # last note that copies from a storage
+        self._order: deque[DeferredCall] = deque()
+        self._of: dict[int, list[DeferredCall]] = {}  # notes by the storage that they write
+        self._reader: dict[int, DeferredCall] = {}  # last note that copies from a storage
         self._draws = _Draws()
 
     # ------------------------------------------------------------------------------------- taking
@@ -148,7 +148,7 @@ class DeferredFills:
             call: Function of the target, or of another tensor of its form.
             generator: Generator that the call draws from.
         """
-        note = Note(place=StorageView.of(target), call=call)
+        note = DeferredCall(place=StorageView.of(target), call=call)
         if generator is not None:
             note.moment = self._draws.put_off(generator, note)
         self._take(note)
@@ -157,11 +157,11 @@ class DeferredFills:
         """Defer a copy between two storages."""
         alias = torch.empty(0, dtype=source.dtype, device=source.device)
         alias.set_(source.untyped_storage(), source.storage_offset(), source.size(), source.stride())
-        note = Note(place=StorageView.of(target), call=lambda into: into.copy_(alias), source=alias)
+        note = DeferredCall(place=StorageView.of(target), call=lambda into: into.copy_(alias), source=alias)
         self._take(note)
         self._reader[storage_key(alias)] = note
 
-    def _take(self, note: Note) -> None:
+    def _take(self, note: DeferredCall) -> None:
         self._order.append(note)
         self._of.setdefault(note.place.key, []).append(note)
 
@@ -241,12 +241,12 @@ class DeferredFills:
         self._of.clear()
         self._reader.clear()
 
-    def _run_through(self, last: Note) -> None:
+    def _run_through(self, last: DeferredCall) -> None:
         """Run a note and all earlier ones."""
         while not last.is_done:
             self._run(self._order.popleft())
 
-    def _run(self, note: Note) -> None:
+    def _run(self, note: DeferredCall) -> None:
         if note.is_done:
             return
         self._off(note)
@@ -260,7 +260,7 @@ class DeferredFills:
                     note.call(target)
         note.source, note.call = None, _nothing
 
-    def _lose(self, note: Note) -> None:
+    def _lose(self, note: DeferredCall) -> None:
         """Drop a note whose result nothing will read. Its random draws still count."""
         if note.is_done:
             return
@@ -269,7 +269,7 @@ class DeferredFills:
         if note.moment is None:
             note.source, note.call, note.is_done = None, _nothing, True
 
-    def _off(self, note: Note) -> None:
+    def _off(self, note: DeferredCall) -> None:
         if note.is_lost:
             return
         own = self._of[note.place.key]
@@ -318,7 +318,7 @@ class _Draws:
         # Start at a number that no user would choose as a seed, and another one in each construction.
         self._tokens = itertools.count(secrets.randbits(62))
 
-    def put_off(self, generator: torch.Generator, note: Note) -> GeneratorPosition:
+    def put_off(self, generator: torch.Generator, note: DeferredCall) -> GeneratorPosition:
         """Move a generator to its position after a note, without drawing."""
         before = self.missing(generator)
         if before is None:

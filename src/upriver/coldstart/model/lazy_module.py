@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from upriver.coldstart.model.weight_barrier import Gate
+from upriver.coldstart.model.weight_barrier import WeightGate
 from upriver.program.example_inputs import tensors_in
 
 FREE = frozenset({"__class__", "__doc__", "__module__"})
@@ -28,7 +28,7 @@ AT_ONCE = frozenset({"eval", "train", "requires_grad_"})
 overrides one and reads weights there, it waits for these."""
 
 
-class Guard:
+class WeightGuard:
     """Prevent reads of a model's weights before they arrive.
 
     Args:
@@ -38,7 +38,7 @@ class Guard:
     """
 
     def __init__(
-        self, model: nn.Module, gate: Gate, *, after_call: Callable[[], object] = lambda: None
+        self, model: nn.Module, gate: WeightGate, *, after_call: Callable[[], object] = lambda: None
     ) -> None:
         self._gate, self._after_call = gate, after_call
         self._inside = threading.local()
@@ -96,13 +96,13 @@ class Guard:
             object.__setattr__(model, "__class__", self._kind)
 
 
-def _guarded(model: nn.Module, guard: Guard) -> type[nn.Module]:
+def _guarded(model: nn.Module, guard: WeightGuard) -> type[nn.Module]:
     """Return a subclass of the model's class for this model alone."""
     kind = type(model)
 
     # Never `super()`: after a wait the object may be of its own class again.
     class Guarded(kind):  # type: ignore[valid-type, misc]
-        _upriver_guard: ClassVar[Guard] = guard
+        _upriver_guard: ClassVar[WeightGuard] = guard
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             with guard.call():
@@ -120,7 +120,7 @@ def _guarded(model: nn.Module, guard: Guard) -> type[nn.Module]:
     return Guarded
 
 
-def _called(method: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+def _called(method: Callable[..., Any], guard: WeightGuard) -> Callable[..., Any]:
     @wraps(method)
     def within(*args: Any, **kwargs: Any) -> Any:
         with guard.call():
@@ -129,7 +129,7 @@ def _called(method: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
     return within
 
 
-def guard_of(model: nn.Module) -> Guard | None:
+def guard_of(model: nn.Module) -> WeightGuard | None:
     """Return the guard of a loading model, or None for any other."""
-    found: Guard | None = vars(type(model)).get("_upriver_guard")
+    found: WeightGuard | None = vars(type(model)).get("_upriver_guard")
     return found

@@ -38,7 +38,7 @@ _tell_compiled_code = getattr(guards, "set_is_in_mode_without_ignore_compile_int
 does."""
 
 
-class Gate:
+class WeightGate:
     """Map operator arguments to the tensors that must have arrived.
 
     Args:
@@ -110,7 +110,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, gate: Gate, caches: bool) -> None:
+    def __init__(self, gate: WeightGate, caches: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._gate, self._caches = gate, caches
         self._is_idle = False

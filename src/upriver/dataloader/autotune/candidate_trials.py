@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from upriver.dataloader.autotune.ratio_controller import Steering, StepWindow
+from upriver.dataloader.autotune.ratio_controller import RatioController, StepWindow
 from upriver.policies import OffloadDecision, OffloadPolicy
 from upriver.profile.throughput import Metrics
 
@@ -35,7 +35,7 @@ SAME = 0.05
 
 
 @dataclass(eq=False, slots=True)
-class Rivals:
+class CandidateTrials:
     """Throughputs of the candidates so far.
 
     Args:
@@ -53,7 +53,7 @@ class Rivals:
     alone: float
     promises: Mapping[str, float]
     ocycles: Mapping[str, float]
-    steered: Mapping[str, Steering]
+    steered: Mapping[str, RatioController]
     seen: dict[str, list[float]] = field(init=False)
     useless: list[str] = field(default_factory=list)
     window: StepWindow | None = None
@@ -62,20 +62,20 @@ class Rivals:
         self.seen = {name: [] for name in self.promises}
 
     @classmethod
-    def of(cls, policy: OffloadPolicy, metrics: Metrics, decision: OffloadDecision) -> Rivals | None:
+    def of(cls, policy: OffloadPolicy, metrics: Metrics, decision: OffloadDecision) -> CandidateTrials | None:
         """Return the candidates with promises near the decision's; None if there are no others."""
         if policy.promise is None or decision.candidate is None:
             return None
         alone = min(metrics.gthp, metrics.lthp)
         promises = {HERE: alone, decision.candidate: 0.0}
-        steered = dict[str, Steering]()
+        steered = dict[str, RatioController]()
         for each in metrics.candidates:
             by_itself = replace(metrics, candidates=(each,))
             found = policy.decide(by_itself)
             promises[each.name] = policy.promise(by_itself, found)
             # A candidate that promises nothing is tried at the decision's ratio.
             ratio = found.ratio or decision.ratio
-            steered[each.name] = Steering(ratio, here=metrics.lthp, elsewhere=each.rthp)
+            steered[each.name] = RatioController(ratio, here=metrics.lthp, elsewhere=each.rthp)
         least = NEAR * max(promises.values())
         near = {name: promised for name, promised in promises.items() if promised >= least}
         ocycles = {each.name: each.ocycle for each in metrics.candidates}

@@ -34,14 +34,14 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from upriver.dataloader.autotune.candidate_trials import HERE, Rivals
+from upriver.dataloader.autotune.candidate_trials import HERE, CandidateTrials
 from upriver.dataloader.autotune.ratio_controller import (
     FAILED,
     WINDOW,
     BatchStep,
     HeldDecision,
     PromiseWatch,
-    Steering,
+    RatioController,
     StepWindow,
     settling,
     window_of,
@@ -49,7 +49,7 @@ from upriver.dataloader.autotune.ratio_controller import (
 from upriver.dataloader.epoch import BatchSplit, Epoch
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
 from upriver.dataloader.prefetch_limit import num_bytes
-from upriver.dataloader.share import AllHere, Evened, OffloadShare
+from upriver.dataloader.share import AllHere, EvenedShare, OffloadShare
 from upriver.policies import OFFLOAD_POLICIES, OffloadDecision, OffloadPolicy, stalls
 from upriver.profile.throughput import SPEEDUP_THRESHOLD, Candidate, Metrics
 
@@ -98,7 +98,7 @@ It is sent the step of that batch, or None if the dataset failed.
 
 
 @dataclass(eq=False, slots=True)
-class Steps:
+class TimedSteps:
     """Timed steps.
 
     Attributes:
@@ -164,8 +164,8 @@ class TimedPath:
     cpu_s: float = 0.0
     prepared: int = 0
     prepared_s: float = 0.0
-    alone: Steps = field(default_factory=Steps)
-    both: Steps = field(default_factory=Steps)
+    alone: TimedSteps = field(default_factory=TimedSteps)
+    both: TimedSteps = field(default_factory=TimedSteps)
     short: bool = False
     returned: float = 0.0
     tries: int = 0
@@ -233,7 +233,7 @@ class TunerMeasurements:
     ocycles: dict[str, float] = field(default_factory=dict)
     rthp: dict[str, float] = field(default_factory=dict)
     decision: OffloadDecision | None = None
-    rivals: Rivals | None = None
+    rivals: CandidateTrials | None = None
     kept: HeldDecision | None = None
     anew: bool = False
     waiting: bool = False
@@ -325,7 +325,7 @@ class TunerMeasurements:
                 watch=PromiseWatch(promised, 1 - promised / metrics.gthp),
                 steering=self._steering(found),
             )
-        self.rivals = Rivals.of(policy, metrics, found) if self.spent else None
+        self.rivals = CandidateTrials.of(policy, metrics, found) if self.spent else None
         self.anew, self.since = False, 0
 
     def _told(
@@ -341,7 +341,7 @@ class TunerMeasurements:
         names = ", ".join(name for name in names if name not in self.rthp)
         return replace(found, why=f"{found.why}; not {names}, which workers could not be used for ({faults})")
 
-    def settle(self, rivals: Rivals) -> None:
+    def settle(self, rivals: CandidateTrials) -> None:
         """Make the decision final by the turns, which compare candidates under the same conditions."""
         decision, kept, best = self.decision, self.kept, rivals.best
         assert decision is not None and kept is not None
@@ -358,11 +358,11 @@ class TunerMeasurements:
         promised = rivals.throughput(best)
         kept.watch.expect(promised=promised, waited=1 - promised / _positive(self.gthp))
 
-    def _steering(self, found: OffloadDecision) -> Steering | None:
+    def _steering(self, found: OffloadDecision) -> RatioController | None:
         if found.candidate is None:
             return None
         here, elsewhere = _positive(self.lthp), _positive(self.rthp[found.candidate])
-        return Steering(found.ratio, here=here, elsewhere=elsewhere)
+        return RatioController(found.ratio, here=here, elsewhere=elsewhere)
 
     def steer(self, seen: StepWindow) -> float:
         """Set the ratio from the last window, and return it."""
@@ -404,7 +404,7 @@ def _positive(value: float | None) -> float:
     return max(value or 0.0, 1e-9)
 
 
-class Auto(Iterator[Any]):
+class OffloadTuner(Iterator[Any]):
     """Iterator over an epoch that measures with the first batches how to make the others.
 
     Args:
@@ -569,7 +569,7 @@ class _Course:
 
     def _again(self, timed: TimedPath) -> Course:
         """Discard a measurement in which workers made too little; continue later, or once they are ready."""
-        timed.both = Steps()
+        timed.both = TimedSteps()
         timed.tries += 1
         timed.away = not self.epoch.ready
         self.epoch.hold, self.epoch.split = False, AllHere()
@@ -617,7 +617,7 @@ class _Course:
         """
         return 0 if self.epoch.returned() > FAILED else self.epoch.prepare(count, most_returned=FAILED)
 
-    def _take_turns(self, rivals: Rivals, planned_before: int) -> Course:
+    def _take_turns(self, rivals: CandidateTrials, planned_before: int) -> Course:
         """Try candidates in turns of one window each, continuing where the last epoch ended.
 
         Args:
@@ -647,7 +647,7 @@ class _Course:
 
     def _evened(self, part: OffloadShare) -> BatchSplit:
         """Return an evened split that refers weakly to the epoch, which must end once nothing iterates it."""
-        return Evened(part, weakref.proxy(self.epoch))
+        return EvenedShare(part, weakref.proxy(self.epoch))
 
     def _keep(self, planned_before: int) -> Course:
         """Hand out batches as decided, until everything is to be measured again.

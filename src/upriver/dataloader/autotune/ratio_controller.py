@@ -3,8 +3,8 @@
 The waits are those that occur anyway, summed over a window of batches.
 
     T       MB/s of the batches handed out
-    h, e    share of the time spent waiting for samples made here, and for samples made elsewhere (`Waits`)
-    f       share of the samples meant to be made elsewhere that came back to be made here
+    h, e    share of the time spent waiting for samples made here, and for samples made elsewhere
+    (`EpochWaits`) f       share of the samples meant to be made elsewhere that came back to be made here
 
 Each side, A here and B elsewhere, has a known capacity in MB/s. It comes from the last window in which the
 side was late; at first it is as measured for the decision.
@@ -42,7 +42,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from upriver.dataloader.epoch import Waits
+from upriver.dataloader.epoch import EpochWaits
 
 GAIN = 0.5
 """Share of the way to the ratio that seems right, per step."""
@@ -100,7 +100,7 @@ class BatchStep:
     waited_s: float
     consumed_s: float
     nbytes: int
-    waits: Waits
+    waits: EpochWaits
 
     @property
     def seconds(self) -> float:
@@ -121,7 +121,7 @@ class StepWindow:
     seconds: float = 0.0
     waited_s: float = 0.0
     nbytes: int = 0
-    waits: Waits = field(default_factory=Waits)
+    waits: EpochWaits = field(default_factory=EpochWaits)
 
     def add(self, step: BatchStep) -> None:
         """Add a step."""
@@ -182,7 +182,7 @@ def window_of(ratio: float, *, whole: bool) -> int:
     return max(WINDOW, settling(ratio, whole=whole))
 
 
-class Point(NamedTuple):
+class RatioPoint(NamedTuple):
     """A ratio, the MB/s that it gave, and the share that was made elsewhere."""
 
     ratio: float
@@ -190,7 +190,7 @@ class Point(NamedTuple):
     share: float
 
 
-class Steering:
+class RatioController:
     """The controller of the ratio.
 
     Args:
@@ -208,15 +208,15 @@ class Steering:
         self._before_failing: float | None = None
         self._late, self._windows = "", 0
         self._quiet, self._patience, self._eased = 0, PATIENCE, False
-        self._best: Point | None = None
-        self._left: Point | None = None
+        self._best: RatioPoint | None = None
+        self._left: RatioPoint | None = None
         self._rest = self._next_rest = 0
 
     def turn(self, seen: StepWindow) -> float:
         """Return the ratio after a window with the current one."""
         if not seen.waits.given or not self.ratio:
             return self.ratio  # the window says nothing about workers
-        now = Point(self.ratio, seen.throughput, seen.share(self.ratio))
+        now = RatioPoint(self.ratio, seen.throughput, seen.share(self.ratio))
         if seen.failed > FAILED:
             self._fail(seen)
         elif self._left is not None:
@@ -228,7 +228,7 @@ class Steering:
             self._look_back(now)
         return self.ratio
 
-    def _look_back(self, now: Point) -> None:
+    def _look_back(self, now: RatioPoint) -> None:
         """Return to the ratio that gave the most, if throughput is lower and the waits do not lead there."""
         best = self._best
         if best is None or now.throughput >= best.throughput:
@@ -239,7 +239,7 @@ class Steering:
             elif (self.ratio - now.ratio) * (best.ratio - now.ratio) <= 0:
                 self._left, self.ratio = now, best.ratio
 
-    def _judge(self, now: Point, left: Point) -> None:
+    def _judge(self, now: RatioPoint, left: RatioPoint) -> None:
         """Check whether an earlier ratio still gives more; the next time it is held, and longer each time."""
         self._left, self._late = None, ""
         if now.throughput > (1 + WORSE / 2) * left.throughput:
@@ -356,7 +356,7 @@ class HeldDecision:
 
     why: str
     watch: PromiseWatch
-    steering: Steering | None
+    steering: RatioController | None
     window: StepWindow = field(default_factory=StepWindow)
     skip: int = 0
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 
 from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
-from upriver.dataloader.remote.provisioning import Hired
+from upriver.dataloader.remote.provisioning import ProvisionedWorkers
 from upriver.profile.throughput import Candidate
 from upriver.profile.throughput_cache import (
     KnownThroughput,
@@ -21,7 +21,7 @@ MAX_AGE_S = 30 * 86_400.0
 """Maximum age: like profiles, measurements are repeated after a month."""
 
 
-class Recall:
+class ThroughputRecall:
     """Load known measurements before the first batch, and save those that a job makes.
 
     If the number of workers was left open, each job measures their throughput, as it determines the number.
@@ -40,7 +40,7 @@ class Recall:
     def __init__(
         self,
         model: str | nn.Module,
-        hired: Hired,
+        hired: ProvisionedWorkers,
         measured: TunerMeasurements,
         *,
         batch_size: int | None,

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
-from upriver.dataloader.remote.provisioning import Hired
+from upriver.dataloader.remote.provisioning import ProvisionedWorkers
 from upriver.errors import ConfigError
 from upriver.policies import fastflow
 from upriver.profile.throughput import SPEEDUP_THRESHOLD, Metrics
 
 
-def growth(hired: Hired | None, measured: TunerMeasurements, *, offload: object) -> Growth | None:
+def growth(
+    hired: ProvisionedWorkers | None, measured: TunerMeasurements, *, offload: object
+) -> WorkerGrowth | None:
     """Return the object that decides the number of workers; None if the number is given.
 
     Args:
@@ -38,10 +40,10 @@ def growth(hired: Hired | None, measured: TunerMeasurements, *, offload: object)
             "how many workers are needed shows with offload='auto' only, which measures what one delivers; "
             f"say how many, or leave out offload={offload!r}"
         )
-    return Growth(hired, measured)
+    return WorkerGrowth(hired, measured)
 
 
-class Growth:
+class WorkerGrowth:
     """Start as many workers as the throughput of one shows to be needed.
 
     Args:
@@ -55,7 +57,7 @@ class Growth:
     """
 
     def __init__(
-        self, hired: Hired, measured: TunerMeasurements, *, threshold: float = SPEEDUP_THRESHOLD
+        self, hired: ProvisionedWorkers, measured: TunerMeasurements, *, threshold: float = SPEEDUP_THRESHOLD
     ) -> None:
         self._hired, self._measured, self._threshold = hired, measured, threshold
         self.candidates: tuple[str, ...] = hired.candidates
@@ -123,7 +125,7 @@ class Growth:
 class _Batches(Iterator[Any]):
     """Iterator over an epoch that measures again after workers have joined."""
 
-    def __init__(self, growth: Growth, begin: Callable[[Sequence[str]], Iterator[Any]]) -> None:
+    def __init__(self, growth: WorkerGrowth, begin: Callable[[Sequence[str]], Iterator[Any]]) -> None:
         self._growth, self._begin = growth, begin
         self._batches: Iterator[Any] | None = None
 

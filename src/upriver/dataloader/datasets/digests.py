@@ -42,7 +42,7 @@ _VALUES = (*_SHARED, np.ndarray, torch.Tensor, type, types.FunctionType, types.M
 """Types that count as one value although they have attributes."""
 
 
-class Contents:
+class DatasetSnapshot:
     """Snapshot of a dataset's attributes.
 
     Args:

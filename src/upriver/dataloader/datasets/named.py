@@ -11,7 +11,7 @@ import msgspec
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, default_collate
 
-from upriver.dataloader.datasets.digests import Contents
+from upriver.dataloader.datasets.digests import DatasetSnapshot
 from upriver.errors import ConfigError
 from upriver.protocol import BY_DEFAULT
 from upriver.protocol.messages import CODE_PATTERN, MAX_ARGUMENT_BYTES
@@ -33,13 +33,13 @@ class NamedDataset(TorchDataset[Any]):
     name: str
     arguments: dict[str, Any]
     dataset: Any
-    as_made: Contents
+    as_made: DatasetSnapshot
 
     def __init__(self, name: str, arguments: dict[str, Any]) -> None:
         made = vars(self)
         made["name"], made["arguments"] = name, arguments
         made["dataset"] = _found(name)(**arguments)
-        made["as_made"] = Contents(self.dataset)
+        made["as_made"] = DatasetSnapshot(self.dataset)
         if isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__"):
             kind = type(self.dataset).__name__
             raise ConfigError(f"{name} must make a map-style dataset; {kind} has no samples by index")

@@ -41,7 +41,7 @@ def _warn(what: str) -> None:
     warnings.warn(what, UserWarning, stacklevel=4)
 
 
-class Pinned(SimpleQueue[Arrival]):
+class PinningQueue(SimpleQueue[Arrival]):
     """Queue of arrivals whose ``put`` pins those that are batches, in the calling thread.
 
     They are pinned for the accelerator that is current at construction.

@@ -49,7 +49,7 @@ class SharedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedSamples:
     """Samples whose tensors are in one block of shared memory.
 
     Attributes:
@@ -100,7 +100,7 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def packed(samples: list[Any]) -> list[Any] | Packed:
+def packed(samples: list[Any]) -> list[Any] | PackedSamples:
     """Return samples as they are sent to the training process.
 
     Only plain tensors and arrays in lists, tuples and dicts are packed, which are the types that samples made
@@ -129,7 +129,7 @@ def packed(samples: list[Any]) -> list[Any] | Packed:
     memory.set_(torch.UntypedStorage._new_shared(places[-1].stop))  # type: ignore[no-untyped-call]
     for tensor, at in zip(tensors, places, strict=True):
         at.span(memory).copy_(tensor.as_strided((at.extent,), (1,)))
-    return Packed(placed, memory)
+    return PackedSamples(placed, memory)
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

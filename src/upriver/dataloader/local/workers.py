@@ -17,7 +17,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from upriver.dataloader.local.shared_memory import Packed, as_sent, packed
+from upriver.dataloader.local.shared_memory import PackedSamples, as_sent, packed
 from upriver.dataloader.local.torch_processes import (
     begin,
     ended_by,
@@ -28,7 +28,7 @@ from upriver.dataloader.local.torch_processes import (
     wrapped,
 )
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.dataloader.thread_pool import Threads
+from upriver.dataloader.thread_pool import ThreadPool
 from upriver.pipeline.mapstyle import DONE
 
 READERS = 4
@@ -80,7 +80,7 @@ class SampleSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Maker:
+class SampleMaker:
     """Make samples and batches, with the same code here, in loader processes and on workers.
 
     Attributes:
@@ -108,7 +108,7 @@ class Maker:
         return self.source.join(samples, self.collate, epoch=epoch, batch=batch)
 
 
-class Made(NamedTuple):
+class TaskResult(NamedTuple):
     """Result of a task in a loader process, or the dataset's error there.
 
     Attributes:
@@ -121,10 +121,10 @@ class Made(NamedTuple):
     left: str = ""
 
 
-class Tasks(TorchDataset[Made]):
+class TaskDataset(TorchDataset[TaskResult]):
     """Dataset whose indices are tasks, so that PyTorch's loader processes do them."""
 
-    def __init__(self, maker: Maker) -> None:
+    def __init__(self, maker: SampleMaker) -> None:
         self._maker = maker
         self.begun_with: ExceptionWrapper | None = None
         """Error with which this process began, which is the result of each of its tasks."""
@@ -134,20 +134,20 @@ class Tasks(TorchDataset[Made]):
         """Return the user's dataset."""
         return self._maker.source.dataset
 
-    def __getitem__(self, task: Task) -> Made:
+    def __getitem__(self, task: Task) -> TaskResult:
         """Do a task; an error is returned with the task's number, as any raised error is the process's own.
 
         A process that is to end returns that, too: results that it has sent are lost if it ends too soon.
         """
         if self.begun_with is not None:
-            return Made(task.number, failed=self.begun_with)
+            return TaskResult(task.number, failed=self.begun_with)
         try:
             made = as_sent(self._maker.make(task))
-            return Made(task.number, made if task.joins else packed(made))
+            return TaskResult(task.number, made if task.joins else packed(made))
         except Exception as error:
-            return Made(task.number, failed=wrapped(error))
+            return TaskResult(task.number, failed=wrapped(error))
         except BaseException as left:  # such as an exit or an interruption
-            return Made(task.number, left=_told_of(left))
+            return TaskResult(task.number, left=_told_of(left))
 
 
 class ProcessesEnded(RuntimeError):
@@ -161,7 +161,7 @@ class ProcessesEnded(RuntimeError):
         super().__init__(f"loader processes work for this epoch no more: {why}")
 
 
-class Waiting:
+class TaskSampler:
     """Sampler of waiting tasks, and of empty ones where none wait.
 
     PyTorch's loader draws the next task after handing out a result, and ends if there is none.
@@ -185,7 +185,7 @@ class Waiting:
                 yield IDLE
 
 
-class Running(Protocol):
+class RunningProcesses(Protocol):
     """Loader processes at work for one epoch."""
 
     def give(self, task: Task) -> None:
@@ -202,7 +202,7 @@ class Running(Protocol):
         """Drop tasks that have not begun; processes that do not persist end. It may be called again."""
 
 
-class Processes:
+class LoaderProcesses:
     """PyTorch's loader processes, which do tasks in the order given.
 
     Args:
@@ -211,18 +211,18 @@ class Processes:
         arguments: Arguments of PyTorch's loader that concern processes, such as ``num_workers``.
     """
 
-    def __init__(self, maker: Maker, *, base_seed: int = 0, **arguments: Any) -> None:
-        self._waiting = Waiting()
+    def __init__(self, maker: SampleMaker, *, base_seed: int = 0, **arguments: Any) -> None:
+        self._waiting = TaskSampler()
         arguments["worker_init_fn"] = partial(begin, arguments.get("worker_init_fn"), base_seed)
         arguments["generator"] = torch.Generator()  # unused; else the shared one would advance
         with warnings.catch_warnings():  # the user's loader has already warned about its arguments
             warnings.simplefilter("ignore")
             self._loader = TorchLoader(
-                Tasks(maker), batch_size=None, sampler=self._waiting, collate_fn=_as_it_is, **arguments
+                TaskDataset(maker), batch_size=None, sampler=self._waiting, collate_fn=_as_it_is, **arguments
             )
         self._forward: _Forward | None = None
 
-    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Running:
+    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> RunningProcesses:
         """Start the processes with their first tasks; persistent ones drop their current tasks and restart.
 
         Call it in the training thread, from which processes are forked.
@@ -245,7 +245,7 @@ class Processes:
         return [] if self._forward is None else self._forward.pids()
 
     def halt(self) -> None:
-        """Drop tasks that have not begun; see `Running`."""
+        """Drop tasks that have not begun; see `RunningProcesses`."""
         if self._forward is not None:
             self._forward.halt()
 
@@ -269,7 +269,7 @@ class Processes:
         self._loader._iterator = None
 
 
-class Fed:
+class FedProcesses:
     """Loader processes whose input is read by threads of the training process.
 
     A client of an object store has its own threads. They do not exist in a forked process, which would wait
@@ -280,12 +280,12 @@ class Fed:
         processes: Do the later stages.
     """
 
-    def __init__(self, source: SampleSource, processes: Processes) -> None:
+    def __init__(self, source: SampleSource, processes: LoaderProcesses) -> None:
         self._source, self._processes = source, processes
         self._readers: _Readers | None = None
 
-    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> Running:
-        """Start the processes and the reading threads; see `Processes`."""
+    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> RunningProcesses:
+        """Start the processes and the reading threads; see `LoaderProcesses`."""
         self.halt()
         self._readers = _Readers(self._source, self._processes.start(arrivals, ()), arrivals)
         for task in tasks:
@@ -293,16 +293,16 @@ class Fed:
         return self._readers
 
     def pids(self) -> list[int]:
-        """Return the process ids; see `Processes`."""
+        """Return the process ids; see `LoaderProcesses`."""
         return self._processes.pids()
 
     def halt(self) -> None:
-        """Stop the reading threads and the processes; see `Running`."""
+        """Stop the reading threads and the processes; see `RunningProcesses`."""
         if self._readers is not None:
             self._readers.halt()
 
     def stop(self) -> None:
-        """Stop, and wait for tasks that have begun; see `Processes`."""
+        """Stop, and wait for tasks that have begun; see `LoaderProcesses`."""
         self.halt()
         self._processes.stop()
 
@@ -310,14 +310,14 @@ class Fed:
 class _Readers:
     """Threads that read for the loader processes of one epoch."""
 
-    def __init__(self, source: SampleSource, processes: Running, arrivals: Arrivals) -> None:
+    def __init__(self, source: SampleSource, processes: RunningProcesses, arrivals: Arrivals) -> None:
         self._source, self._processes, self._arrivals = source, processes, arrivals
-        self._threads = Threads(READERS, "upriver-read")
+        self._threads = ThreadPool(READERS, "upriver-read")
         self._lock, self._unread = threading.Lock(), dict[int, Task]()
         self._over = False
 
     def give(self, task: Task) -> None:
-        """Have a task read, then done; see `Running`."""
+        """Have a task read, then done; see `RunningProcesses`."""
         if task.given is not None:
             self._work(task)
         elif self._over:
@@ -328,11 +328,14 @@ class _Readers:
             self._threads.submit(partial(self._read, task))
 
     def let_go(self, made: object) -> None:
-        """Free a batch; see `Running`."""
+        """Free a batch; see `RunningProcesses`."""
         self._processes.let_go(made)
 
     def halt(self) -> None:
-        """Stop reading; see `Running`. Tasks that are still being read go to no later epoch's processes."""
+        """Stop reading; see `RunningProcesses`.
+
+        Tasks that are still being read go to no later epoch's processes.
+        """
         self._over = True
         self._processes.halt()
         self._threads.shutdown()
@@ -383,7 +386,7 @@ class _Forward(threading.Thread):
     """
 
     def __init__(
-        self, source: Iterator[Made], waiting: Waiting, arrivals: Arrivals, begun: Iterable[Task]
+        self, source: Iterator[TaskResult], waiting: TaskSampler, arrivals: Arrivals, begun: Iterable[Task]
     ) -> None:
         super().__init__(name="upriver-here", daemon=True)
         self._source, self._waiting, self._arrivals = source, waiting, arrivals
@@ -401,7 +404,7 @@ class _Forward(threading.Thread):
         return [process.pid for process in getattr(self._source, "_workers", ()) if process.pid is not None]
 
     def give(self, task: Task) -> None:
-        """Have a task done; see `Running`."""
+        """Have a task done; see `RunningProcesses`."""
         with self._lock:
             if not self._ended:
                 self._outstanding.add(task.number)
@@ -411,12 +414,12 @@ class _Forward(threading.Thread):
         self._arrivals.put(self._none_of(task.number))
 
     def let_go(self, made: object) -> None:
-        """Keep a batch, which the next result frees unless it is the newest; see `Running`."""
+        """Keep a batch, which the next result frees unless it is the newest; see `RunningProcesses`."""
         if _has_room():
             self._handed.append(made)
 
     def halt(self) -> None:
-        """End the epoch; see `Running`. The thread ends by itself."""
+        """End the epoch; see `RunningProcesses`. The thread ends by itself."""
         self._end("they were halted, or have begun another epoch")
 
     def run(self) -> None:
@@ -441,7 +444,7 @@ class _Forward(threading.Thread):
             RuntimeError: If a process has ended.
             _Left: If the dataset's code has ended one.
         """
-        made = Made(IDLE.number)
+        made = TaskResult(IDLE.number)
         while made.number == IDLE.number:
             if self._ended:
                 return None
@@ -449,7 +452,7 @@ class _Forward(threading.Thread):
         if made.left:
             raise _Left(made.left)
         if made.failed is None:
-            value = made.value.unpacked() if isinstance(made.value, Packed) else made.value
+            value = made.value.unpacked() if isinstance(made.value, PackedSamples) else made.value
             return Arrival(made.number, value)
         return Arrival(made.number, error=raised(made.failed), final=True)
 

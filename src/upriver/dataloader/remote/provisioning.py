@@ -14,15 +14,15 @@ from itertools import pairwise
 from typing import Any
 
 from upriver.dataloader.datasets.declared import Declared
-from upriver.dataloader.datasets.digests import Contents
+from upriver.dataloader.datasets.digests import DatasetSnapshot
 from upriver.dataloader.datasets.divided import is_divided
 from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
 from upriver.dataloader.deferred_close import closed_with
-from upriver.dataloader.local.workers import Maker
+from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import name_of_stretch
 from upriver.dataloader.prefetch_limit import num_bytes
 from upriver.dataloader.remote.worker import LoaderWorker
-from upriver.dataloader.remote.workers import Canary, Workers
+from upriver.dataloader.remote.workers import Canary, RemoteWorkers
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.errors import ConfigError, NotExact, UpriverError
 from upriver.pipeline.mapstyle import DONE
@@ -40,7 +40,7 @@ MOST_NAMED = 5
 """Maximum number of attributes that a reason names."""
 
 
-class Hired:
+class ProvisionedWorkers:
     """All workers that may make samples for a loader.
 
     Args:
@@ -54,11 +54,11 @@ class Hired:
     def __init__(
         self,
         asked: SampleSpec,
-        maker: Maker,
+        maker: SampleMaker,
         *,
         clients: Sequence[ServerClient],
         provider: Provider | None = None,
-        as_made: Contents | None = None,
+        as_made: DatasetSnapshot | None = None,
     ) -> None:
         self._as_made = as_made
         self.changed = ""
@@ -71,7 +71,7 @@ class Hired:
         self._number, self._urls, self._epoch = 0, set[str](), 0
         self.joined = 0
         """Number of workers started and added so far."""
-        self._at_work = weakref.WeakSet[Workers]()
+        self._at_work = weakref.WeakSet[RemoteWorkers]()
         self._lock = threading.Lock()
         self._here_s = 0.0
         self._steady = isinstance(maker.source, Declared)  # its stages draw by the sample alone
@@ -167,11 +167,11 @@ class Hired:
         """Return the maximum number of workers, including those that can be started now."""
         return min(self._most, self.count + max(0, self._fleet.room())) if self._fleet else self.count
 
-    def work(self, epoch: int, arrivals: Arrivals) -> Workers:
+    def work(self, epoch: int, arrivals: Arrivals) -> RemoteWorkers:
         """Return the workers of an epoch, after starting some if needed."""
         self._epoch = epoch
         self._start()
-        workers = Workers(
+        workers = RemoteWorkers(
             self._workers,
             self._asked,
             arrivals,

@@ -15,7 +15,7 @@ from typing import Any
 from upriver.dataloader.datasets.worker_spec import SampleSpec
 from upriver.dataloader.remote.worker import LATE_S, LoaderWorker, deal, usual_s
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.dataloader.thread_pool import Threads
+from upriver.dataloader.thread_pool import ThreadPool
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
     BadSample,
@@ -87,7 +87,7 @@ class AssignedTask:
     late: bool = False
 
 
-class Workers:
+class RemoteWorkers:
     """Deal tasks to workers, to each as fast as it makes them.
 
     A task is kept here until the worker that would finish it first has a place. If a worker fails, others
@@ -131,7 +131,7 @@ class Workers:
         self._held: dict[int, AssignedTask] = {}
         self._proving: set[LoaderWorker] = set()
         self._under_way: Counter[str] = Counter()
-        self._threads = Threads(MOST_THREADS, "upriver-worker")
+        self._threads = ThreadPool(MOST_THREADS, "upriver-worker")
 
     @property
     def slots(self) -> int:

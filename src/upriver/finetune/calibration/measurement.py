@@ -130,7 +130,7 @@ class _Passed:
         return self.info.workers if self.info.device == "cpu" else self.info.devices
 
 
-class Measuring:
+class Calibration:
     """Measure the servers, the link and the local machine for one job.
 
     Args:

@@ -69,7 +69,7 @@ class Pin:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dealt:
+class DealtRoute:
     """The way and the cut by which one micro-batch is to be made.
 
     Attributes:
@@ -165,7 +165,7 @@ def _kind(way: Way, cut: int | None) -> tuple[Way, int | None]:
     return (way, None if way is Way.LOCAL else cut)
 
 
-class SlotTable:
+class DeliveryTable:
     """Track the state of ``num_micro_batches``. Not thread-safe: the loader holds a lock.
 
     Args:
@@ -185,9 +185,9 @@ class SlotTable:
         *,
         first: int,
         window: PrefetchWindow,
-        expected_bytes: Mapping[Way | Dealt, int] | None = None,
+        expected_bytes: Mapping[Way | DealtRoute, int] | None = None,
         pins: Mapping[int, Pin] | None = None,
-        dealt: Sequence[Dealt] | None = None,
+        dealt: Sequence[DealtRoute] | None = None,
     ) -> None:
         if not 0 <= first <= num_micro_batches:
             raise ConfigError(f"first must lie in 0..{num_micro_batches}, got {first}")
@@ -195,12 +195,12 @@ class SlotTable:
         self.retried = 0
         self._stop = num_micro_batches
         self.window = window
-        self._expected_bytes: Mapping[Way | Dealt, int] = expected_bytes or {}
+        self._expected_bytes: Mapping[Way | DealtRoute, int] = expected_bytes or {}
         self._largest_bytes: dict[tuple[Way, int | None], int] = {}  # of those that arrived
         self._pins = dict(pins or {})
         self._num = num_micro_batches
-        self._instead: Dealt | None = None
-        self._dealt: Sequence[Dealt] | None = None
+        self._instead: DealtRoute | None = None
+        self._dealt: Sequence[DealtRoute] | None = None
         if dealt is not None:
             self.deal(dealt)
         self._slots: dict[int, _Slot] = {}
@@ -260,7 +260,7 @@ class SlotTable:
         """Return whether one request can hold both micro-batches."""
         return self._route(index) == self._route(other) and self.pin(index) == self.pin(other)
 
-    def _route(self, index: int) -> Dealt | None:
+    def _route(self, index: int) -> DealtRoute | None:
         """Return the present route of a micro-batch; None if there are no routes."""
         if self._dealt is None:
             return None
@@ -306,7 +306,7 @@ class SlotTable:
         even = self.window.num_bytes // self.window.micro_batches
         guess = self._expected_bytes.get(way, even)
         if cut is not None:
-            guess = self._expected_bytes.get(Dealt(way=way, cut=cut), guess)
+            guess = self._expected_bytes.get(DealtRoute(way=way, cut=cut), guess)
         return max(self._largest_bytes.get(_kind(way, cut), 0), guess)
 
     def _free(self, way: Way, *, only_failed: bool) -> Iterator[int]:
@@ -347,7 +347,7 @@ class SlotTable:
 
     # ------------------------------------------------------------------------------------- changes
 
-    def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None = None) -> None:
+    def deal(self, dealt: Sequence[DealtRoute], window: PrefetchWindow | None = None) -> None:
         """Set new routes, and another window, for micro-batches that are not in flight yet."""
         self._check_dealt(dealt)
         self._dealt = dealt
@@ -371,7 +371,7 @@ class SlotTable:
         """
         if any(self._failed(index) or self.pin(index) is not None for index in claim.indices):
             return False
-        self._instead = Dealt(way=Way.REMOTE, cut=cut)
+        self._instead = DealtRoute(way=Way.REMOTE, cut=cut)
         self.release(claim)
         return True
 
@@ -379,7 +379,7 @@ class SlotTable:
         """Make micro-batches with local routes locally again."""
         self._instead = None
 
-    def _check_dealt(self, dealt: Sequence[Dealt]) -> None:
+    def _check_dealt(self, dealt: Sequence[DealtRoute]) -> None:
         if len(dealt) != self._num:
             raise ConfigError(f"{self._num} micro-batches need as many routes, got {len(dealt)}")
 

@@ -36,11 +36,11 @@ from upriver.errors import (
 )
 from upriver.finetune.prefetch.delivery_table import (
     Claim,
-    Dealt,
+    DealtRoute,
     Delivery,
+    DeliveryTable,
     Pin,
     PrefetchWindow,
-    SlotTable,
     Way,
 )
 from upriver.rpc.server_pool import AnswerStream, Lease, ServerPool
@@ -90,7 +90,7 @@ class LoaderClosed(UpriverError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remote:
+class RemoteFetch:
     """Servers, and how to send requests to them.
 
     Attributes:
@@ -114,7 +114,7 @@ class Remote:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-class Crew:
+class FetchThreads:
     """The loader's threads and their shared state.
 
     A crew holds no reference to its `Loader`, which can be collected.
@@ -123,10 +123,10 @@ class Crew:
     def __init__(
         self,
         micro_batches: Sequence[tuple[int, ...]],
-        table: SlotTable,
+        table: DeliveryTable,
         *,
         local: MakeLocally,
-        remote: Remote | None,
+        remote: RemoteFetch | None,
     ) -> None:
         self.table = table
         self._micro_batches = micro_batches
@@ -194,7 +194,7 @@ class Crew:
         with self._changed:
             self.table.finish(index, delivery.finished(batch))
 
-    def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None) -> None:
+    def deal(self, dealt: Sequence[DealtRoute], window: PrefetchWindow | None) -> None:
         """Set new routes; see `Loader.deal`."""
         with self._changed:
             self.table.deal(dealt, window)
@@ -231,7 +231,7 @@ class Crew:
 
     # --------------------------------------------------------------------------------- servers
 
-    def _work_remotely(self, remote: Remote) -> None:
+    def _work_remotely(self, remote: RemoteFetch) -> None:
         pool = remote.pool
         while (work := self._next_request(remote)) is not None:
             lease, claim = work
@@ -262,7 +262,7 @@ class Crew:
         else:
             self._give_up(claim, retry=may_retry())
 
-    def _next_request(self, remote: Remote) -> tuple[Lease, Claim] | None:
+    def _next_request(self, remote: RemoteFetch) -> tuple[Lease, Claim] | None:
         """Wait for a run of free micro-batches and a server with room; return None at the end."""
         pool = remote.pool
         with self._changed:
@@ -277,7 +277,7 @@ class Crew:
                 self._changed.wait()
         return None
 
-    def _longest(self, remote: Remote) -> int:
+    def _longest(self, remote: RemoteFetch) -> int:
         """Return the most micro-batches for one request.
 
         A request for the whole window would leave nothing to send while the consumer is at work. A request
@@ -411,10 +411,10 @@ class Crew:
             self._changed.notify_all()
 
 
-_LIVE: weakref.WeakSet[Crew] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[FetchThreads] = weakref.WeakSet()
 
 
-def dispose(crew: Crew) -> None:
+def dispose(crew: FetchThreads) -> None:
     """Close a crew whose loader was collected, in another thread: the present one may hold any lock."""
     # While the interpreter exits no thread can start; `_close_all` has closed the crew by then.
     with suppress(RuntimeError):

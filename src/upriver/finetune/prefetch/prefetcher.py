@@ -11,13 +11,20 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from upriver.errors import ConfigError
-from upriver.finetune.prefetch.delivery_table import Dealt, Pin, PrefetchWindow, Received, SlotTable, Way
-from upriver.finetune.prefetch.fetch_threads import Crew, Finish, MakeLocally, Remote, dispose
+from upriver.finetune.prefetch.delivery_table import (
+    DealtRoute,
+    DeliveryTable,
+    Pin,
+    PrefetchWindow,
+    Received,
+    Way,
+)
+from upriver.finetune.prefetch.fetch_threads import FetchThreads, Finish, MakeLocally, RemoteFetch, dispose
 from upriver.types import MicroBatch, Timings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderReport:
+class PrefetchReport:
     """Counts of what has been delivered so far, by source.
 
     Attributes:
@@ -31,7 +38,7 @@ class LoaderReport:
     skipped: tuple[int, ...]
 
 
-class Loader:
+class Prefetcher:
     """Deliver one epoch's micro-batches exactly once and in order.
 
     Use it as a context manager, or call `close`. It is also closed when it is collected, so the callables
@@ -60,20 +67,20 @@ class Loader:
         *,
         local: MakeLocally,
         first: int = 0,
-        remote: Remote | None = None,
+        remote: RemoteFetch | None = None,
         window: PrefetchWindow | None = None,
         num_workers: int = 1,
-        expected_bytes: Mapping[Way | Dealt, int] | None = None,
+        expected_bytes: Mapping[Way | DealtRoute, int] | None = None,
         on_timings: Callable[[int, str, Received, Timings], None] | None = None,
         finish: Finish | None = None,
         pins: Mapping[int, Pin] | None = None,
-        dealt: Sequence[Dealt] | None = None,
+        dealt: Sequence[DealtRoute] | None = None,
     ) -> None:
         if num_workers < 1:
             raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
         if remote is None and any(pin.way is Way.REMOTE for pin in (pins or {}).values()):
             raise ConfigError("micro-batches that must come from a server need servers to ask")
-        table = SlotTable(
+        table = DeliveryTable(
             len(micro_batches),
             first=first,
             window=window or PrefetchWindow(),
@@ -81,7 +88,7 @@ class Loader:
             pins=pins,
             dealt=dealt,
         )
-        self._crew = Crew(micro_batches, table, local=local, remote=remote)
+        self._crew = FetchThreads(micro_batches, table, local=local, remote=remote)
         self._on_timings, self._finish = on_timings, finish
         self._samples: dict[str, int] = {}
         self._skipped: list[int] = []
@@ -100,9 +107,9 @@ class Loader:
         return self._crew.store_lost
 
     @property
-    def report(self) -> LoaderReport:
+    def report(self) -> PrefetchReport:
         """Counts of what has been delivered so far."""
-        return LoaderReport(
+        return PrefetchReport(
             samples=dict(self._samples), retried=self._crew.table.retried, skipped=tuple(self._skipped)
         )
 
@@ -131,7 +138,7 @@ class Loader:
             self._on_timings(index, delivery.source, delivery.arrival, delivery.timings)
         return batch
 
-    def deal(self, dealt: Sequence[Dealt], window: PrefetchWindow | None = None) -> None:
+    def deal(self, dealt: Sequence[DealtRoute], window: PrefetchWindow | None = None) -> None:
         """Set new routes for every micro-batch that no thread works on yet; none is lost or made twice.
 
         Args:
@@ -144,7 +151,7 @@ class Loader:
         """Interrupt all requests and wait for the threads. Idempotent."""
         self._crew.close()
 
-    def __enter__(self) -> Loader:
+    def __enter__(self) -> Prefetcher:
         return self
 
     def __exit__(

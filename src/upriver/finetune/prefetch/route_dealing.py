@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upriver.finetune.prefetch.delivery_table import Dealt, Way
+from upriver.finetune.prefetch.delivery_table import DealtRoute, Way
 from upriver.types import Route
 
 
-def deal(routes: Sequence[Route], num_micro_batches: int, *, start: int) -> tuple[Dealt, ...]:
+def deal(routes: Sequence[Route], num_micro_batches: int, *, start: int) -> tuple[DealtRoute, ...]:
     """Return the route of each micro-batch of an epoch.
 
     Each micro-batch goes to the route that is furthest behind its share, or the earlier one of equals. With
@@ -22,7 +22,7 @@ def deal(routes: Sequence[Route], num_micro_batches: int, *, start: int) -> tupl
     """
     kinds = [_dealt(route.cut, start) for route in routes]
     given = [0] * len(routes)
-    hands: list[Dealt] = []
+    hands: list[DealtRoute] = []
     for count in range(1, num_micro_batches + 1):
         behind = [route.share * count - done for route, done in zip(routes, given, strict=True)]
         at = max(range(len(routes)), key=behind.__getitem__)
@@ -31,5 +31,5 @@ def deal(routes: Sequence[Route], num_micro_batches: int, *, start: int) -> tupl
     return tuple(hands)
 
 
-def _dealt(cut: int, start: int) -> Dealt:
-    return Dealt(way=Way.LOCAL, cut=start) if cut <= start else Dealt(way=Way.REMOTE, cut=cut)
+def _dealt(cut: int, start: int) -> DealtRoute:
+    return DealtRoute(way=Way.LOCAL, cut=start) if cut <= start else DealtRoute(way=Way.REMOTE, cut=cut)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upriver.coldstart.roofline import Pace
+from upriver.coldstart.roofline import DevicePace
 from upriver.profile.latency.config_calls import convolution, linear
 from upriver.profile.latency.config_sampling import Draw
 from upriver.profile.latency.op_calls import OpCall
@@ -35,7 +35,7 @@ _LINEAR: Draw = {"rows": 1, "inner": 4096, "outer": 4096, "bias": False}
 """VGG's second linear layer: 64 MiB, larger than caches."""
 
 
-def pace_from(predictor: Predictor) -> Pace | None:
+def pace_from(predictor: Predictor) -> DevicePace | None:
     """Return the rates of a device; None where its models do not cover these operators."""
     computing = [work for draw in _CONVOLUTIONS for work in _works(convolution(draw))]
     reading = _works(linear(_LINEAR))
@@ -45,7 +45,7 @@ def pace_from(predictor: Predictor) -> Pace | None:
     # A product and its sum are one operation to a latency model, and two to torch.
     flops = 2 * sum(work.features["flops"] for work in computing)
     moved = sum(work.facts[name] for work in reading for name in ("bytes_in", "bytes_out", "weight_bytes"))
-    return Pace(flops_per_s=flops / computing_s, moved_bytes_per_s=moved / reading_s)
+    return DevicePace(flops_per_s=flops / computing_s, moved_bytes_per_s=moved / reading_s)
 
 
 def _works(call: OpCall | None) -> Sequence[OpWork]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from upriver.profile.memory.estimator import MemoryEstimate, tail_peak
-from upriver.program.split.crossing_values import Values
+from upriver.program.split.crossing_values import CrossingValues
 from upriver.program.split.split import Split
 
 
@@ -44,7 +44,7 @@ def tail_weights(model: nn.Module, split: Split) -> int:
     return sum(tensor.nbytes for tensor in _state(model) if id(tensor) not in prefix)
 
 
-def _repeated(values: Values, form: Sequence[torch.Tensor], times: int) -> tuple[torch.Tensor, ...]:
+def _repeated(values: CrossingValues, form: Sequence[torch.Tensor], times: int) -> tuple[torch.Tensor, ...]:
     """Repeat these values a number of times, by doubling, as training batches may be huge."""
     if times == 1:
         return values.concatenate([form])
@@ -52,7 +52,7 @@ def _repeated(values: Values, form: Sequence[torch.Tensor], times: int) -> tuple
     return values.concatenate([half, half, form] if times % 2 else [half, half])
 
 
-def _first_of(values: Values, given: Sequence[torch.Tensor], number: int) -> tuple[torch.Tensor, ...]:
+def _first_of(values: CrossingValues, given: Sequence[torch.Tensor], number: int) -> tuple[torch.Tensor, ...]:
     """Return the values of the first samples, like ``values.select``, without naming each sample."""
     return tuple(
         tensor.narrow(ship.shape.dim, 0, ship.shape.at(number)[ship.shape.dim])

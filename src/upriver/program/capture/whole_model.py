@@ -28,8 +28,8 @@ from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import Granularity
 from upriver.program.graph.weights_file import WeightsFile
-from upriver.program.module_state.attribute_reads import Reads
-from upriver.program.module_state.attributes import Attributes, attributes_of
+from upriver.program.module_state.attribute_reads import AttributeReads
+from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
 from upriver.program.module_state.restoration import state_kept
 from upriver.program.tensor_layouts import refusing, same_bits
 
@@ -63,7 +63,7 @@ class CapturedModel:
     returned: ModelAnswer = field(repr=False)
     granularity: Granularity
     weights: Mapping[str, torch.Tensor] = field(repr=False)
-    attributes: Attributes = field(repr=False)
+    attributes: AttributeSnapshot = field(repr=False)
     autocast: torch.dtype | None = None
 
     def answer(self, given: Sequence[torch.Tensor]) -> Any:
@@ -116,7 +116,7 @@ def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | N
     """
     example = Example.of(inputs)
     check_initialized(model)
-    reads = Reads()
+    reads = AttributeReads()
     answer = _answer_of(model, example, autocast, reads)  # first, to find out whether the model runs
     recording = checked(record(model, example, autocast=autocast), whole=model)
     random = random_like(example, torch.Generator().manual_seed(0))
@@ -176,7 +176,7 @@ def _check_alike(first: ModelAnswer, answer: ModelAnswer, given: Sequence[torch.
 
 
 def _answer_of(
-    model: nn.Module, example: Example, autocast: torch.dtype | None, reads: Reads | None = None
+    model: nn.Module, example: Example, autocast: torch.dtype | None, reads: AttributeReads | None = None
 ) -> ModelAnswer:
     """Return the model's result in eval. Leave the model and the example unchanged.
 

@@ -20,7 +20,7 @@ from upriver.program.graph.devices import check_device, moved
 from upriver.program.graph.parser import check_weight, decode
 from upriver.program.graph.schedule import ScheduledNode, Values, bind, mark_last_uses, schedule
 from upriver.program.graph.schema import Graph, Stage, Value, Weight, digest_of
-from upriver.program.graph.stage_clock import Laps
+from upriver.program.graph.stage_clock import StageClock
 from upriver.program.graph.validator import check
 from upriver.program.graph.weights_file import FileInMemory, Stored
 from upriver.text import printable
@@ -185,7 +185,7 @@ class Program:
         borrowed = frozenset(values)
         with no_fast_path(), autocasting(self.device, self._autocast):
             # While weights load, those of the next stage are copied to an accelerator during its computation.
-            laps = Laps(on_stage, self.device, at_the_end=self.before_stage is not None)
+            laps = StageClock(on_stage, self.device, at_the_end=self.before_stage is not None)
             for position in range(start + 1, stop + 1):
                 steps = self._ready(position)
                 laps.begin()

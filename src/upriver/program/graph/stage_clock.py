@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-class Laps:
+class StageClock:
     """Report the seconds of each stage when it is over.
 
     Args:

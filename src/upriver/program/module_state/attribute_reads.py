@@ -60,7 +60,7 @@ def is_machinery(name: str) -> bool:
     return name in _MACHINERY or "hook" in name
 
 
-class Reads:
+class AttributeReads:
     """Attributes that a pass has read.
 
     Attributes:
@@ -316,7 +316,7 @@ class _Patch:
 
 
 _PATCHED: dict[type, _Patch] = {}
-_ACTIVE: dict[int, Reads] = {}
+_ACTIVE: dict[int, AttributeReads] = {}
 _LOCK = threading.Lock()
 
 

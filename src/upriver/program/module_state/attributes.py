@@ -27,7 +27,7 @@ import xxhash
 from torch import nn
 
 from upriver.program.freeze import fold
-from upriver.program.module_state.attribute_reads import ALL, BY_CONTENT, Reads, is_machinery
+from upriver.program.module_state.attribute_reads import ALL, BY_CONTENT, AttributeReads, is_machinery
 
 Form: TypeAlias = "tuple[Any, ...]"
 """Comparable description of a value. Equal forms mean equal values."""
@@ -57,7 +57,7 @@ _KNOWN_BY_VALUE = (bool, int, float, str, bytes, torch.Tensor, types.FunctionTyp
 them."""
 
 
-class Attributes:
+class AttributeSnapshot:
     """Remember attributes of objects as they were at construction.
 
     Args:
@@ -78,7 +78,7 @@ class Attributes:
         """Return the first attribute whose value differs now, in words. Empty if none differs."""
         return self.changed_for(lambda _what: None)
 
-    def changed_for(self, again: Callable[[str], Attributes | None], *, values: bool = False) -> str:
+    def changed_for(self, again: Callable[[str], AttributeSnapshot | None], *, values: bool = False) -> str:
         """Return the first changed attribute, in words, unless the new values give an equivalent result.
 
         Args:
@@ -104,7 +104,7 @@ class Attributes:
         self._seen = now
         return ""
 
-    def _is_part_of(self, other: Attributes) -> bool:
+    def _is_part_of(self, other: AttributeSnapshot) -> bool:
         """Return whether `other` covers every attribute that this object covers."""
         there = {id(module): names for module, _, names in other._modules}
         modules = all(names <= there.get(id(module), frozenset()) for module, _, names in self._modules)
@@ -112,7 +112,7 @@ class Attributes:
             names <= other._kinds.get(kind, frozenset()) for kind, names in self._kinds.items()
         )
 
-    def _take(self, other: Attributes) -> None:
+    def _take(self, other: AttributeSnapshot) -> None:
         self._modules, self._kinds = other._modules, other._kinds
         self._first, self._seen, self._judged = other._first, other._seen, []
 
@@ -120,7 +120,7 @@ class Attributes:
         """Return owner and name of each attribute whose value differs now."""
         return frozenset(self._first.differs(_Look(self._modules, self._kinds)))
 
-    def joined(self, other: Attributes | None) -> Attributes:
+    def joined(self, other: AttributeSnapshot | None) -> AttributeSnapshot:
         """Return the attributes of both, with their current values."""
         if other is None:
             return self
@@ -131,16 +131,16 @@ class Attributes:
         kinds = dict(self._kinds)
         for kind, names in other._kinds.items():
             kinds[kind] = kinds.get(kind, frozenset()) | names
-        return Attributes(list(modules.values()), kinds)
+        return AttributeSnapshot(list(modules.values()), kinds)
 
 
 def attributes_of(
-    reads: Reads,
+    reads: AttributeReads,
     model: nn.Module,
     *,
     among: Iterable[nn.Module] | None = None,
     within: Callable[[int, int], bool] = lambda call, event: True,
-) -> Attributes:
+) -> AttributeSnapshot:
     """Return the attributes that a pass has read.
 
     Args:
@@ -172,7 +172,7 @@ def attributes_of(
                 name for where, name in reads.written if where == what or where.startswith(f"{what} in ")
             }
             kinds[kind] = kinds.get(kind, frozenset()) | _less(names, written)
-    return Attributes(modules, kinds)
+    return AttributeSnapshot(modules, kinds)
 
 
 _BUT = "!"

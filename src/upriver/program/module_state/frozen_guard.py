@@ -12,8 +12,8 @@ from torch import nn
 
 from upriver.errors import FrozenChanged
 from upriver.program.freeze import fold
-from upriver.program.module_state.attributes import Attributes
-from upriver.program.module_state.structure import Modules
+from upriver.program.module_state.attributes import AttributeSnapshot
+from upriver.program.module_state.structure import ModuleStructure
 from upriver.program.tensor_layouts import unusual
 
 log = logging.getLogger(__name__)
@@ -35,8 +35,8 @@ class FrozenGuard:
         *,
         also: Iterable[str] = (),
         skipped: Iterable[str] = (),
-        attributes: Attributes | None = None,
-        again: Callable[[bool], Attributes | None] = lambda hooked: None,
+        attributes: AttributeSnapshot | None = None,
+        again: Callable[[bool], AttributeSnapshot | None] = lambda hooked: None,
     ) -> None:
         """Remember the state of the frozen units.
 
@@ -54,7 +54,7 @@ class FrozenGuard:
         self._also = frozenset(also)
         self._attributes, self._again = attributes, again
         inside, around = _family(model, [*self._units, *skipped])
-        self._modules = Modules(inside, around)
+        self._modules = ModuleStructure(inside, around)
         self._asking = self._modules.asking
         self._refused: list[str] | None = None
         modules = [module for unit in self._units for module in model.get_submodule(unit).modules()]
@@ -138,7 +138,7 @@ class FrozenGuard:
         self._asking, self._attributes = asking, read.joined(self._attributes)
         return ""
 
-    def _read_again(self, what: str, *, hooked: bool = False) -> Attributes | None:
+    def _read_again(self, what: str, *, hooked: bool = False) -> AttributeSnapshot | None:
         log.info("%s changed: looking whether the model, split anew, comes to the same", what)
         return self._again(hooked)
 

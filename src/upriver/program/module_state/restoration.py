@@ -25,7 +25,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from upriver.program.graph.devices import random_kept
-from upriver.program.module_state.reachable import HeldTensor, ReachableObjects, Thing, shared_generators
+from upriver.program.module_state.reachable import (
+    HeldTensor,
+    MutableObject,
+    ReachableObjects,
+    shared_generators,
+)
 from upriver.program.tensor_layouts import unusual
 
 
@@ -179,19 +184,19 @@ class SavedState:
                 found.setdefault(thing.owner.path, attribute)
         return found
 
-    def draws(self) -> Draws:
+    def draws(self) -> DrawDetector:
         """Return a detector of random draws that no torch operator shows."""
-        return Draws(thing for thing in self._held.things if thing.kind.random)
+        return DrawDetector(thing for thing in self._held.things if thing.kind.random)
 
 
-class Draws:
+class DrawDetector:
     """Detect draws of random numbers: Python's, NumPy's, or those of the model's own generators.
 
     Args:
         own: The model's own generators.
     """
 
-    def __init__(self, own: Iterable[Thing]) -> None:
+    def __init__(self, own: Iterable[MutableObject]) -> None:
         self._shared = shared_generators()
         self._generators = [*self._shared, *own]
         self._before = [thing.before for thing in self._generators]

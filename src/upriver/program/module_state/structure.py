@@ -22,7 +22,7 @@ are requested. Then the proof fails, because those of skipped layers are missing
 _GLOBAL = ("_global_forward_pre_hooks", "_global_forward_hooks")
 
 
-class Modules:
+class ModuleStructure:
     """Watch submodules and hooks of modules. A check takes about 20 us for the 151 modules of a ResNet-50.
 
     Attributes:

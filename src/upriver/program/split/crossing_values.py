@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from upriver.errors import CaptureError, ConfigError
-from upriver.program.split.freeze_point import Ship
+from upriver.program.split.freeze_point import CrossingTensor
 
 
-class Values:
+class CrossingValues:
     """Handle the tensors that cross a freeze point, as tuples in a fixed order.
 
     Samples are in the model's own sample dimension. A sample has several rows if the model split it (the
     windows of an image). A tensor that is the same for all samples has no sample dimension.
     """
 
-    def __init__(self, ships: Sequence[Ship]) -> None:
+    def __init__(self, ships: Sequence[CrossingTensor]) -> None:
         """Store the ships of a freeze point.
 
         Raises:

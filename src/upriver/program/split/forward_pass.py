@@ -9,7 +9,7 @@ from upriver.program.split.dataflow import DataFlow, Operation, TensorVersion
 from upriver.program.split.module_trace import ModuleCall
 
 
-class Pass:
+class ForwardPass:
     """Calls and data flow of one forward pass."""
 
     def __init__(self, calls: Sequence[ModuleCall], flow: DataFlow) -> None:
@@ -98,7 +98,7 @@ class Pass:
 
 
 @dataclass(kw_only=True, slots=True)
-class Needs:
+class PassNeeds:
     """Values of skipped calls that the other calls read.
 
     Attributes:
@@ -112,7 +112,7 @@ class Needs:
     constants: set[int] = field(default_factory=set)
 
 
-def needs(run: Pass, skipped: Collection[int]) -> Needs:
+def needs(run: ForwardPass, skipped: Collection[int]) -> PassNeeds:
     """Walk back to the skipped calls from the result and from the side effects of the rest of the model.
 
     A tensor that depends on the data and stays on a module may be read later. So that module must run.
@@ -120,7 +120,7 @@ def needs(run: Pass, skipped: Collection[int]) -> Needs:
     inside = run.inside(skipped)
     returned = {value for index in skipped for value in run.calls[index].values}
     data = run.reached_from_inputs()
-    found = Needs()
+    found = PassNeeds()
     left = [(path, value) for path, value in run.flow.left if run.depends_on_input(value, data)]
     todo = [*run.whole.values, *(value for _, value in left)]
     for index, operation in enumerate(run.operations):

@@ -15,12 +15,12 @@ from torch import nn
 
 from upriver.program.example_inputs import TensorSource
 from upriver.program.split.dataflow import Operation, TensorVersion
-from upriver.program.split.forward_pass import Pass, needs
+from upriver.program.split.forward_pass import ForwardPass, needs
 from upriver.program.split.module_trace import ModuleCall, Shape, Trace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ship:
+class CrossingTensor:
     """Tensor that crosses the freeze point.
 
     Attributes:
@@ -49,7 +49,7 @@ class FreezePoint:
     """
 
     skipped: tuple[int, ...] = ()
-    ships: tuple[Ship, ...] = ()
+    ships: tuple[CrossingTensor, ...] = ()
     name: str = ""
     why_not: str = ""
     note: str = ""
@@ -58,7 +58,7 @@ class FreezePoint:
 def find(
     model: nn.Module,
     calls: Trace,
-    training: Pass | None = None,
+    training: ForwardPass | None = None,
     *,
     before_branches: bool = False,
     left: Mapping[str, str] | None = None,
@@ -83,13 +83,13 @@ class _Search:
         self,
         model: nn.Module,
         calls: Trace,
-        training: Pass | None,
+        training: ForwardPass | None,
         *,
         before_branches: bool,
         left: Mapping[str, str],
     ) -> None:
         self.trace = calls
-        self.seen = Pass(calls.calls, calls.flow)
+        self.seen = ForwardPass(calls.calls, calls.flow)
         self.training = training
         self.kinds = {path: _kind(module) for path, module in model.named_modules()}
         self.left = left
@@ -212,13 +212,13 @@ class _Search:
         strays, constants = ({twins[i].index for i in some} for some in (found.strays, found.constants))
         return values, strays, constants
 
-    def _ships(self, skipped: Sequence[ModuleCall], needed: set[TensorVersion]) -> list[Ship]:
-        ships: dict[TensorVersion, Ship] = {}
+    def _ships(self, skipped: Sequence[ModuleCall], needed: set[TensorVersion]) -> list[CrossingTensor]:
+        ships: dict[TensorVersion, CrossingTensor] = {}
         crossing = {value.tensor: value for value in needed}
         for leaf, number in sorted(self.seen.flow.inputs().items()):
             if number in crossing and number in self.seen.flow.origins:
                 value = crossing[number]
-                ships[value] = Ship(
+                ships[value] = CrossingTensor(
                     source=TensorSource(path=None, leaf=leaf),
                     shape=self.trace.inputs[leaf],
                     value=value,
@@ -230,10 +230,12 @@ class _Search:
                 if value in needed and value not in ships:
                     twins = (run.by_name.get((call.path, call.number)) for run in self._passes())
                     written = any(twin is not None and twin.overwritten for twin in twins)
-                    ships[value] = Ship(source=source, shape=shape, value=value, overwritten=written)
+                    ships[value] = CrossingTensor(
+                        source=source, shape=shape, value=value, overwritten=written
+                    )
         return list(ships.values())
 
-    def _passes(self) -> list[Pass]:
+    def _passes(self) -> list[ForwardPass]:
         """Return the pass in eval and, if there is one, the pass in training.
 
         An in-place Dropout, for example, writes only in training.
@@ -318,7 +320,7 @@ class EvalPlan:
 
 def in_eval_for(model: nn.Module, calls: Trace, point: FreezePoint, units: Sequence[str]) -> EvalPlan:
     """Return the modules and calls that stay in eval, given the model's frozen units."""
-    owner = Pass(calls.calls, calls.flow).enclosing(point.skipped)
+    owner = ForwardPass(calls.calls, calls.flow).enclosing(point.skipped)
     early: dict[str, list[int]] = {}
     late: set[str] = set()
     for call in calls.calls:

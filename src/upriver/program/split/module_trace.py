@@ -22,7 +22,7 @@ from upriver.program.eval_mode import in_eval, mode, no_fast_path
 from upriver.program.example_inputs import Example, TensorSource, tensors_in
 from upriver.program.freeze import check_initialized, keep_in_eval
 from upriver.program.graph.autocast import autocasting
-from upriver.program.module_state.attribute_reads import Reads
+from upriver.program.module_state.attribute_reads import AttributeReads
 from upriver.program.module_state.attributes import attributes_of
 from upriver.program.module_state.restoration import SavedState, state_kept
 from upriver.program.split.dataflow import DataFlow, Recorder, TensorVersion, opaque_in
@@ -130,7 +130,7 @@ class Trace:
     example: Example
     flow: DataFlow
     counting: Mapping[str, str] = field(default_factory=dict)
-    reads: Reads = field(default_factory=Reads)
+    reads: AttributeReads = field(default_factory=AttributeReads)
 
     def of(self, path: str) -> list[ModuleCall]:
         """Return the calls of one module."""
@@ -154,7 +154,7 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
         ModelError: If the model cannot be called with such an input, or a parameter is not initialized yet.
     """
     check_initialized(model)
-    two, three, reads = example.resized(2), example.resized(3), Reads()
+    two, three, reads = example.resized(2), example.resized(3), AttributeReads()
     with (
         torch.no_grad(),
         state_kept(model) as kept,
@@ -223,7 +223,7 @@ def written_in_training(
 
 
 def _watch(
-    model: nn.Module, example: Example, given: Example, kept: SavedState, reads: Reads | None = None
+    model: nn.Module, example: Example, given: Example, kept: SavedState, reads: AttributeReads | None = None
 ) -> tuple[list[ModuleCall], DataFlow]:
     run = _Pass(model, example, given, kept)
     with contextlib.nullcontext() if reads is None else reads.noting(run.where):

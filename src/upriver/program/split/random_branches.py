@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from upriver.program.split.forward_pass import Pass
+from upriver.program.split.forward_pass import ForwardPass
 
 
-def random_branch(training: Pass, skipped: Collection[str]) -> tuple[str, str] | None:
+def random_branch(training: ForwardPass, skipped: Collection[str]) -> tuple[str, str] | None:
     """Return the module in which a random number decides which skipped modules run, and a message.
 
     Python reads a random number in a module that contains skipped modules. In eval such code (layer drop)
@@ -42,7 +42,7 @@ def random_branch(training: Pass, skipped: Collection[str]) -> tuple[str, str] |
     return None
 
 
-def _ended(run: Pass) -> dict[str, int]:
+def _ended(run: ForwardPass) -> dict[str, int]:
     """Return the last operator that ran in each module."""
     ended: dict[str, int] = {}
     for index, operation in enumerate(run.operations):

@@ -26,11 +26,11 @@ from upriver.program.freeze import check_trainable, frozen_units, without_writte
 from upriver.program.graph.autocast import autocast_dtype, autocasting
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import Granularity
-from upriver.program.module_state.attributes import Attributes, attributes_of
+from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
 from upriver.program.module_state.restoration import state_kept
-from upriver.program.split.crossing_values import Values
-from upriver.program.split.forward_pass import Pass
-from upriver.program.split.freeze_point import EvalPlan, FreezePoint, Ship, find, in_eval_for
+from upriver.program.split.crossing_values import CrossingValues
+from upriver.program.split.forward_pass import ForwardPass
+from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint, find, in_eval_for
 from upriver.program.split.module_trace import Shape, Trace, trace, watch_training, written_in_training
 from upriver.program.split.proof_cache import is_proven, proof_digest, remember
 from upriver.program.split.random_branches import random_branch
@@ -39,7 +39,7 @@ from upriver.program.split.verification import Proof
 from upriver.program.tensor_layouts import refusing
 
 
-class Whole(nn.Module):
+class UnsplitModel(nn.Module):
     """Model that runs unsplit: the tail is the whole model, and its features are the model's inputs.
 
     Attributes:
@@ -48,7 +48,7 @@ class Whole(nn.Module):
 
     def __init__(self, model: nn.Module, example: Example, *, autocast: torch.dtype | None = None) -> None:
         super().__init__()
-        self.values = Values(_as_ships(example))
+        self.values = CrossingValues(_as_ships(example))
         self.module = model
         self._example = example
         self._autocast = autocast
@@ -61,14 +61,14 @@ class Whole(nn.Module):
             return self.module(*call.args, **call.kwargs)
 
 
-def _as_ships(example: Example) -> list[Ship]:
+def _as_ships(example: Example) -> list[CrossingTensor]:
     ships = []
     for leaf, tensor in enumerate(example.tensors):
         batched = example.holds_samples(tensor)
         base = tuple(tensor.shape) if not batched else (0, *tensor.shape[1:])
         slope = tuple(int(batched and dim == 0) for dim in range(tensor.dim()))
         ships.append(
-            Ship(
+            CrossingTensor(
                 source=TensorSource(path=None, leaf=leaf),
                 shape=Shape(dtype=tensor.dtype, base=base, slope=slope),
             )
@@ -113,11 +113,11 @@ class Split:
     """
 
     program: Program | None
-    tail: Tail | Whole
+    tail: Tail | UnsplitModel
     in_eval: tuple[str, ...]
     prefix_units: tuple[str, ...] = ()
     skipped: tuple[str, ...] = ()
-    attributes: Attributes | None = None
+    attributes: AttributeSnapshot | None = None
     boundary: str = ""
     why_not: str = ""
     note: str = ""
@@ -129,7 +129,7 @@ class Split:
         """The freeze point: the largest cut that training allows."""
         return 0 if self.program is None else self.program.num_stages
 
-    def still_so(self, now: Split, *, hooked: bool) -> Attributes | None:
+    def still_so(self, now: Split, *, hooked: bool) -> AttributeSnapshot | None:
         """Return the attributes that the model reads now if `now` is an equivalent split, else None.
 
         Args:
@@ -223,13 +223,13 @@ class _Splitting:
             units = without_written(self.model, units, changed, changed)
         return self._unsplit(units)
 
-    def _in_training(self, calls: Trace, units: list[str]) -> Pass | None:
+    def _in_training(self, calls: Trace, units: list[str]) -> ForwardPass | None:
         try:
-            return Pass(*watch_training(self.model, calls.example, units, autocast=self.autocast))
+            return ForwardPass(*watch_training(self.model, calls.example, units, autocast=self.autocast))
         except ModelError:  # it may need labels in training; the proof decides
             return None
 
-    def _points(self, calls: Trace, training: Pass | None) -> Iterator[FreezePoint]:
+    def _points(self, calls: Trace, training: ForwardPass | None) -> Iterator[FreezePoint]:
         """Yield freeze points: the largest prefix, then one that ends before control flow on data.
 
         Each is tried again without the modules that no program can hold.
@@ -245,7 +245,7 @@ class _Splitting:
                 tried.add(point.skipped)
                 yield point
 
-    def _point(self, calls: Trace, training: Pass | None, *, before_branches: bool) -> FreezePoint:
+    def _point(self, calls: Trace, training: ForwardPass | None, *, before_branches: bool) -> FreezePoint:
         """Return the largest prefix without modules whose calls depend on chance."""
         left: dict[str, str] = {}
         while True:
@@ -340,9 +340,9 @@ class _Splitting:
             capture_s=capture_s,
         )
 
-    def _attributes(self, calls: Trace, point: FreezePoint, paths: list[str]) -> Attributes:
+    def _attributes(self, calls: Trace, point: FreezePoint, paths: list[str]) -> AttributeSnapshot:
         """Return the attributes read by skipped calls, and by calls around them until the last one ends."""
-        run = Pass(calls.calls, calls.flow)
+        run = ForwardPass(calls.calls, calls.flow)
         owner = run.enclosing(point.skipped)
         ends: dict[int, int] = {}
         for index in point.skipped:
@@ -366,7 +366,7 @@ class _Splitting:
     def _unsplit(self, units: list[str]) -> Split:
         return Split(
             program=None,
-            tail=Whole(self.model, self.example, autocast=self.autocast),
+            tail=UnsplitModel(self.model, self.example, autocast=self.autocast),
             in_eval=tuple(units),
             why_not=self.attempts[0].why_not,
             attempts=tuple(self.attempts),

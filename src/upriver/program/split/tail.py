@@ -26,8 +26,8 @@ from upriver.program.example_inputs import Example
 from upriver.program.freeze import InEval
 from upriver.program.graph.autocast import autocasting
 from upriver.program.module_state.structure import HARMLESS
-from upriver.program.split.crossing_values import Values
-from upriver.program.split.forward_pass import Pass
+from upriver.program.split.crossing_values import CrossingValues
+from upriver.program.split.forward_pass import ForwardPass
 from upriver.program.split.freeze_point import FreezePoint
 from upriver.program.split.module_trace import ModuleCall, Shape, Trace
 
@@ -262,7 +262,7 @@ class Tail(nn.Module):
         """
         super().__init__()
         self.boundary = point.name
-        self.values = Values(point.ships)
+        self.values = CrossingValues(point.ships)
         self._model = (model,)  # in a tuple, so that only the shadow is registered
         self._in_eval = InEval(model, in_eval)
         self._autocast = autocast
@@ -365,7 +365,7 @@ class _Recipe:
         self.skipped = set(point.skipped)
         self.paths = {module: path for path, module in model.named_modules()}
         self.results: dict[str, list[Any]] = {}
-        owner = Pass(calls.calls, calls.flow).enclosing(self.skipped)
+        owner = ForwardPass(calls.calls, calls.flow).enclosing(self.skipped)
         for call in sorted(calls.calls, key=lambda call: call.index):
             if owner[call.parent] < 0:  # calls inside a skipped call do not run
                 result = self._result(call) if call.index in self.skipped else None

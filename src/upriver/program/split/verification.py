@@ -30,13 +30,13 @@ from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.devices import seed
 from upriver.program.graph.executor import Program
 from upriver.program.module_state.restoration import SavedState, state_kept, unattended
-from upriver.program.split.freeze_point import EvalPlan, Ship
+from upriver.program.split.freeze_point import CrossingTensor, EvalPlan
 from upriver.program.split.tail import Tail
 from upriver.program.tensor_layouts import dense_parts, same_bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Taken:
+class StepResult:
     """Results of one training step.
 
     Attributes:
@@ -145,7 +145,7 @@ def _changed_from(first: int, given: Example, other: Example | None = None) -> E
 
 
 def _same_answers(
-    step: _Step, tail: Tail, in_eval: EvalPlan, whole: Taken, values: tuple[torch.Tensor, ...]
+    step: _Step, tail: Tail, in_eval: EvalPlan, whole: StepResult, values: tuple[torch.Tensor, ...]
 ) -> None:
     kept = [value.clone() for value in values]
     cut = f"the model cut after {tail.boundary!r}"
@@ -191,7 +191,7 @@ class _Step:
         self._model, self._tail = model, tail
         self._training, self._autocast = training, autocast
 
-    def taken(self, run: nn.Module, args: Sequence[object], kwargs: object, in_eval: EvalPlan) -> Taken:
+    def taken(self, run: nn.Module, args: Sequence[object], kwargs: object, in_eval: EvalPlan) -> StepResult:
         """Run the step with the model or with its tail.
 
         Raises:
@@ -216,7 +216,7 @@ class _Step:
                 self._loss(answers, whole=run is model).backward()
                 gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
             left = _left(kept)
-        return Taken(
+        return StepResult(
             answers=[t.detach() for t in answers],
             gradients=gradients,
             crossing=crossing.with_gradient(),
@@ -250,7 +250,7 @@ class _Crossing(contextlib.ExitStack):
     hook: otherwise trained layers after it get no gradient.
     """
 
-    def __init__(self, model: nn.Module, ships: Sequence[Ship]) -> None:
+    def __init__(self, model: nn.Module, ships: Sequence[CrossingTensor]) -> None:
         super().__init__()
         self._found = dict.fromkeys((ship.source for ship in ships), False)
         for path in {source.path for source in self._found if source.path is not None}:

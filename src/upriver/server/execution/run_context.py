@@ -71,7 +71,7 @@ class AdmittedRequest:
     waited_s: float = 0.0
 
 
-class Computes(Protocol):
+class RequestComputation(Protocol):
     """Do the work of an admitted request."""
 
     async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job:
@@ -90,7 +90,7 @@ class RequestWork:
     ahead, group ``i - 1`` need only be in computation, and the answer of group ``i - 2`` sent.
     """
 
-    def __init__(self, order: AdmittedRequest, runner: Computes) -> None:
+    def __init__(self, order: AdmittedRequest, runner: RequestComputation) -> None:
         self._order, self._runner = order, runner
         self._reading: dict[int, asyncio.Task[tuple[Job, Clock]]] = {}
         self._computing: dict[int, asyncio.Task[tuple[Result, Timings]]] = {}

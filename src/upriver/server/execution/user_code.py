@@ -48,7 +48,7 @@ _LEAST_SECRET_VALUE_CHARS = 8
 """Same for environment variables, whose names tell less: many values are ``true`` or a number."""
 
 
-class Code:
+class UserCode:
     """Make samples with code that is installed here.
 
     Args:

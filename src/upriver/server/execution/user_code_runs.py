@@ -54,7 +54,7 @@ def code_run(asked: ResolvedRequest, code: CodeRef, index: int) -> RunCode:
     )
 
 
-class Answers:
+class LargestAnswers:
     """Remember the largest answers by kind, so that the next request holds as much from the start.
 
     Args:

@@ -38,7 +38,7 @@ from upriver.protocol import (
     parse_data_header,
 )
 from upriver.protocol.tree import build
-from upriver.server.execution.user_code import Code, take_apart
+from upriver.server.execution.user_code import UserCode, take_apart
 from upriver.server.ipc.channel import Channel, ChannelClosed
 from upriver.server.ipc.messages import (
     NO_SLOT,
@@ -174,7 +174,7 @@ class ComputeWorker:
         self._weighing: OrderedDict[str, FootprintEstimator] = OrderedDict()
         self._warm: set[tuple[str, int]] = set()
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
-        self._code = Code(setup.allow)
+        self._code = UserCode(setup.allow)
         self._beside = self._small_left = 0
         self._waited_s = 0.0
 

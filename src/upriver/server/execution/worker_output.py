@@ -22,7 +22,7 @@ LINE_BYTES = 8192
 STDERR = 2
 
 
-class Output:
+class WorkerOutput:
     """Read a stream to its end in a thread, so that its writer never blocks.
 
     Args:

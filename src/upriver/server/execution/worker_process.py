@@ -22,7 +22,7 @@ import numpy as np
 
 from upriver.errors import DoesNotFit, Overloaded, UpriverError
 from upriver.protocol import error_body, error_from
-from upriver.server.execution.worker_output import Output
+from upriver.server.execution.worker_output import WorkerOutput
 from upriver.server.ipc.channel import Channel, ChannelClosed
 from upriver.server.ipc.messages import (
     NO_SLOT,
@@ -55,7 +55,7 @@ from upriver.server.ipc.shared_memory import SealedFile, Slot, SlotPool
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.streaming_weights import ColdFile
 from upriver.server.sandbox.bubblewrap import NOT_SHUT_IN, Enclosure
-from upriver.server.sandbox.cgroup import Group
+from upriver.server.sandbox.cgroup import ControlGroup
 from upriver.server.sandbox.environment import environment_of
 from upriver.server.sandbox.rlimits import limits
 from upriver.server.scheduling.footprint import StageRange
@@ -143,7 +143,7 @@ class WorkerHandle:
         channel: Channel[FromWorker],
         *,
         enclosure: Enclosure = NOT_SHUT_IN,
-        group: Group | None = None,
+        group: ControlGroup | None = None,
     ) -> None:
         self._process = process
         self._channel = channel
@@ -152,7 +152,7 @@ class WorkerHandle:
         self._closed = False
         self._ending = ""
         self._swept = False
-        self._output = Output(process.stdout) if process.stdout is not None else None
+        self._output = WorkerOutput(process.stdout) if process.stdout is not None else None
         self._slots = SlotPool()
         self._loaded: set[str] = set()
         self._outdated: deque[str] = deque()

@@ -17,10 +17,17 @@ from upriver.errors import NotAuthorized, Overloaded
 from upriver.protocol import error_body
 from upriver.server.config import ServerConfig, is_loopback
 from upriver.server.http.errors import error_response
-from upriver.server.http.light_requests import HEALTH, MAX_STRANGERS, STRANGERS, Looks, Spent, metered
+from upriver.server.http.light_requests import (
+    HEALTH,
+    MAX_STRANGERS,
+    STRANGERS,
+    LightRequests,
+    SpentSeconds,
+    metered,
+)
 from upriver.server.http.limits import ABORT, KNOWN, PEER_CERTIFICATE
 from upriver.server.http.tls import names_in
-from upriver.server.observability.audit_log import Audit
+from upriver.server.observability.audit_log import AuditLog
 from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
 from upriver.server.tenants import ANYONE, Tenant
 
@@ -62,16 +69,16 @@ class Authenticator:
         self,
         app: ASGIApp,
         config: ServerConfig,
-        audit: Audit | None = None,
+        audit: AuditLog | None = None,
         on_refused: Callable[[str], None] = lambda code: None,
-        looks: Looks | None = None,
+        looks: LightRequests | None = None,
     ) -> None:
         self._app, self._on_refused = app, on_refused
-        self._looks = looks or Looks()
+        self._looks = looks or LightRequests()
         self._tenants = config.everyone()
         self._places = ConcurrencyLimit(config.max_connections, (tenant.name for tenant in self._tenants))
         self._wants_certificates = config.tls_client_ca is not None
-        self._audit = audit or Audit(None)
+        self._audit = audit or AuditLog(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401 or 503."""
@@ -115,7 +122,7 @@ class Authenticator:
 
     async def _work(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request that works. If it fails, charge its time as a light request."""
-        spent = Spent()
+        spent = SpentSeconds()
         with ExitStack() as working:
 
             async def send_in_turn(message: Message) -> None:

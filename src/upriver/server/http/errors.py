@@ -77,7 +77,7 @@ def gone(error: BaseException) -> bool:
     return isinstance(error, ClientDisconnect)
 
 
-class Wording:
+class ErrorWording:
     """Word errors for clients: stores appear by name, never by location.
 
     Args:
@@ -101,7 +101,7 @@ class Wording:
         return error if after == before else error_from({"error": after})
 
 
-def counted(route: Route, metrics: ServerMetrics, wording: Wording) -> Route:
+def counted(route: Route, metrics: ServerMetrics, wording: ErrorWording) -> Route:
     """Wrap a route so that errors have upriver's form and every response is counted."""
     endpoint: Callable[[Request], Awaitable[Response]] = route.endpoint
 

@@ -15,7 +15,7 @@ from functools import partial
 from types import coroutine
 from typing import Any
 
-from upriver.server.scheduling.fair_queue import LEAST_S, Turns
+from upriver.server.scheduling.fair_queue import LEAST_S, FairQueue
 
 SHARE = 0.25
 """Most of the front's time that light requests get while others work. Requests that work take a third longer
@@ -32,7 +32,7 @@ STRANGERS, HEALTH = "*strangers*", "*health*"
 """Names that take turns like a tenant. No tenant can have such a name."""
 
 
-class Looks:
+class LightRequests:
     """Schedule light requests on the front. Use it from the event loop's thread only.
 
     Args:
@@ -41,7 +41,7 @@ class Looks:
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._turns = Turns(1)
+        self._turns = FairQueue(1)
         self._next_at = self._worked_until = now() - RECENT_S
         self._working = 0
 
@@ -79,7 +79,7 @@ class Looks:
 
     async def look(self, who: str, work: Awaitable[None]) -> None:
         """Run a light request, and charge its time."""
-        spent = Spent()
+        spent = SpentSeconds()
 
         def add(seconds: float) -> None:
             spent.add(seconds)
@@ -101,7 +101,7 @@ class Looks:
         return self._working > 0 or self._now() < self._worked_until + RECENT_S
 
 
-class Spent:
+class SpentSeconds:
     """Sum of seconds of the front's thread."""
 
     seconds = 0.0

@@ -24,7 +24,7 @@ LAST_WORDS_S = 1.0
 """Seconds that a response gets after its deadline to report that it missed it."""
 
 
-class Last(bytes):
+class LastBuffer(bytes):
     """The final buffer of a response: the buffer and the end of the response leave in one piece."""
 
 
@@ -90,11 +90,11 @@ class FrameStream(Response):
         try:
             async for buffer in self._buffers:
                 for start in range(0, len(buffer), CHUNK_BYTES):
-                    more = not isinstance(buffer, Last) or start + CHUNK_BYTES < len(buffer)
+                    more = not isinstance(buffer, LastBuffer) or start + CHUNK_BYTES < len(buffer)
                     await self._send(send, buffer[start : start + CHUNK_BYTES], more=more)
                     if corked:
                         cork(corked := False)
-                if isinstance(buffer, Last):
+                if isinstance(buffer, LastBuffer):
                     return
                 del buffer
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,8 +1,8 @@
 """Serve HTTPS: the operator's certificates, and connections during their handshake.
 
 asyncio's own TLS server keeps a connection with an unfinished handshake for a minute, and nothing can count
-or end such connections. So each connection starts as a `Door`, which `upriver.server.http.limits` counts from
-its first moment. HTTP gets the connection after the handshake.
+or end such connections. So each connection starts as a `TlsHandshake`, which `upriver.server.http.limits`
+counts from its first moment. HTTP gets the connection after the handshake.
 """
 
 from __future__ import annotations
@@ -65,10 +65,12 @@ def names_in(certificate: Mapping[str, Any] | None) -> tuple[str, ...]:
 
 def bounded_https(limits: HttpLimits, context: ssl.SSLContext) -> type[asyncio.Protocol]:
     """Return the protocol class that uvicorn instantiates for each connection."""
-    return type("LimitedHttps", (Door,), {"limits": limits, "context": context, "http": bounded_http(limits)})
+    return type(
+        "LimitedHttps", (TlsHandshake,), {"limits": limits, "context": context, "http": bounded_http(limits)}
+    )
 
 
-class Door(HeldConnection, asyncio.Protocol):
+class TlsHandshake(HeldConnection, asyncio.Protocol):
     """One connection until its TLS handshake has succeeded or failed.
 
     Bytes that the client sends right after its part of the handshake may arrive before HTTP is ready, and are

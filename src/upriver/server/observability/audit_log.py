@@ -46,7 +46,7 @@ as another program may have brought the weights, and then send both. It is no fa
 _Value = str | int | float | list[str] | None
 
 
-class Audit:
+class AuditLog:
     """Append lines to one file. Use it from the event loop's thread only.
 
     If a line cannot be written, its request goes on. The failure is counted, and the first of a series is
@@ -287,7 +287,7 @@ class AuditEntry(Outcome):
         bytes_out: Bytes of the response that were sent.
     """
 
-    def __init__(self, audit: Audit, tenant: str, request_id: str) -> None:
+    def __init__(self, audit: AuditLog, tenant: str, request_id: str) -> None:
         self.bytes_out = 0
         self._audit, self._tenant, self._request_id = audit, tenant, request_id
         self._request: RunRequest | None = None

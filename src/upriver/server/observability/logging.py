@@ -111,7 +111,7 @@ def configure(format: Format = "text", level: int | str = "INFO", *, secrets: It
         raise ConfigError(f"log_format must be one of {', '.join(get_args(Format))}, got {format!r}")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if format == "json" else TextFormatter())
-    handler.addFilter(Sparing())
+    handler.addFilter(RateLimitFilter())
     try:
         logging.getLogger("upriver").setLevel(level)
     except (ValueError, TypeError):
@@ -151,7 +151,7 @@ def names_secret(name: str) -> bool:
 # ------------------------------------------------------------------------------------------ sparing
 
 
-class Sparing:
+class RateLimitFilter:
     """Filter that passes `AT_ONCE` lines from each place in the code, then one per `EVERY_S`.
 
     The next line that passes carries the number of dropped lines in its record's ``left_out``.

@@ -100,7 +100,7 @@ class ServerMetrics:
     def _make_requests(self) -> None:
         self.requests = self._counter("requests", "Requests answered", "route", "code")
         self.running = self._gauge("running_requests", "Run requests in progress")
-        self.errors = Errors(self._counter("errors", "Errors told to clients", "code"), now=self._now)
+        self.errors = ErrorCounts(self._counter("errors", "Errors told to clients", "code"), now=self._now)
         self._bytes_in = self._counter("bytes_in", "Bytes of requests' bodies", "tenant")
         self._bytes_out = self._counter("bytes_out", "Bytes of answers to run requests", "tenant")
         self.audit_failures = self._counter("audit_failures", "Lines that the audit log has not got")
@@ -264,7 +264,7 @@ class ServerMetrics:
         return generate_latest(self.registry)
 
 
-class Errors:
+class ErrorCounts:
     """Count errors sent to clients by code, with those of the last minute apart.
 
     Args:
@@ -301,7 +301,7 @@ class Errors:
 class ErrorsOfCode:
     """Counter of the errors of one code."""
 
-    errors: Errors
+    errors: ErrorCounts
     code: str
 
     def inc(self) -> None:

@@ -36,7 +36,7 @@ WORKER_PHASES = ("input", "weights", "forward", "encode")
 """Phases of a micro-batch in a worker, in order; stages wait for weights between input and forward."""
 
 
-class Traced:
+class TracingMiddleware:
     """Give each request an id for the log and the response, and each request that works a span.
 
     Place it behind `upriver.server.http.auth.Authenticator`, which determines the tenant and refuses unknown

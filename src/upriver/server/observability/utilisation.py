@@ -39,14 +39,14 @@ IDLE = slice(3, 5)
 _CORE = re.compile(r"^cpu([0-9]+)((?: +[0-9]+){4,})", re.MULTILINE)
 
 
-class Ticks(NamedTuple):
+class CpuTicks(NamedTuple):
     """Ticks of a core, since the start or between two measurements."""
 
     busy: int
     idle: int
 
 
-class Look(Protocol):
+class UtilisationProbe(Protocol):
     """Measure a utilisation since the previous call.
 
     Attributes:
@@ -59,18 +59,18 @@ class Look(Protocol):
         """Return a share of the time, or None if unknown, as on the first call. May take some ms."""
 
 
-def parse_stat(text: str) -> dict[int, Ticks]:
+def parse_stat(text: str) -> dict[int, CpuTicks]:
     """Parse the cores in a text in the form of ``/proc/stat``, which omits cores that are switched off."""
     found = {}
     for match in _CORE.finditer(text):
         ticks = [int(field) for field in match[2].split()[:FIELDS]]
         idle = sum(ticks[IDLE])
-        found[int(match[1])] = Ticks(busy=sum(ticks) - idle, idle=idle)
+        found[int(match[1])] = CpuTicks(busy=sum(ticks) - idle, idle=idle)
     return found
 
 
 def busy_share(
-    before: Mapping[int, Ticks], after: Mapping[int, Ticks], cores: Collection[int]
+    before: Mapping[int, CpuTicks], after: Mapping[int, CpuTicks], cores: Collection[int]
 ) -> float | None:
     """Return the share of time in which some cores were busy between two measurements; None without a tick.
 
@@ -78,7 +78,7 @@ def busy_share(
     may begin at zero, and the time of waiting for disks is known to go back.
     """
     spans = [
-        Ticks(busy=after[core].busy - before[core].busy, idle=after[core].idle - before[core].idle)
+        CpuTicks(busy=after[core].busy - before[core].busy, idle=after[core].idle - before[core].idle)
         for core in cores
         if core in before and core in after
     ]
@@ -87,7 +87,7 @@ def busy_share(
     return busy / ticks if ticks else None
 
 
-class Cores:
+class CoreUtilisation:
     """Measure the cores that this process and its workers may run on.
 
     Args:
@@ -100,11 +100,11 @@ class Cores:
         self, *, stat: Path = STAT, cores: Callable[[], Collection[int]] = lambda: os.sched_getaffinity(0)
     ) -> None:
         self._stat, self._cores = stat, cores
-        self._before: Mapping[int, Ticks] = {}
+        self._before: Mapping[int, CpuTicks] = {}
         self.why = f"{stat} does not tell it of the cores that may be used here"
 
     def __call__(self) -> float | None:
-        """Return the share of time, as `Look` does."""
+        """Return the share of time, as `UtilisationProbe` does."""
         try:
             now = parse_stat(self._stat.read_text(encoding="ascii", errors="replace"))
         except OSError:  # not Linux
@@ -113,7 +113,7 @@ class Cores:
         return busy_share(before, now, self._cores())
 
 
-class Gpus:
+class GpuUtilisation:
     """Ask NVML for the utilisation of NVIDIA's devices.
 
     Each figure covers the driver's last sampling period, up to 1 s.
@@ -128,7 +128,7 @@ class Gpus:
         self.why = ""
 
     def __call__(self) -> float | None:
-        """Return the share of time, as `Look` does."""
+        """Return the share of time, as `UtilisationProbe` does."""
         try:
             import pynvml
         except ImportError:
@@ -147,7 +147,7 @@ class Gpus:
         return min(1.0, mean(busy))
 
 
-class Nowhere:
+class UnknownUtilisation:
     """Stand in for devices whose utilisation cannot be measured."""
 
     def __init__(self, devices: Sequence[str]) -> None:
@@ -158,14 +158,18 @@ class Nowhere:
         return None
 
 
-def look_at(devices: Sequence[str]) -> Look:
+def look_at(devices: Sequence[str]) -> UtilisationProbe:
     """Return the measurement for a server's devices, which are of one kind."""
     if all(map(on_cpu, devices)):
-        return Cores()
-    return Gpus(devices) if all(device.startswith("cuda") for device in devices) else Nowhere(devices)
+        return CoreUtilisation()
+    return (
+        GpuUtilisation(devices)
+        if all(device.startswith("cuda") for device in devices)
+        else UnknownUtilisation(devices)
+    )
 
 
-async def watch(look: Look, told: Callable[[float | None], None], *, every_s: float) -> None:
+async def watch(look: UtilisationProbe, told: Callable[[float | None], None], *, every_s: float) -> None:
     """Measure periodically until cancelled.
 
     Args:
@@ -184,7 +188,7 @@ async def watch(look: Look, told: Callable[[float | None], None], *, every_s: fl
             log.warning("how busy others keep this machine cannot be told: %s", why)
 
 
-async def _seen(look: Look) -> tuple[float | None, str]:
+async def _seen(look: UtilisationProbe) -> tuple[float | None, str]:
     """Return a measurement, and the reason if it is None."""
     try:
         return await asyncio.to_thread(look), look.why

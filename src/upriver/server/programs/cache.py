@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from upriver.errors import DoesNotFit, Overloaded
 from upriver.server.programs.program_files import ProgramFiles
-from upriver.server.scheduling.memory_budget import Budget, Hold
+from upriver.server.scheduling.memory_budget import MemoryBudget, MemoryHold
 
 RETRY_S = 2.0
 """``Retry-After`` if programs in use fill the memory: a request ends within some seconds."""
@@ -24,7 +24,7 @@ class _Entry:
     """Hold a program that is kept, or will be once it is loaded."""
 
     owner: str
-    hold: Hold
+    hold: MemoryHold
     users: int = 0
     files: ProgramFiles | None = None
     loading: asyncio.Future[ProgramFiles] | None = field(default=None, repr=False)
@@ -59,7 +59,7 @@ class ProgramCache:
 
     def __init__(
         self,
-        budget: Budget,
+        budget: MemoryBudget,
         *,
         most_bytes: int,
         on_evict: Callable[[str], None],
@@ -172,11 +172,11 @@ class ProgramCache:
         entry.loading = asyncio.ensure_future(come())
         entry.loading.add_done_callback(lambda done: self._settle(key, entry, done))
 
-    def coming(self, *, owner: str) -> Hold:
+    def coming(self, *, owner: str) -> MemoryHold:
         """Return memory for a program that is being uploaded: empty, enlarged by `grow`, ended by `over`."""
         return self._budget.hold(0, owner=owner)
 
-    def grow(self, hold: Hold, nbytes: int) -> None:
+    def grow(self, hold: MemoryHold, nbytes: int) -> None:
         """Enlarge the memory of an upload.
 
         Raises:
@@ -187,12 +187,12 @@ class ProgramCache:
             self._need(nbytes - hold.nbytes, whole=nbytes)
             hold.resize(nbytes)
 
-    def put(self, files: ProgramFiles, hold: Hold) -> None:
+    def put(self, files: ProgramFiles, hold: MemoryHold) -> None:
         """Keep a complete and valid upload, unless a request has loaded the same program meanwhile."""
         if files.key not in self._entries:
             self._entries[files.key] = _Entry(hold.owner, hold, files=files)
 
-    def over(self, key: str, hold: Hold) -> None:
+    def over(self, key: str, hold: MemoryHold) -> None:
         """End an upload; release its memory unless it was `put`."""
         entry = self._entries.get(key)
         if entry is None or entry.hold is not hold:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from upriver.errors import DoesNotFit, Forbidden, ObjectNotFound, Overloaded, ProtocolError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
-from upriver.server.scheduling.memory_budget import Hold
+from upriver.server.scheduling.memory_budget import MemoryHold
 from upriver.server.tenants import Tenant, inside, outside_nbytes
 from upriver.store import Store
 from upriver.text import bytes_text
@@ -26,7 +26,7 @@ class _Open:
     """
 
     dataset: Dataset
-    holds: list[Hold] = field(default_factory=list)
+    holds: list[MemoryHold] = field(default_factory=list)
 
     @property
     def missing_bytes(self) -> int:
@@ -53,7 +53,7 @@ class Datasets:
         prefix: str,
         most: int,
         most_bytes: Callable[[], int],
-        hold: Callable[[int], Hold],
+        hold: Callable[[int], MemoryHold],
     ) -> None:
         self._stores = stores
         self._prefix = prefix
@@ -86,7 +86,7 @@ class Datasets:
 
     async def _read(self, store: Store, ref: DatasetRef) -> None:
         """Open an index in a thread, and hold its memory before it is allocated."""
-        loop, holds = asyncio.get_running_loop(), list[Hold]()
+        loop, holds = asyncio.get_running_loop(), list[MemoryHold]()
 
         def admit(nbytes: int) -> None:
             if nbytes > (most := self._most_bytes()):
@@ -110,7 +110,7 @@ class Datasets:
         self._open[ref] = _Open(dataset=dataset)
         self._count(ref)
 
-    async def _admit(self, nbytes: int, holds: list[Hold]) -> None:
+    async def _admit(self, nbytes: int, holds: list[MemoryHold]) -> None:
         """Hold this many bytes in all for an index that is being opened; drop other indexes for them.
 
         Raises:

@@ -29,7 +29,7 @@ from upriver.coldstart.garbage_collection import (
     end_upload,
     note_use,
 )
-from upriver.coldstart.load_program import Found, find
+from upriver.coldstart.load_program import FoundWeights, find
 from upriver.errors import (
     Forbidden,
     ObjectChanged,
@@ -52,7 +52,7 @@ from upriver.server.programs.streaming_weights import ColdFile, kept_bytes
 from upriver.server.programs.upload_builder import ProgramBuilder, fill
 from upriver.server.scheduling.admission_queue import NeededProgram
 from upriver.server.scheduling.footprint import program_bytes
-from upriver.server.scheduling.memory_budget import Hold
+from upriver.server.scheduling.memory_budget import MemoryHold
 from upriver.server.scheduling.memory_hold import MemoryUse
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
@@ -293,7 +293,7 @@ class ProgramRegistry:
             )
 
     @contextmanager
-    def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[Hold, MemoryUse]]:
+    def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[MemoryHold, MemoryUse]]:
         """Yield the memory of an upload, which grows as it arrives, and its users: the block, and workers.
 
         When the last user leaves, the memory is released, unless the program was `put`.
@@ -309,7 +309,7 @@ class ProgramRegistry:
             yield hold, use
 
     async def receive(
-        self, tenant: Tenant, digest: str, chunks: AsyncIterator[bytes], hold: Hold, *, body_nbytes: int
+        self, tenant: Tenant, digest: str, chunks: AsyncIterator[bytes], hold: MemoryHold, *, body_nbytes: int
     ) -> ProgramFiles | None:
         """Read an upload into memory; return None if the program is kept here already.
 
@@ -343,7 +343,7 @@ class ProgramRegistry:
         await self._add_weights_of_another(tenant, builder, hold)
         return builder.finish()
 
-    def weighed(self, program: ProgramFiles, weighed: Weighed, hold: Hold) -> None:
+    def weighed(self, program: ProgramFiles, weighed: Weighed, hold: MemoryHold) -> None:
         """Hold the memory that loading an upload needs, before a worker loads it.
 
         Raises:
@@ -353,7 +353,7 @@ class ProgramRegistry:
         nbytes = self._takes(program.nbytes, program.graph.nbytes)
         self._shelf.grow(hold, nbytes + self._workers * weighed.constant_bytes)
 
-    async def put(self, tenant: Tenant, program: ProgramFiles, hold: Hold, manifest: bytes) -> None:
+    async def put(self, tenant: Tenant, program: ProgramFiles, hold: MemoryHold, manifest: bytes) -> None:
         """Store a program that a worker has loaded: weights first, so that a stored graph always has them.
 
         Weights that are stored with their manifest stay unchanged: other readers may use both.
@@ -526,7 +526,7 @@ class ProgramRegistry:
         if limits is None or known.weights_nbytes < SMALL_BYTES or name in self._forged:
             return None
 
-        def look() -> Found | None:
+        def look() -> FoundWeights | None:
             with ThreadPoolExecutor(1, thread_name_prefix="upriver-cold-find") as beside:
                 return find(
                     place.store, place.prefix, known.digest, weights_digest, limits=limits, beside=beside
@@ -562,7 +562,9 @@ class ProgramRegistry:
             piece = await place.store.get_range_async(info.path, start, stop, etag=info.etag or None)
             await asyncio.to_thread(builder.add_weights, piece)
 
-    async def _add_weights_of_another(self, tenant: Tenant, builder: ProgramBuilder, hold: Hold) -> None:
+    async def _add_weights_of_another(
+        self, tenant: Tenant, builder: ProgramBuilder, hold: MemoryHold
+    ) -> None:
         """Add the weights of another stored program, usually the same network captured at another size."""
         for place in self._places(tenant):
             try:

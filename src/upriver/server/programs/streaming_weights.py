@@ -23,13 +23,13 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from upriver.coldstart.fetch.weight_stream import Stream, StreamLimits
+from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
 from upriver.coldstart.format.manifest import Manifest
 from upriver.coldstart.grouping.groups import joins_s
 from upriver.coldstart.incoming_weights import step_back
 from upriver.coldstart.load_handle import Groupings, remember
 from upriver.coldstart.load_model import grouped
-from upriver.coldstart.load_program import Found
+from upriver.coldstart.load_program import FoundWeights
 from upriver.coldstart.model.arrivals import Arrivals
 from upriver.errors import Cancelled, ProgramError, UpriverError
 from upriver.server.ipc.shared_memory import FillingFile
@@ -71,7 +71,7 @@ class ColdFile:
 
     def __init__(
         self,
-        found: Found,
+        found: FoundWeights,
         digest: str,
         limits: StreamLimits,
         *,
@@ -94,7 +94,7 @@ class ColdFile:
         self._part: _Part | None = None
         self._checking: threading.Thread | None = None
         self._groupings: Groupings = {}
-        self._at_once: Stream | None = None
+        self._at_once: WeightStream | None = None
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
 
@@ -238,13 +238,13 @@ class ColdFile:
         """Return the memory of a tensor."""
         return self._memory.room(self._tensors[number].start, self._tensors[number].stop)
 
-    def stream_of(self, numbers: Sequence[int], sink: _Part) -> Stream:
+    def stream_of(self, numbers: Sequence[int], sink: _Part) -> WeightStream:
         """Return a stream of these tensors. Choosing their groups can take tenths of a second."""
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
         groups, news = grouped(some, self._found.link, GROUPING, self._limits, self._device, known)
-        stream = Stream(
+        stream = WeightStream(
             some,
             groups,
             sink,
@@ -353,7 +353,7 @@ class _Part:
         self._file: ColdFile | None = file
         self._numbers, self._left = numbers, len(numbers)
         self._indices = {number: index for index, number in enumerate(numbers)}
-        self.stream: Stream | None = None
+        self.stream: WeightStream | None = None
         self._lock = threading.Lock()
         self._hurried: list[int] = []
         self._thread = threading.Thread(target=self._begin, name="upriver-cold-part", daemon=True)

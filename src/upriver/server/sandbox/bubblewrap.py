@@ -21,7 +21,7 @@ from typing import Literal
 
 import upriver
 from upriver.errors import ConfigError
-from upriver.server.sandbox.cgroup import Group, Groups
+from upriver.server.sandbox.cgroup import ControlGroup, ControlGroups
 from upriver.server.sandbox.rlimits import allowed_bytes, on_cpu
 from upriver.text import said
 
@@ -92,7 +92,7 @@ class Enclosure:
     sandbox: Sandbox = Sandbox()
     device: str = "cpu"
     memory_bytes: int | None = None
-    groups: Groups | None = None
+    groups: ControlGroups | None = None
     own_code: bool = False
     hidden: tuple[str, ...] = ()
 
@@ -101,7 +101,7 @@ class Enclosure:
         """Return whether workers run under bubblewrap."""
         return self.sandbox.kind == "bubblewrap"
 
-    def make_group(self) -> Group | None:
+    def make_group(self) -> ControlGroup | None:
         """Return a control group for one worker, or None if none is possible."""
         if self.groups is None or self.memory_bytes is None:
             return None
@@ -133,7 +133,7 @@ def enclose(
     Raises:
         ConfigError: If bubblewrap is required and does not work.
     """
-    groups = Groups.find() if memory_bytes is not None and on_cpu(device) else None
+    groups = ControlGroups.find() if memory_bytes is not None and on_cpu(device) else None
     return Enclosure(
         sandbox=Sandbox() if own_code else choose(mode, device=device),
         device=device,

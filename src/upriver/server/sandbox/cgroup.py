@@ -61,7 +61,7 @@ _V2 = _Version(
 )
 
 
-class Group:
+class ControlGroup:
     """Control group of one worker.
 
     Attributes:
@@ -109,7 +109,7 @@ class Group:
         return True
 
 
-class Groups:
+class ControlGroups:
     """Make the workers' groups, and remove those whose worker or front has ended.
 
     Args:
@@ -120,10 +120,10 @@ class Groups:
     def __init__(self, parent: Path, version: _Version) -> None:
         self._parent = parent
         self._version = version
-        self._left: list[Group] = []
+        self._left: list[ControlGroup] = []
 
     @classmethod
-    def find(cls, groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> Groups | None:
+    def find(cls, groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> ControlGroups | None:
         """Find where groups can be made, or return None. Groups of dead fronts there are removed.
 
         Args:
@@ -139,12 +139,12 @@ class Groups:
             return None
         return found
 
-    def make(self, nbytes: int) -> Group | None:
+    def make(self, nbytes: int) -> ControlGroup | None:
         """Return a group for one worker with this memory limit, or None if it cannot be made."""
         self._left = [group for group in self._left if not group.remove()]
         pid = os.getpid()
         path = self._parent / f"{PREFIX}-{pid}-{_start_of(pid)}-{next(_numbers)}"
-        group = Group(path, self._version, nbytes)
+        group = ControlGroup(path, self._version, nbytes)
         try:
             path.mkdir()
             self._limit(path, nbytes)
@@ -154,7 +154,7 @@ class Groups:
             return None
         return group
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: ControlGroup) -> None:
         """Remove a worker's group, now or as soon as its processes have ended."""
         for _ in range(TRIES):
             if group.remove():
@@ -176,7 +176,7 @@ class Groups:
             for path in sorted(self._parent.iterdir()):
                 found = _NAME.fullmatch(path.name)
                 if found and _start_of(int(found[1])) != int(found[2]):
-                    Group(path, self._version, 0).remove()
+                    ControlGroup(path, self._version, 0).remove()
 
     def _can_limit(self) -> bool:
         group = self.make(1 << 40)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from upriver.errors import DoesNotFit, Overloaded, QuotaExceeded
 from upriver.server.scheduling.batch_adaptation import Ask, Grant
-from upriver.server.scheduling.memory_budget import Budget, Hold
+from upriver.server.scheduling.memory_budget import MemoryBudget, MemoryHold
 from upriver.server.tenants import Tenant
 
 
@@ -71,7 +71,7 @@ Sooner, most retries would be refused again. Later, an idle server would wait fo
 """
 
 
-class Full(Exception):
+class QueueFull(Exception):
     """Signal, as the cause of `Overloaded`, that the queue is full."""
 
 
@@ -132,7 +132,7 @@ class Admission:
         waited_s: Seconds that it waited for the requests of other tenants.
     """
 
-    hold: Hold
+    hold: MemoryHold
     nbytes: int
     size: int
     program: str | None
@@ -182,7 +182,7 @@ class AdmissionQueue:
 
     def __init__(
         self,
-        budget: Budget,
+        budget: MemoryBudget,
         shelf: EvictablePrograms,
         policy: Policy,
         *,
@@ -348,12 +348,12 @@ class AdmissionQueue:
         while (why := self._full(staying, nbytes)) is not None:
             last = self._last_of_most(staying, tenant, nbytes)
             if last is None:
-                raise self._overloaded(nbytes, why) from Full()
+                raise self._overloaded(nbytes, why) from QueueFull()
             staying.remove(last)
         for waiter in [each for each in self._waiting if each not in staying]:
             why = "others have a right to the places of so many requests"
             error = self._overloaded(waiter.nbytes, why)
-            error.__cause__ = Full()
+            error.__cause__ = QueueFull()
             self._send_back(waiter, error)
 
     def _full(self, waiting: Sequence[_Waiter], nbytes: int) -> str | None:

@@ -16,7 +16,7 @@ Departures
       fixed quantum that suffices for the longest turn and the smallest weight would let other tenants have
       many turns in a row. Dealing one turn inspects every waiting tenant, of which there are few.
     - Among the tenants that can go, the one goes whose last turn is longest ago.
-    - Estimates are corrected afterwards: `Turns.spent` moves the deficit by the error.
+    - Estimates are corrected afterwards: `FairQueue.spent` moves the deficit by the error.
     - The requests of a tenant alternate. The turns of a request come in the order of the calls. With
       ``one_each`` a request has one turn at a time; until it ends, the request's further turns do not count
       as waiting.
@@ -121,7 +121,7 @@ class _Tenant:
                 del self.requests[turn.request]
 
 
-class Turns:
+class FairQueue:
     """Deal turns. All methods belong to the event loop's thread.
 
     A free slot is never kept while a turn waits.

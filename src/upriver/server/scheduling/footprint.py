@@ -100,7 +100,7 @@ class Scales(Protocol):
         """Return its peak, and the bytes that cross at its end; runs in the tenant's turn."""
 
 
-class Weights:
+class FootprintCache:
     """Cache the footprints of stage ranges; each is computed once, for all concurrent requests.
 
     Args:
@@ -313,7 +313,7 @@ def works_ahead(weighed: Weighed) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Input:
+class InputFootprint:
     """Describe the memory of a request's largest micro-batch before model stages.
 
     Attributes:
@@ -350,11 +350,11 @@ def request_bytes(
         batches: The samples sent along.
     """
     sizes = tuple(weighed) or (request.micro_batch,)
-    given = Input() if dataset is None else input_of(request, dataset, batches)
+    given = InputFootprint() if dataset is None else input_of(request, dataset, batches)
     return {size: _one_size(size // request.micro_batch, given, weighed.get(size)) for size in sorted(sizes)}
 
 
-def _one_size(joined: int, given: Input, weighed: Weighed | None) -> int:
+def _one_size(joined: int, given: InputFootprint, weighed: Weighed | None) -> int:
     coming = COPIES * given.stored_bytes * joined + ANSWER_BYTES
     if weighed is None:
         out = given.out_bytes if math.isfinite(given.out_bytes) else given.unseen_bytes
@@ -365,7 +365,7 @@ def _one_size(joined: int, given: Input, weighed: Weighed | None) -> int:
     return coming + max(before, weighed.peak_bytes) + weighed.out_bytes * (2 if works_ahead(weighed) else 1)
 
 
-def input_of(request: RunRequest, dataset: Dataset, batches: Sequence[MicroBatch] = ()) -> Input:
+def input_of(request: RunRequest, dataset: Dataset, batches: Sequence[MicroBatch] = ()) -> InputFootprint:
     """Return the memory of a request's micro-batches; each number comes from the largest one."""
     counts = [len(ids) for ids in request.micro_batches]
     if request.given:
@@ -378,7 +378,7 @@ def input_of(request: RunRequest, dataset: Dataset, batches: Sequence[MicroBatch
     largest = int(np.add.reduceat(stored, starts).max())
     rows = request.micro_batch * out.max() if stop == 0 else np.add.reduceat(out, starts).max()
     is_float = stop > dataset.chain.start and dataset.chain.stage_at(stop).gives == "tensor"
-    return Input(
+    return InputFootprint(
         stored_bytes=largest,
         out_bytes=float(rows),
         unseen_bytes=largest * UNSEEN * (FLOAT if is_float else 1),

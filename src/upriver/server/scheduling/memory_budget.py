@@ -50,7 +50,7 @@ def memory_budget(device: str, *, reserve: float, given: int | None, held_bytes:
     return budget
 
 
-class Budget:
+class MemoryBudget:
     """Hold parts of one pool of memory. All methods belong to the event loop's thread.
 
     Args:
@@ -88,7 +88,7 @@ class Budget:
         """Most bytes that a request could have if all others were released: all but those held by `BASE`."""
         return self.total_bytes - self.held_by(BASE)
 
-    def hold(self, nbytes: int, *, owner: str) -> Hold:
+    def hold(self, nbytes: int, *, owner: str) -> MemoryHold:
         """Hold a part until it is released.
 
         Args:
@@ -100,7 +100,7 @@ class Budget:
             Overloaded: If they are not free now.
         """
         self._take(nbytes, owner, whole=nbytes)
-        return Hold(self, nbytes, owner)
+        return MemoryHold(self, nbytes, owner)
 
     def held_by(self, owner: str) -> int:
         """Return the bytes that are held on behalf of an owner."""
@@ -153,14 +153,14 @@ class Budget:
         self.changed()
 
 
-class Hold:
+class MemoryHold:
     """Hold a part of a budget; a ``with`` block releases it at the end.
 
     Attributes:
         owner: Name on whose behalf it is held.
     """
 
-    def __init__(self, budget: Budget, nbytes: int, owner: str) -> None:
+    def __init__(self, budget: MemoryBudget, nbytes: int, owner: str) -> None:
         self._budget, self._nbytes, self.owner = budget, nbytes, owner
         self._released = False
 
@@ -194,7 +194,7 @@ class Hold:
             nbytes, self._nbytes = self._nbytes, 0
             self._budget._give_back(nbytes, self.owner)
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> MemoryHold:
         return self
 
     def __exit__(

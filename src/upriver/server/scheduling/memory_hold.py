@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 from types import TracebackType
 
 from upriver.errors import Overloaded
-from upriver.server.scheduling.memory_budget import Budget, Hold
+from upriver.server.scheduling.memory_budget import MemoryBudget, MemoryHold
 from upriver.server.tenants import Tenant
 
 MakeRoom = Callable[[int], object]
@@ -60,7 +60,7 @@ class MemoryUse:
         self.leave()
 
 
-class Bodies:
+class BodyMemory:
     """Hold the memory of bodies that are being read, or wait for admission.
 
     Args:
@@ -68,11 +68,11 @@ class Bodies:
         make_room: See `MakeRoom`.
     """
 
-    def __init__(self, budget: Budget, make_room: MakeRoom) -> None:
+    def __init__(self, budget: MemoryBudget, make_room: MakeRoom) -> None:
         self._budget, self._make_room = budget, make_room
         self._nbytes = 0
 
-    def hold(self, hold: Hold | None, nbytes: int, tenant: Tenant) -> Hold:
+    def hold(self, hold: MemoryHold | None, nbytes: int, tenant: Tenant) -> MemoryHold:
         """Hold this many bytes for a body, or resize its hold to them.
 
         Raises:
@@ -90,20 +90,20 @@ class Bodies:
         self._nbytes += more
         return hold
 
-    def release(self, hold: Hold) -> None:
+    def release(self, hold: MemoryHold) -> None:
         """Release a body."""
         self._nbytes -= hold.nbytes
         hold.release()
 
 
-class Coming:
+class IncomingBodyMemory:
     """Hold the memory of a body that is being read, in steps as it arrives."""
 
     STEP_BYTES = 1 << 20
 
-    def __init__(self, bodies: Bodies, tenant: Tenant) -> None:
+    def __init__(self, bodies: BodyMemory, tenant: Tenant) -> None:
         self._bodies, self._tenant = bodies, tenant
-        self._hold: Hold | None = None
+        self._hold: MemoryHold | None = None
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +139,7 @@ class AnswerRoom:
 
     def __init__(
         self,
-        hold: Hold,
+        hold: MemoryHold,
         loop: asyncio.AbstractEventLoop,
         make_room: MakeRoom,
         check_fits: Callable[[int], None],
