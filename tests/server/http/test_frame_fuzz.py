@@ -135,20 +135,24 @@ def test_broken_bodies_over_kept_connections_do_the_server_no_harm(server: Any, 
     faults = own_faults(server)
     bodies = valid_bodies(*requests)
     outcomes: Counter[str] = Counter()
+    expected = {"200", "400 protocol", "404 not_found"}
     began = time.monotonic()
     connection = connect(server)
     connection.timeout = PATIENCE_S
     try:
-        for number in range(OVER_HTTP):
+        # Bodies hold digests of this run's files, so which case meets which check is chance.
+        for number in range(10 * OVER_HTTP):
+            if number >= OVER_HTTP and expected <= set(outcomes):
+                break
             case = make(number, bodies)
             outcomes[told(connection, case)] += 1
     finally:
         connection.close()
     seconds = time.monotonic() - began
     counts = ", ".join(f"{count} x {outcome}" for outcome, count in outcomes.most_common())
-    note(f"frames, over HTTP: {OVER_HTTP} cases, seed {SEED}, {seconds:.0f} s: {counts}")
-    assert sum(outcomes.values()) == OVER_HTTP
-    assert {"200", "400 protocol", "404 not_found"} <= set(outcomes)
+    note(f"frames, over HTTP: {sum(outcomes.values())} cases, seed {SEED}, {seconds:.0f} s: {counts}")
+    assert sum(outcomes.values()) >= OVER_HTTP
+    assert expected <= set(outcomes)
     assert ask(server, "GET", "/readyz")[0] == 200
     assert own_faults(server) == faults
     for request, wanted in zip(requests, before, strict=True):

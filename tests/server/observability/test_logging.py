@@ -57,7 +57,12 @@ def written(formatter):
 def root():
     """Restore the root logger after a test."""
     logger, ours = logging.getLogger(), logging.getLogger("upriver")
-    handlers, level, our_level = list(logger.handlers), logger.level, ours.level
+    # A command that another test ran in this process may have left a handler with a closed stream.
+    handlers = [
+        each for each in logger.handlers if not getattr(getattr(each, "stream", None), "closed", False)
+    ]
+    logger.handlers[:] = handlers
+    level, our_level = logger.level, ours.level
     yield logger
     logging.captureWarnings(False)
     logger.handlers[:] = handlers
