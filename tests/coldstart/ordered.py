@@ -50,7 +50,7 @@ class Ordered:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def of(self, source: WeightSource, _groups: Any, sink: Any, **_: Any) -> Ordered:
-        """Build the stream with the arguments of `Stream`."""
+        """Build the stream with the arguments of `WeightStream`."""
         self.source, self.sink = source, sink
         self.order = self.order or range(len(source.tensors))
         return self

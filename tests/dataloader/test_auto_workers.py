@@ -32,7 +32,7 @@ COUNT = 300
 
 
 class Team:
-    """Replace `Hired`: further workers join some steps after the request, each like the first."""
+    """Replace `ProvisionedWorkers`: further workers join some steps later, each like the first."""
 
     candidates = ("p2", "p3")
 

@@ -1,5 +1,7 @@
 """Estimate the bandwidth and latency of a store's link, and how many requests fill it.
 
+`upriver.rpc.link_meter` estimates the link to servers.
+
 PISeL (Jafari et al., CIKM 2024, section 3.2, "Partition Downloader") sends one request after the other. Each
 leaves when latency x bandwidth is left of the earlier ones. So the link never idles, and the first needed
 bytes come first. If one connection does not fill the link, several must be in flight. Each load finds the

@@ -1,6 +1,7 @@
 """Keep a share at every prefix of the samples: FastFlow's counters (PVLDB 16(5), section 5.3).
 
-The counters continue when the share changes, so that a small share is not rounded away.
+`upriver.dataloader.autotune` decides the share, or the user does. The counters continue when the share
+changes, so that a small share is not rounded away.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ The law, for a ratio r
        elsewhere. It is late by b = h - e (1 - r) / r. For elsewhere the rule is mirrored. If b is within
        BAND, r stays.
     2. The late side makes all it can: A = (1 - s) T, or B = s T, where s is the share that was made
-       elsewhere. s is r, except for samples that `Evened` has moved. The other side can make at least as much
-       as it just made, and perhaps more: with each window in which it is again not late it is assumed to make
-       slightly more than seen (DOUBT), and after many of them much more.
+       elsewhere. s is r, except for samples that `EvenedShare` has moved. The other side can make at least as
+       much as it just made, and perhaps more: with each window in which it is again not late it is assumed to
+       make slightly more than seen (DOUBT), and after many of them much more.
     3. r goes GAIN of the way to B / (A + B), where both finish at once. It takes at most b of the late side's
        work away, and n times that in the nth window in a row.
 

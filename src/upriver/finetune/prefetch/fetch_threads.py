@@ -117,7 +117,7 @@ class RemoteFetch:
 class FetchThreads:
     """The loader's threads and their shared state.
 
-    A crew holds no reference to its `Loader`, which can be collected.
+    A crew holds no reference to its `Prefetcher`, which can be collected.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class FetchThreads:
             self.table.finish(index, delivery.finished(batch))
 
     def deal(self, dealt: Sequence[DealtRoute], window: PrefetchWindow | None) -> None:
-        """Set new routes; see `Loader.deal`."""
+        """Set new routes; see `Prefetcher.deal`."""
         with self._changed:
             self.table.deal(dealt, window)
             self._changed.notify_all()

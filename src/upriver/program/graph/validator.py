@@ -1,5 +1,6 @@
 """Check a graph by running it on tensors without data: results of each operator, and cost of a run.
 
+`upriver.program.graph.parser` has checked the file itself before.
 Shapes and types must match the file's declarations. Strides must match too on the type of device of the
 capture. One tensor, all tensors alive at once, and the operations of a micro-batch must stay under their
 caps. Nothing is allocated: the tensors are torch's fake tensors, on the program's device (on the meta device
