@@ -281,6 +281,7 @@ def test_a_file_that_cannot_be_used_is_as_none_and_is_replaced(
     assert files_of(root) == files and not list(root.rglob(".*"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("damage", INSTEAD)
 def test_groupings_in_a_store_that_cannot_be_used_are_as_none(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
@@ -336,6 +337,7 @@ def _changed(document: Any, data: st.DataObject) -> Any:
     return document
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KEPT)
 @given(data=st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

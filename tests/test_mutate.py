@@ -66,6 +66,7 @@ def test_every_room_names_code_and_tests_that_exist() -> None:
         assert all((mutate.ROOT / "tests" / path).exists() for path in room.tests)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("test", "result"), [("assert twice(2) == 4", "killed"), ("twice(2)", "survived")])
 def test_judge_tells_a_test_that_notices_from_one_that_does_not(
     test: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

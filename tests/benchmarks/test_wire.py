@@ -57,6 +57,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_quick_run_keeps_its_turns_and_reports_them(tmp_path: Path) -> None:
     done = run("--quick", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
@@ -74,6 +75,7 @@ def test_quick_run_keeps_its_turns_and_reports_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_report_of_nothing_and_unknown_arguments_are_refused(tmp_path: Path) -> None:
     nothing = run("--report", "--out", tmp_path)
     assert nothing.returncode == 1 and "no turn is recorded" in nothing.stderr

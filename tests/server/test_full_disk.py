@@ -110,6 +110,7 @@ def whole(path):
     return found
 
 
+@pytest.mark.full
 def test_training_goes_on_where_a_program_does_not_fit_into_the_store(small_disk, tmp_path):
     dataset = photos(small_disk)
     losses, model, _ = train_job(upriver.connect(), dataset, policy="nosplit")
@@ -130,6 +131,7 @@ def test_training_goes_on_where_a_program_does_not_fit_into_the_store(small_disk
         assert "No space" not in str(job.plan)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["serve", "worker"])
 def test_a_server_that_cannot_say_where_it_listens_ends(tmp_path, small_disk, command):
     fill(small_disk)
