@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 MOST_MODULES = 20
@@ -13,7 +13,6 @@ MOST_MODULES = 20
 
 OWN_TESTS = {"benchmarks"}
 """Folders of tests that belong to no folder of the package."""
-
 
 FRAGMENTS = {
     "What",
@@ -42,11 +41,11 @@ def crowded(root: Path) -> Iterator[str]:
             yield f"{folder}: {len(modules)} modules; at most {MOST_MODULES}"
 
 
-def twice(root: Path) -> Iterator[str]:
+def twice(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
     """Name public classes that two modules define."""
     places = defaultdict(list)
-    for path in sorted(root.rglob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    for path, tree in trees.items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(f"{path}:{node.lineno}")
     for name, found in sorted(places.items()):
@@ -61,10 +60,10 @@ def astray(root: Path, tests: Path) -> Iterator[str]:
             yield f"{tests / folder}: there is no {root / folder}"
 
 
-def fragments(root: Path) -> Iterator[str]:
+def fragments(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
     """Name docstrings that open with a word of `FRAGMENTS`."""
-    for path in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
                 words = (ast.get_docstring(node) or "").split()
                 if words and words[0].strip("`.,:") in FRAGMENTS:
@@ -73,7 +72,8 @@ def fragments(root: Path) -> Iterator[str]:
 
 def main(root: Path, tests: Path) -> int:
     """Print each problem; return 1 if there is any."""
-    found = [*crowded(root), *twice(root), *astray(root, tests), *fragments(root)]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))}
+    found = [*crowded(root), *twice(trees), *astray(root, tests), *fragments(trees)]
     print(
         "\n".join(found) or f"{root} and {tests} are laid out alike, and no two public classes share a name"
     )
