@@ -34,11 +34,11 @@ from _planned import MEASURED, SWEPT, Setting, label_of
 from _planned_loader import Loop
 from split_overhead import build
 from upriver.cache import cache_folder
+from upriver.control.route_dealing import deal
 from upriver.cost import CostModel
 from upriver.finetune.calibration import time_budget
 from upriver.finetune.calibration.measurement import Measurement
 from upriver.finetune.prefetch.fetch_threads import LOCAL
-from upriver.finetune.prefetch.route_dealing import deal
 from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize
 from upriver.policies import POLICIES

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from _common import RESULTS, Spread, commit, machine, table, versions
-from upriver.server.scheduling.batch_adaptation import Ask, Grant, adaptive, static
+from upriver.control.batch_adaptation import Ask, Grant, adaptive, static
 
 RESULT = RESULTS / "admission_time.md"
 REQUESTS = 1000
@@ -187,8 +187,8 @@ requests. The paper reports 25 ms a run.
   not in this time.
 - "Memory used" is bytes of samples over what is left for them, or over all that the largest batches would
   take, whichever is less: a bound, which need not be reachable where few large requests decide. The 1 % is
-  proven in `src/upriver/server/scheduling/batch_adaptation.py`, and held against brute force and a solver in
-  `tests/server/scheduling/test_batch_adaptation.py`.
+  proven in `src/upriver/control/batch_adaptation.py`, and held against brute force and a solver in
+  `tests/control/test_batch_adaptation.py`.
 - Commit {commit()}; {machine()}; {versions("numpy")}.
 
 Run it again: `python benchmarks/admission_time.py --write`.

@@ -18,7 +18,7 @@ import numpy as np
 
 from _common import RESULTS, Spread, commit, interleave, machine, table, versions
 from plan_time import STAGES, question
-from upriver.inference.partition import ESTIMATES, CutChoice, PartitionRule, ServerConditions, choose
+from upriver.control.partition import ESTIMATES, CutChoice, PartitionRule, ServerConditions, choose
 from upriver.latency import LatencyModel, LatencySums
 from upriver.policies import loadpart
 

@@ -32,11 +32,11 @@ from load_networks import NAMED, model_of, paper_numbers
 from load_schedule import FULL, LOADPART, LOCAL, NEUROSURGEON, OURS, cut_of
 from testbed import PAYLOAD_SHARE
 from upriver.coldstart.load_program import publish
+from upriver.control.partition import ESTIMATES, PartitionRule, ServerConditions
 from upriver.inference.capture_cache import CaptureCache, Network
 from upriver.inference.change_detection import ChangeDetector
 from upriver.inference.executor import RequestPatience
 from upriver.inference.offload import Offload
-from upriver.inference.partition import ESTIMATES, PartitionRule, ServerConditions
 from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.latency import last_of_least
 from upriver.program.capture.whole_model import capture_whole

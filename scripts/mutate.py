@@ -48,6 +48,7 @@ class Room:
 ROOMS = {
     "cost": Room(code=("cost.py",), tests=("test_cost.py", "policies")),
     "policies": Room(code=("policies",), tests=("policies",)),
+    "control": Room(code=("control",), tests=("control", "server/scheduling", "finetune/prefetch")),
     "protocol": Room(
         code=("protocol",), tests=("protocol", "server/http/test_frame_fuzz.py", "rpc/test_client.py")
     ),
@@ -72,7 +73,6 @@ ROOMS = {
         code=(
             "finetune/prefetch/sampler.py",
             "finetune/prefetch/step_assembly.py",
-            "finetune/prefetch/route_dealing.py",
         ),
         tests=("finetune/prefetch", "finetune/test_job_plain.py"),
     ),

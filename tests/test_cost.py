@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
+from upriver.control.route_dealing import deal
 from upriver.cost import CostModel, candidates, evaluate, route_at, two_resource_epoch_s
 from upriver.errors import ConfigError
-from upriver.finetune.prefetch.route_dealing import deal
 from upriver.types import (
     Cluster,
     ComputeTier,

@@ -17,9 +17,9 @@ import torch
 
 from tests.pipeline.making import samples, shard, write
 from tests.server.running import free_port
+from upriver.control.delivery_table import PrefetchWindow
 from upriver.engine.engine import Engine
 from upriver.errors import BadSample, NotAuthorized, ObjectChanged
-from upriver.finetune.prefetch.delivery_table import PrefetchWindow
 from upriver.finetune.prefetch.fetch_threads import LOCAL, RemoteFetch
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.prefetcher import Prefetcher

@@ -25,11 +25,11 @@ from tests.finetune.training import BATCH, MICRO, STAGES, images, optimizer_of, 
 from tests.program.nets import frozen_small
 from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import wait_for
+from upriver.control.route_dealing import deal
 from upriver.errors import Overloaded, StoreError
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.planning.plan_builder import with_notes
 from upriver.finetune.prefetch.fetch_threads import STORE_REST_S
-from upriver.finetune.prefetch.route_dealing import deal
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.protocol import error_body

@@ -15,9 +15,9 @@ from torch import nn
 
 from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import wait_for
+from upriver.control.partition import PartitionRule
 from upriver.inference.costs import HandlingTimes
 from upriver.inference.offload import Offload
-from upriver.inference.partition import PartitionRule
 from upriver.inference.remote_server import RemoteServer
 from upriver.link import LinkWindow
 

@@ -14,10 +14,10 @@ from torch import nn
 import upriver
 from tests.inference.asking import SELDOM, chain, here
 from tests.server.running import Running
+from upriver.control.partition import ESTIMATES
 from upriver.inference import executor as request_module
 from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import ExchangeResult, packing
-from upriver.inference.partition import ESTIMATES
 from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.inference.server_check import handling_of
 from upriver.link import LinkWindow

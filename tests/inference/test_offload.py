@@ -33,12 +33,12 @@ from tests.inference.asking import (
 from tests.inference.between import between
 from tests.program.nets import Small
 from tests.server.running import Running, running, wait_for
+from upriver.control.partition import PartitionRule
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import CaptureError, ConfigError, ProgramNotFound
 from upriver.inference import offload as offload_module
 from upriver.inference import remote_server as far_module
 from upriver.inference.offload import Offload
-from upriver.inference.partition import PartitionRule
 from upriver.policies import inference
 from upriver.program.example_inputs import Example
 from upriver.program.graph.artifact_store import publish

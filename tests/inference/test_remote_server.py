@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.inference.asking import chain
+from upriver.control.partition import ServerConditions
 from upriver.errors import (
     DeadlineExceeded,
     DoesNotFit,
@@ -30,7 +31,6 @@ from upriver.inference import remote_server as far_module
 from upriver.inference import uplink as uplink_module
 from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import ExchangeResult
-from upriver.inference.partition import ServerConditions
 from upriver.inference.remote_server import LONGEST_PAUSE_S, PAUSE_S, RemoteServer, ServerTerms
 from upriver.inference.server_check import PROBES, AdmittedNetwork
 from upriver.link import ROUND_TRIPS, LinkWindow

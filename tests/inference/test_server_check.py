@@ -14,10 +14,10 @@ import upriver
 from tests.inference.asking import SELDOM, chain, far_of, here
 from tests.inference.between import Between, between
 from tests.server.running import Running, wait_for
+from upriver.control.partition import PartitionRule
 from upriver.errors import Busy, CaptureError, ProgramNotFound, ProtocolError
 from upriver.inference import remote_server as far_module
 from upriver.inference.offload import Offload
-from upriver.inference.partition import PartitionRule
 from upriver.program.capture import whole_model
 from upriver.program.capture.prefix import capture
 

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from upriver.control.delivery_table import DealtRoute, Pin, PrefetchWindow, Received, Way
+from upriver.control.prefetch_window import told, window_for
+from upriver.control.route_dealing import deal
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.finetune.options import JobOptions
-from upriver.finetune.prefetch.delivery_table import DealtRoute, Pin, PrefetchWindow, Received, Way
 from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, RemoteFetch
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import PlacementLog
-from upriver.finetune.prefetch.route_dealing import deal
 from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import Values, first_micro_batch
-from upriver.finetune.prefetch.window import told, window_for
 from upriver.finetune.replanner import Replanner
 from upriver.finetune.report import JobTally
 from upriver.pipeline import Dataset, InputChain

@@ -17,6 +17,9 @@ import torch
 from torch import nn
 
 from upriver import tracing
+from upriver.control.delivery_table import PrefetchWindow
+from upriver.control.prefetch_window import told
+from upriver.control.route_dealing import deal
 from upriver.engine.fingerprint import flags, here
 from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
 from upriver.finetune.feature_source import FeatureSource
@@ -24,13 +27,10 @@ from upriver.finetune.model_wrapper import TailRunner
 from upriver.finetune.options import JobChoices, JobOptions
 from upriver.finetune.planning.idle_waits import IdleWaits
 from upriver.finetune.planning.plan_builder import with_notes
-from upriver.finetune.prefetch.delivery_table import PrefetchWindow
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import Placed, Routes
-from upriver.finetune.prefetch.route_dealing import deal
 from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import steps
-from upriver.finetune.prefetch.window import told
 from upriver.finetune.replanner import Replanner, Switch
 from upriver.finetune.report import Report
 from upriver.finetune.unavailable import Availability

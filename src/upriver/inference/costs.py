@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
+from upriver.control.partition import ServerConditions
 from upriver.errors import ConfigError, ProgramError
-from upriver.inference.partition import ServerConditions
 from upriver.latency import LatencyModel, LatencySums
 from upriver.profile.latency.predictor import Predictor, measure_unknown
 from upriver.profile.latency.serialization import kept

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from upriver.control.partition import DEFAULT_POLICY, ESTIMATES, CutChoice, PartitionRule, ServerConditions
 from upriver.inference.capture_cache import Network
 from upriver.inference.costs import CutCosts
-from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, CutChoice, PartitionRule, ServerConditions
 from upriver.latency import LatencyModel
 from upriver.text import rate_text, seconds_text
 from upriver.types import Cost, Plan, Route, Segment, Tier

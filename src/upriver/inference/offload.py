@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from upriver.control.partition import DEFAULT_POLICY, ESTIMATES, PartitionRule, choose, kept_away, likely
 from upriver.errors import ConfigError
 from upriver.inference.capture_cache import CaptureCache, Network
 from upriver.inference.change_detection import ChangeDetector, module_states
 from upriver.inference.costs import WAYS, Measure, device_seconds
 from upriver.inference.decision import Decision
 from upriver.inference.executor import InferenceRequest, RequestPatience, ServedRequest
-from upriver.inference.partition import DEFAULT_POLICY, ESTIMATES, PartitionRule, choose, kept_away, likely
 from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.inference.uplink import Uplink
 from upriver.link import WINDOW

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from upriver.control.partition import ServerConditions
 from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.inference.cooldown import Cooldown
 from upriver.inference.costs import CutCosts, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult
-from upriver.inference.partition import ServerConditions
 from upriver.inference.server_check import BUSY, admit, allowed_by, canary, probe
 from upriver.inference.uplink import Uplink
 from upriver.link import CONFIRMED, ROUND_TRIPS, WINDOW, LinkWindow

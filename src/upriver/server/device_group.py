@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from upriver.control.batch_adaptation import adaptive, static
 from upriver.errors import ConfigError, Overloaded
 from upriver.profile.resources import total_bytes
 from upriver.program.graph.devices import check_device
@@ -27,7 +28,6 @@ from upriver.server.run_handler import RunHandler
 from upriver.server.sandbox.bubblewrap import enclose
 from upriver.server.sandbox.rlimits import on_cpu
 from upriver.server.scheduling.admission_queue import AdmissionQueue
-from upriver.server.scheduling.batch_adaptation import adaptive, static
 from upriver.server.scheduling.fair_queue import FairQueue
 from upriver.server.scheduling.footprint import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
 from upriver.server.scheduling.memory_budget import BASE, INDEXES, MemoryBudget, MemoryHold, memory_budget

@@ -15,6 +15,8 @@ from functools import partial
 
 import msgspec
 
+from upriver.control.concurrency_limit import ConcurrencyLimit
+from upriver.control.service_costs import ServiceCosts
 from upriver.engine.clock import Clock
 from upriver.engine.read import read_samples_async
 from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError, bare
@@ -45,7 +47,6 @@ from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.registry import KnownProgram, ProgramRegistry
 from upriver.server.programs.streaming_weights import ColdFile
 from upriver.server.scheduling.admission_queue import Admission, AdmissionQueue, AdmissionRequest, QueueFull
-from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
 from upriver.server.scheduling.fair_queue import FairQueue
 from upriver.server.scheduling.footprint import (
     END,
@@ -59,7 +60,6 @@ from upriver.server.scheduling.footprint import (
 )
 from upriver.server.scheduling.memory_budget import MemoryBudget
 from upriver.server.scheduling.memory_hold import AnswerRoom, BodyMemory, IncomingBodyMemory, MemoryUse
-from upriver.server.scheduling.service_costs import ServiceCosts
 from upriver.server.tenants import Tenant
 from upriver.store import Store
 from upriver.types import Timings

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.rpc.scripted_transport import BATCH_BYTES, ScriptedServer, Step, make_batch, request_for
+from upriver.control.delivery_table import MAX_REMOTE_ATTEMPTS, DealtRoute, PrefetchWindow, Way
 from upriver.errors import (
     BadSample,
     ConfigError,
@@ -27,7 +28,6 @@ from upriver.errors import (
     TooLarge,
     WorkerCrashed,
 )
-from upriver.finetune.prefetch.delivery_table import MAX_REMOTE_ATTEMPTS, DealtRoute, PrefetchWindow, Way
 from upriver.finetune.prefetch.fetch_threads import LOCAL, LoaderClosed, MakeLocally, RemoteFetch
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.retry import Backoff, RetryBudget

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.finetune.prefetch.test_prefetcher import check, epoch, locally, pool_of, remote
 from tests.rpc.scripted_transport import ScriptedServer, Step
+from upriver.control.delivery_table import Pin, Way
 from upriver.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -25,7 +26,6 @@ from upriver.errors import (
     TooLarge,
     WorkerCrashed,
 )
-from upriver.finetune.prefetch.delivery_table import Pin, Way
 from upriver.finetune.prefetch.fetch_threads import LOCAL
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import Placed, PlacementLog, Routes

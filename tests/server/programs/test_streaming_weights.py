@@ -38,6 +38,7 @@ from tests.server.running import answering, ask, body_of, messages, run, wait_fo
 from tests.store.gated_server import GatedServer
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.load_program import publish
+from upriver.control import service_costs
 from upriver.errors import Damaged, ProgramError, UpriverError
 from upriver.program import weights_path
 from upriver.program.capture.prefix import capture
@@ -46,7 +47,6 @@ from upriver.server.execution.worker_process import WorkerHandle
 from upriver.server.ipc.messages import Here
 from upriver.server.programs import registry, streaming_weights
 from upriver.server.programs.streaming_weights import ColdFile
-from upriver.server.scheduling import service_costs
 from upriver.store import DEFAULT_PREFIX, Store
 from upriver.types import MicroBatch, Timings
 

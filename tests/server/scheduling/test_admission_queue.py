@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from upriver.control.batch_adaptation import adaptive, static
 from upriver.errors import DoesNotFit, Overloaded, QuotaExceeded
 from upriver.server.programs.cache import ProgramCache
 from upriver.server.scheduling import admission_queue as lines
@@ -17,7 +18,6 @@ from upriver.server.scheduling.admission_queue import (
     QueueFull,
     ask_for,
 )
-from upriver.server.scheduling.batch_adaptation import adaptive, static
 from upriver.server.scheduling.memory_budget import BASE, MemoryBudget
 from upriver.server.tenants import ANYONE, Tenant
 

@@ -1,6 +1,6 @@
 """Run the threads that fetch an epoch's micro-batches, and hold their shared state.
 
-Two kinds of threads take work from one table of slots (see `upriver.finetune.prefetch.delivery_table`), under
+Two kinds of threads take work from one table of slots (see `upriver.control.delivery_table`), under
 one lock. Remote threads send runs of micro-batches to servers. Local threads make one micro-batch at a time,
 straight from the store. They work when there is no server to use, and on micro-batches that servers failed on
 repeatedly. An epoch therefore ends with the same numbers however many servers are left.
@@ -19,6 +19,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from upriver.control.delivery_table import (
+    Claim,
+    DealtRoute,
+    Delivery,
+    DeliveryTable,
+    Pin,
+    PrefetchWindow,
+    Way,
+)
 from upriver.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -33,15 +42,6 @@ from upriver.errors import (
     TooLarge,
     UpriverError,
     WorkerCrashed,
-)
-from upriver.finetune.prefetch.delivery_table import (
-    Claim,
-    DealtRoute,
-    Delivery,
-    DeliveryTable,
-    Pin,
-    PrefetchWindow,
-    Way,
 )
 from upriver.rpc.server_pool import AnswerStream, Lease, ServerPool
 from upriver.types import MicroBatch, Timings

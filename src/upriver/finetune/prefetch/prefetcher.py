@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from upriver.errors import ConfigError
-from upriver.finetune.prefetch.delivery_table import (
+from upriver.control.delivery_table import (
     DealtRoute,
     DeliveryTable,
     Pin,
@@ -19,6 +18,7 @@ from upriver.finetune.prefetch.delivery_table import (
     Received,
     Way,
 )
+from upriver.errors import ConfigError
 from upriver.finetune.prefetch.fetch_threads import FetchThreads, Finish, MakeLocally, RemoteFetch, dispose
 from upriver.types import MicroBatch, Timings
 

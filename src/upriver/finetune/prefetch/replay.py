@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from upriver.control.delivery_table import Pin, Way
 from upriver.errors import ConfigError
-from upriver.finetune.prefetch.delivery_table import Pin, Way
 from upriver.finetune.prefetch.fetch_threads import LOCAL
 from upriver.text import printable
 

@@ -13,6 +13,7 @@ from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from upriver.control.concurrency_limit import ConcurrencyLimit
 from upriver.errors import NotAuthorized, Overloaded
 from upriver.protocol import error_body
 from upriver.server.config import ServerConfig, is_loopback
@@ -28,7 +29,6 @@ from upriver.server.http.light_requests import (
 from upriver.server.http.limits import ABORT, KNOWN, PEER_CERTIFICATE
 from upriver.server.http.tls import names_in
 from upriver.server.observability.audit_log import AuditLog
-from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
 from upriver.server.tenants import ANYONE, Tenant
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from upriver.control.batch_adaptation import Ask, Grant
 from upriver.errors import DoesNotFit, Overloaded, QuotaExceeded
-from upriver.server.scheduling.batch_adaptation import Ask, Grant
 from upriver.server.scheduling.memory_budget import MemoryBudget, MemoryHold
 from upriver.server.tenants import Tenant
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from upriver.control.delivery_table import PrefetchWindow
 from upriver.cost import CutTable
-from upriver.finetune.prefetch.delivery_table import PrefetchWindow
 from upriver.text import bytes_text
 from upriver.types import Plan, Tier
 

@@ -3,8 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.errors import BadSample, ConfigError
-from upriver.finetune.prefetch.delivery_table import (
+from upriver.control.delivery_table import (
     MAX_REMOTE_ATTEMPTS,
     DealtRoute,
     Delivery,
@@ -13,6 +12,7 @@ from upriver.finetune.prefetch.delivery_table import (
     PrefetchWindow,
     Way,
 )
+from upriver.errors import BadSample, ConfigError
 from upriver.types import MicroBatch
 
 

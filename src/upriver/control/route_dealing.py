@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from upriver.finetune.prefetch.delivery_table import DealtRoute, Way
+from upriver.control.delivery_table import DealtRoute, Way
 from upriver.types import Route
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from upriver.errors import ConfigError
-from upriver.inference.partition import (
+from upriver.control.partition import (
     ESTIMATES,
     CutChoice,
     PartitionRule,
@@ -20,6 +19,7 @@ from upriver.inference.partition import (
     kept_away,
     likely,
 )
+from upriver.errors import ConfigError
 from upriver.latency import LatencyModel, LatencySums, last_of_least
 from upriver.policies import inference, loadpart
 from upriver.types import (

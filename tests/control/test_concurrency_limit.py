@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.server.scheduling.concurrency_limit import ConcurrencyLimit
+from upriver.control.concurrency_limit import ConcurrencyLimit
 
 NAMES = ("a", "b", "c", "d")
 

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from upriver.errors import ConfigError
-from upriver.server.scheduling.batch_adaptation import (
+from upriver.control.batch_adaptation import (
     MOST_SAMPLES,
     POLICIES,
     STATIC_BATCH,
@@ -25,6 +24,7 @@ from upriver.server.scheduling.batch_adaptation import (
     adaptive,
     static,
 )
+from upriver.errors import ConfigError
 
 PROGRAMS = {"a": 70, "b": 30}
 NONE: frozenset[str] = frozenset()

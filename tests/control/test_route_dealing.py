@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.errors import ConfigError
-from upriver.finetune.prefetch.delivery_table import (
+from upriver.control.delivery_table import (
     Claim,
     DealtRoute,
     Delivery,
@@ -15,7 +14,8 @@ from upriver.finetune.prefetch.delivery_table import (
     PrefetchWindow,
     Way,
 )
-from upriver.finetune.prefetch.route_dealing import deal
+from upriver.control.route_dealing import deal
+from upriver.errors import ConfigError
 from upriver.types import MicroBatch, Route, Segment, Tier
 
 START = -3
