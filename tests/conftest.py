@@ -57,8 +57,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Files |
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Import this worker's share of the test files first.
 
-    All workers of xdist import all files. To rewrite the assertions of a file takes most of its import, and is
-    done once where Python may write bytecode: so each worker begins with other files.
+    All workers of xdist import all files. Rewriting the assertions of a file takes most of its import, and
+    happens once where Python may write bytecode. So each worker begins with other files.
     """
     worker: dict[str, Any] | None = getattr(session.config, "workerinput", None)
     if worker is None or sys.dont_write_bytecode:
@@ -66,7 +66,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
     first = int(worker["workerid"].removeprefix("gw"))
     for file in files[first :: worker["workercount"]]:
-        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports a file that cannot be imported
+        with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection reports it
             importlib.import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
