@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upriver.control.fair_queue import FairQueue
 from upriver.errors import DeadlineExceeded, Overloaded, QuotaExceeded, UpriverError
 from upriver.protocol import PREFIX_NBYTES, End, RunRequest, encode
 from upriver.server import ServerConfig
@@ -20,10 +21,10 @@ from upriver.server.http.errors import ErrorWording
 from upriver.server.observability.load import LoadMeter
 from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.run_handler import JOINED_BYTES, RunHandler
-from upriver.server.scheduling.fair_queue import FairQueue
 from upriver.server.scheduling.footprint import TAIL_BYTES
 from upriver.server.scheduling.memory_budget import MemoryBudget
 from upriver.server.scheduling.memory_hold import BodyMemory, IncomingBodyMemory, MemoryUse
+from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import ANYONE, Tenant, hash_token
 from upriver.types import Timings
 
@@ -67,7 +68,7 @@ def runner_of(log, reading, computing, nbytes, broken=None, workers=1, **setting
         datasets=cast(Any, None),
         budget=MemoryBudget(1 << 30),
         line=cast(Any, None),
-        turns=FairQueue(workers, one_each=True),
+        turns=TurnGate(FairQueue(workers, one_each=True)),
         metrics=ServerMetrics(),
         wording=ErrorWording({}),
     )
@@ -286,13 +287,13 @@ def test_an_error_ends_an_answer_and_leaves_nothing_under_way():
 def test_work_that_fails_is_charged_and_work_that_is_given_up_is_not_refunded():
     async def go():
         runner, charged = runner_of([], [0] * PARTS, [9, 9, 10**6, 0, 0], 3, broken=1), []
-        spent = runner._turns.spent
+        spent = runner._turns.queue.spent
 
         def note(tenant, expected_s, took_s):
             charged.append(took_s)
             spent(tenant, expected_s, took_s)
 
-        runner._turns.spent = note
+        runner._turns.queue.spent = note
         await sent(runner, [], order_of())
         assert len(charged) == 2 and min(charged) > 0
 

@@ -382,7 +382,7 @@ class Front:
         self._check_ready()
         tenant = tenant_of(request)
         # The next request goes to the device that has less to do.
-        waits = [unit.turns.expected_wait_s(tenant.name, tenant.weight) for unit in self.units]
+        waits = [unit.turns.queue.expected_wait_s(tenant.name, tenant.weight) for unit in self.units]
         found = msgspec.structs.replace(self.current_load(), expected_wait_s=min(waits))
         return Response(msgspec.json.encode(found), media_type="application/json")
 

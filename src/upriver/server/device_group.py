@@ -11,6 +11,7 @@ from functools import cached_property
 import torch
 
 from upriver.control.batch_adaptation import adaptive, static
+from upriver.control.fair_queue import FairQueue
 from upriver.errors import ConfigError, Overloaded
 from upriver.profile.resources import total_bytes
 from upriver.program.graph.devices import check_device
@@ -28,9 +29,9 @@ from upriver.server.run_handler import RunHandler
 from upriver.server.sandbox.bubblewrap import enclose
 from upriver.server.sandbox.rlimits import on_cpu
 from upriver.server.scheduling.admission_queue import AdmissionQueue
-from upriver.server.scheduling.fair_queue import FairQueue
 from upriver.server.scheduling.footprint import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
 from upriver.server.scheduling.memory_budget import BASE, INDEXES, MemoryBudget, MemoryHold, memory_budget
+from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import Tenant
 from upriver.store import Store
 from upriver.text import bytes_text
@@ -132,7 +133,7 @@ class DeviceGroup:
             collect_s=config.collect_s if by_memory else 0.0,
             spare=datasets.drop_oldest,
         )
-        self.turns = FairQueue(config.workers, one_each=True)
+        self.turns = TurnGate(FairQueue(config.workers, one_each=True))
         self.runner = RunHandler(
             config,
             pool=self.pool,

@@ -47,7 +47,6 @@ from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.registry import KnownProgram, ProgramRegistry
 from upriver.server.programs.streaming_weights import ColdFile
 from upriver.server.scheduling.admission_queue import Admission, AdmissionQueue, AdmissionRequest, QueueFull
-from upriver.server.scheduling.fair_queue import FairQueue
 from upriver.server.scheduling.footprint import (
     END,
     TAIL_BYTES,
@@ -60,6 +59,7 @@ from upriver.server.scheduling.footprint import (
 )
 from upriver.server.scheduling.memory_budget import MemoryBudget
 from upriver.server.scheduling.memory_hold import AnswerRoom, BodyMemory, IncomingBodyMemory, MemoryUse
+from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import Tenant
 from upriver.store import Store
 from upriver.types import Timings
@@ -95,7 +95,7 @@ class RunHandler:
         datasets: Datasets,
         budget: MemoryBudget,
         line: AdmissionQueue,
-        turns: FairQueue,
+        turns: TurnGate,
         metrics: ServerMetrics,
         wording: ErrorWording,
     ) -> None:
@@ -366,9 +366,9 @@ class RunHandler:
         except asyncio.CancelledError:
             raise
         except BaseException:
-            self._turns.spent(tenant.name, expected, _since(began, clock, waited))
+            self._turns.queue.spent(tenant.name, expected, _since(began, clock, waited))
             raise
-        self._turns.spent(tenant.name, expected, _since(began, clock, waited))
+        self._turns.queue.spent(tenant.name, expected, _since(began, clock, waited))
 
     @asynccontextmanager
     async def _turn(self, tenant: Tenant, request: Hashable, seconds: float) -> AsyncIterator[None]:
@@ -478,7 +478,7 @@ class RunHandler:
             clock.add(phase, seconds)
         for position, seconds in result.timings.stages.items():
             clock.stage(position, seconds)
-        wait_s = self._turns.expected_wait_s(asked.tenant.name, asked.tenant.weight)
+        wait_s = self._turns.queue.expected_wait_s(asked.tenant.name, asked.tenant.weight)
         wait_s += order.admitted.waited_s / len(order.groups)  # the next request would wait as long
         return result, _shared(clock.timings(), len(order.groups[index]), wait_s, self._pool.load.k)
 

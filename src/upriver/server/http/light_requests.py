@@ -15,7 +15,8 @@ from functools import partial
 from types import coroutine
 from typing import Any
 
-from upriver.server.scheduling.fair_queue import LEAST_S, FairQueue
+from upriver.control.fair_queue import LEAST_S, FairQueue
+from upriver.server.scheduling.turn_gate import TurnGate
 
 SHARE = 0.25
 """Most of the front's time that light requests get while others work. Requests that work take a third longer
@@ -41,14 +42,14 @@ class LightRequests:
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._turns = FairQueue(1)
+        self._turns = TurnGate(FairQueue(1))
         self._next_at = self._worked_until = now() - RECENT_S
         self._working = 0
 
     @property
     def strangers_waiting(self) -> int:
         """Number of unknown clients that wait for a response."""
-        return self._turns.waiting_of(STRANGERS)
+        return self._turns.queue.waiting_of(STRANGERS)
 
     @property
     def behind(self) -> bool:
@@ -86,12 +87,12 @@ class LightRequests:
             self._charge(seconds)
 
         await metered(work, add)
-        self._turns.spent(who, LEAST_S, spent.seconds)
+        self._turns.queue.spent(who, LEAST_S, spent.seconds)
 
     def charge(self, who: str, seconds: float) -> None:
         """Charge seconds that the front has already spent as a light request's."""
         self._charge(seconds)
-        self._turns.spent(who, LEAST_S, seconds)
+        self._turns.queue.spent(who, LEAST_S, seconds)
 
     def _charge(self, seconds: float) -> None:
         self._next_at = max(self._next_at, self._now()) + seconds * (1 / SHARE - 1)

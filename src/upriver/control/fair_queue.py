@@ -39,13 +39,9 @@ Bound
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Container, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
-
-from upriver.types import require_finite
 
 LEAST_S = 1e-3
 """Least seconds of a turn: sending a micro-batch to a worker and its answer back takes as long.
@@ -58,16 +54,17 @@ ROUNDING_S = 1e-9
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class _Turn:
-    tenant: _Tenant
+class Turn:
+    """A turn that a tenant asked for; `FairQueue` keeps its state."""
+
+    tenant: _Tenant = field(repr=False)
     request: Hashable
     seconds: float
-    granted: asyncio.Future[None]
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _Tenant:
-    """Hold a tenant with turns, waiting or taken.
+    """A tenant with turns, waiting or taken.
 
     Attributes:
         requests: Waiting turns by request; the request whose turn is next comes first.
@@ -78,7 +75,7 @@ class _Tenant:
     name: str
     weight: float
     deficit_s: float = 0.0
-    requests: OrderedDict[Hashable, deque[_Turn]] = field(default_factory=OrderedDict)
+    requests: OrderedDict[Hashable, deque[Turn]] = field(default_factory=OrderedDict)
     taken: int = 0
     last: int = 0
 
@@ -90,30 +87,19 @@ class _Tenant:
     def queued_s(self) -> float:
         return sum(turn.seconds for turns in self.requests.values() for turn in turns)
 
-    def head(self, busy: Container[Hashable] = ()) -> _Turn | None:
-        """Return its next turn; drop turns that were cancelled and are still listed.
+    def head(self, busy: Container[Hashable] = ()) -> Turn | None:
+        """Return its next turn; requests in ``busy`` get none."""
+        return next((turns[0] for request, turns in self.requests.items() if request not in busy), None)
 
-        Args:
-            busy: Requests that get no turn now.
-        """
-        for request, turns in tuple(self.requests.items()):
-            while turns and turns[0].granted.done():
-                turns.popleft()
-            if not turns:
-                del self.requests[request]
-            elif request not in busy:
-                return turns[0]
-        return None
-
-    def take(self, turn: _Turn) -> None:
+    def take(self, turn: Turn) -> None:
         """Stop a request's next turn from waiting; other requests of its tenant come first then."""
         turns = self.requests.pop(turn.request)
         turns.popleft()
         if turns:
             self.requests[turn.request] = turns
 
-    def drop(self, turn: _Turn) -> None:
-        """Remove a cancelled turn if it still waits."""
+    def drop(self, turn: Turn) -> None:
+        """Remove a turn if it still waits."""
         turns = self.requests.get(turn.request)
         if turns is not None and turn in turns:
             turns.remove(turn)
@@ -122,9 +108,7 @@ class _Tenant:
 
 
 class FairQueue:
-    """Deal turns. All methods belong to the event loop's thread.
-
-    A free slot is never kept while a turn waits.
+    """Decide whose turn is next. The caller calls `grant` after every other method until it returns None.
 
     Args:
         slots: Turns that run at once: the number of workers.
@@ -133,17 +117,11 @@ class FairQueue:
     """
 
     def __init__(self, slots: int, *, one_each: bool = False) -> None:
-        self._slots = _checked(slots)
-        self._one_each = one_each
+        self._slots, self._one_each = slots, one_each
         self._busy: set[Hashable] = set()  # requests that have a turn, with `one_each`
         self._tenants: dict[str, _Tenant] = {}  # tenants with turns, in order of arrival
-        self._taken: set[_Turn] = set()
+        self._taken: set[Turn] = set()
         self._number = 0
-
-    def set_slots(self, slots: int) -> None:
-        """Set the number of slots to that of the workers; running turns continue."""
-        self._slots = _checked(slots)
-        self._deal()
 
     @property
     def waiting(self) -> int:
@@ -159,11 +137,8 @@ class FairQueue:
         """Return the number of a tenant's waiting turns."""
         return self._tenants[tenant].waiting if tenant in self._tenants else 0
 
-    @asynccontextmanager
-    async def turn(
-        self, *, tenant: str, weight: float, request: Hashable, seconds: float
-    ) -> AsyncIterator[None]:
-        """Wait for a turn, and have it while the block runs.
+    def ask(self, *, tenant: str, weight: float, request: Hashable, seconds: float) -> Turn:
+        """Add a turn that waits until `grant` returns it.
 
         A tenant's next turn can follow its last one at once only if it waits by then.
 
@@ -173,18 +148,44 @@ class FairQueue:
             request: Key of the request within the tenant; its turns come in the order of the calls.
             seconds: Estimated duration.
         """
-        require_finite("weight", weight, positive=True)
-        require_finite("seconds", seconds)
-        turn = self._ask(tenant, weight, request, max(seconds, LEAST_S))
-        try:
-            await turn.granted
-        except BaseException:
-            self._give_up(turn)
-            raise
-        try:
-            yield
-        finally:
-            self._end(turn)
+        known = self._tenants.setdefault(tenant, _Tenant(name=tenant, weight=weight))
+        known.weight = weight
+        turn = Turn(tenant=known, request=request, seconds=max(seconds, LEAST_S))
+        known.requests.setdefault(request, deque()).append(turn)
+        return turn
+
+    def grant(self) -> Turn | None:
+        """Give a free slot to the turn that is due, and return it; None if no turn can run now."""
+        turn = self._due() if len(self._taken) < self._slots else None
+        if turn is None:
+            return None
+        self._number += 1
+        tenant = turn.tenant
+        tenant.take(turn)
+        tenant.last = self._number
+        tenant.deficit_s -= turn.seconds
+        tenant.taken += 1
+        self._taken.add(turn)
+        if self._one_each:
+            self._busy.add(turn.request)
+        self._settle(tenant)
+        return turn
+
+    def end(self, turn: Turn) -> None:
+        """End a turn that was granted."""
+        self._taken.remove(turn)
+        self._busy.discard(turn.request)
+        turn.tenant.taken -= 1
+        self._settle(turn.tenant)
+
+    def give_up(self, turn: Turn) -> None:
+        """Remove a turn that nobody used: one that waits, or was granted just now. May be called again."""
+        if turn in self._taken:
+            turn.tenant.deficit_s += turn.seconds
+            self.end(turn)
+        else:
+            turn.tenant.drop(turn)
+            self._settle(turn.tenant)
 
     def spent(self, tenant: str, estimated_s: float, took_s: float) -> None:
         """Correct an estimate, preferably before the turn ends.
@@ -212,34 +213,7 @@ class FairQueue:
             head = other.head()
             next_s = head.seconds if head is not None else 0.0
             ahead += min(other.queued_s, max(next_s, own_s * other.weight / weight))
-        return ahead / max(1, self._slots)
-
-    # ------------------------------------------------------------------------------ coming and going
-
-    def _ask(self, name: str, weight: float, request: Hashable, seconds: float) -> _Turn:
-        tenant = self._tenants.setdefault(name, _Tenant(name=name, weight=weight))
-        tenant.weight = weight
-        granted = asyncio.get_running_loop().create_future()
-        turn = _Turn(tenant=tenant, request=request, seconds=seconds, granted=granted)
-        tenant.requests.setdefault(request, deque()).append(turn)
-        self._deal()
-        return turn
-
-    def _give_up(self, turn: _Turn) -> None:
-        """Cancel a turn, which may have been granted at that very moment."""
-        if turn in self._taken:
-            turn.tenant.deficit_s += turn.seconds
-            self._end(turn)
-        else:
-            turn.tenant.drop(turn)
-            self._settle(turn.tenant)
-
-    def _end(self, turn: _Turn) -> None:
-        self._taken.remove(turn)
-        self._busy.discard(turn.request)
-        turn.tenant.taken -= 1
-        self._settle(turn.tenant)
-        self._deal()
+        return ahead / self._slots
 
     def _settle(self, tenant: _Tenant) -> None:
         """Clear the credit of a tenant that does not wait; remove one that has no turn either."""
@@ -248,35 +222,14 @@ class FairQueue:
             if not tenant.taken and self._tenants.get(tenant.name) is tenant:
                 del self._tenants[tenant.name]
 
-    # -------------------------------------------------------------------------------------- dealing
-
-    def _deal(self) -> None:
-        """Grant turns while slots are free."""
-        while len(self._taken) < self._slots:
-            turn = self._due()
-            if turn is None:
-                return
-            self._number += 1
-            tenant = turn.tenant
-            tenant.take(turn)
-            tenant.last = self._number
-            tenant.deficit_s -= turn.seconds
-            tenant.taken += 1
-            self._taken.add(turn)
-            if self._one_each:
-                self._busy.add(turn.request)
-            self._settle(tenant)
-            turn.granted.set_result(None)
-
-    def _due(self) -> _Turn | None:
+    def _due(self) -> Turn | None:
         """Grant all tenants the least quantum that lets one go; return its turn, or None if none waits."""
-        needs: list[tuple[float, _Turn]] = []
-        for tenant in tuple(self._tenants.values()):
-            head = tenant.head(self._busy)
-            if head is None:
-                self._settle(tenant)
-            else:
-                needs.append(((head.seconds - tenant.deficit_s) / tenant.weight, head))
+        heads = (tenant.head(self._busy) for tenant in self._tenants.values())
+        needs = [
+            ((head.seconds - head.tenant.deficit_s) / head.tenant.weight, head)
+            for head in heads
+            if head is not None
+        ]
         if not needs:
             return None
         quantum = max(0.0, min(need for need, _ in needs))
@@ -284,9 +237,3 @@ class FairQueue:
             turn.tenant.deficit_s += quantum * turn.tenant.weight
         able = (turn for need, turn in needs if need <= quantum + ROUNDING_S)
         return min(able, key=lambda turn: turn.tenant.last)
-
-
-def _checked(slots: int) -> int:
-    if slots < 0:
-        raise ValueError(f"slots are 0 or more, got {slots}")
-    return slots
