@@ -45,7 +45,7 @@ class DaemonExecutor(Executor):
         future: Future[_T] = Future()
         with self._lock:
             if self._closed:
-                raise RuntimeError("nothing more is done beside a load that is over")
+                raise RuntimeError("the executor is shut down and takes no more tasks")
             if len(self._threads) < self._at_once:
                 thread = threading.Thread(target=self._work, name=self._name, daemon=True)
                 try:

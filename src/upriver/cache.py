@@ -141,7 +141,9 @@ def _read(path: Path, max_age_s: float) -> bytes | None:
         if not stat.S_ISREG(status.st_mode):
             raise ConfigError("it is no regular file")
         if status.st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"it has {status.st_size} bytes, one of ours at most {MAX_FILE_BYTES}")
+            raise ConfigError(
+                f"the file has {status.st_size} bytes; a cache file has at most {MAX_FILE_BYTES}"
+            )
         # A negative age comes from a clock that was set back, and says no more than a positive one.
         if abs(time.time() - status.st_mtime) > max_age_s:
             return None

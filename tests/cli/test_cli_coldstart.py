@@ -147,7 +147,7 @@ def test_what_a_constructor_returned_beside_its_model(
     stored: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["coldstart", stored, f"{__name__}:tupled"]) == 2
-    told = "tupled must return a torch module, or a module and an example of its inputs; what it returned"
+    told = "tupled must return a torch module, or a module and an example of its inputs; its second value"
     assert told in capsys.readouterr().err
 
 

@@ -244,7 +244,7 @@ def test_two_removals_at_once_are_refused_and_one_that_was_broken_off_is_not_wai
     store.program(P, W)
     plan = f"{PREFIX}/collecting.json"
     store.put(plan, json.dumps([P]).encode())
-    with pytest.raises(StoreError, match="another removal goes on"):
+    with pytest.raises(StoreError, match="another removal runs"):
         removed(store)
     store.ages[plan] = FRESH_S + 1
     assert removed(store) == [P]

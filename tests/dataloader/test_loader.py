@@ -309,7 +309,7 @@ def test_dataset_that_is_asked_by_lists_gives_these_samples(num_workers: int) ->
 def test_dataset_that_makes_whole_batches_is_refused_by_name() -> None:
     assert len(list(TorchLoader(Rowed(4), 2, collate_fn=as_it_is))) == 2
     with pytest.raises(
-        DatasetError, match=r"Rowed\.__getitems__ must give a list with a sample for each index"
+        DatasetError, match=r"Rowed\.__getitems__ must return a list with one sample for each index"
     ):
         list(DataLoader(Rowed(4), 2, collate_fn=as_it_is))
 

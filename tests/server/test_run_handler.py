@@ -262,7 +262,7 @@ def test_who_has_no_quota_leaves_a_place_for_another_tenant():
         async with AsyncExitStack() as stack:
             for _ in range(3):
                 runner.enter(stack, slow)
-            with pytest.raises(Overloaded, match="3 requests are here, 3 of them of slow"):
+            with pytest.raises(Overloaded, match="3 requests are active, 3 of them by slow"):
                 runner.enter(stack, slow)
             runner.enter(stack, other)
             assert (runner.running, runner.running_of("slow")) == (4, 3)

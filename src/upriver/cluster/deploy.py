@@ -415,8 +415,8 @@ def _wait_for_first(
             deadline = deadline or time.monotonic() + DIRECTORY_S
             if time.monotonic() >= deadline:
                 raise ConfigError(
-                    f"replicas serve, but their directory does not answer at {url}: Ray Serve listens where "
-                    "it was first told to on this cluster; give its port"
+                    f"replicas serve, but their directory does not answer at {url}: Ray Serve keeps the "
+                    "port of its first start on this cluster; give that port"
                 )
     return False
 

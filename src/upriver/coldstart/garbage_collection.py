@@ -470,7 +470,7 @@ def _remove(
     with suppress(ObjectNotFound):
         if _going(store, prefix):
             raise StoreError(
-                f"another removal goes on in store {store.name!r}, or was broken off in the last hour: "
+                f"another removal runs in store {store.name!r}, or was interrupted in the last hour: "
                 f"wait, or delete {_plan_path(prefix)!r}"
             )
     plan = msgspec.json.encode([removed.digest for removed, _ in going])

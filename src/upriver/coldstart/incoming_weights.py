@@ -67,7 +67,9 @@ class ArrivingFile(Stored):
             UpriverError: If it does not arrive, or only a part was wanted.
         """
         if not self._whole:
-            raise ProgramError("the weights file is not here: only the weights of some stages were asked for")
+            raise ProgramError(
+                "the weights file is not complete: only the weights of some stages were requested"
+            )
         self.complete()
         return self._data.numpy().data
 
@@ -161,7 +163,7 @@ class Arriving(Handle[Program]):
             folded = hashlib.sha256()
             for piece in file.pieces():
                 if self._owner() is None:
-                    raise Cancelled("nobody has the program any more")
+                    raise Cancelled("the program is no longer in use")
                 folded.update(piece)
             if folded.hexdigest() != self._digest:
                 raise ProgramError(
@@ -200,7 +202,7 @@ def _only_before(stop: int) -> BeforeStage:
 
 def _check_wanted(position: int, stop: int) -> None:
     if position > stop:
-        raise ProgramError(f"stage {position} was not asked for: of this program stages [0, {stop}) were")
+        raise ProgramError(f"stage {position} was not requested; stages [0, {stop}) of this program were")
 
 
 def step_back() -> None:

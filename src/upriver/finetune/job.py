@@ -375,12 +375,12 @@ class FinetuneJob:
         if self._pool is None:
             return False
         if _place(dataset) != _place(self._dataset):
-            log.info("evaluating without servers: %r lies in another store than what is trained on", dataset)
+            log.info("evaluating without servers: %r lies in another store than the training data", dataset)
             return False
         try:
             dataset.publish()
         except StoreError as error:
-            log.warning("evaluating without servers: the index cannot be put where they read it: %s", error)
+            log.warning("evaluating without servers: the index cannot be written to their store: %s", error)
             return False
         return True
 

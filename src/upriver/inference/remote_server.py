@@ -312,7 +312,7 @@ class RemoteServer:
             rest.begin(error, least_s=least_s)
         what = "" if captured is None else f" for stages of {captured.program.digest[:12]}"
         level = logging.DEBUG if self._closed or known == str(error) else logging.WARNING
-        log.log(level, "%s is not asked%s for now: %s", self.url, what, error)
+        log.log(level, "%s is not used%s for now: %s", self.url, what, error)
 
     def close(self) -> None:
         """End the thread and cancel all that is under way."""
@@ -447,7 +447,7 @@ class RemoteServer:
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._probed_at = self._shown_at = self._heard_at = time.monotonic()
             self._wanted[captured.program.digest].rest.error = None
-        log.info("%s may be asked for stages of %s", self.url, captured.program.digest[:12])
+        log.info("%s may run stages of %s", self.url, captured.program.digest[:12])
 
     def _probe(self) -> None:
         """Probe the round trip, and the rate where no request has shown it.

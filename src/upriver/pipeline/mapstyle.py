@@ -166,8 +166,8 @@ def _one_of(dataset: Any, index: Any) -> Any:
     if isinstance(found, list) and len(found) == 1:
         return found[0]
     raise DatasetError(
-        f"{type(dataset).__name__}.__getitems__ must give a list with a sample for each index, and is "
-        f"asked for one at a time; got {printable(repr(found), 60)} of type {type(found).__name__}"
+        f"{type(dataset).__name__}.__getitems__ must return a list with one sample for each index, "
+        f"and gets one index at a time; got {printable(repr(found), 60)} of type {type(found).__name__}"
     )
 
 

@@ -175,7 +175,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             self._check_code(self.code)
         elif self.given and (self.dataset is None or self.start >= 0):
             raise ProtocolError(
-                f"what is given are samples of a dataset before the end of its chain; got start {self.start}"
+                f"given samples belong to a dataset, before the end of its chain; got start {self.start}"
                 + ("" if self.dataset is not None else " and no dataset")
             )
         elif self.dataset is None and self.start < 0:

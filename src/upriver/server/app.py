@@ -418,7 +418,7 @@ class Front:
             Overloaded: If the server is draining.
         """
         if self.draining:
-            raise Overloaded("this server is about to end; ask another one", retry_after_s=DRAIN_RETRY_S)
+            raise Overloaded("this server is shutting down; use another one", retry_after_s=DRAIN_RETRY_S)
 
     def _shed(self, tenant: Tenant, error: BaseException) -> None:
         """Count a request that was turned away, by its reason."""

@@ -158,7 +158,7 @@ def check_found(name: str, steps: Sequence[Any], allow: Sequence[str]) -> None:
 def _check_name(name: str, allow: Sequence[str]) -> None:
     if not allow:
         raise Forbidden(
-            f"{name} is not allowed here: this server runs no code of its own; "
+            f"{name} is not allowed here: this server runs no users' code; "
             f"`upriver worker --allow {name}` does"
         )
     if any(part.startswith("_") for part in re.split(r"[.:]", name)):

@@ -324,19 +324,19 @@ class ServerConfig:
 
     def _check_tenants(self) -> None:
         if self.token is not None and self.tenants:
-            raise ConfigError("give one token or tenants, not both: each tenant has tokens of its own")
+            raise ConfigError("give one token or tenants, not both: each tenant has its own tokens")
         Tenants(self.tenants)
         for tenant in self.tenants:
             if tenant.name in _RESERVED:
-                raise ConfigError(f"no tenant can be called {tenant.name!r}: so is the server's own share")
+                raise ConfigError(
+                    f"no tenant can be called {tenant.name!r}: the server's own share has that name"
+                )
             if tenant.name == ANYONE.name and not self._alone(tenant):
                 raise ConfigError(
                     f"a tenant called {tenant.name!r} shares its programs with all: give it another name"
                 )
             if tenant.certificates and self.tls_client_ca is None:
-                raise ConfigError(
-                    f"tenant {tenant.name!r} names certificates, and without tls.client_ca nobody shows one"
-                )
+                raise ConfigError(f"tenant {tenant.name!r} names certificates; they need tls.client_ca")
             if not tenant.certificates and not tenant.token_hashes:
                 raise ConfigError(f"tenant {tenant.name!r} has no way in: give it a token or a certificate")
             self._check_stores_of(tenant)

@@ -244,8 +244,8 @@ class DeviceGroups:
         found = {str(hello.fingerprint): device for device, hello in hellos if hello is not None}
         if len(found) > 1:
             raise ConfigError(
-                f"{' and '.join(found.values())} do not compute alike, so answers would hang on chance: "
-                "give each a server of its own"
+                f"{' and '.join(found.values())} compute different bits, so answers would depend on chance: "
+                "start one server for each"
             )
 
     async def close(self) -> None:

@@ -135,7 +135,7 @@ class RunHandler:
             )
         if not self._places.take(tenant.name):
             raise Overloaded(
-                f"{self.running} requests are here, {here} of them of {tenant.name}: no more of it may be",
+                f"{self.running} requests are active, {here} of them by {tenant.name}, its limit",
                 retry_after_s=self._line.retry_after_s(),
             ) from QueueFull()
         self._metrics.running.inc()

@@ -159,7 +159,7 @@ class Tenant:
                 raise ConfigError(f"tenant {self.name!r}: no store can be called {store!r}")
             if not prefixes:
                 raise ConfigError(
-                    f'tenant {self.name!r}: say what of store {store!r} it may read, "" for all of it'
+                    f'tenant {self.name!r}: name the prefixes of store {store!r} that it may read, "" for all'
                 )
             for prefix in prefixes:
                 try:

@@ -773,7 +773,7 @@ def test_a_sink_that_fails_when_it_is_told_so_leaves_no_thread(caplog: pytest.Lo
     with run:
         run.stream.cancel()
         run.stream.join()
-    assert "a cold start's sink failed while it was told of Cancelled" in caplog.text
+    assert "a cold start's sink failed while it received the error Cancelled" in caplog.text
 
 
 def test_a_sink_may_cancel_and_join(tmp_path: Path) -> None:

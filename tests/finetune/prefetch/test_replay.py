@@ -177,5 +177,5 @@ def test_a_server_that_is_kept_out_is_named() -> None:
 
 
 def test_a_place_without_servers_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="need servers"):
+    with pytest.raises(ConfigError, match="need at least one server"):
         Prefetcher(epoch(2), local=locally, pins=Routes(placed("a")).pins(0))

@@ -139,7 +139,7 @@ def test_link_that_gives_a_sample_a_second_name_is_kept_and_warned_of(
     link(root / place, target)
     [message] = warned(caplog, root)
     assert message.startswith(
-        f"1 objects are indexed under a second name, through symbolic links: {said}; each is a sample"
+        f"1 objects are indexed under a second name, through symbolic links: {said}; each is a separate"
     )
     assert len(index(root.as_uri(), stages=STAGES)) == 3
 

@@ -215,7 +215,7 @@ def test_an_output_that_the_model_does_not_give_is_named(source: TensorSource) -
 
 
 def test_outputs_before_which_nothing_runs_are_refused() -> None:
-    with pytest.raises(CaptureError, match="nothing runs"):
+    with pytest.raises(CaptureError, match="no operator runs"):
         capture(nn.Linear(6, 6), torch.randn(2, 6), outputs=[TensorSource(path=None)])
 
 

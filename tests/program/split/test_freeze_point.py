@@ -358,7 +358,7 @@ def test_an_instance_with_a_forward_of_its_own_is_refused() -> None:
     model.forward = lambda x: original(x)  # type: ignore[method-assign]
     parts = split(model, torch.randn(4, 3, 16, 16))
     assert parts.program is None
-    assert "forward of its own instance" in parts.why_not
+    assert "forward set on the instance" in parts.why_not
 
 
 def test_granularity_of_operators_gives_more_cuts_and_the_same_features() -> None:

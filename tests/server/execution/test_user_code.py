@@ -534,7 +534,7 @@ def test_no_more_and_no_less_is_sent_than_announced(worker, server):
     tensors = RunRequest(micro_batches=((1, 2),), micro_batch=2, start=0, stop=0)
     status, error = refused(server, body_of(tensors, replace(sent, position=0)))
     assert status == 400
-    assert "only what is sent for code" in error["message"]
+    assert "only samples for a user's code" in error["message"]
 
 
 def test_what_is_sent_along_and_is_no_sample_is_told(client):

@@ -172,7 +172,7 @@ def test_a_job_for_which_there_never_is_room_says_so_when_its_worker_has_ended_i
 def test_a_worker_that_asks_for_the_same_again_is_at_its_end(sizes):
     with (
         talking(imagining(*sizes, then=done(1), answers=[])) as held,
-        pytest.raises(ChannelClosed, match="room"),
+        pytest.raises(ChannelClosed, match="more memory"),
     ):
         held.run(job(0))
 
@@ -237,7 +237,10 @@ def test_a_worker_that_answers_with_more_than_it_may_is_at_its_end(frames):
 
 
 def test_a_worker_that_asks_for_more_slots_than_its_job_has_frames_gets_none():
-    with talking(asking(*[1] * 9, then=done(9))) as held, pytest.raises(ChannelClosed, match="2 times"):
+    with (
+        talking(asking(*[1] * 9, then=done(9))) as held,
+        pytest.raises(ChannelClosed, match="at most 2 slots"),
+    ):
         held.run(job(0, 1, 2, 3, rows=2))
 
 

@@ -257,7 +257,7 @@ def test_it_looks_until_it_is_cancelled_and_says_once_that_it_sees_nothing(
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(go()) == [None, 0.5, None, None, 1.0, 1.0], "the first look has nothing before it"
     assert [record.message for record in caplog.records if "it is dark" in record.message] == [
-        "how busy others keep this machine cannot be told: it is dark"
+        "the load by other processes cannot be measured: it is dark"
     ]
 
 
@@ -285,7 +285,7 @@ def test_a_look_that_fails_is_one_that_sees_nothing(caplog: pytest.LogCaptureFix
 
     assert asyncio.run(go()) == [None, None, 0.5]
     assert [record.message for record in caplog.records if "a driver's own" in record.message] == [
-        """how busy others keep this machine cannot be told: ValueError("a driver's own")"""
+        """the load by other processes cannot be measured: ValueError("a driver's own")"""
     ]
 
 

@@ -93,8 +93,7 @@ def coldstart(
     handle = begun.handle
     if plot is not None and handle is None:
         raise ConfigError(
-            f"--plot: the weights of {uri} have no manifest beside them and are read whole; push the program "
-            "again"
+            f"--plot: the weights of {uri} have no manifest, so they are read whole; push the program again"
         )
     given = begun.ask()
     answer_s = time.monotonic() - begun.began_s

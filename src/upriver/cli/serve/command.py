@@ -94,7 +94,7 @@ def _check_served(file: Checked) -> None:
     """Check that a near-data server has a store, and runs no code but clients' programs."""
     if file.plain.allow is not None:
         raise ConfigError(
-            "allow is for `upriver worker`, which runs code of its own machine; leave it out here"
+            "allow is for `upriver worker`, which runs code installed on its machine; leave it out here"
         )
     if not file.stores:
         raise ConfigError("no store to serve: give --store [NAME=]URI or a [stores] table in --config")

@@ -298,7 +298,7 @@ class WeightStream:
         try:
             self._sink.failed(bare(error))
         except Exception:
-            log.exception("a cold start's sink failed while it was told of %s", error_text(error))
+            log.exception("a cold start's sink failed while it received the error %s", error_text(error))
 
     async def _run(self) -> None:
         with self._lock:

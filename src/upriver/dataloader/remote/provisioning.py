@@ -320,8 +320,8 @@ class ProvisionedWorkers:
         with contextlib.suppress(ConfigError):  # no worker makes values that cannot be sent
             if not identical(again, value):
                 raise NotExact(
-                    f"sample {task.samples[0]} is another one each time that it is made: the dataset draws "
-                    "from a generator of its own, or counts"
+                    f"sample {task.samples[0]} differs each time it is made: the dataset draws from its own "
+                    "generator, or counts"
                 )
 
 

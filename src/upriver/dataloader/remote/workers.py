@@ -351,7 +351,7 @@ class RemoteWorkers:
             closed = self._closed or (held is not None and held.late)
         try:
             if closed:
-                raise AnswerClosed("nobody waits for it any more")
+                raise AnswerClosed("the answer was closed by its reader")
             yield
         finally:
             with self._lock:

@@ -86,5 +86,5 @@ def _of_stages(costs: StageCosts, freeze: int) -> tuple[Seconds, ...]:
     """
     found = {stage.position: stage.seconds for stage in costs.stages}
     if sorted(found) != list(range(1, freeze + 1)):
-        raise ProtocolError(f"a profile of stages 1..{freeze} was asked for, got {sorted(found)}")
+        raise ProtocolError(f"a profile of stages 1..{freeze} was requested, got {sorted(found)}")
     return tuple(found[position] for position in range(1, freeze + 1))

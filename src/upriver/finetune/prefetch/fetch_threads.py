@@ -313,7 +313,9 @@ class FetchThreads:
     def _check(self, batch: MicroBatch, expected: tuple[int, ...], url: str) -> None:
         """Raise `ProtocolError` if a server answers other samples than it was asked for."""
         if not expected or batch.ids != tuple(self._micro_batches[expected[0]]):
-            raise ProtocolError(f"{url} answered samples {batch.ids} that were not asked for at this place")
+            raise ProtocolError(
+                f"{url} answered with samples {batch.ids}, which were not requested at this position"
+            )
 
     @contextmanager
     def _open(self, answer: AnswerStream) -> Iterator[None]:

@@ -535,8 +535,8 @@ def _tell_of_links(store: Store, rows: Sequence[_Row]) -> None:
             *["..."][: len(links) - left_out.MAX_EXAMPLES],
         ]
         log.warning(
-            "%d objects are indexed under a second name, through symbolic links: %s; each is a sample of its "
-            "own. Remove the links if that is not meant",
+            "%d objects are indexed under a second name, through symbolic links: %s; each is a separate "
+            "sample. Remove the links if that is not intended",
             count,
             "; ".join(shown),
         )

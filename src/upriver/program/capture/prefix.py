@@ -99,7 +99,7 @@ def checked(recording: Recording, *, whole: nn.Module | None = None) -> Recordin
             "offload"
         )
     if not recording.chain.nodes:
-        raise CaptureError("nothing runs before the tensors that were asked for")
+        raise CaptureError("no operator runs before the requested tensors")
     return recording
 
 

@@ -128,8 +128,8 @@ def _own(module_name: str, callable_name: str) -> tuple[nn.Module, ModelInputs]:
                 return model, ModelInputs(given=Example.of(example))
             except ConfigError as error:
                 raise ConfigError(
-                    f"{name} must return a torch module, or a module and an example of its inputs; what it "
-                    f"returned beside the module is none: {error}"
+                    f"{name} must return a torch module, or a module and an example of its inputs; its "
+                    f"second value is no example: {error}"
                 ) from None
         case other:
             raise ModelError(

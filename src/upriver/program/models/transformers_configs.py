@@ -136,7 +136,7 @@ def build(transformers: Any, name: str) -> nn.Module | None:
             return None
         config_class = getattr(model_class, "config_class", None)
         if config_class is None:
-            raise ModelError(f"transformers:{name} is no model with a configuration of its own")
+            raise ModelError(f"transformers:{name} is no model with its own configuration class")
         make = lambda: model_class(_prepared(_sized(config_class)))  # noqa: E731
     try:
         return make()

@@ -81,7 +81,7 @@ def is_proven(digest: str, program: Program | None = None, point: FreezePoint | 
         if program is not None and found.asking.keys() != modes:
             raise ValueError(f"it must be of the modes {sorted(modes)}")
         if point is not None and {*map(len, found.asking.values())} != {len(point.ships)}:
-            raise ValueError(f"it must say of {len(point.ships)} tensors whether they ask for a gradient")
+            raise ValueError(f"it must state for {len(point.ships)} tensors whether they require a gradient")
         return {mode == "training": asks for mode, asks in found.asking.items()}
 
     return _PROOFS.load(digest, decode)

@@ -403,7 +403,7 @@ class _Recipe:
         planned = {name: self._plan(child) for name, child in module.named_children()}
         children = {name: item for name, item in planned.items() if item is not None}
         if children and "forward" in module.__dict__:
-            raise CaptureError(f"module {path or 'the model itself'!r} has a forward of its own instance")
+            raise CaptureError(f"module {path or 'the model itself'!r} has a forward set on the instance")
         return _Cloned(children=children) if children else None
 
 
@@ -467,7 +467,7 @@ def _refuse_hooks(model: nn.Module, recipe: _Cloned, path: str = "") -> None:
                 full = f"{here}.{inner}" if inner else here
                 raise CaptureError(
                     f"module {full!r} has hooks, which run on this tier only, so it stays here; "
-                    "remove them to have it run elsewhere",
+                    "remove them to let it run on another tier",
                     module=full,
                 )
 

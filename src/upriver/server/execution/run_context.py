@@ -170,7 +170,7 @@ async def until(deadline: float) -> AsyncIterator[None]:
     except TimeoutError:
         if not limit.expired():
             raise
-        raise DeadlineExceeded("the time that this request may take is over") from None
+        raise DeadlineExceeded("the request exceeded its time limit") from None
 
 
 def groups_of(request: RunRequest, joined: int) -> Iterator[range]:

@@ -406,13 +406,13 @@ class WorkerHandle:
                 continue
             if isinstance(answer, NeedRoom):
                 if answer.nbytes <= beside:
-                    raise ChannelClosed("a worker asks for more room each time")
+                    raise ChannelClosed("a worker must request more memory each time")
                 beside = answer.nbytes
                 self._send(Room(granted=_granted(job.beside, beside, never)))
                 continue
             asked, nbytes = asked + 1, nbytes + answer.nbytes
             if asked > most or answer.nbytes < 1:
-                raise ChannelClosed(f"a worker asks for slots {most} times at most for this job")
+                raise ChannelClosed(f"a worker may request at most {most} slots for this job")
             granted = _granted(job.room, nbytes, never)
             if granted and (slot := self._slot(answer.nbytes, job.owner)) is not None:
                 payloads.append(self._slots.lend(slot, answer.nbytes))
@@ -443,9 +443,9 @@ class WorkerHandle:
             raise ChannelClosed("a worker waits for weights that it has")
         count = len(program.numbers)
         if not asked.weights or questions > count:
-            raise ChannelClosed("a worker asks for weights that no stage waits for")
+            raise ChannelClosed("a worker requests weights that no stage waits for")
         if not all(0 <= number < count for number in asked.weights):
-            raise ChannelClosed("a worker waits for weights that there are not")
+            raise ChannelClosed("a worker requests weights that do not exist")
         places = [program.numbers[number] for number in asked.weights]
         try:
             self._wait_for(program.weights, places)
@@ -467,7 +467,7 @@ class WorkerHandle:
                 self._closed = True
                 raise ChannelClosed("a worker that waits for weights is gone, or does not wait")
             if time.monotonic() >= end:
-                raise Overloaded("its weights take too long to come; ask again")
+                raise Overloaded("the program's weights take too long to arrive; retry")
 
     def _answered(self, kind: type[_T], program: ProgramFiles | None = None) -> _T:
         """Return the answer of this kind, or raise the error of `Failed`; bring weights on request."""

@@ -71,7 +71,7 @@ def _checked(request: RunRequest, index: int, batch: MicroBatch) -> MicroBatch:
         )
     if request.code is None:
         if batch.tree is not None:
-            raise ProtocolError(f"data frame {index} has a tree, and only what is sent for code has one")
+            raise ProtocolError(f"data frame {index} has a tree; only samples for a user's code have one")
         return batch
     if not (
         isinstance(batch.tree, list) and batch.tree[:1] == ["l"] and len(batch.tree) == len(batch.ids) + 1

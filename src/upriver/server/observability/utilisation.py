@@ -185,7 +185,7 @@ async def watch(look: UtilisationProbe, told: Callable[[float | None], None], *,
         told(found)
         if found is None and unsaid:
             unsaid = False
-            log.warning("how busy others keep this machine cannot be told: %s", why)
+            log.warning("the load by other processes cannot be measured: %s", why)
 
 
 async def _seen(look: UtilisationProbe) -> tuple[float | None, str]:

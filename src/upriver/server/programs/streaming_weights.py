@@ -402,7 +402,7 @@ class _Part:
         except (UpriverError, RuntimeError) as error:  # RuntimeError: no thread can be started
             self._unreadable(error)
         except Exception as error:
-            log.exception("a weights file was not asked for")
+            log.exception("a weights file could not be requested")
             self._unreadable(error)
 
     def _unreadable(self, error: Exception) -> None:

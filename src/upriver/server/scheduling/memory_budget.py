@@ -128,12 +128,12 @@ class MemoryBudget:
         if nbytes + beside > self.most_bytes:
             raise DoesNotFit(
                 f"this takes {bytes_text(nbytes + beside)} of memory, and the server has "
-                f"{bytes_text(self.most_bytes)} for requests: ask for less at once, or compute it elsewhere"
+                f"{bytes_text(self.most_bytes)} for requests: request less at once, or compute elsewhere"
             )
 
     def _take(self, nbytes: int, owner: str, *, whole: int) -> None:
         if nbytes < 0:
-            raise ValueError(f"bytes that are held are 0 or more, got {nbytes}")
+            raise ValueError(f"held bytes must be >= 0, got {nbytes}")
         if owner != BASE:
             self.check_fits(whole)
         if nbytes > self.free_bytes:
@@ -177,9 +177,9 @@ class MemoryHold:
             Overloaded: If the further bytes are not free now, or the hold was released.
         """
         if self._released:
-            raise Overloaded("the memory of this was given back: it is over")
+            raise Overloaded("the memory of this request was released: it has ended")
         if nbytes < 0:
-            raise ValueError(f"bytes that are held are 0 or more, got {nbytes}")
+            raise ValueError(f"held bytes must be >= 0, got {nbytes}")
         more = nbytes - self._nbytes
         if more > 0:
             self._budget._take(more, self.owner, whole=nbytes)
