@@ -98,6 +98,32 @@ def test_a_budget_of_more_than_there_is_is_told(
     assert said in "".join(caplog.messages)
 
 
+@pytest.mark.parametrize(
+    ("devices", "reserve", "found"), [("cpu", 0.0, 1000), ("cpu", 0.25, 750), ("cpu,cpu", 0.25, 375)]
+)
+def test_a_device_has_what_is_available_less_the_reserve(
+    devices: str, reserve: float, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_group, "available_bytes", lambda device: 1000)
+    config = ServerConfig(stores={"default": "memory://"}, device=devices, memory_reserve=reserve)
+    assert device_group._memory(config, "cpu") == found
+
+
+@pytest.mark.parametrize("reserve", [-0.1, 1.0, 1.5, float("nan")])
+def test_the_reserve_is_a_share(reserve: float) -> None:
+    with pytest.raises(ConfigError, match="memory_reserve"):
+        ServerConfig(stores={"default": "memory://"}, memory_reserve=reserve)
+
+
+def test_a_device_without_memory_is_told_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_group, "available_bytes", lambda device: 0)
+    config = ServerConfig(stores={"default": "memory://"})
+    with pytest.raises(ConfigError, match=r"on cpu: 0 bytes are available, and of these a share of 0\.1"):
+        device_group._memory(config, "cpu")
+    with pytest.raises(ConfigError, match="toaster"):
+        device_group._memory(config, "toaster")
+
+
 @pytest.mark.slow
 def test_two_memory_pools_admit_each_by_itself(world: Any) -> None:
     """Each pool admits one request, so both run only if they are on two devices."""

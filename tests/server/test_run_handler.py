@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upriver.control.fair_queue import FairQueue
+from upriver.control.memory_budget import MemoryBudget
 from upriver.errors import DeadlineExceeded, Overloaded, QuotaExceeded, UpriverError
 from upriver.protocol import PREFIX_NBYTES, End, RunRequest, encode
 from upriver.server import ServerConfig
@@ -22,8 +23,7 @@ from upriver.server.observability.load import LoadMeter
 from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.run_handler import JOINED_BYTES, RunHandler
 from upriver.server.scheduling.footprint import TAIL_BYTES
-from upriver.server.scheduling.memory_budget import MemoryBudget
-from upriver.server.scheduling.memory_hold import BodyMemory, IncomingBodyMemory, MemoryUse
+from upriver.server.scheduling.memory_hold import MemoryUse
 from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import ANYONE, Tenant, hash_token
 from upriver.types import Timings
@@ -350,20 +350,3 @@ def test_memory_is_given_back_when_the_last_user_has_left():
     assert not released
     use.leave()
     assert released == [True]
-
-
-def test_bodies_leave_half_of_the_memory_to_what_computes():
-    budget, asked = MemoryBudget(100 * IncomingBodyMemory.STEP_BYTES), []
-    bodies = BodyMemory(budget, asked.append)
-    first, second = IncomingBodyMemory(bodies, ANYONE), IncomingBodyMemory(bodies, ANYONE)
-    first.room(40 * IncomingBodyMemory.STEP_BYTES)
-    second.room(1)
-    second.room(10 * IncomingBodyMemory.STEP_BYTES)
-    with pytest.raises(Overloaded):
-        second.room(10 * IncomingBodyMemory.STEP_BYTES + 1)
-    assert budget.reserved_bytes == sum(asked) == 50 * IncomingBodyMemory.STEP_BYTES
-    first.release()
-    first.release()
-    second.room(90 * IncomingBodyMemory.STEP_BYTES)  # no other request's bytes are here
-    second.release()
-    assert budget.reserved_bytes == 0

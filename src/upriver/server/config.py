@@ -11,12 +11,12 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 from urllib.parse import urlsplit
 
 from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.control.memory_budget import BASE, INDEXES
 from upriver.errors import ConfigError
 from upriver.pipeline.formats.image import PIXEL_CEILING
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
 from upriver.server.code_allowlist import require_allow
 from upriver.server.observability.load import FREE_BELOW, WINDOW_S
-from upriver.server.scheduling.memory_budget import BASE, INDEXES
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token, require_count
 from upriver.store import DEFAULT_PREFIX, Store, check_name
 from upriver.store.names import check_prefix

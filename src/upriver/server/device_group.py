@@ -12,8 +12,9 @@ import torch
 
 from upriver.control.batch_adaptation import adaptive, static
 from upriver.control.fair_queue import FairQueue
+from upriver.control.memory_budget import BASE, INDEXES, MemoryBudget, MemoryHold
 from upriver.errors import ConfigError, Overloaded
-from upriver.profile.resources import total_bytes
+from upriver.profile.resources import available_bytes, total_bytes
 from upriver.program.graph.devices import check_device
 from upriver.server.config import ServerConfig
 from upriver.server.execution.worker_pool import WorkerPool
@@ -30,7 +31,6 @@ from upriver.server.sandbox.bubblewrap import enclose
 from upriver.server.sandbox.rlimits import on_cpu
 from upriver.server.scheduling.admission_queue import AdmissionQueue
 from upriver.server.scheduling.footprint import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
-from upriver.server.scheduling.memory_budget import BASE, INDEXES, MemoryBudget, MemoryHold, memory_budget
 from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import Tenant
 from upriver.store import Store
@@ -289,7 +289,7 @@ class DeviceGroups:
     @cached_property
     def _host(self) -> MemoryBudget:
         """Budget for indexes if devices have their own memory: a quarter of the machine's free memory."""
-        return MemoryBudget(memory_budget("cpu", reserve=0.75, given=None))
+        return MemoryBudget(_usable_bytes("cpu", reserve=0.75))
 
     async def used_bytes(self) -> int:
         """Return the bytes that all workers use, measured at most once a second."""
@@ -310,12 +310,28 @@ def _memory(config: ServerConfig, device: str) -> int:
     Raises:
         ConfigError: If nothing is left.
     """
-    found = memory_budget(device, reserve=config.memory_reserve, given=config.memory_budget_bytes)
-    if config.memory_budget_bytes is not None:
-        _warn_of_too_much(found, device, count=len(config.devices) if on_cpu(device) else 1)
-    elif on_cpu(device):
-        return max(1, found // len(config.devices))
-    return found
+    given = config.memory_budget_bytes
+    if given is not None:
+        _warn_of_too_much(given, device, count=len(config.devices) if on_cpu(device) else 1)
+        return given
+    found = _usable_bytes(device, reserve=config.memory_reserve)
+    return max(1, found // len(config.devices)) if on_cpu(device) else found
+
+
+def _usable_bytes(device: str, *, reserve: float) -> int:
+    """Return the available bytes of a device, without the share of them that stays free.
+
+    Raises:
+        ConfigError: If no bytes are left, or the device does not exist.
+    """
+    available = available_bytes(check_device(device))
+    usable = int((1 - reserve) * available)
+    if usable < 1:
+        raise ConfigError(
+            f"no memory is left for requests on {device}: {available} bytes are available, and of these a "
+            f"share of {reserve:g} stays free"
+        )
+    return usable
 
 
 def _warn_of_too_much(budget: int, device: str, *, count: int) -> None:

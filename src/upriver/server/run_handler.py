@@ -15,7 +15,9 @@ from functools import partial
 
 import msgspec
 
+from upriver.control.body_memory import BodyMemory, IncomingBodyMemory
 from upriver.control.concurrency_limit import ConcurrencyLimit
+from upriver.control.memory_budget import MemoryBudget
 from upriver.control.service_costs import ServiceCosts
 from upriver.engine.clock import Clock
 from upriver.engine.read import read_samples_async
@@ -57,8 +59,7 @@ from upriver.server.scheduling.footprint import (
     unheld_bytes,
     works_ahead,
 )
-from upriver.server.scheduling.memory_budget import MemoryBudget
-from upriver.server.scheduling.memory_hold import AnswerRoom, BodyMemory, IncomingBodyMemory, MemoryUse
+from upriver.server.scheduling.memory_hold import AnswerRoom, MemoryUse
 from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import Tenant
 from upriver.store import Store
@@ -167,7 +168,7 @@ class RunHandler:
         began = asyncio.get_running_loop().time()
         self._budget.check_fits(announced)
         self.enter(stack, tenant)
-        coming, arriving = IncomingBodyMemory(self._bodies, tenant), IncomingBody(body)
+        coming, arriving = IncomingBodyMemory(self._bodies, tenant.name), IncomingBody(body)
         use = stack.enter_context(MemoryUse(coming.release))
         async with until(began + self._config.deadline_s):
             request, batches = await read_body(arriving, self._config.caps, room=coming.room)

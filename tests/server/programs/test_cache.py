@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from upriver.control.memory_budget import MemoryBudget
 from upriver.errors import DoesNotFit, Overloaded, StoreError
 from upriver.server.programs.cache import ProgramCache
-from upriver.server.scheduling.memory_budget import MemoryBudget
 
 
 def shelf_of(total=100, most=100, **quotas):

@@ -11,11 +11,11 @@ import pytest
 
 from tests.pipeline.making import npy, write
 from tests.server.test_tenants import dataset_of
+from upriver.control.memory_budget import INDEXES, MemoryBudget
 from upriver.errors import DatasetError, DoesNotFit, Forbidden, ObjectNotFound, Overloaded
 from upriver.pipeline import Dataset, LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.programs.datasets import Datasets
-from upriver.server.scheduling.memory_budget import INDEXES, MemoryBudget
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import DEFAULT_PREFIX, Store
 

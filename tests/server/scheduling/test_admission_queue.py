@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upriver.control.batch_adaptation import adaptive, static
+from upriver.control.memory_budget import BASE, MemoryBudget
 from upriver.errors import DoesNotFit, Overloaded, QuotaExceeded
 from upriver.server.programs.cache import ProgramCache
 from upriver.server.scheduling import admission_queue as lines
@@ -18,7 +19,6 @@ from upriver.server.scheduling.admission_queue import (
     QueueFull,
     ask_for,
 )
-from upriver.server.scheduling.memory_budget import BASE, MemoryBudget
 from upriver.server.tenants import ANYONE, Tenant
 
 

@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from upriver.control.memory_budget import MemoryBudget, MemoryHold
 from upriver.errors import DoesNotFit, Overloaded
 from upriver.server.programs.program_files import ProgramFiles
-from upriver.server.scheduling.memory_budget import MemoryBudget, MemoryHold
 
 RETRY_S = 2.0
 """``Retry-After`` if programs in use fill the memory: a request ends within some seconds."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
+from upriver.control.memory_budget import MemoryHold
 from upriver.errors import DoesNotFit, Forbidden, ObjectNotFound, Overloaded, ProtocolError
 from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
-from upriver.server.scheduling.memory_budget import MemoryHold
 from upriver.server.tenants import Tenant, inside, outside_nbytes
 from upriver.store import Store
 from upriver.text import bytes_text

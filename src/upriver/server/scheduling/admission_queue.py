@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from upriver.control.batch_adaptation import Ask, Grant
+from upriver.control.memory_budget import MemoryBudget, MemoryHold
 from upriver.errors import DoesNotFit, Overloaded, QuotaExceeded
-from upriver.server.scheduling.memory_budget import MemoryBudget, MemoryHold
 from upriver.server.tenants import Tenant
 
 

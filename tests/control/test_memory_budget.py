@@ -1,80 +1,17 @@
-"""Test the memory budget of requests: its size, and that reservations never exceed it."""
+"""Test that what is reserved of a memory budget never exceeds it."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.errors import ConfigError, DoesNotFit, Overloaded
-from upriver.server.scheduling import memory_budget as budget_module
-from upriver.server.scheduling.memory_budget import BASE, MemoryBudget, MemoryHold, memory_budget
+from upriver.control.memory_budget import BASE, MemoryBudget, MemoryHold
+from upriver.errors import DoesNotFit, Overloaded
 
 OWNERS = ("alice", "bob", "carol")
-
-
-# --------------------------------------------------------------------------------------------------- size
-
-
-@pytest.fixture(autouse=True)
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Pretend that each device reports 1000 bytes."""
-    asked: list[torch.device] = []
-
-    def available(device: torch.device) -> int:
-        asked.append(device)
-        return 1000
-
-    monkeypatch.setattr(budget_module, "available_bytes", available)
-    return asked
-
-
-def test_the_budget_is_what_is_available_less_the_reserve(devices: list[torch.device]) -> None:
-    assert memory_budget("cpu", reserve=0.0, given=None) == 1000
-    assert memory_budget("cpu", reserve=0.25, given=None) == 750
-    assert devices == [torch.device("cpu")] * 2
-
-
-def test_what_the_server_holds_itself_belongs_to_it() -> None:
-    assert memory_budget("cpu", reserve=0.5, given=None, held_bytes=600) == 800
-
-
-def test_what_the_operator_says_holds(devices: list[torch.device]) -> None:
-    assert memory_budget("cpu", reserve=0.1, given=123_456, held_bytes=7) == 123_456
-    assert devices == []
-
-
-@pytest.mark.parametrize("given_bytes", [0, -1])
-def test_a_budget_has_bytes(given_bytes: int) -> None:
-    with pytest.raises(
-        ConfigError, match=f"memory_budget_bytes must be a whole number >= 1, got {given_bytes}"
-    ):
-        memory_budget("cpu", reserve=0.1, given=given_bytes)
-    with pytest.raises(ConfigError, match=f"1 byte or more, got {given_bytes}"):
-        MemoryBudget(given_bytes)
-
-
-@pytest.mark.parametrize("reserve", [-0.1, 1.0, 1.5, float("nan")])
-def test_the_reserve_is_a_share(reserve: float) -> None:
-    with pytest.raises(ConfigError, match="memory_reserve"):
-        memory_budget("cpu", reserve=reserve, given=1000)
-
-
-def test_a_device_without_memory_is_told_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget_module, "available_bytes", lambda device: 0)
-    with pytest.raises(ConfigError, match=r"on cpu: 0 bytes are available, and of these a share of 0\.1"):
-        memory_budget("cpu", reserve=0.1, given=None)
-
-
-def test_a_device_that_is_none() -> None:
-    with pytest.raises(ConfigError, match="toaster"):
-        memory_budget("toaster", reserve=0.1, given=None)
-
-
-# ----------------------------------------------------------------------------------------- reservations
 
 
 def test_no_more_is_held_than_there_is() -> None:

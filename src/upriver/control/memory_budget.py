@@ -6,11 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from types import TracebackType
 
-from upriver.errors import ConfigError, DoesNotFit, Overloaded
-from upriver.profile.resources import available_bytes
-from upriver.program.graph.devices import check_device
+from upriver.errors import DoesNotFit, Overloaded
 from upriver.text import bytes_text
-from upriver.types import require_finite
 
 BASE = "server"
 """Owner of memory that is held before any request: that of idle workers."""
@@ -19,50 +16,14 @@ INDEXES = "indexes"
 """Owner of the memory of datasets' indexes, which tenants share."""
 
 
-def memory_budget(device: str, *, reserve: float, given: int | None, held_bytes: int = 0) -> int:
-    """Return the bytes that requests may use together on a device.
-
-    Args:
-        device: Device on which workers compute.
-        reserve: Share of the available bytes that is left free, in [0, 1).
-        given: Bytes that the operator sets. If None, they follow from the device, or from the machine and the
-            control groups of this process.
-        held_bytes: Bytes that the server itself has allocated already and counts in its budget: on a CPU
-            those of idle workers.
-
-    Raises:
-        ConfigError: If no bytes are left, or the device does not exist.
-    """
-    require_finite("memory_reserve", reserve)
-    if reserve >= 1:
-        raise ConfigError(f"memory_reserve is a share below 1 of what is available, got {reserve:g}")
-    if given is not None:
-        if given < 1:
-            raise ConfigError(f"memory_budget_bytes must be a whole number >= 1, got {given}")
-        return given
-    available = available_bytes(check_device(device)) + held_bytes
-    budget = int((1 - reserve) * available)
-    if budget < 1:
-        raise ConfigError(
-            f"no memory is left for requests on {device}: {available} bytes are available, and of these a "
-            f"share of {reserve:g} stays free"
-        )
-    return budget
-
-
 class MemoryBudget:
-    """Hold parts of one pool of memory. All methods belong to the event loop's thread.
-
-    Args:
-        total_bytes: Size of the pool.
+    """One pool of memory, of which parts are held.
 
     Attributes:
         total_bytes: Size of the pool.
     """
 
     def __init__(self, total_bytes: int) -> None:
-        if total_bytes < 1:
-            raise ConfigError(f"a memory budget has 1 byte or more, got {total_bytes}")
         self.total_bytes = total_bytes
         self._held: Counter[str] = Counter()
         self._reserved_bytes = self._most_reserved_bytes = 0
