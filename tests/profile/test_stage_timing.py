@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from upriver.errors import ConfigError
 from upriver.profile.stage_timing import fit, measure_stages, sizes, through_first
-from upriver.program.capture.buckets import capture_buckets
+from upriver.program.capture.prefix import capture_buckets
 
 
 @dataclass

@@ -96,7 +96,7 @@ def push(
         emit(found, as_json=as_json, text=lambda: print_fields(found))
         return
     from upriver.coldstart.load_program import publish
-    from upriver.program.capture.buckets import capture_buckets
+    from upriver.program.capture.prefix import capture_buckets
     from upriver.program.graph.autocast import autocast_dtype
     from upriver.program.models.registry import load_model
     from upriver.program.split.cut_survey import answers_of

@@ -12,9 +12,9 @@ from torch import nn
 from tests.program.nets import Small
 from upriver.errors import CaptureError, ConfigError
 from upriver.program import Program
-from upriver.program.capture import buckets
-from upriver.program.capture.buckets import capture_buckets
+from upriver.program.capture import prefix
 from upriver.program.capture.lowering import Recording
+from upriver.program.capture.prefix import capture_buckets
 from upriver.program.example_inputs import TensorSource
 from upriver.program.graph.artifact_store import load, publish
 from upriver.store import Store
@@ -120,13 +120,13 @@ def test_a_table_made_anew_for_a_length_is_a_constant_of_its_bucket() -> None:
 
 def test_a_model_with_other_weights_for_another_shape_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(6, 6)
-    record = buckets.record
+    record = prefix.record
 
     def record_and_change(*args: Any, **kwargs: Any) -> Recording:
         found = record(*args, **kwargs)
         model.weight = nn.Parameter(model.weight * 2)
         return found
 
-    monkeypatch.setattr(buckets, "record", record_and_change)
+    monkeypatch.setattr(prefix, "record", record_and_change)
     with pytest.raises(CaptureError, match="'weight' is not the same for all shapes"):
         capture_buckets(model, [torch.ones(2, 6), torch.ones(3, 6)])

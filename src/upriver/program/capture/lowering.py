@@ -21,7 +21,7 @@ from upriver.program.capture.nodes import flops_of, is_operator, merge_parts, no
 from upriver.program.example_inputs import Example, TensorSource
 from upriver.program.freeze import check_initialized
 from upriver.program.graph.liveness import Chain
-from upriver.program.graph.schema import Node, TensorSpec, Value, Weight, constants, references
+from upriver.program.graph.schema import Node, TensorSpec, Value, Weight, constants
 from upriver.program.tensor_layouts import refusing, unusual
 
 
@@ -130,7 +130,7 @@ class _Reader:
                 problems[index] = f"{where(place_of(fx))} {why_not}"
         mutated = self._note_mutations(ordered, problems)
         self._note_caches(nodes, problems)
-        weights, tensors = self._weights(_in_order(nodes))
+        weights, tensors = self._weights(dict.fromkeys(name for node in nodes for name in node.reads()))
         inputs = self._inputs()
         chain = Chain(
             inputs=inputs,
@@ -145,7 +145,10 @@ class _Reader:
             first=sum(fx in early for fx in ordered),
             weights=weights,
             tensors=tensors,
-            sizes={value.name: value.spec.nbytes for value in [*inputs, *_values(nodes)]},
+            sizes={
+                value.name: value.spec.nbytes
+                for value in [*inputs, *(v for node in nodes for v in node.made)]
+            },
             flops=self._all_flops(ordered, nodes, problems),
             problems=problems,
             mutated=mutated,
@@ -205,7 +208,7 @@ class _Reader:
         return self._fixed.get(fx.name, (None, ""))[1] == target
 
     def _note_caches(self, nodes: Sequence[Node], problems: dict[int, str]) -> None:
-        made = {value.name: index for index, node in enumerate(nodes) for value in _values([node])}
+        made = {value.name: index for index, node in enumerate(nodes) for value in node.made}
         for index in sorted(made[name] for name in self._cached if name in made)[:1]:
             problems.setdefault(
                 index,
@@ -218,11 +221,13 @@ class _Reader:
     ) -> list[float]:
         """Return the operations of each node. A node computed once, when a program is bound, counts zero."""
         fixed = constants(self._inputs(), nodes)
-        made = [{value.name for value in _values([node])} for node in nodes]
-        counted = [index not in problems and not made[index] <= fixed for index in range(len(ordered))]
-        return [flops_of(fx) if count else 0.0 for fx, count in zip(ordered, counted, strict=True)]
+        varies = [not fixed.issuperset(value.name for value in node.made) for node in nodes]
+        return [
+            flops_of(fx) if varies[index] and index not in problems else 0.0
+            for index, fx in enumerate(ordered)
+        ]
 
-    def _weights(self, order: Sequence[str]) -> tuple[list[Weight], dict[str, torch.Tensor]]:
+    def _weights(self, order: Iterable[str]) -> tuple[list[Weight], dict[str, torch.Tensor]]:
         weights: list[Weight] = []
         tensors: dict[str, torch.Tensor] = {}
         keys: dict[tuple[Any, ...], str] = {}
@@ -272,15 +277,6 @@ def _mutations(exported: torch.export.ExportedProgram) -> dict[str, str]:
         for spec in exported.graph_signature.output_specs
         if spec.kind in kinds
     }
-
-
-def _values(nodes: Iterable[Node]) -> list[Value]:
-    return [output for node in nodes for output in node.outputs if output is not None]
-
-
-def _in_order(nodes: Iterable[Node]) -> list[str]:
-    """Return names in the order in which they are first read."""
-    return list(dict.fromkeys(name for node in nodes for name in references([node.args, node.kwargs])))
 
 
 def _stored(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from upriver.errors import ProgramError
 from upriver.program.capture.export import ROOT
 from upriver.program.eval_mode import no_fast_path
+from upriver.program.graph.call_validator import check_call
 from upriver.program.graph.liveness import Place, is_heavy
-from upriver.program.graph.operators import ALLOWED, check_call
+from upriver.program.graph.operators import ALLOWED
 from upriver.program.graph.schema import Node, TensorSpec, Value, encode_argument
 
 _READERS = ("item.default", "_local_scalar_dense.default")

@@ -1,7 +1,8 @@
 """Capture an `nn.Module`, or its frozen first part, as a program.
 
-The graph is made for one micro-batch size. Values that depend only on weights (position tables, casts of
-weights under autocast) are part of the graph. They are computed once, when a program is bound.
+A graph is made for one shape of the inputs. Inference passes one sample at a time and training sixteen; texts
+and sounds vary in length. Values that depend only on weights (position tables, casts of weights under
+autocast) are part of the graph. They are computed once, when a program is bound.
 """
 
 from __future__ import annotations
@@ -11,18 +12,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from upriver.errors import CaptureError, ProgramError
+from upriver.errors import CaptureError, ConfigError, ProgramError
 from upriver.program.capture.lowering import Recording, record
-from upriver.program.example_inputs import Example, Inputs, TensorSource, tensors_in
+from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import ActivationMemory, Boundary, Chain, Granularity, boundaries
 from upriver.program.graph.operators import fingerprints
 from upriver.program.graph.parser import decode
-from upriver.program.graph.schema import SCHEMA, Graph, Stage, references
+from upriver.program.graph.schema import SCHEMA, Graph, Stage
 from upriver.program.graph.validator import check
 from upriver.program.graph.weights_file import WeightsFile
-
-__all__ = ["capture", "tensors_in"]
 
 
 def capture(
@@ -50,21 +49,73 @@ def capture(
         CaptureError: If the model cannot be captured. The message says why.
         ConfigError: If a model cannot be called with ``example``.
     """
-    given = Example.of(example)
-    recording = record(model, given, outputs=outputs, first=first, autocast=autocast)
-    recording = checked(recording, whole=model if outputs is None else None)
-    weights = WeightsFile(recording.tensors)
-    device = given.tensors[0].device
-    graph = graph_of(
-        recording,
-        model,
-        weights.digest,
-        device=device,
-        granularity=granularity,
-        name=name_of(outputs),
-        chained=bool(first),
-    )
-    return bound(graph, weights, device)
+    return capture_buckets(
+        model, [example], outputs=outputs, first=first, autocast=autocast, granularity=granularity
+    )[0]
+
+
+def capture_buckets(
+    model: nn.Module,
+    examples: Sequence[Inputs],
+    *,
+    outputs: Sequence[TensorSource] | None = None,
+    first: Sequence[TensorSource] = (),
+    autocast: torch.dtype | None = None,
+    granularity: Granularity = "module",
+) -> tuple[Program, ...]:
+    """Capture a model for several shapes of input, one program each, as :func:`capture` does for one.
+
+    All programs name the same weights file, and share its tensors in memory.
+
+    Raises:
+        CaptureError: If the model cannot be captured, or its weights differ between shapes.
+        ConfigError: If there is no example, or two have the same shapes.
+    """
+    given = [Example.of(example) for example in examples]
+    _check_distinct(given)
+    whole = model if outputs is None else None
+    recordings = [
+        checked(record(model, each, outputs=outputs, first=first, autocast=autocast), whole=whole)
+        for each in given
+    ]
+    tensors: dict[str, torch.Tensor] = {}
+    for recording in recordings:
+        for key, tensor in recording.tensors.items():
+            _check_same(key, tensors.setdefault(key, tensor), tensor)
+    weights = WeightsFile(tensors)
+    programs = []
+    for recording, each in zip(recordings, given, strict=True):
+        device = each.tensors[0].device
+        graph = graph_of(
+            recording,
+            model,
+            weights.digest,
+            device=device,
+            granularity=granularity,
+            name=name_of(outputs),
+            chained=bool(first),
+        )
+        programs.append(bound(graph, weights, device))
+    return tuple(programs)
+
+
+def _check_distinct(examples: Sequence[Example]) -> None:
+    if not examples:
+        raise ConfigError("shape buckets need at least one example, got none")
+    seen: set[str] = set()
+    for example in examples:
+        form = example.describe()
+        if form in seen:
+            raise ConfigError(f"two shape buckets take {form}; each shape is captured once")
+        seen.add(form)
+
+
+def _check_same(key: str, known: torch.Tensor, tensor: torch.Tensor) -> None:
+    if known is tensor:
+        return
+    alike = known.dtype == tensor.dtype and known.shape == tensor.shape and known.stride() == tensor.stride()
+    if not alike or not torch.equal(known, tensor):
+        raise CaptureError(f"{key!r} is not the same for all shapes, so they cannot share a weights file")
 
 
 def bound(graph: Graph, weights: WeightsFile, device: torch.device) -> Program:
@@ -171,5 +222,5 @@ def _weights_read(
     chain: Chain, start: int, stop: int, weights: Mapping[str, tuple[str, int]]
 ) -> dict[str, int]:
     """Return key and bytes of each weight that nodes [start, stop) read, tied weights once."""
-    read = (name for node in chain.nodes[start:stop] for name in references([node.args, node.kwargs]))
+    read = (name for node in chain.nodes[start:stop] for name in node.reads())
     return dict(weights[name] for name in read if name in weights)

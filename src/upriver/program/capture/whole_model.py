@@ -26,15 +26,12 @@ from upriver.program.freeze import check_initialized
 from upriver.program.graph.alignment import through_cuts
 from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.executor import Program
-from upriver.program.graph.liveness import Granularity
+from upriver.program.graph.liveness import GRANULARITIES, Granularity
 from upriver.program.graph.weights_file import WeightsFile
 from upriver.program.module_state.attribute_reads import AttributeReads
 from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
 from upriver.program.module_state.restoration import state_kept
 from upriver.program.tensor_layouts import refusing, same_bits
-
-GRANULARITIES: tuple[Granularity, ...] = ("op", "module", "end")
-"""Possible ends of stages, finest first: it offers the most cuts."""
 
 Constant: TypeAlias = "bool | int | float | str | None"
 """Non-tensor values that a result may hold."""

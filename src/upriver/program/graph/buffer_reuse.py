@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from upriver.program.graph.schema import Graph, TensorSpec, reference, references
+from upriver.program.graph.schema import Graph, TensorSpec, reference
 
 _IN_PLACE: dict[str, Any] = {
     "add.Tensor": torch.ops.aten.add_.Tensor,
@@ -64,7 +64,7 @@ def overwritable(graph: Graph) -> Mapping[int, str]:
     whole graph, so no view of it exists, and no cut after this node ships it. An operand that crossed a cut
     belongs to the caller: the run must not overwrite it.
     """
-    reads = Counter(name for node in graph.nodes for name in references([node.args, node.kwargs]))
+    reads = Counter(name for node in graph.nodes for name in node.reads())
     reads.update(graph.stages[-1].live)
     fresh: dict[str, TensorSpec] = {}
     found: dict[int, str] = {}

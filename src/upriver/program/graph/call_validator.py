@@ -35,6 +35,7 @@ _TO_THE_END = frozenset({"slice.Tensor", "slice_scatter.default"})
 """Operators for which the largest integer means the end of a dimension."""
 
 
+@functools.cache
 def operator_of(name: str) -> Any:
     """Return the ATen operator called ``<operator>.<overload>``, allowed or not.
 

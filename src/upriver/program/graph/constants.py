@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from upriver.program.graph.schedule import Numbered, Schedule, Values, bind, schedule
-from upriver.program.graph.schema import Graph, Node, references
+from upriver.program.graph.schema import Graph, Node
 
 
 class Constants:
@@ -29,7 +29,7 @@ class Constants:
     def __init__(self, plan: Schedule) -> None:
         self.values: Values = {}
         self._left = dict(plan.constants)
-        self._maker = {name: index for index, node in plan.constants for name in _made(node)}
+        self._maker = {value.name: index for index, node in plan.constants for value in node.made}
         self._readers = Counter(name for numbered in plan.constants for name in names_read([numbered]))
         self._kept = plan.kept
 
@@ -68,14 +68,14 @@ class Constants:
         """Drop the values that no remaining node reads after this one."""
         read = names_read([(0, node)])
         self._readers.subtract(read)
-        for name in read.union(_made(node)) - self._kept:
+        for name in read.union(value.name for value in node.made) - self._kept:
             if not self._readers[name]:
                 self.values.pop(name, None)
 
 
 def names_read(nodes: Iterable[Numbered]) -> set[str]:
     """Return names of all values that some nodes read: inputs, weights, and results of other nodes."""
-    return {name for _, node in nodes for name in references([node.args, node.kwargs])}
+    return {name for _, node in nodes for name in node.reads()}
 
 
 def keys_read(graph: Graph, stop: int, *, start: int = 0) -> frozenset[str]:
@@ -85,7 +85,3 @@ def keys_read(graph: Graph, stop: int, *, start: int = 0) -> frozenset[str]:
     names.update(name for stage in graph.stages[start:stop] for name in stage.live)
     names |= names_read(Constants(plan).before(names))
     return frozenset(weight.key for weight in graph.weights if weight.name in names)
-
-
-def _made(node: Node) -> list[str]:
-    return [output.name for output in node.outputs if output is not None]

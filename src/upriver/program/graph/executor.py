@@ -322,7 +322,7 @@ def _bind(weights: Sequence[Weight], file: Mapping[str, torch.Tensor], device: t
 
 def live_values(graph: Graph) -> list[list[Value]]:
     """Return the tensors that cross the cut at each position, in the order of :meth:`Program.run`."""
-    made = {output.name: output for node in graph.nodes for output in node.outputs if output is not None}
+    made = {value.name: value for node in graph.nodes for value in node.made}
     made |= {value.name: value for value in graph.inputs}
     return [list(graph.inputs), *([made[name] for name in stage.live] for stage in graph.stages)]
 

@@ -10,15 +10,18 @@ two modules belong to the stage after them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-from upriver.program.graph.schema import Lifetimes, Node, Value, constants, references
+from upriver.program.graph.schema import Lifetimes, Node, Value, constants
 
-Granularity: TypeAlias = Literal["module", "op", "end"]
-"""Stages end with modules, with operators, or only at the end."""
+Granularity: TypeAlias = Literal["op", "module", "end"]
+"""Stages end with operators, with modules, or only at the end."""
+
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
+"""All granularities, the one with the most cuts first."""
 
 FEW = 5
 """Below this number of stages a planner has few choices, so more tensors may cross a cut."""
@@ -184,11 +187,7 @@ def _operator_name(place: Place, node: Node) -> str:
 
 
 def _made(node: Node) -> list[str]:
-    return [output.name for output in node.outputs if output is not None]
-
-
-def _read(node: Node) -> Iterator[str]:
-    return references([node.args, node.kwargs])
+    return [value.name for value in node.made]
 
 
 # ------------------------------------------------------------------------------ shared computation
@@ -237,7 +236,7 @@ def separable(chain: Chain, fixed: frozenset[str]) -> list[bool]:
     """
     components = _Components()
     piece_of: dict[str, int] = {}
-    last = {name: index for index, node in enumerate(chain.nodes) for name in _read(node)}
+    last = {name: index for index, node in enumerate(chain.nodes) for name in node.reads()}
     apart = [True]
     for index, node in enumerate(chain.nodes):
         piece = _piece(components, piece_of, node, fixed)
@@ -246,7 +245,7 @@ def separable(chain: Chain, fixed: frozenset[str]) -> list[bool]:
         for name in _made(node):
             if name in last and name in piece_of:
                 components.count(piece_of[name], 1)
-        for name in set(_read(node)):
+        for name in set(node.reads()):
             if last[name] == index and name in piece_of:
                 components.count(piece_of[name], -1)
         apart.append(components.crowded == 0)
@@ -259,7 +258,7 @@ def _piece(
     """Join the components of all values an operator reads, and return the result. None if it has none."""
     if all(name in fixed for name in _made(node)):
         return None
-    pieces = [piece_of[name] for name in _read(node) if name in piece_of]
+    pieces = [piece_of[name] for name in node.reads() if name in piece_of]
     if pieces:
         return components.join(pieces)
     return components.new() if is_heavy(node.op) else None

@@ -18,331 +18,77 @@ from typing import Any
 import torch
 
 from upriver.errors import ProgramError
-from upriver.program.graph.call_validator import check_call, operator_of
+from upriver.program.graph.call_validator import operator_of
 
-__all__ = ["ALLOWED", "check_call", "check_fingerprints", "fingerprints", "resolve"]
-
-_operator_of = functools.cache(operator_of)
-
-_OVERLOADS: dict[str, str] = {
+_OPERATORS = """
     # convolution, matrix products, attention
-    "conv1d": "default padding",
-    "conv2d": "default padding",
-    "conv3d": "default padding",
-    "conv_transpose1d": "default",
-    "conv_transpose2d": "input",
-    "linear": "default",
-    "matmul": "default",
-    "mm": "default",
-    "bmm": "default",
-    "addmm": "default",
-    "baddbmm": "default",
-    "einsum": "default",
-    "scaled_dot_product_attention": "default",
-    "conv_transpose3d": "input",
-    "mv": "default",
-    "dot": "default",
-    "outer": "default",
-    "addmv": "default",
-    "linalg_matmul": "default",
-    "inner": "default",
-    "batch_norm": "default",
-    "cosine_similarity": "default",
+    conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_transpose1d
+    conv_transpose2d.input linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention
+    conv_transpose3d.input mv dot outer addmv linalg_matmul inner batch_norm cosine_similarity
     # normalisation in eval
-    "_native_batch_norm_legit_no_training": "default",
-    "_native_batch_norm_legit": "no_stats",
-    "layer_norm": "default",
-    "group_norm": "default",
-    "rms_norm": "default",
-    "instance_norm": "default",
-    "_weight_norm": "default",
+    _native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats layer_norm group_norm
+    rms_norm instance_norm _weight_norm
     # activations
-    "relu": "default",
-    "gelu": "default",
-    "silu": "default",
-    "sigmoid": "default",
-    "tanh": "default",
-    "hardswish": "default",
-    "hardsigmoid": "default",
-    "hardtanh": "default",
-    "leaky_relu": "default",
-    "elu": "default",
-    "selu": "default",
-    "softplus": "default",
-    "mish": "default",
-    "log_sigmoid": "default",
-    "prelu": "default",
-    "glu": "default",
-    "relu6": "default",
-    "softmax": "int",
-    "log_softmax": "int",
+    relu gelu silu sigmoid tanh hardswish hardsigmoid hardtanh leaky_relu elu selu softplus mish
+    log_sigmoid prelu glu relu6 softmax.int log_softmax.int
     # pooling and resampling
-    "max_pool1d": "default",
-    "max_pool2d": "default",
-    "max_pool3d": "default",
-    "avg_pool1d": "default",
-    "avg_pool2d": "default",
-    "avg_pool3d": "default",
-    "adaptive_avg_pool1d": "default",
-    "adaptive_avg_pool2d": "default",
-    "adaptive_avg_pool3d": "default",
-    "adaptive_max_pool2d": "default",
-    "upsample_nearest2d": "default vec",
-    "upsample_bilinear2d": "default vec",
-    "upsample_bicubic2d": "default vec",
-    "pixel_shuffle": "default",
-    "pixel_unshuffle": "default",
-    "pad": "default",
-    "im2col": "default",
-    "col2im": "default",
-    "constant_pad_nd": "default",
-    "max_pool2d_with_indices": "default",
-    "max_pool3d_with_indices": "default",
-    "max_pool1d_with_indices": "default",
-    "adaptive_max_pool1d": "default",
-    "adaptive_max_pool3d": "default",
-    "_adaptive_avg_pool2d": "default",
-    "_adaptive_avg_pool3d": "default",
-    "upsample_nearest1d": "default vec",
-    "upsample_nearest3d": "default vec",
-    "upsample_linear1d": "default vec",
-    "upsample_trilinear3d": "default vec",
-    "_upsample_bilinear2d_aa": "default vec",
-    "_upsample_bicubic2d_aa": "default vec",
-    "_upsample_nearest_exact2d": "default vec",
-    "grid_sampler": "default",
-    "channel_shuffle": "default",
-    "reflection_pad1d": "default",
-    "reflection_pad2d": "default",
-    "reflection_pad3d": "default",
-    "replication_pad1d": "default",
-    "replication_pad2d": "default",
-    "replication_pad3d": "default",
-    "unfold": "default",
+    max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
+    adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d upsample_nearest2d
+    upsample_nearest2d.vec upsample_bilinear2d upsample_bilinear2d.vec upsample_bicubic2d
+    upsample_bicubic2d.vec pixel_shuffle pixel_unshuffle pad im2col col2im constant_pad_nd
+    max_pool2d_with_indices max_pool3d_with_indices max_pool1d_with_indices adaptive_max_pool1d
+    adaptive_max_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest1d
+    upsample_nearest1d.vec upsample_nearest3d upsample_nearest3d.vec upsample_linear1d
+    upsample_linear1d.vec upsample_trilinear3d upsample_trilinear3d.vec _upsample_bilinear2d_aa
+    _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec
+    _upsample_nearest_exact2d _upsample_nearest_exact2d.vec grid_sampler channel_shuffle
+    reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d
+    replication_pad3d unfold
     # elementwise
-    "add": "Tensor Scalar",
-    "sub": "Tensor Scalar",
-    "rsub": "Tensor Scalar",
-    "mul": "Tensor Scalar",
-    "multiply": "Tensor Scalar",
-    "div": "Tensor Scalar Tensor_mode Scalar_mode",
-    "pow": "Tensor_Scalar Tensor_Tensor Scalar",
-    "neg": "default",
-    "abs": "default",
-    "exp": "default",
-    "log": "default",
-    "sqrt": "default",
-    "rsqrt": "default",
-    "reciprocal": "default",
-    "addcmul": "default",
-    "addcdiv": "default",
-    "log1p": "default",
-    "log2": "default",
-    "expm1": "default",
-    "remainder": "Tensor Scalar",
-    "floor_divide": "default Scalar",
-    "nan_to_num": "default",
-    "isnan": "default",
-    "isinf": "default",
-    "sin": "default",
-    "cos": "default",
-    "erf": "default",
-    "sign": "default",
-    "floor": "default",
-    "round": "default decimals",
-    "clamp": "default Tensor",
-    "clamp_min": "default Tensor",
-    "clamp_max": "default Tensor",
-    "maximum": "default",
-    "minimum": "default",
-    "max": "default other dim",
-    "min": "default other dim",
-    "where": "self ScalarOther ScalarSelf Scalar",
-    "masked_fill": "Scalar Tensor",
-    "eq": "Tensor Scalar",
-    "ne": "Tensor Scalar",
-    "lt": "Tensor Scalar",
-    "le": "Tensor Scalar",
-    "gt": "Tensor Scalar",
-    "ge": "Tensor Scalar",
-    "logical_and": "default",
-    "logical_or": "default",
-    "logical_not": "default",
-    "bitwise_and": "Tensor Scalar",
-    "bitwise_or": "Tensor Scalar",
-    "__and__": "Tensor Scalar",
-    "__or__": "Tensor Scalar",
-    "bitwise_not": "default",
-    "celu": "default",
-    "hardshrink": "default",
-    "softshrink": "default",
-    "threshold": "default",
-    "exp2": "default",
-    "log10": "default",
-    "tan": "default",
-    "asin": "default",
-    "acos": "default",
-    "atan": "default",
-    "atan2": "default",
-    "sinh": "default",
-    "cosh": "default",
-    "asinh": "default",
-    "acosh": "default",
-    "atanh": "default",
-    "erfc": "default",
-    "erfinv": "default",
-    "ceil": "default",
-    "trunc": "default",
-    "frac": "default",
-    "square": "default",
-    "sgn": "default",
-    "logaddexp": "default",
-    "fmod": "Tensor Scalar",
-    "true_divide": "Tensor",
-    "lerp": "Scalar Tensor",
-    "logical_xor": "default",
-    "bitwise_xor": "Tensor Scalar",
-    "bitwise_left_shift": "Tensor_Scalar",
-    "bitwise_right_shift": "Tensor_Scalar",
-    "__xor__": "Tensor Scalar",
-    "isfinite": "default",
-    "clip": "default Tensor",
-    "_softmax": "default",
-    "_log_softmax": "default",
-    "logsumexp": "default",
-    "logit": "default",
-    "positive": "default",
-    "absolute": "default",
-    "negative": "default",
-    "divide": "Tensor Scalar",
-    "subtract": "Tensor Scalar",
-    "arctan": "default",
-    "float_power": "Tensor_Scalar",
+    add.Tensor add.Scalar sub.Tensor sub.Scalar rsub.Tensor rsub.Scalar mul.Tensor mul.Scalar
+    multiply.Tensor multiply.Scalar div.Tensor div.Scalar div.Tensor_mode div.Scalar_mode
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar neg abs exp log sqrt rsqrt reciprocal addcmul addcdiv
+    log1p log2 expm1 remainder.Tensor remainder.Scalar floor_divide floor_divide.Scalar nan_to_num isnan
+    isinf sin cos erf sign floor round round.decimals clamp clamp.Tensor clamp_min clamp_min.Tensor
+    clamp_max clamp_max.Tensor maximum minimum max max.other max.dim min min.other min.dim where.self
+    where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor eq.Tensor
+    eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar gt.Tensor gt.Scalar ge.Tensor
+    ge.Scalar logical_and logical_or logical_not bitwise_and.Tensor bitwise_and.Scalar bitwise_or.Tensor
+    bitwise_or.Scalar __and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar bitwise_not celu
+    hardshrink softshrink threshold exp2 log10 tan asin acos atan atan2 sinh cosh asinh acosh atanh erfc
+    erfinv ceil trunc frac square sgn logaddexp fmod.Tensor fmod.Scalar true_divide.Tensor lerp.Scalar
+    lerp.Tensor logical_xor bitwise_xor.Tensor bitwise_xor.Scalar bitwise_left_shift.Tensor_Scalar
+    bitwise_right_shift.Tensor_Scalar __xor__.Tensor __xor__.Scalar isfinite clip clip.Tensor _softmax
+    _log_softmax logsumexp logit positive absolute negative divide.Tensor divide.Scalar subtract.Tensor
+    subtract.Scalar arctan float_power.Tensor_Scalar
     # reductions
-    "mean": "default dim",
-    "sum": "default dim_IntList",
-    "amax": "default",
-    "amin": "default",
-    "argmax": "default",
-    "var": "correction dim default",
-    "var_mean": "correction dim",
-    "cumsum": "default",
-    "linalg_vector_norm": "default",
-    "any": "default dim dims",
-    "all": "default dim dims",
-    "argmin": "default",
-    "prod": "default dim_int",
-    "std": "correction dim default",
-    "std_mean": "correction",
-    "norm": "ScalarOpt_dim Scalar ScalarOpt_dim_dtype",
-    "cumprod": "default",
-    "topk": "default",
-    "sort": "default stable",
-    "argsort": "default stable",
-    "aminmax": "default",
-    "count_nonzero": "dim_IntList default",
+    mean mean.dim sum sum.dim_IntList amax amin argmax var.correction var.dim var var_mean.correction
+    var_mean.dim cumsum linalg_vector_norm any any.dim any.dims all all.dim all.dims argmin prod
+    prod.dim_int std.correction std.dim std std_mean.correction norm.ScalarOpt_dim norm.Scalar
+    norm.ScalarOpt_dim_dtype cumprod topk sort sort.stable argsort argsort.stable aminmax
+    count_nonzero.dim_IntList count_nonzero
     # shape
-    "view": "default",
-    "_unsafe_view": "default",
-    "reshape": "default",
-    "flatten": "using_ints",
-    "unflatten": "int",
-    "permute": "default",
-    "transpose": "int",
-    "t": "default",
-    "unsqueeze": "default",
-    "squeeze": "default dim dims",
-    "expand": "default",
-    "expand_as": "default",
-    "repeat": "default",
-    "cat": "default",
-    "stack": "default",
-    "split": "Tensor sizes",
-    "split_with_sizes": "default",
-    "chunk": "default",
-    "unbind": "int",
-    "select": "int",
-    "slice": "Tensor",
-    "narrow": "default",
-    "roll": "default",
-    "flip": "default",
-    "index": "Tensor",
-    "index_select": "default",
-    "gather": "default",
-    "embedding": "default",
-    "tril": "default",
-    "triu": "default",
-    "clone": "default",
-    "contiguous": "default",
-    "alias": "default",
-    "detach": "default",
-    "lift_fresh_copy": "default",
-    "to": "dtype dtype_layout other",
-    "_to_copy": "default",
-    "type_as": "default",
-    "movedim": "int intlist",
-    "moveaxis": "int intlist",
-    "swapaxes": "default",
-    "swapdims": "default",
-    "ravel": "default",
-    "view_as": "default",
-    "reshape_as": "default",
-    "unsafe_split": "Tensor",
-    "tensor_split": "sections indices",
-    "hsplit": "int",
-    "tile": "default",
-    "repeat_interleave": "self_int",
-    "meshgrid": "indexing",
-    "broadcast_to": "default",
-    "broadcast_tensors": "default",
-    "diagonal": "default",
-    "diag_embed": "default",
-    "rot90": "default",
-    "concat": "default",
-    "concatenate": "default",
-    "hstack": "default",
-    "vstack": "default",
-    "dstack": "default",
-    "take_along_dim": "default",
-    "masked_scatter": "default",
-    "scatter": "value",
-    "index_put": "default",
-    "searchsorted": "Tensor",
-    "bucketize": "Tensor",
-    "fliplr": "default",
-    "flipud": "default",
-    "adjoint": "default",
-    "mT": "default",
-    "lift_fresh": "default",
-    "diagonal_scatter": "default",
-    "column_stack": "default",
-    "take": "default",
+    view _unsafe_view reshape flatten.using_ints unflatten.int permute transpose.int t unsqueeze squeeze
+    squeeze.dim squeeze.dims expand expand_as repeat cat stack split.Tensor split.sizes split_with_sizes
+    chunk unbind.int select.int slice.Tensor narrow roll flip index.Tensor index_select gather embedding
+    tril triu clone contiguous alias detach lift_fresh_copy to.dtype to.dtype_layout to.other _to_copy
+    type_as movedim.int movedim.intlist moveaxis.int moveaxis.intlist swapaxes swapdims ravel view_as
+    reshape_as unsafe_split.Tensor tensor_split.sections tensor_split.indices hsplit.int tile
+    repeat_interleave.self_int meshgrid.indexing broadcast_to broadcast_tensors diagonal diag_embed
+    rot90 concat concatenate hstack vstack dstack take_along_dim masked_scatter scatter.value index_put
+    searchsorted.Tensor bucketize.Tensor fliplr flipud adjoint mT lift_fresh diagonal_scatter
+    column_stack take
     # constants of a fixed size
-    "arange": "default start start_step",
-    "full": "default",
-    "full_like": "default",
-    "zeros": "default",
-    "zeros_like": "default",
-    "zero": "default",
-    "ones": "default",
-    "ones_like": "default",
-    "scalar_tensor": "default",
-    "new_zeros": "default",
-    "new_ones": "default",
-    "new_full": "default",
-    "fill": "Scalar Tensor",
-    "tril_indices": "default",
-    "triu_indices": "default",
-    "eye": "default m",
-    "linspace": "default",
-    "slice_scatter": "default",
-    "copy": "default",
-    "diff": "default",
-    "select_scatter": "default",
-}
+    arange arange.start arange.start_step full full_like zeros zeros_like zero ones ones_like
+    scalar_tensor new_zeros new_ones new_full fill.Scalar fill.Tensor tril_indices triu_indices eye
+    eye.m linspace slice_scatter copy diff select_scatter
+"""
+"""Names by purpose. One without an overload stands for its overload ``default``."""
 
 ALLOWED: frozenset[str] = frozenset(
-    f"{name}.{overload}" for name, overloads in _OVERLOADS.items() for overload in overloads.split()
+    name if "." in name else f"{name}.default"
+    for line in _OPERATORS.splitlines()
+    for name in line.partition("#")[0].split()
 )
 """Every operator that a program may hold."""
 
@@ -389,6 +135,6 @@ def resolve(name: str) -> Any:
     if name not in ALLOWED:
         raise ProgramError(f"operator {name[:80]!r} is not allowed in a program")
     try:
-        return _operator_of(name)
+        return operator_of(name)
     except AttributeError:
         raise ProgramError(f"operator {name!r} is not known to torch {torch.__version__}") from None

@@ -30,7 +30,6 @@ from upriver.program.graph.schema import (
     constants,
     decode_argument,
     reference,
-    references,
 )
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -98,12 +97,11 @@ def _check_names(graph: Graph, caps: GraphCaps) -> None:
     for index, node in enumerate(graph.nodes):
         where = f"node {index} ({node.op[:80]})"
         _check_arguments([*node.args, *node.kwargs.values()], where, caps)
-        for name in references([node.args, node.kwargs]):
+        for name in node.reads():
             if name not in known:
                 raise ProgramError(f"{where}: reads {name[:80]!r} before it is made")
-        for output in node.outputs:
-            if output is not None:
-                _define(known, output, where, caps)
+        for value in node.made:
+            _define(known, value, where, caps)
 
 
 def _define(known: set[str], value: Value | Weight, where: str, caps: GraphCaps) -> None:
@@ -186,7 +184,7 @@ def _check_stages(graph: Graph, caps: GraphCaps) -> None:
     fixed = constants(graph.inputs, graph.nodes)
     born = {value.name: 0 for value in graph.inputs}
     for index, node in enumerate(graph.nodes, start=1):
-        born |= {output.name: index for output in node.outputs if output is not None}
+        born |= {value.name: index for value in node.made}
     for number, stage in enumerate(graph.stages, start=1):
         for text in (stage.name, stage.kind):
             _text(text, f"stage {number}", caps)

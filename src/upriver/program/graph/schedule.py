@@ -12,7 +12,7 @@ import torch
 from upriver.errors import ProgramError
 from upriver.program.graph.buffer_reuse import in_place
 from upriver.program.graph.operators import resolve
-from upriver.program.graph.schema import Graph, Node, constants, decode_argument, reference, references
+from upriver.program.graph.schema import Graph, Node, constants, decode_argument, reference
 
 Numbered: TypeAlias = tuple[int, Node]
 Values: TypeAlias = dict[str, torch.Tensor]
@@ -174,10 +174,10 @@ def schedule(graph: Graph) -> Schedule:
         rest.append([])
         for index in range(start, stage.stop):
             node = graph.nodes[index]
-            once = apart.issuperset(references([node.args, node.kwargs]))
+            once = apart.issuperset(node.reads())
             (first if once else rest[-1]).append((index, node))
         start = stage.stop
-    read = {name for nodes in rest for _, node in nodes for name in references([node.args, node.kwargs])}
+    read = {name for nodes in rest for _, node in nodes for name in node.reads()}
     kept = fixed & (read | set(graph.stages[-1].live))
     return Schedule(constants=first, kept=kept, stages=rest)
 
@@ -205,8 +205,7 @@ def mark_last_uses(steps: Sequence[ScheduledNode], nodes: Sequence[Numbered], ke
     """
     needed = set(keep)
     for step, (_, node) in zip(reversed(steps), reversed(nodes), strict=True):
-        touched = set(references([node.args, node.kwargs]))
-        touched |= {output.name for output in node.outputs if output is not None}
+        touched = {*node.reads(), *(value.name for value in node.made)}
         step.done = tuple(sorted(touched - needed))
         needed |= touched
 

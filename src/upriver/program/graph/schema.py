@@ -127,6 +127,15 @@ class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     kwargs: dict[str, Any]
     outputs: list[Value | None]
 
+    def reads(self) -> Iterator[str]:
+        """Yield names of the tensors among its arguments, in order."""
+        return references([self.args, self.kwargs])
+
+    @property
+    def made(self) -> list[Value]:
+        """Results that something reads."""
+        return [output for output in self.outputs if output is not None]
+
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Nodes up to ``stop`` that run as one step.
@@ -201,9 +210,8 @@ def constants(inputs: Iterable[Value], nodes: Iterable[Node]) -> frozenset[str]:
     varying = {value.name for value in inputs}
     fixed: set[str] = set()
     for node in nodes:
-        varies = any(name in varying for name in references([node.args, node.kwargs]))
-        made = {output.name for output in node.outputs if output is not None}
-        (varying if varies else fixed).update(made)
+        varies = not varying.isdisjoint(node.reads())
+        (varying if varies else fixed).update(value.name for value in node.made)
     return frozenset(fixed)
 
 
@@ -230,11 +238,8 @@ class Lifetimes:
         born = {value.name: 0 for value in inputs}
         last = dict.fromkeys(born, -1)
         for index, node in enumerate(nodes):
-            for name in references([node.args, node.kwargs]):
-                last[name] = index
-            for output in node.outputs:
-                if output is not None:
-                    born[output.name] = index + 1
+            last |= dict.fromkeys(node.reads(), index)
+            born |= {value.name: index + 1 for value in node.made}
         last |= dict.fromkeys(outputs, len(nodes))
         self.end = len(nodes)
         self.stretch = {

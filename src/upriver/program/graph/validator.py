@@ -100,7 +100,7 @@ class _DryRun:
         self._values: Values = {}
         given: list[Value | Weight] = [*graph.inputs, *graph.weights]
         for value in given:
-            self._values[value.name] = _fake(value.spec, device)
+            self._values[value.name] = value.spec.empty(device)
             self._memory.add(value.name, self._values[value.name])
         # A run's caller holds the inputs to its end.
         self._inputs = {value.name: self._values[value.name] for value in graph.inputs}
@@ -146,10 +146,6 @@ class _DryRun:
             raise ProgramError(
                 f"{where}: {nbytes} bytes would be alive at once, at most {self._caps.live_bytes} are allowed"
             )
-
-
-def _fake(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=DTYPES[spec.dtype], device=device)
 
 
 def _compare(where: str, spec: TensorSpec, made: torch.Tensor, *, strides: bool) -> None:
@@ -237,7 +233,8 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         flops = flops_of_call(func, args, kwargs, result)
         self.flops += flops
-        self.work += max(flops, _elements([*made, *_tensors(args)]) * _window(func, args))
+        elements = max((tensor.numel() for tensor in [*made, *_tensors(args)]), default=0)
+        self.work += max(flops, elements * _window(func, args))
         if self.work > self._caps.flops:
             raise ProgramError(f"a micro-batch takes more than the {self._caps.flops:.3g} operations allowed")
 
@@ -267,10 +264,6 @@ def _window(func: Any, args: Sequence[Any]) -> int:
         return 1
     sizes = [args[1]] if isinstance(args[1], int) else list(args[1])
     return int(math.prod(sizes)) if len(sizes) > 1 else int(sizes[0]) ** dimensions
-
-
-def _elements(tensors: Iterable[torch.Tensor]) -> int:
-    return max((tensor.numel() for tensor in tensors), default=0)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -28,7 +28,7 @@ from upriver.program.capture.lowering import Recording, record
 from upriver.program.example_inputs import Example, Inputs
 from upriver.program.graph.call_validator import operator_of
 from upriver.program.graph.liveness import MANY, Chain, live_at
-from upriver.program.graph.schema import Lifetimes, Node, constants, reference, references
+from upriver.program.graph.schema import Lifetimes, Node, constants, reference
 
 _TUPLE = "tuple"
 
@@ -140,7 +140,7 @@ def _steps(chain: Chain, fixed: frozenset[str]) -> list[_Step]:
     shapes = {value.name: value.spec.shape for value in chain.inputs}
     steps: list[_Step] = []
     for index, (node, place) in enumerate(zip(chain.nodes, chain.places, strict=True)):
-        made = {value.name: value.spec.shape for value in node.outputs if value is not None}
+        made = {value.name: value.spec.shape for value in node.made}
         shapes |= made
         kinds = () if fixed.issuperset(made) else _kinds(node, shapes)
         for kind in kinds:
@@ -167,8 +167,8 @@ def _kinds(node: Node, shapes: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
         shapes: Shapes of all values that it reads and makes, except weights.
     """
     name = node.op.partition(".")[0]
-    before: Sequence[int] = shapes.get(next(references([node.args, node.kwargs]), ""), ())
-    after: Sequence[int] = next((shapes[value.name] for value in node.outputs if value is not None), ())
+    before: Sequence[int] = shapes.get(next(node.reads(), ""), ())
+    after: Sequence[int] = next((shapes[value.name] for value in node.made), ())
     if name in _RESHAPING and len(before) > 2 and after == [before[0], math.prod(before[1:])]:
         return ("flatten",)
     if gives_view(node.op) or ("adaptive" in name and after == before):

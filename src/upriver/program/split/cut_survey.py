@@ -17,7 +17,7 @@ from upriver.errors import CaptureError, ConfigError
 from upriver.program.capture.lowering import Recording, record
 from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.graph.liveness import Boundary, Granularity, boundaries, progress
-from upriver.program.graph.schema import Node, TensorSpec, Weight, references
+from upriver.program.graph.schema import Node, TensorSpec, Weight
 from upriver.program.split.freeze_point import FreezePoint, find
 from upriver.program.split.module_trace import Shape, trace
 
@@ -160,7 +160,7 @@ class _WeightsRead:
         self.nbytes = 0
 
     def add(self, nodes: Sequence[Node]) -> None:
-        for name in (name for node in nodes for name in references([node.args, node.kwargs])):
+        for name in (name for node in nodes for name in node.reads()):
             weight = self._unread.pop(name, None)
             if weight is not None and weight.key not in self._keys:
                 self._keys.add(weight.key)

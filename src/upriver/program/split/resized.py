@@ -10,24 +10,15 @@ from upriver.program.capture.lowering import record
 from upriver.program.capture.prefix import bound, checked, graph_of, name_of
 from upriver.program.example_inputs import Example, Inputs
 from upriver.program.graph.executor import Program
-from upriver.program.graph.liveness import Granularity
+from upriver.program.graph.liveness import GRANULARITIES
 from upriver.program.graph.weights_file import WeightsFile
 from upriver.program.split.split import Split
-
-LEVELS: tuple[Granularity, ...] = ("module", "op", "end")
-"""Possible ends of a split's stages, most likely first. Only the names of the stages tell which it was."""
 
 
 def resized(
     model: nn.Module, parts: Split, example: Inputs, *, autocast: torch.dtype | None = None
 ) -> Program:
     """Capture the frozen part for the samples of ``example``, cut at the same places, without a proof.
-
-    Args:
-        model: The model that was split.
-        parts: Its split, at another number of samples.
-        example: As for :func:`~upriver.program.split.split.split`.
-        autocast: The type that it was split under.
 
     Raises:
         CaptureError: If the model runs unsplit, cannot be captured at this size, or has other stages there.
@@ -39,7 +30,7 @@ def resized(
     recording = checked(record(model, given, outputs=outputs, autocast=autocast))
     weights, device = WeightsFile(recording.tensors), given.tensors[0].device
     wanted = [stage.name for stage in parts.program.stages]
-    for level in LEVELS:
+    for level in GRANULARITIES:  # only the names of the stages tell which it was
         graph = graph_of(
             recording, model, weights.digest, device=device, granularity=level, name=name_of(outputs)
         )

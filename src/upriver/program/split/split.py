@@ -19,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from upriver.errors import CaptureError, ConfigError, ModelError
+from upriver.errors import CaptureError, ModelError
 from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.freeze import check_trainable, frozen_units, without_written
-from upriver.program.graph.autocast import autocast_dtype, autocasting
+from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.executor import Program
-from upriver.program.graph.liveness import Granularity
+from upriver.program.graph.liveness import GRANULARITIES, Granularity
 from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
 from upriver.program.module_state.restoration import state_kept
 from upriver.program.split.crossing_values import CrossingValues
@@ -163,19 +163,15 @@ def split(
         model: The user's model. Its parameters, buffers and flags stay unchanged.
         example: One micro-batch of input, samples in dimension 0, on the model's device.
         autocast: Run prefix and tail under autocast to this type.
-        granularity: Cuts at the ends of modules (``module``), between any two operators (``op``), or at the
-            freeze point alone (``end``).
+        granularity: The finest cuts to try.
         on_progress: Called with a text about each step.
 
     Raises:
         ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model does
             not run.
-        ConfigError: If an argument is outside its allowed values.
+        ConfigError: If the example holds no samples.
     """
-    if granularity not in _LEVELS:
-        raise ConfigError(f"granularity must be module, op or end, got {granularity!r}")
-    precision = autocast_dtype(autocast)
-    job = _Splitting(model, Example.of(example), precision, on_progress or (lambda text: None))
+    job = _Splitting(model, Example.of(example), autocast, on_progress or (lambda text: None))
     return job.run(granularity)
 
 
@@ -272,10 +268,13 @@ class _Splitting:
         step = f"up to {point.name}"
         try:
             tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
-            for level in _levels(granularity):
+            outputs = [ship.source for ship in point.ships]
+            for level in GRANULARITIES[GRANULARITIES.index(granularity) :]:
                 self.tell(f"capturing it {step}")
                 began = time.perf_counter()
-                program = self._capture(calls, point, level)
+                program = capture(
+                    self.model, self.example, outputs=outputs, autocast=self.autocast, granularity=level
+                )
                 capture_s = time.perf_counter() - began
                 proof = proof_digest(self.model, program, point, autocast=self.autocast)
                 known = is_proven(proof, program, point)
@@ -286,7 +285,7 @@ class _Splitting:
                 remember(proof, program, tail.with_gradient)
                 remembered = known is not None
                 self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=remembered))
-                return self._split(calls, point, tail, program, in_eval, capture_s=capture_s)
+                return self._split(calls, point, tail, program, in_eval, capture_s)
         except CaptureError as error:  # a finer or coarser program would not help
             self.attempts.append(Attempt(step=step, why_not=str(error)))
             if error.module is not None and error.module not in self.left:
@@ -310,28 +309,15 @@ class _Splitting:
         proof.split(self.model, tail, in_eval, autocast=self.autocast)
         return True
 
-    def _capture(self, calls: Trace, point: FreezePoint, level: Granularity) -> Program:
-        outputs = [ship.source for ship in point.ships]
-        return capture(self.model, self.example, outputs=outputs, autocast=self.autocast, granularity=level)
-
     def _split(
-        self,
-        calls: Trace,
-        point: FreezePoint,
-        tail: Tail,
-        program: Program,
-        in_eval: EvalPlan,
-        *,
-        capture_s: float,
+        self, calls: Trace, point: FreezePoint, tail: Tail, program: Program, plan: EvalPlan, capture_s: float
     ) -> Split:
         paths = self._paths(calls, point)
         return Split(
             program=program,
             tail=tail,
-            in_eval=in_eval.modules,
-            prefix_units=tuple(
-                p for p in paths if any(True for _ in self.model.get_submodule(p).parameters())
-            ),
+            in_eval=plan.modules,
+            prefix_units=tuple(path for path in paths if [*self.model.get_submodule(path).parameters()]),
             skipped=tuple(paths),
             attributes=self._attributes(calls, point, paths),
             boundary=point.name,
@@ -359,9 +345,10 @@ class _Splitting:
             within=lambda call, event: owner.get(call, -1) >= 0 or event <= ends.get(call, -1),
         )
 
-    def _paths(self, calls: Trace, point: FreezePoint) -> list[str]:
-        by_index = {call.index: call for call in calls.calls}
-        return list(dict.fromkeys(by_index[index].path for index in point.skipped))
+    @staticmethod
+    def _paths(calls: Trace, point: FreezePoint) -> list[str]:
+        paths = {call.index: call.path for call in calls.calls}
+        return list(dict.fromkeys(paths[index] for index in point.skipped))
 
     def _unsplit(self, units: list[str]) -> Split:
         return Split(
@@ -375,14 +362,8 @@ class _Splitting:
 
 _NOT_WATCHED = "the model cannot be watched while it runs"
 
-
 _LEVELS: dict[Granularity, str] = {
     "op": "between operators",
     "module": "at the ends of modules",
     "end": "at the freeze point alone",
 }
-
-
-def _levels(granularity: Granularity) -> tuple[Granularity, ...]:
-    order: tuple[Granularity, ...] = ("op", "module", "end")
-    return order[order.index(granularity) :]
