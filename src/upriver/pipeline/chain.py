@@ -78,11 +78,6 @@ class InputChain:
 
         Args:
             value: The sample at position ``start``; never changed.
-            sample: Its row in the dataset's index.
-            epoch: Number of the epoch, for random stages.
-            seed: The job's seed.
-            start: Position of ``value``.
-            stop: Position to reach.
             seconds: If given, each stage's seconds are added at the position at which it ends.
 
         Raises:
@@ -112,8 +107,6 @@ class InputChain:
 
         Args:
             stored: Bytes of each sample at ``start``.
-            stop: Position to which the samples are brought.
-            start: Position from which they are brought; that of the stored bytes if None.
 
         Returns:
             Bytes of each sample at ``stop``, infinite if only the sample determines them; and the peak bytes

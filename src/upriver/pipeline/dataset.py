@@ -50,10 +50,7 @@ class Dataset:
     It is immutable. Rows of the index are the sample ids.
 
     Attributes:
-        store: Store of the samples, and of the dataset's own files once it is published.
-        prefix: Folder of the store in which upriver keeps its own objects.
         digest: SHA-256 of ``chain.json``, which covers everything else.
-        chain: Input stages.
         classes: Names of the targets.
         targets: int64 of shape (len,).
         left_out: Count and examples of possible samples that were not indexed, by reason.
@@ -174,11 +171,7 @@ class Dataset:
         are compared with other shards' numbers.
 
         Args:
-            other: Dataset whose classes count.
             rows: Rows of the index; only their classes need a match. None for all rows.
-
-        Returns:
-            int64 of shape (len,).
 
         Raises:
             ConfigError: If the other dataset lacks a class that has samples, or the name stands for several.
@@ -247,9 +240,6 @@ class Dataset:
         """Read a published dataset and check it against its digest.
 
         Args:
-            store: Store of the dataset.
-            digest: Digest that names the dataset.
-            prefix: Folder of the store in which upriver keeps its own objects.
             admit: Called with the total bytes of memory needed so far, each time before opening takes more.
 
         Raises:

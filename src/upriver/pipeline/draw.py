@@ -29,8 +29,6 @@ class Draw:
     on every machine; logarithms and cosines of libraries do not.
 
     Attributes:
-        seed: The job's seed.
-        epoch: Epoch, counted by the job.
         sample: Row in the dataset's index.
         stage: The stage's index in the chain, counted from 0 at the stored bytes, so that cuts do not matter.
     """
@@ -55,7 +53,6 @@ class Draw:
         numbers are returned.
 
         Args:
-            count: Number of numbers.
             after: Number of words to skip, as many as uniform numbers were drawn.
 
         Returns:

@@ -9,9 +9,6 @@ class SampleError(UpriverError):
     """Raised when one sample cannot pass a stage.
 
     The engine, which knows row and object, turns it into ``BadSample``.
-
-    Attributes:
-        reason: The problem, in one line.
     """
 
     code = "sample"

@@ -54,7 +54,6 @@ class ColumnPages:
         value_bytes: Uncompressed bytes of pages that hold values, not indices into a dictionary.
         values: Maximum number of values in those pages.
         largest_bytes: Uncompressed bytes of the largest page.
-        pages: Number of pages.
     """
 
     value_bytes: int = 0
@@ -155,13 +154,7 @@ def _wrong(problem: str) -> DatasetError:
 
 
 class _Compact:
-    """Reader of Thrift structs of known fields.
-
-    Args:
-        data: The file.
-        at: Position at which the struct begins.
-        stop: Position by which it must have ended.
-    """
+    """Reader of Thrift structs of known fields."""
 
     def __init__(self, data: bytes, at: int, stop: int) -> None:
         self._data, self.at, self._stop = data, at, stop

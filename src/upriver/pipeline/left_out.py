@@ -113,7 +113,6 @@ class Tally:
 
         Args:
             reason: One of `REASONS`.
-            name: Name of the object, or of the shard and its member.
             detail: Sentence that describes the problem.
         """
         self._first = self._first or detail

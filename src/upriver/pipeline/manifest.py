@@ -78,13 +78,9 @@ class IndexManifest(msgspec.Struct, forbid_unknown_fields=True, frozen=True, omi
     """Content of ``chain.json``.
 
     Attributes:
-        schema: Version of the schema.
         layout: ``webdataset`` or ``folders``.
         format: ``image``, ``wav``, ``npy`` or ``safetensors``.
-        count: Number of samples.
         classes: Names of the targets 0, 1, …
-        index: Size and digest of the index.
-        stages: The input chain.
         left_out: Possible samples that were not indexed, by reason; absent if there are none.
     """
 
@@ -179,8 +175,6 @@ def decode_index(
     Text columns are returned dictionary-encoded: a few bytes that stand for many rows stay a few bytes.
 
     Args:
-        data: The file.
-        manifest: The content of ``chain.json``.
         admit: Called with the maximum bytes for opening the index, before any of it is decoded.
 
     Raises:

@@ -54,7 +54,6 @@ class MapStyle:
     """A map-style dataset with separate random numbers for every sample.
 
     Attributes:
-        dataset: The user's dataset.
         seed: The job's seed, 0 to 2**63 - 1.
         by_batch: Whether PyTorch's loader would ask for batches, as it does unless ``batch_size`` is None.
         divided: Whether the dataset has methods to be read at one place and computed at another.
@@ -96,10 +95,7 @@ class MapStyle:
 
         Args:
             index: The sampler's index; the value that was read if ``start`` is `RAW`.
-            epoch: Epoch, counted by the loader.
             sample: Number of ``index``, for the random numbers.
-            start: `START` or `RAW`.
-            stop: `RAW` or `DONE`.
 
         Raises:
             ConfigError: If the dataset has no such stages.
@@ -142,14 +138,7 @@ class MapStyle:
         ]
 
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
-        """Collate samples into a batch; leave the process's generators changed.
-
-        Args:
-            samples: Samples of the batch.
-            collate: Return the batch of a list of samples.
-            epoch: Epoch, counted by the loader.
-            batch: Number of the batch in its epoch.
-        """
+        """Collate samples into a batch; leave the process's generators changed."""
         return collated(samples, collate, seed=self.seed, epoch=epoch, batch=batch)
 
     def _seed(self, epoch: int, sample: int, stage: int) -> None:

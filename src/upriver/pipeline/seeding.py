@@ -43,13 +43,7 @@ def seed_generators(draw: Draw) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generators:
-    """States of the three generators of this process.
-
-    Attributes:
-        python: State from `random.getstate`.
-        numpy: State from `numpy.random.get_state`.
-        torch: State as a tensor of bytes.
-    """
+    """States of the three generators of this process."""
 
     python: Any
     numpy: Any
@@ -80,9 +74,6 @@ class Generators:
     @staticmethod
     def move(moved: dict[str, Any]) -> None:
         """Set this process's generators to the states of others that have moved.
-
-        Args:
-            moved: Result of `moved_since`.
 
         Raises:
             Exception: If it is not such a result.

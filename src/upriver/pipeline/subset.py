@@ -41,9 +41,6 @@ def whole_of(dataset: Any) -> Any:
 def rows_of(part: Any) -> Sequence[int]:
     """Return the rows of the index that a part has, in its order; a range if these are all rows.
 
-    Args:
-        part: An indexed dataset, or a part of one.
-
     Raises:
         ConfigError: If the part names a row that the index does not have.
     """
@@ -62,10 +59,6 @@ class Rows:
 
     A position that the part does not have is named in its batch, where reading it raises. The next batch
     follows, as in PyTorch's loader.
-
-    Args:
-        part: An indexed dataset, or a part of one.
-        batches: Positions in the part.
     """
 
     def __init__(self, part: Any, batches: Iterable[tuple[Any, ...]]) -> None:

@@ -21,7 +21,6 @@ class Example:
 
     Attributes:
         args: Positional inputs: tensors, None, numbers, and tuples, lists and dicts of them.
-        kwargs: Keyword inputs.
     """
 
     args: tuple[Any, ...] = ()

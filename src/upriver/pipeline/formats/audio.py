@@ -86,11 +86,6 @@ def check_bytes(what: str, nbytes: int) -> None:
 def fix_length(value: torch.Tensor, samples: int, uniform: float) -> torch.Tensor:
     """Return a part of longer audio, at the place given by ``uniform``; append zeros to shorter audio.
 
-    Args:
-        value: Audio.
-        samples: Samples of each channel in the result.
-        uniform: Number in [0, 1).
-
     Raises:
         SampleError: If the value is not audio, or the result is too large.
     """
@@ -110,11 +105,6 @@ def resample(value: torch.Tensor, orig: int, new: int) -> torch.Tensor:
     Each output is a sum of inputs around its own time, weighted by a sinc under a Hann window. The weights
     depend on the output's place among ``new`` outputs, and repeat after ``orig`` inputs (Smith, Digital Audio
     Resampling, 2002). The signal is silent before its beginning and after its end.
-
-    Args:
-        value: Audio.
-        orig: Rate of the audio.
-        new: Rate of the result.
 
     Returns:
         Audio of ceil(samples * new / orig) samples.
@@ -194,9 +184,7 @@ def add_noise(value: torch.Tensor, snr_db: float, draw: Draw, *, after: int) -> 
     """Add white Gaussian noise whose power is ``snr_db`` below the audio's; silence stays silent.
 
     Args:
-        value: Audio.
         snr_db: Ratio of the two powers over the whole sample, in dB.
-        draw: Random numbers for the noise.
         after: Number of words of ``draw`` that are used already.
 
     Raises:
@@ -265,9 +253,6 @@ def stft(value: torch.Tensor, n_fft: int, hop: int, win: int) -> torch.Tensor:
     Frame ``t`` is centred on sample ``t * hop``; beyond its ends the signal is mirrored.
 
     Args:
-        value: Audio.
-        n_fft: Samples of a frame.
-        hop: Samples from one frame to the next.
         win: Samples of the window, which is centred in a frame.
 
     Returns:

@@ -167,7 +167,6 @@ def decode(data: bytes | memoryview, *, max_pixels: int, orient: bool) -> torch.
     """Decode a JPEG, PNG, WebP (its first frame), BMP, PPM, PGM or PBM into RGB.
 
     Args:
-        data: The stored file.
         max_pixels: Cap on width times height, checked before anything is decoded.
         orient: Whether to turn the image as its metadata say, as ``ImageOps.exif_transpose`` does.
 

@@ -35,9 +35,6 @@ _XMP = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 def orientation_of(info: Mapping[Any, Any]) -> float:
     """Find an image's orientation.
 
-    Args:
-        info: Metadata that Pillow found in the file, unparsed.
-
     Returns:
         1 to 8 as in EXIF, `UPRIGHT` if the file has no orientation, or any other number in the file.
     """

@@ -46,12 +46,9 @@ class Member:
     """A member of a shard that may belong to a sample: bytes [start, stop) of the object.
 
     Attributes:
-        key: Key that the members of one sample share.
         extension: Everything after the first dot of the base name, in lower case.
         start: First byte of its content, or of the linked content for a link.
-        stop: One past the last byte.
         reason: Reason why its content cannot be read, one of `left_out.REASONS`; empty if it can.
-        why_not: The same in words.
         text: Content of a ``.cls`` member of allowed size.
     """
 
@@ -144,8 +141,6 @@ def members(reader: RangedReader, info: ObjectInfo, tally: Tally) -> list[Member
     content. Directories, clutter and descriptions such as a README are left out.
 
     Args:
-        reader: The shard, from its beginning.
-        info: The shard's object.
         tally: Counts hidden files that may be samples.
 
     Raises:

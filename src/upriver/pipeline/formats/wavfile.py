@@ -79,8 +79,6 @@ def read_wav(data: bytes | memoryview, *, sample_rate: int, mono: bool, max_samp
     """Read the samples of a WAV file, -1 to 1.
 
     Args:
-        data: The stored file.
-        sample_rate: Required sample rate.
         mono: Whether to take the mean of the channels.
         max_samples: Cap on samples of a channel, checked before anything is allocated.
 

@@ -86,10 +86,8 @@ def index(
     two samples, and a warning names the link.
 
     Args:
-        store: A store, or the URI of one.
         path: Directory, or one shard, in the store; empty for the whole store. ``./train/`` is ``train``.
         stages: Input stages; the first must read the stored format.
-        layout: Layout to look for; ``auto`` decides by the files found.
         prefix: Folder in which upriver keeps its own objects; never indexed.
         on_left_out: ``error`` refuses to leave anything out, ``report`` counts it in the dataset.
         on_progress: Called with (bytes done, bytes in all).

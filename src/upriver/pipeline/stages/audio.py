@@ -91,11 +91,7 @@ class DecodeWav(InputStage):
 
 @dataclass(frozen=True, slots=True)
 class FixLength(InputStage):
-    """Make audio of one length: a random part of longer audio, or shorter audio followed by zeros.
-
-    Attributes:
-        samples: Samples of each channel.
-    """
+    """Make audio of one length: a random part of longer audio, or shorter audio followed by zeros."""
 
     name = "fix_length"
     kind = "augment"
@@ -153,12 +149,7 @@ class AddNoise(InputStage):
 
 @dataclass(frozen=True, slots=True)
 class Resample(InputStage):
-    """Convert audio to another rate, by a windowed sinc.
-
-    Attributes:
-        orig: Samples a second of the input.
-        new: Samples a second of the result.
-    """
+    """Convert audio to another rate, by a windowed sinc."""
 
     name = "resample"
     kind = "resample"

@@ -288,7 +288,6 @@ class RandAugment(InputStage):
     where one makes sense.
 
     Attributes:
-        num_ops: Number of operations in a row.
         magnitude: Strength of the operations: a bin, counted from 0.
         num_magnitude_bins: Number of bins from no effect to the strongest.
     """
@@ -327,14 +326,7 @@ class RandAugment(InputStage):
         return _changing_bytes(taken)
 
     def amount(self, name: str, sign: int, height: int, width: int) -> float:
-        """Return the amount of an operation, for `upriver.pipeline.formats.image.change`.
-
-        Args:
-            name: One of `OPERATIONS`.
-            sign: -1 or 1, for signed operations.
-            height: Height of the image.
-            width: Width of the image.
-        """
+        """Return the amount of an operation, for `upriver.pipeline.formats.image.change`."""
         bins, at = self.num_magnitude_bins, self.magnitude
         if name == "posterize":
             return float(

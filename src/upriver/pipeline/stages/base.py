@@ -37,8 +37,6 @@ class InputStage(ABC):
     Attributes:
         name: Name in JSON and in tables.
         kind: Category of the stage's work.
-        takes: Kinds of values that the stage accepts.
-        gives: Kind of the result.
     """
 
     name: ClassVar[str]

@@ -177,12 +177,7 @@ class CenterCrop(InputStage):
 
 @dataclass(frozen=True, slots=True)
 class Normalize(InputStage):
-    """Convert pixels to a network's input: ``(x / 255 - mean) / std``, in that order, channels first.
-
-    Attributes:
-        mean: Means of red, green, blue; ImageNet's by default.
-        std: Standard deviations of red, green, blue; ImageNet's by default.
-    """
+    """Convert pixels to a network's input: ``(x / 255 - mean) / std``, in that order, channels first."""
 
     name = "normalize"
     kind = "normalize"
@@ -220,12 +215,7 @@ class Normalize(InputStage):
 
 @dataclass(frozen=True, slots=True)
 class ToFloat(InputStage):
-    """Convert pixels to ``x / 255``, channels first, clamped to a range.
-
-    Attributes:
-        low: Smallest value of the result.
-        high: Largest value of the result.
-    """
+    """Convert pixels to ``x / 255``, channels first, clamped to a range."""
 
     name = "to_float"
     kind = "normalize"

@@ -41,8 +41,6 @@ class InputSpec:
         """Return random values: normal numbers, integers below the bound, or a mask.
 
         Args:
-            batch: Number of samples.
-            seed: Decides the values.
             lengths: Tokens of each sample's text. None for full length.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -83,8 +81,6 @@ class ModelInputs:
     """All inputs of a model: positional and keyword inputs, or an example that came with the model.
 
     Attributes:
-        positional: Inputs without a name, in order.
-        named: Keyword inputs.
         given: An example that supplies the values. If set, the other fields are ignored.
     """
 
@@ -166,10 +162,6 @@ def made_up(values: Iterable[Value], device: str | torch.device = "cpu") -> list
 
     Every table has a row 0, so a zero is a valid index. Zero as a real number would pass some kernels faster
     than other values.
-
-    Args:
-        values: The inputs of the program's graph.
-        device: Device of the tensors.
     """
     generator = torch.Generator().manual_seed(0)
     found = []

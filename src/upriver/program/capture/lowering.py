@@ -30,8 +30,6 @@ class Recording:
     """A recorded pass.
 
     Attributes:
-        micro_batch: Samples of the example.
-        chain: Operators in the order in which they run.
         first: Number of operators that lead to the tensors requested as ``first``.
         weights: Weights that the operators read, in the order of the first read.
         tensors: Tensors by key in the weights file.

@@ -36,14 +36,11 @@ def capture(
     """Capture a model in eval, for the micro-batch of ``example``. Leave the model unchanged.
 
     Args:
-        model: The user's model.
         example: Inputs of the model, samples in dimension 0, as many as a micro-batch holds.
         outputs: Outputs of the program, in this order: results of module calls, or inputs. Operators after
             the last of them are not captured. None captures the whole model, and outputs every tensor of its
             result once.
         first: Tensors whose operators run before all others. A stage ends right after them.
-        autocast: Type that autocast computes in. The casts become part of the graph.
-        granularity: Whether stages end with modules, with operators, or only at the end.
 
     Raises:
         CaptureError: If the model cannot be captured. The message says why.
@@ -173,7 +170,6 @@ def graph_of(
     """Return the graph of a recording.
 
     Args:
-        device: Device of the recording.
         name: Name of the last stage. Empty for the module that ends there.
         chained: True if a stage ends after the operators that run first.
     """

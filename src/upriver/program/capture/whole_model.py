@@ -42,15 +42,11 @@ class CapturedModel:
     """A model, captured for one form of inputs.
 
     Attributes:
-        program: The whole model as a program.
-        example: Inputs of the capture.
         reference: Outputs of the program for `example`.
         places: For each tensor of a result, in order, its index among the program's outputs.
         returned: Result of the model itself for `example`.
-        granularity: Where its stages end.
         weights: The model's own tensors that the program reads, by key in the weights file.
         attributes: Other attributes that the model's forward read.
-        autocast: Type that autocast computed in. None if autocast was off.
     """
 
     program: Program
@@ -70,12 +66,7 @@ class CapturedModel:
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """Result of a model, flattened.
-
-    Attributes:
-        leaves: Tensors and constants, in order.
-        form: Structure that holds them.
-    """
+    """Result of a model, flattened."""
 
     leaves: tuple[torch.Tensor | Constant, ...]
     form: pytree.TreeSpec
@@ -103,8 +94,6 @@ def capture_whole(model: nn.Module, inputs: Inputs, *, autocast: torch.dtype | N
 
     Args:
         model: The user's model. Its parameters are not copied, so they must not change.
-        inputs: Inputs of the model, on its device.
-        autocast: Type that autocast computes in. The casts become part of the program.
 
     Raises:
         CaptureError: If it cannot be captured, or its program gives other bits. The message says why.

@@ -91,9 +91,6 @@ def load(
 ) -> Program:
     """Read a program from a store and check it.
 
-    Args:
-        caps: Limits of the program.
-
     Raises:
         ProgramNotFound: If the store has no program of that digest.
         ProgramError: If it does not match its digest, or exceeds the caps.

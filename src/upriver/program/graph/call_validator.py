@@ -55,7 +55,6 @@ class _Argument:
 
     Attributes:
         kind: Its type as signatures write it.
-        fits: Returns whether a value is of that type.
     """
 
     name: str
@@ -132,9 +131,6 @@ def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
 
 def check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, num_results: int) -> None:
     """Check the arguments of a call, tensors included, against the operator's signature.
-
-    Args:
-        num_results: Number of results that the caller expects.
 
     Raises:
         ProgramError: If an argument is of another type, a result's size depends on data, or the number of

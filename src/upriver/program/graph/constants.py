@@ -19,9 +19,6 @@ from upriver.program.graph.schema import Graph, Node
 class Constants:
     """Nodes that run once, and the results of those that have run.
 
-    Args:
-        plan: The graph's schedule.
-
     Attributes:
         values: Results by name. A result that no node will read is dropped.
     """

@@ -105,7 +105,6 @@ def copy_beside(tensor: torch.Tensor, there: torch.Tensor, *, after: torch.cuda.
     copying it.
 
     Args:
-        tensor: The source.
         there: Memory on the accelerator, of the same shape.
         after: Event on the accelerator that must complete before the write.
     """

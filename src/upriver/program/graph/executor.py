@@ -34,9 +34,7 @@ class Program:
     """Captured network: graph and weights, on one device.
 
     Attributes:
-        graph: The graph file.
         graph_bytes: Its bytes. Their SHA-256 is the program's digest.
-        weights_bytes: The weights file.
         stages: Model stages. Position ``k`` lies right after ``stages[k - 1]``.
         before_stage: The given callback, until its owner removes it.
     """
@@ -95,7 +93,6 @@ class Program:
 
         Args:
             digest: Expected digest of the graph, if known.
-            caps: Limits of a program.
             before_stage: As for the constructor. Then the weights file, after its header, is still being
                 filled. The code that fills it checks it against its digest.
 

@@ -44,8 +44,6 @@ class Chain:
     """Operators in the order in which they run.
 
     Attributes:
-        inputs: Values that the first operators read.
-        nodes: The operators.
         places: For each operator, the module calls that it ran in.
         outputs: Names of the chain's outputs.
         weights: Names of the values read from the weights file.
@@ -79,7 +77,6 @@ def boundaries(
     """Return the stage ends of a chain, always including its end, in time linear in its length.
 
     Args:
-        granularity: Where a stage may end.
         also: Positions at which a stage ends regardless of the values alive there.
     """
     lifetimes, fixed = _lifetimes(chain)
@@ -136,11 +133,7 @@ def _running_total(chain: Chain, lifetimes: Lifetimes, weights: Mapping[str, int
 
 
 def progress(chain: Chain, fixed: frozenset[str] | None = None) -> list[int]:
-    """Return the number of operators before each position, without those that make constants.
-
-    Args:
-        fixed: Names of the constants, if known.
-    """
+    """Return the number of operators before each position, without those that make constants."""
     fixed = constants(chain.inputs, chain.nodes) if fixed is None else fixed
     return list(accumulate((not fixed.issuperset(_made(node)) for node in chain.nodes), initial=0))
 

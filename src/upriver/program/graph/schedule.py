@@ -53,7 +53,6 @@ class ScheduledNode:
         """Resolve everything that does not change between runs.
 
         Args:
-            index: The node's index, for messages.
             fixed: Weights and constants.
             over: The operand that the result may overwrite, if any.
 
@@ -200,7 +199,6 @@ def mark_last_uses(steps: Sequence[ScheduledNode], nodes: Sequence[Numbered], ke
     """Mark the values that each step drops because no later step reads them. This frees memory early.
 
     Args:
-        nodes: The nodes of the steps.
         keep: Names that are needed afterwards, or belong to no run.
     """
     needed = set(keep)

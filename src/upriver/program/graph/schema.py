@@ -165,8 +165,6 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A whole ``graph.json``.
 
     Attributes:
-        schema: Name and version of the format.
-        micro_batch: Samples of a run.
         device: Type of device of the capture. Operators lay out results differently on other types, so the
             declared strides are those of this type.
         autocast: Type that a run computes in under ``torch.autocast``. None for no autocast.

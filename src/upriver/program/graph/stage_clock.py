@@ -14,7 +14,6 @@ class StageClock:
 
     Args:
         tell: Called with the position after each stage and the stage's seconds. None for no report.
-        device: Device of the run.
         at_the_end: On an accelerator, report all stages at the end instead of waiting for each.
     """
 

@@ -85,7 +85,6 @@ class Stored(ABC):
 
     Attributes:
         tensors: Tensors by key, in storage order, on a 64-byte boundary.
-        nbytes: Memory of the file in bytes.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -120,8 +119,6 @@ class WeightsFile(Stored):
 
     Attributes:
         tensors: Tensors by key, in storage order. A tensor off a 64-byte boundary is a copy.
-        digest: SHA-256 of the file.
-        nbytes: Its size.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -249,10 +246,6 @@ def _header(data: torch.Tensor, caps: GraphCaps) -> tuple[dict[str, Any], torch.
 def header_length(first: bytes, total: int, caps: GraphCaps = DEFAULT_CAPS) -> int:
     """Return the length of a file's header.
 
-    Args:
-        first: The first bytes of the file, :data:`LENGTH_BYTES` of them.
-        total: Bytes of the file.
-
     Raises:
         ProgramError: If the header would not fit into the file, or is longer than the caps allow.
     """
@@ -268,9 +261,6 @@ def header_length(first: bytes, total: int, caps: GraphCaps = DEFAULT_CAPS) -> i
 
 def table_of(text: bytes, what: str, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, Any]:
     """Return an untrusted JSON table.
-
-    Args:
-        what: Names the table in messages.
 
     Raises:
         ProgramError: If it is not a table, has more entries than a header may have, or repeats a name.

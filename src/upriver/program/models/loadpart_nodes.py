@@ -63,8 +63,6 @@ class PaperNode:
         kind: The paper's kind if it has one (Table I), else the operator's name.
         name: The module that it runs in. Its kind outside of all modules.
         cut_bytes: Bytes that cross the cut, per sample.
-        tensors: Number of tensors that cross the cut.
-        runnable: True if a program can be cut there.
     """
 
     number: int
@@ -79,11 +77,6 @@ def paper_nodes(
     model: nn.Module, example: Inputs, *, autocast: torch.dtype | None = None
 ) -> tuple[PaperNode, ...]:
     """Return a model's numbered nodes in eval, the input first. Leave the model unchanged.
-
-    Args:
-        model: The user's model.
-        example: Inputs of the model, with any number of samples.
-        autocast: Run under autocast to this type.
 
     Raises:
         CaptureError: If torch cannot record the whole model.

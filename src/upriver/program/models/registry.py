@@ -44,9 +44,6 @@ def load_model(
         seed: Decides the random weights. The caller's random state stays unchanged.
         input_shape: Shape of one sample, to replace the model's own or supply an unknown one.
 
-    Returns:
-        The model and its inputs.
-
     Raises:
         ModelError: If there is no such model, or its package is not installed.
         ConfigError: If `input_shape` is given for an example that came with the model, or that example is

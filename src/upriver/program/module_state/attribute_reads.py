@@ -81,11 +81,7 @@ class AttributeReads:
 
     @contextlib.contextmanager
     def noting(self, where: Callable[[], Place] | None = None) -> Iterator[None]:
-        """Record the reads of this thread. Compiled functions run uncompiled meanwhile.
-
-        Args:
-            where: Returns the current place of the pass.
-        """
+        """Record the reads of this thread. Compiled functions run uncompiled meanwhile."""
         if where is not None:
             self._where = where
         thread, self._patched, profiler = threading.get_ident(), list[type](), sys.getprofile()
@@ -244,9 +240,7 @@ def _settings_of(
     """Yield owner, name and value of the global variables and class attributes that a function names.
 
     Args:
-        module: Module that defines the function.
         kind: Class of the `nn.Module` whose method the function is.
-        own: Attributes that the `nn.Module` itself holds.
     """
     named: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "STORE_GLOBAL": set(), "LOAD_ATTR": set()}
     for code in dis.get_instructions(function):

@@ -195,11 +195,7 @@ def _where(module: nn.Module, path: str | None) -> str:
 
 
 class _Look:
-    """Snapshot of all attributes that are watched.
-
-    Attributes:
-        entries: Each attribute found, with its form.
-    """
+    """Snapshot of all attributes that are watched."""
 
     def __init__(
         self, modules: Sequence[tuple[Any, str, frozenset[str]]], kinds: Mapping[type, frozenset[str]]

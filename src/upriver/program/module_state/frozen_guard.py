@@ -43,8 +43,6 @@ class FrozenGuard:
         Args:
             also: Names of further parameters and buffers that the frozen part reads. Their modules are not
                 frozen as a whole, such as a position embedding next to trained layers.
-            skipped: Modules that the tail does not call.
-            attributes: Attributes read in the frozen part.
             again: Returns the attributes read now if the model would be split the same way, else None. Its
                 argument says whether hooks changed. A call may take seconds, and happens once for each set of
                 values.

@@ -53,9 +53,7 @@ class MutableObject:
 
     Attributes:
         owner: Attribute through which the walk reached the object.
-        value: The object.
         kind: Functions that read and write its state.
-        before: State when the walk reached the object.
     """
 
     owner: Owner
@@ -130,11 +128,7 @@ class MutableObject:
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind:
-    """Functions that read, write and compare the state of one kind of object, and list its items.
-
-    Attributes:
-        random: True for a generator of random numbers.
-    """
+    """Functions that read, write and compare the state of one kind of object, and list its items."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any, Any], None]
@@ -323,9 +317,7 @@ class ReachableObjects:
     """Objects reachable from a model, each once.
 
     Attributes:
-        model: The model.
         things: Every object that is not a tensor.
-        tensors: Parameters, buffers and other tensors.
     """
 
     def __init__(self, model: nn.Module) -> None:

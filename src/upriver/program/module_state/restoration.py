@@ -141,11 +141,7 @@ def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 class SavedState:
-    """State of a model before a trial run, for comparison and restoration.
-
-    Attributes:
-        values: Values of all tensors.
-    """
+    """State of a model before a trial run, for comparison and restoration."""
 
     def __init__(self, held: ReachableObjects, tensors: Sequence[_Tensor], values: _Values) -> None:
         self._held, self._tensors, self.values = held, tensors, values
@@ -190,11 +186,7 @@ class SavedState:
 
 
 class DrawDetector:
-    """Detect draws of random numbers: Python's, NumPy's, or those of the model's own generators.
-
-    Args:
-        own: The model's own generators.
-    """
+    """Detect draws of random numbers: Python's, NumPy's, or those of the model's own generators."""
 
     def __init__(self, own: Iterable[MutableObject]) -> None:
         self._shared = shared_generators()
@@ -278,8 +270,6 @@ class _Copy:
     """Copy of a storage's bytes.
 
     Attributes:
-        storage: The storage copied.
-        data: Its bytes.
         suspect: True once a comparison found a write. Torch may report no later write either.
         users: Number of contexts that use the copy.
     """

@@ -28,13 +28,9 @@ class Cut:
 
     Attributes:
         cut: Number of the cut. Cut 0 lies before the first operator.
-        after: The module (or operator) that ends there.
         bytes_per_sample: Bytes of the tensors that cross it, per sample.
-        tensors: Number of tensors that cross it.
         param_bytes_before: Bytes of the weights that are read before it, each once.
         flops_before: Floating-point operations before it, per sample.
-        legal: True if the model may be cut there.
-        why_not: Reason why it may not.
     """
 
     cut: int
@@ -52,7 +48,6 @@ class Survey:
     """All cuts of a model.
 
     Attributes:
-        rows: Cuts from the input to the result.
         captured_by: Capture method, and how far it got, in words.
         why: Reason why the capture ended early. Empty if the whole model could be captured.
     """
@@ -75,12 +70,9 @@ def survey(
     A survey does not find operators that mix samples. Only a proof does.
 
     Args:
-        model: The user's model.
         example: Inputs of the model, with as many samples as a micro-batch holds.
-        granularity: Cuts after modules or after operators.
         freeze_to: The last frozen module. The operators that it needs come first, and no cut after it is
             legal.
-        autocast: Run under autocast to this type.
 
     Raises:
         ConfigError: If the model does not call ``freeze_to``.
@@ -184,7 +176,6 @@ class _Trouble:
 
     Attributes:
         index: Index of its node. One past the last node if there is none.
-        why_not: Reason why no program may hold it.
         again: Index of the last node of the module whose state it changes. -1 if it changes none.
     """
 

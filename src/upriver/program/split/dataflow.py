@@ -35,7 +35,6 @@ class Operation:
     """One operator call.
 
     Attributes:
-        name: ``aten::add`` and the like.
         call: Index of the innermost enclosing module call.
         reads: Tensors among its arguments.
         trouble: Reason why it may run only where the user's model runs. Usually empty.
@@ -67,7 +66,6 @@ class DataFlow:
     """Data flow of one forward pass.
 
     Attributes:
-        operations: In the order of execution.
         makers: Maps the number of a tensor to the operation that made it.
         origins: Maps the number of a tensor that no operation made to its origin.
         overwritten: Numbers in `origins` whose memory an operator writes into.
@@ -109,12 +107,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, held: Sequence[HeldTensor], inputs: list[torch.Tensor]) -> None:
-        """Start an empty recording.
-
-        Args:
-            held: The model's parameters, buffers and other tensors.
-            inputs: Tensors among the model's inputs.
-        """
+        """Start an empty recording."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.call = 0
         self.running = ""

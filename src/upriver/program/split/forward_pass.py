@@ -49,11 +49,7 @@ class ForwardPass:
         return reached
 
     def depends_on_input(self, value: TensorVersion, reached: Collection[int]) -> bool:
-        """Return whether a value is an input or was made by one of some operations.
-
-        Args:
-            reached: See :meth:`reached_from_inputs`.
-        """
+        """Return whether a value is an input or was made by one of some operations."""
         maker = self.maker(value)
         return maker in reached if maker >= 0 else self.flow.origins[value.tensor].kind == "input"
 

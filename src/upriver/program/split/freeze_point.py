@@ -24,8 +24,6 @@ class CrossingTensor:
     """Tensor that crosses the freeze point.
 
     Attributes:
-        source: Origin of the tensor.
-        shape: Shape for any number of samples.
         value: The tensor in the traced pass.
         overwritten: True if the tail writes into it.
     """
@@ -44,7 +42,6 @@ class FreezePoint:
         skipped: Indices of the module calls that do not run in the tail, in the order in which they end.
         ships: Tensors that cross, in the order in which they are made.
         name: The last module of the prefix, in the order of execution. Empty if there is none.
-        why_not: Reason why no prefix exists.
         note: Reason why it is not later, unless a trainable parameter ended it.
     """
 
@@ -66,7 +63,6 @@ def find(
     """Find the end of the frozen prefix.
 
     Args:
-        calls: A pass in eval.
         training: The same pass in training mode with frozen units in eval. It may read more (auxiliary
             heads).
         before_branches: End the prefix before the first operator that shows Python a value of the data, or

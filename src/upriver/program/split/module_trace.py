@@ -35,9 +35,7 @@ class ModuleCall:
 
     Attributes:
         path: Name of the module in ``named_modules()`` (its first name, if it has several).
-        number: 0 for the module's first call, 1 for its second.
         index: Index of this call among all calls, in the order in which they began. 0 is the model itself.
-        parent: Index of the enclosing call. -1 for the model itself.
         enter: Index of the event at which it began, in the order of all events.
         exit: Index of the event at which it ended.
         leaves: Its result, flattened, with tensors as :class:`Shape`.
@@ -119,10 +117,8 @@ class Trace:
     """Calls of one pass in the order in which they ended, shapes of the inputs, and the data flow.
 
     Attributes:
-        example: Inputs of the model.
         counting: Modules that keep state from one pass to the next, with the attribute that holds it. The
             state is a number that changes, a list that grows, or a tensor that is read and replaced.
-        reads: Attributes that the pass read.
     """
 
     calls: tuple[ModuleCall, ...]
@@ -147,7 +143,6 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
 
     Args:
         example: Inputs. Only shapes and types of tensors matter, and the constants between them.
-        autocast: Run under autocast to this type.
 
     Raises:
         CaptureError: If the two passes call different modules, or the model runs but cannot be watched.
@@ -185,9 +180,6 @@ def watch_training(
     model: nn.Module, example: Example, in_eval: Sequence[str], *, autocast: torch.dtype | None = None
 ) -> tuple[list[ModuleCall], DataFlow]:
     """Return the calls and the data flow of one pass in training mode. Leave the model unchanged.
-
-    Args:
-        in_eval: Modules that stay in eval.
 
     Raises:
         ModelError: If the model cannot be called with such an input in training.
@@ -235,7 +227,6 @@ class _Pass:
     """One forward pass, watched by hooks on every module.
 
     Args:
-        example: Inputs of this pass.
         given: The user's inputs, which may hold another number of samples.
     """
 

@@ -12,10 +12,6 @@ def random_branch(training: ForwardPass, skipped: Collection[str]) -> tuple[str,
 
     Python reads a random number in a module that contains skipped modules. In eval such code (layer drop)
     does nothing.
-
-    Args:
-        training: A pass in training mode.
-        skipped: Names of the skipped modules.
     """
     random: set[int] = set()
     ended = _ended(training)

@@ -40,11 +40,7 @@ from upriver.program.tensor_layouts import refusing
 
 
 class UnsplitModel(nn.Module):
-    """Model that runs unsplit: the tail is the whole model, and its features are the model's inputs.
-
-    Attributes:
-        values: The inputs.
-    """
+    """Model that runs unsplit: the tail is the whole model, and its features are the model's inputs."""
 
     def __init__(self, model: nn.Module, example: Example, *, autocast: torch.dtype | None = None) -> None:
         super().__init__()
@@ -81,7 +77,6 @@ class Attempt:
     """One kind of cut that was tried.
 
     Attributes:
-        step: Description of the cut.
         why_not: Reason for giving it up. Empty for the cut that was used.
         remembered: True if an earlier job made its proof.
     """
@@ -105,11 +100,7 @@ class Split:
         prefix_units: Frozen modules that run in the program.
         skipped: All modules that the tail does not call, including `prefix_units`.
         attributes: Attributes that the model's forward reads up to the freeze point. None if unsplit.
-        boundary: The last module of the prefix. Empty if unsplit.
-        why_not: Reason why the model runs unsplit. Empty if it is split.
         note: Reason why the freeze point is not later, unless a trainable parameter ended the prefix.
-        attempts: All attempts, in order.
-        capture_s: Seconds that capturing the program took.
     """
 
     program: Program | None
@@ -133,7 +124,6 @@ class Split:
         """Return the attributes that the model reads now if `now` is an equivalent split, else None.
 
         Args:
-            now: A split of the model in its current state.
             hooked: True if hooks were added or removed. Then other crossing tensors may require a gradient,
                 and the tail adopts that.
         """
@@ -160,11 +150,7 @@ def split(
     """Find the freeze point of a model, capture the prefix before it, and prove every cut.
 
     Args:
-        model: The user's model. Its parameters, buffers and flags stay unchanged.
         example: One micro-batch of input, samples in dimension 0, on the model's device.
-        autocast: Run prefix and tail under autocast to this type.
-        granularity: The finest cuts to try.
-        on_progress: Called with a text about each step.
 
     Raises:
         ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model does

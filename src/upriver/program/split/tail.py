@@ -129,11 +129,7 @@ class _Feed:
 
 
 class _Results:
-    """Results of the calls of one stub, in order.
-
-    Attributes:
-        next: Number of the next call.
-    """
+    """Results of the calls of one stub, in order."""
 
     def __init__(self, item: _Stubbed, module: nn.Module, feed: _Feed) -> None:
         self._path, self._module, self._feed = item.path, module, feed
@@ -235,8 +231,6 @@ class Tail(nn.Module):
     result. The parameters are the model's own.
 
     Attributes:
-        boundary: The last module of the prefix.
-        values: The tensors that cross.
         with_gradient: For each crossing tensor, whether it requires a gradient in the whole model. Keyed by
             mode: True for training.
     """
@@ -251,10 +245,6 @@ class Tail(nn.Module):
         autocast: torch.dtype | None = None,
     ) -> None:
         """Decide which modules to skip.
-
-        Args:
-            in_eval: Modules that stay in eval regardless of ``train()``.
-            autocast: Run under autocast to this type.
 
         Raises:
             CaptureError: If an ancestor of a skipped module has a ``forward`` of its own instance, or a

@@ -40,7 +40,6 @@ class StepResult:
     """Results of one training step.
 
     Attributes:
-        answers: Tensors of the model's result.
         gradients: Name of each parameter, frozen ones too, mapped to its gradient after ``backward()``.
         crossing: For each tensor that crosses the freeze point, whether it required a gradient.
         left: Values written to the model's tensors, and new tensor attributes, by name.
@@ -86,10 +85,6 @@ class Proof:
         self, model: nn.Module, tail: Tail, in_eval: EvalPlan, *, autocast: torch.dtype | None = None
     ) -> None:
         """Compare the model cut at the freeze point with the whole model. Call :meth:`cuts` first.
-
-        Args:
-            in_eval: Modules and calls that stay in eval.
-            autocast: The type that the program was captured under.
 
         Raises:
             CaptureError: Naming the difference.
@@ -178,14 +173,7 @@ def _same_answers(
 
 
 class _Step:
-    """Training step without the optimizer step. The model is restored afterwards.
-
-    Args:
-        model: The user's model.
-        tail: Its tail, which names the crossing tensors.
-        training: True for training mode.
-        autocast: Run under autocast to this type.
-    """
+    """Training step without the optimizer step. The model is restored afterwards."""
 
     def __init__(self, model: nn.Module, tail: Tail, *, training: bool, autocast: torch.dtype | None) -> None:
         self._model, self._tail = model, tail
