@@ -91,7 +91,7 @@ class DecodeWav(InputStage):
 
 @dataclass(frozen=True, slots=True)
 class FixLength(InputStage):
-    """Make audio of one length: a random part of longer audio, or shorter audio followed by zeros."""
+    """Make ``samples`` of each channel: a random part of longer audio, or shorter audio followed by zeros."""
 
     name = "fix_length"
     kind = "augment"
@@ -142,14 +142,10 @@ class AddNoise(InputStage):
         (uniform,) = draw.uniforms(1)
         return audio.add_noise(value, low + (high - low) * uniform, draw, after=1)
 
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return the input's spec."""
-        return before
-
 
 @dataclass(frozen=True, slots=True)
 class Resample(InputStage):
-    """Convert audio to another rate, by a windowed sinc."""
+    """Convert audio from ``orig`` to ``new`` samples a second, by a windowed sinc."""
 
     name = "resample"
     kind = "resample"

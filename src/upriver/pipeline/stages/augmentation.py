@@ -20,7 +20,6 @@ from upriver.pipeline.stages.base import (
     SCRATCH_BYTES,
     InputStage,
     Sizes,
-    Spec,
     check_int,
     height_and_width,
     number,
@@ -28,7 +27,7 @@ from upriver.pipeline.stages.base import (
     number_or_range,
     pair,
 )
-from upriver.pipeline.stages.image import MAX_SIDE, checked_size, sides
+from upriver.pipeline.stages.image import MAX_SIDE, SizedStage, sides
 
 CROP_TRIES = 10
 """Tries of a random crop before the centre is taken, as in torchvision."""
@@ -78,28 +77,24 @@ The amount is a slope, a share of a side, degrees, or an addend to the factor 1.
 
 
 @dataclass(frozen=True, slots=True)
-class RandomResizedCrop(InputStage):
+class RandomResizedCrop(SizedStage):
     """Resize a random part of the image: the usual augmentation when training on ImageNet.
 
     The part is chosen as in torchvision: area, then aspect ratio, up to ten tries, then the centre.
 
     Attributes:
-        size: One side of a square, or (height, width).
         scale: Smallest and largest share of the area.
         ratio: Smallest and largest width over height.
     """
 
     name = "random_resized_crop"
     kind = "augment"
-    takes = ("pixels",)
-    gives = "pixels"
 
-    size: int | tuple[int, int]
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", checked_size("random_resized_crop.size", self.size))
+        SizedStage.__post_init__(self)
         for field, largest in (("scale", 1.0), ("ratio", 1000.0)):
             given = pair(f"random_resized_crop.{field}", getattr(self, field))
             numbers = tuple(number(f"random_resized_crop.{field}", each) for each in given)
@@ -113,10 +108,6 @@ class RandomResizedCrop(InputStage):
         """Return pixels of the requested size."""
         top, left, height, width = self._box(*height_and_width(value), draw)
         return image.resize(value[top : top + height, left : left + width], *sides(self.size)).contiguous()
-
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return the requested size."""
-        return torch.uint8, (*sides(self.size), 3)
 
     def _box(self, has_height: int, has_width: int, draw: Draw) -> tuple[int, int, int, int]:
         """Return top, left, height and width of the part to keep."""
@@ -142,24 +133,20 @@ class RandomResizedCrop(InputStage):
 
 
 @dataclass(frozen=True, slots=True)
-class RandomCrop(InputStage):
+class RandomCrop(SizedStage):
     """Take a part of the image, at any place with equal probability.
 
     Attributes:
-        size: One side of a square, or (height, width).
         padding: Black pixels added around the image first, on each side.
     """
 
     name = "random_crop"
     kind = "augment"
-    takes = ("pixels",)
-    gives = "pixels"
 
-    size: int | tuple[int, int]
     padding: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", checked_size("random_crop.size", self.size))
+        SizedStage.__post_init__(self)
         check_int("random_crop.padding", self.padding, MAX_SIDE, least=0)
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
@@ -182,10 +169,6 @@ class RandomCrop(InputStage):
         above, before = max(-top, 0), max(-left, 0)
         out[above : above + part.shape[0], before : before + part.shape[1]] = part
         return out
-
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return the requested size."""
-        return torch.uint8, (*sides(self.size), 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +193,6 @@ class RandomHorizontalFlip(InputStage):
         """Return pixels of the same size."""
         height_and_width(value)
         return value.flip(1) if draw.uniforms(1)[0] < self.p else value
-
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return the input's spec."""
-        return before
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +230,6 @@ class ColorJitter(InputStage):
         """Return pixels of the same size."""
         height_and_width(value)
         return image.change(value, self._changes(draw))
-
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return the input's spec."""
-        return before
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
         """Return Pillow's peak memory."""
@@ -316,10 +291,6 @@ class RandAugment(InputStage):
             if name != "identity":
                 changes.append((name, self.amount(name, -1 if for_sign >= 0.5 else 1, height, width)))
         return image.change(value, changes)
-
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return the input's spec."""
-        return before
 
     def working_bytes(self, taken: Sizes, given: Sizes) -> Sizes:
         """Return Pillow's peak memory."""

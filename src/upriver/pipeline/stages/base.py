@@ -52,9 +52,9 @@ class InputStage(ABC):
             SampleError: If the sample cannot pass.
         """
 
-    @abstractmethod
     def spec(self, before: Spec | None) -> Spec | None:
-        """Return the result's spec from the input's; None if it depends on the sample."""
+        """Return the result's spec, by default the input's; None if it depends on the sample."""
+        return before
 
     def given_bytes(self, taken: Sizes) -> Sizes:
         """Return the maximum bytes of results for inputs of these bytes, where `spec` leaves them open."""

@@ -57,6 +57,27 @@ def checked_size(name: str, value: object) -> int | tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class SizedStage(InputStage):
+    """Stage whose pixels have one size for all samples.
+
+    Attributes:
+        size: One side of a square, or (height, width).
+    """
+
+    takes = ("pixels",)
+    gives = "pixels"
+
+    size: int | tuple[int, int]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", checked_size(f"{self.name}.size", self.size))
+
+    def spec(self, before: Spec | None) -> Spec | None:
+        """Return the requested size."""
+        return torch.uint8, (*sides(self.size), 3)
+
+
+@dataclass(frozen=True, slots=True)
 class Decode(InputStage):
     """Decode JPEG, PNG, WebP, BMP, PPM, PGM or PBM to RGB pixels.
 
@@ -91,7 +112,7 @@ class Decode(InputStage):
 
 
 @dataclass(frozen=True, slots=True)
-class Resize(InputStage):
+class Resize(SizedStage):
     """Resize with the bilinear filter, which averages when it shrinks.
 
     Attributes:
@@ -100,13 +121,6 @@ class Resize(InputStage):
 
     name = "resize"
     kind = "resize"
-    takes = ("pixels",)
-    gives = "pixels"
-
-    size: int | tuple[int, int]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", checked_size("resize.size", self.size))
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Return pixels of the requested size."""
@@ -137,22 +151,11 @@ class Resize(InputStage):
 
 
 @dataclass(frozen=True, slots=True)
-class CenterCrop(InputStage):
-    """Crop the middle of the image; a smaller image is padded with black, as in torchvision.
-
-    Attributes:
-        size: One side of a square, or (height, width).
-    """
+class CenterCrop(SizedStage):
+    """Crop the middle of the image; a smaller image is padded with black, as in torchvision."""
 
     name = "center_crop"
     kind = "crop"
-    takes = ("pixels",)
-    gives = "pixels"
-
-    size: int | tuple[int, int]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", checked_size("center_crop.size", self.size))
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Return pixels of the requested size."""
@@ -170,19 +173,29 @@ class CenterCrop(InputStage):
         top, side = round((has_height - height) / 2.0), round((has_width - width) / 2.0)
         return value[top : top + height, side : side + width].contiguous()
 
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return the requested size."""
-        return torch.uint8, (*sides(self.size), 3)
-
 
 @dataclass(frozen=True, slots=True)
-class Normalize(InputStage):
-    """Convert pixels to a network's input: ``(x / 255 - mean) / std``, in that order, channels first."""
+class PlanesStage(InputStage):
+    """Stage that converts pixels to float32, channels first."""
 
-    name = "normalize"
     kind = "normalize"
     takes = ("pixels",)
     gives = "tensor"
+
+    def spec(self, before: Spec | None) -> Spec | None:
+        """Return channels first, if the input's size is known."""
+        return (torch.float32, (3, *before[1][:2])) if before else None
+
+    def given_bytes(self, taken: Sizes) -> Sizes:
+        """Return four bytes for each."""
+        return 4 * taken
+
+
+@dataclass(frozen=True, slots=True)
+class Normalize(PlanesStage):
+    """Convert pixels to a network's input: ``(x / 255 - mean) / std``, in that order, channels first."""
+
+    name = "normalize"
 
     mean: tuple[float, float, float] = IMAGENET_MEAN
     std: tuple[float, float, float] = IMAGENET_STD
@@ -204,23 +217,12 @@ class Normalize(InputStage):
         )
         return planes(value).div_(255).sub_(mean).div_(std)
 
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return channels first, if the input's size is known."""
-        return (torch.float32, (3, *before[1][:2])) if before else None
-
-    def given_bytes(self, taken: Sizes) -> Sizes:
-        """Return four bytes for each."""
-        return 4 * taken
-
 
 @dataclass(frozen=True, slots=True)
-class ToFloat(InputStage):
-    """Convert pixels to ``x / 255``, channels first, clamped to a range."""
+class ToFloat(PlanesStage):
+    """Convert pixels to ``x / 255``, channels first, clamped to ``low..high``."""
 
     name = "to_float"
-    kind = "normalize"
-    takes = ("pixels",)
-    gives = "tensor"
 
     low: float = 0.0
     high: float = 1.0
@@ -234,14 +236,6 @@ class ToFloat(InputStage):
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Return contiguous float32 (3, height, width) for uint8 (height, width, 3)."""
         return planes(value).div_(255).clamp_(self.low, self.high)
-
-    def spec(self, before: Spec | None) -> Spec | None:
-        """Return channels first, if the input's size is known."""
-        return (torch.float32, (3, *before[1][:2])) if before else None
-
-    def given_bytes(self, taken: Sizes) -> Sizes:
-        """Return four bytes for each."""
-        return 4 * taken
 
 
 def planes(value: torch.Tensor) -> torch.Tensor:
