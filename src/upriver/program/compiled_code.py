@@ -188,14 +188,17 @@ def held_by(given: Any, _within: frozenset[int] = frozenset()) -> list[torch.Ten
         elif isinstance(leaf, MethodType):
             held += held_by([leaf.__self__, leaf.__func__], within)
         elif isinstance(leaf, FunctionType):
-            cells = [cell.cell_contents for cell in leaf.__closure__ or () if _is_set(cell)]
-            held += held_by([cells, leaf.__defaults__, leaf.__kwdefaults__], within)
+            captured = [value for _, value in closure_of(leaf)]
+            held += held_by([captured, leaf.__defaults__, leaf.__kwdefaults__], within)
     return held
 
 
-def _is_set(cell: Any) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return False
-    return True
+def closure_of(function: Any) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each variable of enclosing scopes that a function reads and that is set."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        try:
+            value = cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+        yield name, value

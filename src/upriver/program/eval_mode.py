@@ -56,41 +56,27 @@ class _Switch:
         self.next += 1
 
 
-class _FastPath:
-    """Switch torch's fused transformer path off while any thread needs it off.
+_lock = threading.Lock()
 
-    The switch is one flag for all threads of a process.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = True
-
-    def enter(self) -> None:
-        """Switch the path off for one more thread."""
-        with self._lock:
-            if not self._inside:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            self._inside += 1
-
-    def leave(self) -> None:
-        """Restore the flag when the last thread leaves."""
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                torch.backends.mha.set_fastpath_enabled(self._before)
-
-
-_FAST_PATH = _FastPath()
+_num_inside, _was_enabled = 0, True
 
 
 @contextlib.contextmanager
 def no_fast_path() -> Iterator[None]:
-    """Switch off the fused transformer path. Eager eval uses it, and a captured graph does not."""
-    _FAST_PATH.enter()
+    """Switch off the fused transformer path. Eager eval uses it, and a captured graph does not.
+
+    The switch is one flag for all threads of a process, so the last thread that leaves restores it.
+    """
+    global _num_inside, _was_enabled
+    with _lock:
+        if not _num_inside:
+            _was_enabled = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        _num_inside += 1
     try:
         yield
     finally:
-        _FAST_PATH.leave()
+        with _lock:
+            _num_inside -= 1
+            if not _num_inside:
+                torch.backends.mha.set_fastpath_enabled(_was_enabled)

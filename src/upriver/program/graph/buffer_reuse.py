@@ -25,25 +25,12 @@ _IN_PLACE: dict[str, Any] = {
 }
 """Element-wise operators, each with its kernel that writes into the first operand."""
 
-_FRESH = frozenset(
-    {
-        "_native_batch_norm_legit_no_training.default",
-        "add.Tensor",
-        "addmm.default",
-        "batch_norm.default",
-        "bmm.default",
-        "cat.default",
-        "conv1d.default",
-        "conv2d.default",
-        "conv3d.default",
-        "convolution.default",
-        "group_norm.default",
-        "layer_norm.default",
-        "linear.default",
-        "matmul.default",
-        "mm.default",
-        "mul.Tensor",
-    }
+_FRESH = {"add.Tensor", "mul.Tensor"}.union(
+    f"{name}.default"
+    for name in (
+        *("_native_batch_norm_legit_no_training", "batch_norm", "group_norm", "layer_norm", "cat", "linear"),
+        *("conv1d", "conv2d", "conv3d", "convolution", "addmm", "bmm", "matmul", "mm"),
+    )
 )
 """Operators whose first result always has memory of its own and is never a view of an argument."""
 

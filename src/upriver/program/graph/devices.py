@@ -43,23 +43,19 @@ def check_device(device: str | torch.device) -> torch.device:
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
     """Restore the shared generators of Python, NumPy and torch's CPU on exit."""
-    python, numpy, processor = (
-        random.getstate(),
-        numpy_random.get_state(),
-        torch.default_generator.get_state(),
-    )
+    states = random.getstate(), numpy_random.get_state(), torch.default_generator.get_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        numpy_random.set_state(numpy)
-        torch.default_generator.set_state(processor)
+        random.setstate(states[0])
+        numpy_random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
 
 
 @contextlib.contextmanager
 def random_kept() -> Iterator[None]:
     """Restore all shared generators on exit, including those of accelerators."""
-    accelerators = _accelerator_states()
+    accelerators = torch_states()[1:]
     try:
         with generators_kept():
             yield
@@ -77,8 +73,10 @@ def seed(number: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
-def _accelerator_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+def torch_states() -> list[torch.Tensor]:
+    """Return the states of torch's shared generators: the CPU's, then one for each accelerator in use."""
+    accelerators = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.default_generator.get_state(), *accelerators]
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,7 @@ from upriver.program.graph.constants import Constants, names_read
 from upriver.program.graph.devices import check_device, moved
 from upriver.program.graph.parser import check_weight, decode
 from upriver.program.graph.schedule import ScheduledNode, Values, bind, mark_last_uses, schedule
-from upriver.program.graph.schema import Graph, Stage, Value, Weight, digest_of
+from upriver.program.graph.schema import Graph, Value, Weight, digest_of
 from upriver.program.graph.stage_clock import StageClock
 from upriver.program.graph.validator import check
 from upriver.program.graph.weights_file import FileInMemory, Stored
@@ -35,6 +35,7 @@ class Program:
 
     Attributes:
         graph_bytes: Its bytes. Their SHA-256 is the program's digest.
+        micro_batch: Exact number of samples in a run.
         stages: Model stages. Position ``k`` lies right after ``stages[k - 1]``.
         before_stage: The given callback, until its owner removes it.
     """
@@ -64,6 +65,8 @@ class Program:
         self.graph = graph
         self.graph_bytes = graph.encode()
         self.digest = digest_of(self.graph_bytes)
+        self.weights_digest, self.micro_batch = graph.weights_digest, graph.micro_batch
+        self.stages, self.num_stages = tuple(graph.stages), len(graph.stages)
         self.device = check_device(device)
         self.before_stage = before_stage
         self._file = weights if isinstance(weights, Stored) else FileInMemory(_as_tensor(weights, caps), caps)
@@ -124,29 +127,9 @@ class Program:
         return self._file.tensors
 
     @property
-    def weights_digest(self) -> str:
-        """SHA-256 of the weights file."""
-        return self.graph.weights_digest
-
-    @property
     def weight_nbytes(self) -> int:
         """Bytes of weights in memory."""
         return self._file.nbytes
-
-    @property
-    def micro_batch(self) -> int:
-        """Exact number of samples in a run."""
-        return self.graph.micro_batch
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """The model stages."""
-        return tuple(self.graph.stages)
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages: the largest position."""
-        return len(self.graph.stages)
 
     def live(self, position: int) -> list[Value]:
         """Return the tensors that cross a cut at ``position``, in the order of :meth:`run`."""

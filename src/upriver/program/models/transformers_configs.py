@@ -26,44 +26,30 @@ WAVE_SAMPLES = 16_000
 IMAGE_SIZE = 224
 """Image size of a vision model whose configuration names none."""
 
+_BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+"""Widths of BERT's base model, which others have too."""
+
 SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "albert": (
-        "albert-base-v2",
-        {
-            "hidden_size": 768,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
-            "hidden_act": "gelu_new",
-        },
-    ),
+    "albert": ("albert-base-v2", _BASE | {"hidden_act": "gelu_new"}),
     "bart": (
         "bart-base",
-        {
-            "d_model": 768,
-            "encoder_layers": 6,
-            "decoder_layers": 6,
-            "encoder_attention_heads": 12,
-            "decoder_attention_heads": 12,
-            "encoder_ffn_dim": 3072,
-            "decoder_ffn_dim": 3072,
-        },
+        {"d_model": 768}
+        | dict.fromkeys(("encoder_layers", "decoder_layers"), 6)
+        | dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 12)
+        | dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 3072),
     ),
     "bloom": ("bloom-560m", {"hidden_size": 1024, "n_layer": 24, "n_head": 16}),
     "deberta-v2": (
         "deberta-v3-base",
-        {
-            "hidden_size": 768,
+        _BASE
+        | {
             "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
             "relative_attention": True,
             "position_buckets": 256,
-            "norm_rel_ebd": "layer_norm",
             "share_att_key": True,
-            "pos_att_type": ["p2c", "c2p"],
-            "position_biased_input": False,
-            "type_vocab_size": 0,
-        },
+        }
+        | {"norm_rel_ebd": "layer_norm", "pos_att_type": ["p2c", "c2p"], "type_vocab_size": 0}
+        | {"position_biased_input": False},
     ),
     "gpt_neo": (
         "gpt-neo-125m",
@@ -76,39 +62,17 @@ SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gpt_neox": (
         "pythia-160m",
-        {
-            "hidden_size": 768,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "intermediate_size": 3072,
-            "vocab_size": 50304,
-            "max_position_embeddings": 2048,
-        },
+        _BASE | {"num_hidden_layers": 12, "vocab_size": 50304, "max_position_embeddings": 2048},
     ),
     "llama": (
         "SmolLM-135M",
-        {
-            "hidden_size": 576,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "intermediate_size": 1536,
-            "vocab_size": 49152,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": True,
-        },
+        {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+        | {"intermediate_size": 1536, "vocab_size": 49152, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
     ),
     "qwen2": (
         "Qwen2-0.5B",
-        {
-            "hidden_size": 896,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "intermediate_size": 4864,
-            "max_position_embeddings": 32768,
-            "tie_word_embeddings": True,
-        },
+        {"hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+        | {"intermediate_size": 4864, "max_position_embeddings": 32768, "tie_word_embeddings": True},
     ),
     "xlnet": ("xlnet-base-cased", {"d_model": 768, "n_layer": 12, "n_head": 12, "d_inner": 3072}),
 }

@@ -7,7 +7,6 @@ Where an identity differs, the check compares values. An equal value is no chang
 from __future__ import annotations
 
 import array
-import contextlib
 import ctypes
 import dis
 import enum
@@ -26,6 +25,7 @@ import torch
 import xxhash
 from torch import nn
 
+from upriver.program.compiled_code import closure_of
 from upriver.program.freeze import fold
 from upriver.program.module_state.attribute_reads import ALL, BY_CONTENT, AttributeReads, is_machinery
 
@@ -463,12 +463,9 @@ def _referent(reference: weakref.ref[Any]) -> tuple[Any, ...]:
 
 def _held_by(function: types.FunctionType) -> tuple[Any, ...]:
     """Return a function's defaults, and the closure variables that the function does not set."""
-    found: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    names = function.__code__.co_freevars
-    for name, cell in zip(names, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            found.append(None if name in _set_by(function.__code__) else cell.cell_contents)
-    return tuple(found)
+    own = _set_by(function.__code__)
+    captured = [value for name, value in closure_of(function) if name not in own]
+    return *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *captured
 
 
 @functools.lru_cache(maxsize=1000)

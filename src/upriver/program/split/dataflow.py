@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from upriver.program.compiled_code import held_by, under
 from upriver.program.example_inputs import tensors_in
+from upriver.program.graph.devices import torch_states
 from upriver.program.module_state.reachable import HeldTensor
 from upriver.program.tensor_layouts import unusual
 
@@ -319,10 +320,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _random_state() -> bytes:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states += torch.cuda.get_rng_state_all()
-    return b"".join(state.numpy().tobytes() for state in states)
+    return b"".join(state.numpy().tobytes() for state in torch_states())
 
 
 def opaque_in(value: Any) -> str:

@@ -13,7 +13,6 @@ seconds of a new proof.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -30,6 +29,7 @@ from torch import nn
 
 import upriver
 from upriver.cache import Cache
+from upriver.program.compiled_code import closure_of
 from upriver.program.graph.executor import Program
 from upriver.program.split.freeze_point import FreezePoint
 from upriver.program.tensor_layouts import stored_parts
@@ -64,23 +64,17 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     asking: dict[Literal["training", "eval"], tuple[bool, ...]]
 
 
-def is_proven(digest: str, program: Program | None = None, point: FreezePoint | None = None) -> Asking | None:
-    """Return the result of an earlier proof. None if there is none.
-
-    Args:
-        digest: Digest of the proof.
-        program: Program that the result must fit, if given.
-        point: Freeze point that the result must fit, if given.
-    """
+def is_proven(digest: str, program: Program, point: FreezePoint) -> Asking | None:
+    """Return the result of an earlier proof of this program and freeze point. None if there is none."""
 
     def decode(data: bytes) -> Asking:
         found = msgspec.json.decode(data, type=_File)
-        if found.proof != digest or (program is not None and found.program != program.digest):
+        if (found.proof, found.program) != (digest, program.digest):
             raise ValueError("it is of another program")
-        modes = {"eval", "training"} if program and program.micro_batch > 1 else {"eval"}  # those of a proof
-        if program is not None and found.asking.keys() != modes:
+        modes = {"eval", "training"} if program.micro_batch > 1 else {"eval"}  # those of a proof
+        if found.asking.keys() != modes:
             raise ValueError(f"it must be of the modes {sorted(modes)}")
-        if point is not None and {*map(len, found.asking.values())} != {len(point.ships)}:
+        if {*map(len, found.asking.values())} != {len(point.ships)}:
             raise ValueError(f"it must state for {len(point.ships)} tensors whether they require a gradient")
         return {mode == "training": asks for mode, asks in found.asking.items()}
 
@@ -157,17 +151,9 @@ def _fold(value: Any, depth: int) -> str:
         return f"{kind} {_fold([value.func, value.args, value.keywords], depth - 1)}"
     if inspect.isroutine(value) or inspect.isclass(value):
         name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"
-        return f"{kind} {name} {_source(value)} {_fold(_captured(value), depth - 1)}"
+        captured = [each for _, each in closure_of(value)]
+        return f"{kind} {name} {_source(value)} {_fold(captured, depth - 1)}"
     return f"{kind} {_fold(getattr(value, '__dict__', None), depth - 1)}"
-
-
-def _captured(value: Any) -> list[Any]:
-    """Return the contents of a function's closure."""
-    found = []
-    for cell in getattr(value, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            found.append(cell.cell_contents)
-    return found
 
 
 def _digest_of(tensor: torch.Tensor) -> str:
