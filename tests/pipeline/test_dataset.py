@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import io
 import json
@@ -37,19 +36,16 @@ def files_of(dataset: Dataset) -> tuple[str, str]:
 
 def test_published_and_opened_it_is_the_same(dataset: Dataset) -> None:
     dataset.publish()
-    for back in (
-        Dataset.open(dataset.store, dataset.digest),
-        asyncio.run(Dataset.open_async(dataset.store, dataset.digest)),
-    ):
-        assert back.digest == dataset.digest
-        assert len(back) == 7
-        assert back.targets.tolist() == dataset.targets.tolist() == [0, 1, 2, 0, 1, 2, 0]
-        assert back.classes == dataset.classes == ("0", "1", "2")
-        assert back.chain == InputChain(imagenet_eval(16, 20))
-        assert back.locate(range(7)) == dataset.locate(range(7))
-        assert back.names([6, 0, 6]) == ["000006", "000000", "000006"]
-        assert back.stored_bytes == dataset.stored_bytes
-        assert (back.layout, back.format) == ("webdataset", "image")
+    back = Dataset.open(dataset.store, dataset.digest)
+    assert back.digest == dataset.digest
+    assert len(back) == 7
+    assert back.targets.tolist() == dataset.targets.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert back.classes == dataset.classes == ("0", "1", "2")
+    assert back.chain == InputChain(imagenet_eval(16, 20))
+    assert back.locate(range(7)) == dataset.locate(range(7))
+    assert back.names([6, 0, 6]) == ["000006", "000000", "000006"]
+    assert back.stored_bytes == dataset.stored_bytes
+    assert (back.layout, back.format) == ("webdataset", "image")
 
 
 def test_the_digest_is_that_of_the_file_and_the_file_names_the_index(dataset: Dataset) -> None:
@@ -160,8 +156,6 @@ def test_damage_is_noticed(dataset: Dataset, which: int, how: str) -> None:
     dataset.store.put(path, data[:-1] if how == "cut" else data + b" " if how == "longer" else data)
     with pytest.raises(DatasetError, match=r"(chain\.json|index\.parquet).* is damaged"):
         Dataset.open(dataset.store, dataset.digest)
-    with pytest.raises(DatasetError, match=r"(chain\.json|index\.parquet).* is damaged"):
-        asyncio.run(Dataset.open_async(dataset.store, dataset.digest))
 
 
 def forge(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import hashlib
 from collections import Counter
@@ -22,7 +21,6 @@ from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import manifest as files
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.left_out import LeftOut
-from upriver.pipeline.manifest import IndexManifest
 from upriver.pipeline.stages.audio import DecodeWav
 from upriver.pipeline.stages.base import InputStage
 from upriver.pipeline.stages.tensor import LoadTensor
@@ -249,13 +247,22 @@ class Dataset:
         """
         index_path, chain_path = dataset_paths(prefix, digest)
         size = store.head(chain_path).size
-        _check_chain_size(digest, size)
+        if size > files.MAX_CHAIN_BYTES:
+            raise DatasetError(
+                f"chain.json of dataset {digest} has {size} bytes; at most {files.MAX_CHAIN_BYTES} are "
+                "allowed"
+            )
         admit(size)
         chain_bytes = store.get_range(chain_path, 0, size)
         chain_nbytes = files.chain_nbytes(chain_bytes)
         admit(chain_nbytes)
         manifest = files.decode_manifest(chain_bytes, digest)
-        _check_index_size(digest, store.head(index_path).size, manifest)
+        size = store.head(index_path).size
+        if size != manifest.index.bytes:
+            raise DatasetError(
+                f"index.parquet of dataset {digest} is damaged: {size} bytes, {manifest.index.bytes} "
+                "published"
+            )
         admit(chain_nbytes + manifest.index.bytes)
         index_bytes = store.get_range(index_path, 0, manifest.index.bytes)
         return cls(
@@ -265,11 +272,6 @@ class Dataset:
             prefix=prefix,
             admit=lambda nbytes: admit(chain_nbytes + nbytes),
         )
-
-    @classmethod
-    async def open_async(cls, store: Store, digest: str, *, prefix: str = DEFAULT_PREFIX) -> Dataset:
-        """Open a dataset from an event loop; see :meth:`open`."""
-        return await asyncio.to_thread(cls.open, store, digest, prefix=prefix)
 
     def _rows(self, ids: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         rows = np.asarray(ids, dtype=np.int64).reshape(-1)
@@ -324,20 +326,6 @@ def check_reads(chain: InputChain, format: str) -> None:
         raise ConfigError(
             f"the samples are stored as {format}; the first stage ({first.name}) reads {reads}; "
             f"it must be {needed}"
-        )
-
-
-def _check_chain_size(digest: str, size: int) -> None:
-    if size > files.MAX_CHAIN_BYTES:
-        raise DatasetError(
-            f"chain.json of dataset {digest} has {size} bytes; at most {files.MAX_CHAIN_BYTES} are allowed"
-        )
-
-
-def _check_index_size(digest: str, size: int, manifest: IndexManifest) -> None:
-    if size != manifest.index.bytes:
-        raise DatasetError(
-            f"index.parquet of dataset {digest} is damaged: {size} bytes, {manifest.index.bytes} published"
         )
 
 

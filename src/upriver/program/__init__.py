@@ -6,13 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _PLACES = {
-    "Graph": "graph.schema",
     "Program": "graph.executor",
-    "Stage": "graph.schema",
     "Tail": "split.tail",
-    "TensorSpec": "graph.schema",
-    "check_digest": "graph.artifact_store",
-    "digest_of": "graph.schema",
     "graph_path": "graph.artifact_store",
     "load": "graph.artifact_store",
     "publish": "graph.artifact_store",
@@ -23,17 +18,12 @@ _PLACES = {
 __all__ = sorted(_PLACES)
 
 if TYPE_CHECKING:
-    from upriver.program.graph.artifact_store import check_digest as check_digest
     from upriver.program.graph.artifact_store import graph_path as graph_path
     from upriver.program.graph.artifact_store import load as load
     from upriver.program.graph.artifact_store import publish as publish
     from upriver.program.graph.artifact_store import weights_digest_of as weights_digest_of
     from upriver.program.graph.artifact_store import weights_path as weights_path
     from upriver.program.graph.executor import Program as Program
-    from upriver.program.graph.schema import Graph as Graph
-    from upriver.program.graph.schema import Stage as Stage
-    from upriver.program.graph.schema import TensorSpec as TensorSpec
-    from upriver.program.graph.schema import digest_of as digest_of
     from upriver.program.split.tail import Tail as Tail
 
 

@@ -157,7 +157,7 @@ def members(reader: RangedReader, info: ObjectInfo, tally: Tally) -> list[Member
         entry = _entry(header, info, tree)
         if entry is None:
             continue
-        if entry.target is None and not entry.reason and _is_class(entry.name):
+        if entry.target is None and not entry.reason and _split(entry.name)[1] == "cls":
             texts[entry.start] = _class_text(reader, entry.start, entry.stop)  # while its window is in memory
         if _may_be_of_a_sample(entry, info, tally):
             entries.append(entry)
@@ -337,10 +337,6 @@ def read_class(info: ObjectInfo, member: Member) -> int:
 
 def _class_text(reader: RangedReader, start: int, stop: int) -> bytes:
     return reader.at(start, stop) if stop - start <= MAX_CLS_BYTES else b""
-
-
-def _is_class(name: str) -> bool:
-    return _split(name)[1] == "cls"
 
 
 def _split(name: str) -> tuple[str, str]:

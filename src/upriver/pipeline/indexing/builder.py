@@ -163,7 +163,7 @@ def _listed(store: Store, path: str, prefix: str) -> tuple[list[_Found], list[tu
         unreachable += slashed
         empty = {info.path for info in infos if not info.size}
     if empty:
-        parents = {info.path[:at] for info in infos for at in _slashes(info.path)}
+        parents = {info.path[:at] for info in infos for at, char in enumerate(info.path) if char == "/"}
         empty = {name for name in empty if name in parents or not store.exists(name)}
 
     def below(name: str) -> str:
@@ -188,10 +188,6 @@ def _told_apart(store: Store, infos: Sequence[ObjectInfo]) -> tuple[list[ObjectI
         if info.size and info.path in twice and info != twice[info.path]
     ]
     return [*single, *twice.values()], slashed
-
-
-def _slashes(path: str) -> list[int]:
-    return [at for at, char in enumerate(path) if char == "/"]
 
 
 def _visible(found: Sequence[_Found], tally: Tally) -> tuple[list[_Found], list[str]]:
@@ -301,23 +297,23 @@ def _folders(
     on_progress: Progress | None,
 ) -> tuple[list[_Row], list[str]]:
     media: list[_Found] = []
-    above = {name.split("/", 1)[0] for name in missing if "/" in name}
+    above = {_class_of(name) for name in missing if "/" in name}
     classes = {name for name in above if not left_out.is_hidden(name)}
     for each in found:
         if _is_in_a_class(each, layout, tally):
-            classes.add(each.name.split("/", 1)[0])
+            classes.add(_class_of(each.name))
             if _is_sample(each.name):
                 media.append(each)
     others = [each for each in found if "/" in each.name and not left_out.is_description(each.name)]
-    by_samples = {_extension(each.name) for each in others if each.name.split("/", 1)[0] in classes}
+    by_samples = {_extension(each.name) for each in others if _class_of(each.name) in classes}
     annotations = {
         # An empty file says nothing. A text of a kind that accompanies samples may belong to a missing one.
-        each.name.split("/", 1)[0]
+        _class_of(each.name)
         for each in others
         if each.info.size > 0 and _extension(each.name) not in by_samples
     }
-    folders = folders | {each.name.split("/", 1)[0] for each in found if "/" in each.name}
-    with_samples = {each.name.split("/", 1)[0] for each in media}
+    folders = folders | {_class_of(each.name) for each in found if "/" in each.name}
+    with_samples = {_class_of(each.name) for each in media}
     for name in sorted(((folders - annotations) | classes) - with_samples):
         whole = f"{path}/{name}" if path else name
         tally.add("empty_class", whole, f"class folder {whole!r} holds no sample that is read")
@@ -325,7 +321,14 @@ def _folders(
     ordered = sorted(classes)
     number = {label: target for target, label in enumerate(ordered)}
     rows = [
-        _Row(each.info, 0, each.info.size, number[each.name.split("/", 1)[0]], each.name, _format(each.name))
+        _Row(
+            each.info,
+            0,
+            each.info.size,
+            number[_class_of(each.name)],
+            each.name,
+            FORMAT_OF[_extension(each.name)],
+        )
         for each in media
     ]
     if on_progress:
@@ -621,8 +624,9 @@ def _extension(path: str) -> str:
     return base.rpartition(".")[2].lower() if "." in base else ""
 
 
-def _format(path: str) -> str:
-    return FORMAT_OF[_extension(path)]
+def _class_of(path: str) -> str:
+    """Return the class folder of a path below the dataset."""
+    return path.split("/", 1)[0]
 
 
 def _is_sample(path: str) -> bool:

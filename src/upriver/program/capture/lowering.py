@@ -188,9 +188,11 @@ class _Reader:
         mutated: dict[int, str] = {}
         for name, target in self._mutations.items():
             module, _, buffer = target.removeprefix(f"{ROOT}.").rpartition(".")
-            leading = self._needed([name])
-            touching = {fx for fx in leading if any(self._reads(read, target) for read in fx.all_input_nodes)}
-            touching |= {self._by_name[name]}
+            names = {weight for weight, (_, each) in self._fixed.items() if each == target}
+            touching = {self._by_name[name]}
+            touching |= {
+                fx for fx in self._needed([name]) if any(read.name in names for read in fx.all_input_nodes)
+            }
             where = [
                 index
                 for index, fx in enumerate(ordered)
@@ -201,9 +203,6 @@ class _Reader:
             owner = f"of module {module!r}" if module else "of the model"
             problems[index] = f"the model changes buffer {buffer!r} {owner} while it runs"
         return mutated
-
-    def _reads(self, fx: torch.fx.Node, target: str) -> bool:
-        return self._fixed.get(fx.name, (None, ""))[1] == target
 
     def _note_caches(self, nodes: Sequence[Node], problems: dict[int, str]) -> None:
         made = {value.name: index for index, node in enumerate(nodes) for value in node.made}

@@ -7,7 +7,7 @@ autocast) are part of the graph. They are computed once, when a program is bound
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from upriver.errors import CaptureError, ConfigError, ProgramError
 from upriver.program.capture.lowering import Recording, record
 from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.graph.executor import Program
-from upriver.program.graph.liveness import ActivationMemory, Boundary, Chain, Granularity, boundaries
+from upriver.program.graph.liveness import ActivationMemory, Boundary, Granularity, boundaries
 from upriver.program.graph.operators import fingerprints
 from upriver.program.graph.parser import decode
 from upriver.program.graph.schema import SCHEMA, Graph, Stage
@@ -191,7 +191,6 @@ def graph_of(
 
 def _stages(recording: Recording, cuts: Sequence[Boundary], model: nn.Module, name: str) -> list[Stage]:
     memory = ActivationMemory(recording.chain, recording.sizes)
-    weights = {weight.name: (weight.key, weight.spec.nbytes) for weight in recording.weights}
     kinds = {path: type(module).__name__ for path, module in model.named_modules(remove_duplicate=False)}
     stages = []
     start = 0
@@ -205,7 +204,7 @@ def _stages(recording: Recording, cuts: Sequence[Boundary], model: nn.Module, na
                 stop=cut.stop,
                 live=list(cut.live),
                 out_bytes=sum(recording.sizes[value] for value in cut.live) / recording.micro_batch,
-                param_bytes=sum(_weights_read(recording.chain, start, cut.stop, weights).values()),
+                param_bytes=sum(weights_read(recording, start, cut.stop).values()),
                 flops=sum(recording.flops[start : cut.stop]) / recording.micro_batch,
                 peak_bytes=memory.peak(start, cut.stop) / recording.micro_batch,
             )
@@ -214,9 +213,7 @@ def _stages(recording: Recording, cuts: Sequence[Boundary], model: nn.Module, na
     return stages
 
 
-def _weights_read(
-    chain: Chain, start: int, stop: int, weights: Mapping[str, tuple[str, int]]
-) -> dict[str, int]:
+def weights_read(recording: Recording, start: int, stop: int) -> dict[str, int]:
     """Return key and bytes of each weight that nodes [start, stop) read, tied weights once."""
-    read = (name for node in chain.nodes[start:stop] for name in node.reads())
-    return dict(weights[name] for name in read if name in weights)
+    names = {name for node in recording.chain.nodes[start:stop] for name in node.reads()}
+    return {weight.key: weight.spec.nbytes for weight in recording.weights if weight.name in names}

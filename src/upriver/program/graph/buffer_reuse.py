@@ -8,7 +8,7 @@ the effect is invisible: the same kernel, the same bits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,26 +56,13 @@ def overwritable(graph: Graph) -> Mapping[int, str]:
     fresh: dict[str, TensorSpec] = {}
     found: dict[int, str] = {}
     for index, node in enumerate(graph.nodes):
-        result, name = node.outputs[0] if node.outputs else None, _first_operand(node.args)
+        result = node.outputs[0] if node.outputs else None
+        name = (reference(node.args[0]) or "") if node.args else ""
         if result is None:
             continue
-        if (
-            node.op in _IN_PLACE
-            and reads[name] == 1
-            and fresh.get(name) == result.spec
-            and _dense(result.spec)
-        ):
+        dense = result.spec.span == result.spec.numel  # no two elements share memory
+        if node.op in _IN_PLACE and reads[name] == 1 and fresh.get(name) == result.spec and dense:
             found[index] = name
         if node.op in _FRESH or index in found:
             fresh[result.name] = result.spec
     return found
-
-
-def _first_operand(args: Sequence[Any]) -> str:
-    """Return the name of the first operand. Empty if it is not a tensor of the graph."""
-    return (reference(args[0]) or "") if args else ""
-
-
-def _dense(spec: TensorSpec) -> bool:
-    """Return whether no two elements share memory."""
-    return spec.span == spec.numel

@@ -108,8 +108,10 @@ class Program:
             raise ProgramError(f"graph.json has digest {digest_of(graph)}, not {digest}")
         parsed = decode(graph, caps)
         file = _as_tensor(weights, caps)
-        if before_stage is None:
-            _check_digest(file, parsed)
+        if before_stage is None and (found := digest_of(file.numpy().data)) != parsed.weights_digest:
+            raise ProgramError(
+                f"the weights file has digest {found}, the graph names {parsed.weights_digest}"
+            )
         stored = FileInMemory(file, caps)
         for weight in parsed.weights:
             check_weight(weight, stored.tensors.get(weight.key))
@@ -172,7 +174,10 @@ class Program:
                 self._run_stage(steps, values, borrowed)
                 laps.end(position)
             laps.tell()
-        return tuple(self._result(value.name, values) for value in self.live(stop))
+        # Copy a constant: the caller may write into its result.
+        fixed = self._constants.values
+        names = [value.name for value in self.live(stop)]
+        return tuple(values[name] if name in values else fixed[name].clone() for name in names)
 
     def _run_stage(self, steps: Sequence[ScheduledNode], values: Values, borrowed: Container[str]) -> None:
         for step in steps:
@@ -200,10 +205,6 @@ class Program:
                     f"cut {start} takes {wanted[0]} of shape {wanted[1]}, got {got[0]} of {got[1]}"
                 )
         return {value.name: tensor.to(self.device) for value, tensor in zip(live, tensors, strict=True)}
-
-    def _result(self, name: str, values: Values) -> torch.Tensor:
-        # Copy a constant: the caller may write into its result.
-        return values[name] if name in values else self._constants.values[name].clone()
 
     # --------------------------------------------------------------------------------------- binding
 
@@ -263,12 +264,6 @@ class Program:
 
     def _bind_weights(self, names: Iterable[str]) -> None:
         self._weights |= _bind(self._unbound(names), self._file.tensors, self.device)
-
-
-def _check_digest(file: torch.Tensor, graph: Graph) -> None:
-    found = digest_of(file.numpy().data)
-    if found != graph.weights_digest:
-        raise ProgramError(f"the weights file has digest {found}, the graph names {graph.weights_digest}")
 
 
 def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torch.Tensor:

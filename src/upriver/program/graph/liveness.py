@@ -79,7 +79,7 @@ def boundaries(
     Args:
         also: Positions at which a stage ends regardless of the values alive there.
     """
-    lifetimes, fixed = _lifetimes(chain)
+    lifetimes, fixed = lifetimes_of(chain)
     crossing = _running_total(chain, lifetimes, dict.fromkeys(lifetimes.stretch, 1))
     narrow = [tensors <= MANY for tensors in crossing]
     stops = _distinct(_stops(chain, granularity, also, fixed, narrow), progress(chain, fixed))
@@ -92,7 +92,7 @@ def boundaries(
     ]
 
 
-def _lifetimes(chain: Chain) -> tuple[Lifetimes, frozenset[str]]:
+def lifetimes_of(chain: Chain) -> tuple[Lifetimes, frozenset[str]]:
     """Return the lifetimes of all values, and the constants, which are never alive."""
     fixed = constants(chain.inputs, chain.nodes)
     return Lifetimes(chain.inputs, chain.nodes, chain.outputs, fixed | set(chain.weights)), fixed
@@ -269,7 +269,7 @@ class ActivationMemory:
         Args:
             sizes: Bytes of each value.
         """
-        lifetimes, fixed = _lifetimes(chain)
+        lifetimes, fixed = lifetimes_of(chain)
         self.alive = _running_total(chain, lifetimes, sizes)
         made = [sum(sizes[name] for name in _made(node) if name not in fixed) for node in chain.nodes]
         self.running = [alive + new for alive, new in zip(self.alive, made, strict=False)]

@@ -27,8 +27,8 @@ from torch import nn
 from upriver.program.capture.lowering import Recording, record
 from upriver.program.example_inputs import Example, Inputs
 from upriver.program.graph.call_validator import operator_of
-from upriver.program.graph.liveness import MANY, Chain, live_at
-from upriver.program.graph.schema import Lifetimes, Node, constants, reference
+from upriver.program.graph.liveness import MANY, Chain, lifetimes_of, live_at
+from upriver.program.graph.schema import Node, reference
 
 _TUPLE = "tuple"
 
@@ -96,9 +96,8 @@ def paper_nodes(
 
 def _numbered(recording: Recording) -> Iterator[PaperNode]:
     chain = recording.chain
-    fixed = constants(chain.inputs, chain.nodes)
+    lifetimes, fixed = lifetimes_of(chain)
     steps = _steps(chain, fixed)
-    lifetimes = Lifetimes(chain.inputs, chain.nodes, chain.outputs, fixed | set(chain.weights))
     live = live_at(lifetimes, {step.stop for step in steps})
     first_problem = min(recording.problems, default=len(chain.nodes))
     for number, step in enumerate(steps, start=1):

@@ -97,7 +97,7 @@ class AttributeSnapshot:
             known.append(read is not None)
             self._judged.append((now, known[0]))
             if read is not None and not read._is_part_of(self):
-                self._take(self.joined(read))
+                vars(self).update(vars(self.joined(read)))
                 return ""
         if not known[0]:
             return found
@@ -111,10 +111,6 @@ class AttributeSnapshot:
         return modules and all(
             names <= other._kinds.get(kind, frozenset()) for kind, names in self._kinds.items()
         )
-
-    def _take(self, other: AttributeSnapshot) -> None:
-        self._modules, self._kinds = other._modules, other._kinds
-        self._first, self._seen, self._judged = other._first, other._seen, []
 
     def moved(self) -> frozenset[tuple[str, str]]:
         """Return owner and name of each attribute whose value differs now."""

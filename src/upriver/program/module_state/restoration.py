@@ -47,7 +47,8 @@ def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[SavedS
     Args:
         idle: Paths of modules that do not run. Their values are not copied.
     """
-    unused = {id(t) for path in idle for t in _tensors_of(model.get_submodule(path))}
+    modules = [model.get_submodule(path) for path in idle]
+    unused = {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
     with _all_but_values_kept(model, unused=unused) as kept:
         try:
             yield kept
@@ -135,11 +136,6 @@ def _is_watched(parameter: nn.Parameter) -> bool:
     return found.metadata.pop(mark, None) is not None
 
 
-def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 class SavedState:
     """State of a model before a trial run, for comparison and restoration."""
 
@@ -207,6 +203,9 @@ class DrawDetector:
 # ------------------------------------------------------------------------------------------- tensors
 
 
+_GRADIENT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 class _Tensor:
     """Properties of a tensor other than its values."""
 
@@ -216,7 +215,8 @@ class _Tensor:
         self.wanted = tensor.requires_grad
         self.grad = tensor.grad if self.leaf else None
         self.place = tensor.data if _has_place(tensor) else None
-        self.hooks = [(name, hooks, _copied(hooks)) for name, hooks in _hooks_of(tensor)]
+        held = [(name, getattr(tensor, name)) for name in _GRADIENT_HOOKS if self.leaf]
+        self.hooks = [(name, hooks, None if hooks is None else dict(hooks)) for name, hooks in held]
 
     def set_gradient_aside(self) -> None:
         """Remove the gradient, so that a backward pass does not add to it."""
@@ -253,16 +253,6 @@ class _Tensor:
 def _has_place(tensor: torch.Tensor) -> bool:
     plain = not unusual(tensor) and not is_lazy(tensor)
     return plain and not tensor.is_meta and not tensor.is_inference()
-
-
-def _hooks_of(tensor: torch.Tensor) -> list[tuple[str, Any]]:
-    """Return the hooks on the tensor's gradient: those called before accumulation and those called after."""
-    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return [(name, getattr(tensor, name)) for name in names] if tensor.is_leaf else []
-
-
-def _copied(hooks: Any) -> Any:
-    return None if hooks is None else dict(hooks)
 
 
 @dataclass(slots=True, eq=False)

@@ -53,8 +53,9 @@ class CrossingValues:
                 if [tuple(value.shape) for value in values] == wanted:
                     self._check_types(values)
                     return values
+        shapes = " and ".join(str(ship.shape) for ship in self.ships)
         raise ConfigError(
-            f"call the job with the features it yields, of shape {self._wanted()}, got {_given(features)}"
+            f"call the job with the features it yields, of shape {shapes}, got {_given(features)}"
         )
 
     def _check_types(self, values: tuple[torch.Tensor, ...]) -> None:
@@ -98,9 +99,6 @@ class CrossingValues:
     def one_or_all(self, values: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Return the only tensor if one crosses, else a tuple."""
         return values[0] if len(self.ships) == 1 else tuple(values)
-
-    def _wanted(self) -> str:
-        return " and ".join(str(ship.shape) for ship in self.ships)
 
 
 def _choose(value: torch.Tensor, dim: int, count: int, rows: Sequence[int], run: bool) -> torch.Tensor:

@@ -15,9 +15,10 @@ from torch import nn
 
 from upriver.errors import CaptureError, ConfigError
 from upriver.program.capture.lowering import Recording, record
+from upriver.program.capture.prefix import weights_read
 from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.graph.liveness import Boundary, Granularity, boundaries, progress
-from upriver.program.graph.schema import Node, TensorSpec, Weight
+from upriver.program.graph.schema import TensorSpec
 from upriver.program.split.freeze_point import FreezePoint, find
 from upriver.program.split.module_trace import Shape, trace
 
@@ -117,10 +118,10 @@ def _rows(recording: Recording, granularity: Granularity, freeze_to: str | None)
     cuts = boundaries(chain, granularity=granularity, also=(recording.first,) if freeze_to else ())
     rows = [_input_row(sum(value.spec.nbytes for value in chain.inputs), len(chain.inputs), samples)]
     trouble, run = _Trouble.of(recording), progress(chain)
-    weights = _WeightsRead(recording.weights)
+    read: dict[str, int] = {}
     start, flops = 0, 0.0
     for number, cut in enumerate(cuts, start=1):
-        weights.add(chain.nodes[start : cut.stop])
+        read |= weights_read(recording, start, cut.stop)
         flops += sum(recording.flops[start : cut.stop])
         start = cut.stop
         late = freeze_to is not None and run[cut.stop] > run[recording.first]
@@ -131,32 +132,13 @@ def _rows(recording: Recording, granularity: Granularity, freeze_to: str | None)
                 after=cut.name,
                 bytes_per_sample=sum(recording.sizes[value] for value in cut.live) / samples,
                 tensors=len(cut.live),
-                param_bytes_before=weights.nbytes,
+                param_bytes_before=sum(read.values()),
                 flops_before=flops / samples,
                 legal=not why_not,
                 why_not=why_not,
             )
         )
     return rows
-
-
-class _WeightsRead:
-    """Add up the bytes of the weights that operators read.
-
-    Tied weights count once, as in the weights file.
-    """
-
-    def __init__(self, weights: Sequence[Weight]) -> None:
-        self._unread = {weight.name: weight for weight in weights}
-        self._keys: set[str] = set()
-        self.nbytes = 0
-
-    def add(self, nodes: Sequence[Node]) -> None:
-        for name in (name for node in nodes for name in node.reads()):
-            weight = self._unread.pop(name, None)
-            if weight is not None and weight.key not in self._keys:
-                self._keys.add(weight.key)
-                self.nbytes += weight.spec.nbytes
 
 
 def _input_row(nbytes: int, tensors: int, samples: int) -> Cut:

@@ -233,7 +233,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func._schema.name
         owners = [self._owners[_storage(tensor)] for tensor in written if _storage(tensor) in self._owners]
         made = tensors_in(result)
-        odd = next((kind for tensor in (*self._read_of(reads), *made) if (kind := unusual(tensor))), "")
+        around = [*(self._tensors[value.tensor] for value in reads), *made]
+        odd = next(filter(None, map(unusual, around)), "")
         trouble = f"changes {owners[0]}" if owners else f"runs the random operator {name}" if random else ""
         trouble = trouble or (f"computes with {odd}" if odd else "")
         seen = bool(reads) and not made and not written
@@ -253,9 +254,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._makers[self._number(tensor, made_at=index)] = index
         for tensor in written:
             self._writers[_storage(tensor)] = index
-
-    def _read_of(self, reads: tuple[TensorVersion, ...]) -> Iterator[torch.Tensor]:
-        return (self._tensors[value.tensor] for value in reads)
 
     def _originate(self, tensor: torch.Tensor, origin: Origin) -> None:
         if origin.kind == "tensor" and _place(tensor) in self._places:
