@@ -63,7 +63,6 @@ class Dataset:
         prefix: str,
         admit: Callable[[int], None] | None = None,
     ) -> None:
-        """Construct from the dataset's two files; see :meth:`open` and :func:`upriver.pipeline.index`."""
         self.digest: str = hashlib.sha256(chain_bytes).hexdigest()
         manifest = files.decode_manifest(chain_bytes, self.digest)
         table = files.decode_index(index_bytes, manifest, admit)

@@ -236,13 +236,11 @@ class _Tree:
         self._links: dict[str, str] = {}
 
     def add_file(self, name: str, start: int, stop: int) -> None:
-        """Add a file with its bytes in the object."""
         path = _plain(name)
         self._links.pop(path, None)
         self._files[path] = (start, stop)
 
     def add_link(self, name: str, target: str) -> None:
-        """Add a symbolic link with its text."""
         path = _plain(name)
         self._files.pop(path, None)
         self._links[path] = target

@@ -59,7 +59,6 @@ class ExportNotes:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self.entered: list[str] = []
         self.num_answers = 0
 

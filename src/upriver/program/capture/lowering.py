@@ -79,8 +79,6 @@ def record(
 
 
 class _Reader:
-    """Read one exported program."""
-
     def __init__(
         self, exported: torch.export.ExportedProgram, *, num_first: int, num_sources: int, num_answers: int
     ) -> None:

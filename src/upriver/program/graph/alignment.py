@@ -46,7 +46,6 @@ class _Range:
         self.start, self.stop = self.storage.nbytes() if tensor.numel() else 0, 0
 
     def widen(self, tensor: torch.Tensor) -> None:
-        """Extend the range to the bytes that ``tensor`` uses."""
         if tensor.numel():
             low = int(tensor.storage_offset()) * tensor.itemsize
             steps = zip(tensor.shape, tensor.stride(), strict=True)

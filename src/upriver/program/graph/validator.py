@@ -172,7 +172,6 @@ class _Memory:
         self._nbytes: dict[int, int] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Count a value."""
         storage = tensor.untyped_storage()
         key = storage._cdata  # constant and unique while the value exists
         self._storage_of[name] = key
@@ -182,7 +181,6 @@ class _Memory:
             self.nbytes += self._nbytes[key]
 
     def drop(self, name: str) -> None:
-        """Stop counting a value."""
         key = self._storage_of.pop(name)
         self._users[key] -= 1
         if not self._users[key]:
@@ -208,14 +206,12 @@ class _Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.aside = 0
 
     def begin(self, where: str) -> None:
-        """Start another node."""
         self._where = where
         self.aside = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call the operator and count its cost."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace == "aten" and not func.is_view:

@@ -70,7 +70,6 @@ class AttributeReads:
     """
 
     def __init__(self) -> None:
-        """Start without any reads."""
         self.owners: dict[int, Any] = {}
         self.names: dict[int, dict[str, list[Place]]] = {}
         self.written: frozenset[tuple[str, str]] = frozenset()

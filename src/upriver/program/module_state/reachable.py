@@ -275,7 +275,6 @@ class ReachableObjects:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Walk through the model without changing it."""
         self.model = model
         self.things: list[MutableObject] = []
         self.tensors: list[HeldTensor] = []

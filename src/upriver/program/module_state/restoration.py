@@ -228,7 +228,6 @@ class _Tensor:
         return self.place is not None and not self.tensor.is_set_to(self.place)
 
     def put_back(self) -> None:
-        """Restore the tensor's properties."""
         tensor = self.tensor
         if type(tensor) is not self.kind:
             tensor.__class__ = self.kind
@@ -270,14 +269,12 @@ class _Copy:
     users: int = 0
 
     def changed(self) -> bool:
-        """Return whether the storage holds other bytes now."""
         there = self.storage
         changed = there.nbytes() != self.data.nbytes or not _same_bytes(_as_bytes(there), self.data)
         self.suspect = self.suspect or changed
         return changed
 
     def put_back(self) -> None:
-        """Write the copied bytes back if the storage changed."""
         if self.changed():
             if self.storage.nbytes() != self.data.nbytes:
                 self.storage.resize_(self.data.nbytes)

@@ -34,7 +34,6 @@ class CrossingValues:
         self._counted = counted[0]
 
     def __len__(self) -> int:
-        """Return the number of tensors that cross."""
         return len(self.ships)
 
     def check(self, features: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

@@ -108,7 +108,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, held: Sequence[HeldTensor], inputs: list[torch.Tensor]) -> None:
-        """Start an empty recording."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.call = 0
         self.running = ""

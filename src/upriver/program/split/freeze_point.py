@@ -102,7 +102,6 @@ class _Search:
         ]
 
     def run(self) -> FreezePoint:
-        """Search, and return the freeze point."""
         while True:
             frozen, free = self._candidates()
             if not frozen:

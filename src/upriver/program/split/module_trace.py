@@ -279,7 +279,6 @@ class _Pass:
                 self.model(*self.example.args, **self.example.kwargs)
 
     def where(self) -> tuple[int, int]:
-        """Return the current call and event."""
         return (self._open[-1][0] if self._open else -1), self._events
 
     def _failed(self, reason: str) -> CaptureError | ModelError:

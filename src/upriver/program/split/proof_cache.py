@@ -56,8 +56,6 @@ _PROOFS = Cache("proofs")
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Contents of a proof file."""
-
     schema: Literal["upriver.proof/2"]
     proof: str
     program: str

@@ -172,7 +172,6 @@ class _Splitting:
         self.left: dict[str, str] = {}  # modules that no program can hold, and why
 
     def run(self, granularity: Granularity) -> Split:
-        """Try the splits in order, and return the first that is proven."""
         check_trainable(self.model)
         try:
             # Copy the values once for all steps.

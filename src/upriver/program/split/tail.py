@@ -159,7 +159,6 @@ class _Stub(nn.Module):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the next result, through hooks if there are any."""
         if self._forward_pre_hooks or self._forward_hooks:
             return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self._upriver_results.give(*args, **kwargs)
@@ -176,7 +175,6 @@ _STAND_INS: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _stand_in(module_class: type[nn.Module]) -> type[nn.Module]:
-    """Return the stub class for modules of a class."""
     if module_class not in _STAND_INS:
         place = {"__module__": module_class.__module__, "__slots__": ("_upriver_results",)}
         made = type(module_class.__name__, (_Stub, module_class), place)
@@ -340,7 +338,6 @@ class _PerThread(threading.local):
         self._make = (model, recipe)
 
     def get(self) -> _Shadow:
-        """Return this thread's shadow."""
         if self._shadow is None:
             self._shadow = _build(*self._make)
         return self._shadow

@@ -246,7 +246,6 @@ class _Crossing(contextlib.ExitStack):
             self.callback(model.get_submodule(path).register_forward_hook(self._look(path)).remove)
 
     def with_gradient(self) -> tuple[bool, ...]:
-        """Return, for each crossing tensor in order, whether it requires a gradient."""
         return tuple(self._found.values())
 
     def _look(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
