@@ -83,22 +83,21 @@ _NO_MEMORY = ("can't allocate memory", "out of memory error")
 """Parts of out-of-memory messages of PyTorch and Pillow, in errors other than `MemoryError`."""
 
 
-class _Jpeg(JpegImageFile):
-    """A JPEG that must be whole, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process.
-
-    Its EXIF data are not read for its resolution: damaged ones would make Pillow warn.
-    """
+class _WholeFile(ImageFile.ImageFile):
+    """An image that must be whole, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process."""
 
     def load_read(self, read_bytes: int) -> bytes:
         return _whole(self.fp.read(read_bytes) if self.fp else b"")
+
+
+class _Jpeg(_WholeFile, JpegImageFile):
+    """A JPEG. Its EXIF data are not read for its resolution: damaged ones would make Pillow warn."""
 
     def _read_dpi_from_exif(self) -> None:
         pass
 
 
 class _Png(PngImageFile):
-    """A PNG that must be whole, whatever ``ImageFile.LOAD_TRUNCATED_IMAGES`` says in this process."""
-
     def load_read(self, read_bytes: int) -> bytes:
         try:
             return _whole(super().load_read(read_bytes))
@@ -106,18 +105,12 @@ class _Png(PngImageFile):
             return _whole(b"")
 
 
-class _Ppm(PpmImageFile):
-    """A PPM, PGM or PBM that must be whole, as with `_Jpeg`."""
-
-    def load_read(self, read_bytes: int) -> bytes:
-        return _whole(self.fp.read(read_bytes) if self.fp else b"")
+class _Ppm(_WholeFile, PpmImageFile):
+    """A PPM, PGM or PBM."""
 
 
-class _Bmp(BmpImageFile):
-    """A BMP that must be whole, as with `_Jpeg`."""
-
-    def load_read(self, read_bytes: int) -> bytes:
-        return _whole(self.fp.read(read_bytes) if self.fp else b"")
+class _Bmp(_WholeFile, BmpImageFile):
+    """A BMP."""
 
 
 def _whole(data: bytes) -> bytes:

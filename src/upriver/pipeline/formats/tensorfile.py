@@ -20,21 +20,12 @@ from upriver.pipeline.errors import SampleError
 _MAX_HEADER_BYTES = 2**20
 _MAX_DIMS = 16
 _MAX_EMPTY = 2**40  # product of the other sizes of a tensor without elements: torch has a limit, too
-_NPY_DTYPES = {
-    "<f8": torch.float64,
-    "<f4": torch.float32,
-    "<f2": torch.float16,
-    "<i8": torch.int64,
-    "<i4": torch.int32,
-    "<i2": torch.int16,
-    "|i1": torch.int8,
-    "<u8": torch.uint64,
-    "<u4": torch.uint32,
-    "<u2": torch.uint16,
-    "|u1": torch.uint8,
-    "<c16": torch.complex128,
-    "<c8": torch.complex64,
-    "|b1": torch.bool,
+_NPY_DTYPES: dict[str, torch.dtype] = {
+    np.dtype(name).newbyteorder("<").str: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "int64", "int32", "int16", "int8"),
+        *("uint64", "uint32", "uint16", "uint8", "complex128", "complex64", "bool"),
+    )
 }
 """Types that ``torch.from_numpy`` accepts, by their names in little-endian order."""
 

@@ -42,20 +42,9 @@ MAX_BINS = 1024
 """Finest scale of magnitudes; the usual one has 31."""
 
 OPERATIONS = (
-    "identity",
-    "shear_x",
-    "shear_y",
-    "translate_x",
-    "translate_y",
-    "rotate",
-    "brightness",
-    "saturation",
-    "contrast",
-    "sharpness",
-    "posterize",
-    "solarize",
-    "auto_contrast",
-    "equalize",
+    *("identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate"),
+    *("brightness", "saturation", "contrast", "sharpness"),
+    *("posterize", "solarize", "auto_contrast", "equalize"),
 )
 """Operations of RandAugment, in torchvision's order; torchvision's Color is ``saturation`` here."""
 

@@ -20,17 +20,15 @@ from upriver.errors import CaptureError
 from upriver.program.capture.export import is_cache
 from upriver.program.capture.lowering import Recording, record
 from upriver.program.capture.prefix import bound, checked, graph_of
-from upriver.program.eval_mode import in_eval, no_fast_path
 from upriver.program.example_inputs import Example, Inputs, random_like
 from upriver.program.freeze import check_initialized
 from upriver.program.graph.alignment import through_cuts
-from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import GRANULARITIES, Granularity
 from upriver.program.graph.weights_file import WeightsFile
 from upriver.program.module_state.attribute_reads import AttributeReads
 from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
-from upriver.program.module_state.restoration import state_kept
+from upriver.program.module_state.restoration import state_kept, trial
 from upriver.program.tensor_layouts import refusing, same_bits
 
 Constant: TypeAlias = "bool | int | float | str | None"
@@ -173,14 +171,7 @@ def _answer_of(
     Raises:
         CaptureError: If it does not run, returns a value that no program can give, or counts.
     """
-    device = example.tensors[0].device
-    with (
-        torch.no_grad(),
-        state_kept(model),
-        in_eval(model),
-        no_fast_path(),
-        autocasting(device, autocast),
-    ):
+    with trial(model, example.tensors[0].device, autocast):
         answer = _run(model, example)
         if reads is not None:
             with state_kept(model) as between:

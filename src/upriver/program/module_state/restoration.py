@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from upriver.program.eval_mode import mode, no_fast_path
+from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.devices import random_kept
 from upriver.program.module_state.reachable import (
     HeldTensor,
@@ -54,6 +56,21 @@ def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[SavedS
             yield kept
         finally:
             kept.values.put_back()
+
+
+@contextlib.contextmanager
+def trial(
+    model: nn.Module, device: torch.device, autocast: torch.dtype | None, *, training: bool = False
+) -> Iterator[SavedState]:
+    """Prepare a trial run in one mode: without gradients and fused paths, as :func:`state_kept`."""
+    with (
+        torch.no_grad(),
+        state_kept(model) as kept,
+        mode(model, training=training),
+        no_fast_path(),
+        autocasting(device, autocast),
+    ):
+        yield kept
 
 
 @contextlib.contextmanager

@@ -18,13 +18,11 @@ from torch.utils import _pytree as pytree
 
 from upriver.errors import CaptureError, ModelError
 from upriver.program.compiled_code import as_ever, entering, uncompiled
-from upriver.program.eval_mode import in_eval, mode, no_fast_path
 from upriver.program.example_inputs import Example, TensorSource, tensors_in
 from upriver.program.freeze import check_initialized, keep_in_eval
-from upriver.program.graph.autocast import autocasting
 from upriver.program.module_state.attribute_reads import AttributeReads
 from upriver.program.module_state.attributes import attributes_of
-from upriver.program.module_state.restoration import SavedState, state_kept
+from upriver.program.module_state.restoration import SavedState, state_kept, trial
 from upriver.program.split.dataflow import DataFlow, Recorder, TensorVersion, opaque_in
 from upriver.program.tensor_layouts import unusual
 
@@ -150,14 +148,7 @@ def trace(model: nn.Module, example: Example, *, autocast: torch.dtype | None = 
     """
     check_initialized(model)
     two, three, reads = example.resized(2), example.resized(3), AttributeReads()
-    with (
-        torch.no_grad(),
-        state_kept(model) as kept,
-        in_eval(model),
-        no_fast_path(),
-        uncompiled(),
-        autocasting(example.tensors[0].device, autocast),
-    ):
+    with trial(model, example.tensors[0].device, autocast) as kept, uncompiled():
         first, flow = _watch(model, two, example, kept)
         with state_kept(model) as between:
             second, again = _watch(model, three, example, between, reads)
@@ -184,15 +175,7 @@ def watch_training(
     Raises:
         ModelError: If the model cannot be called with such an input in training.
     """
-    device = example.tensors[0].device
-    with (
-        torch.no_grad(),
-        state_kept(model) as kept,
-        mode(model, training=True),
-        no_fast_path(),
-        uncompiled(),
-        autocasting(device, autocast),
-    ):
+    with trial(model, example.tensors[0].device, autocast, training=True) as kept, uncompiled():
         keep_in_eval(model, list(in_eval))
         return _watch(model, example, example, kept)
 
@@ -203,10 +186,7 @@ def written_in_training(
     """Return names of the tensors that a forward pass in training changes. Empty if the pass fails."""
     call = example.with_tensors([tensor.clone() for tensor in example.tensors])
     with (
-        torch.no_grad(),
-        state_kept(model) as kept,
-        mode(model, training=True),
-        autocasting(call.tensors[0].device, autocast),
+        trial(model, call.tensors[0].device, autocast, training=True) as kept,
         contextlib.suppress(Exception),  # any error of the user's forward
     ):
         model(*call.args, **call.kwargs)

@@ -29,11 +29,10 @@ from upriver.program.graph.liveness import GRANULARITIES, Granularity
 from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
 from upriver.program.module_state.restoration import state_kept
 from upriver.program.split.crossing_values import CrossingValues
-from upriver.program.split.forward_pass import ForwardPass
+from upriver.program.split.forward_pass import ForwardPass, random_branch
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint, find, in_eval_for
 from upriver.program.split.module_trace import Shape, Trace, trace, watch_training, written_in_training
 from upriver.program.split.proof_cache import is_proven, proof_digest, remember
-from upriver.program.split.random_branches import random_branch
 from upriver.program.split.tail import Tail
 from upriver.program.split.verification import Proof
 from upriver.program.tensor_layouts import refusing
