@@ -16,12 +16,10 @@ class GraphCaps:
         nodes: Operator calls. A check costs about 0.2 ms for each, so a whole check takes at most half a
             minute.
         tensors: Inputs, weights and results together.
-        stages: Cuts that a program offers.
         arguments: Values in the arguments of one node, including nested ones.
         depth: Nesting of arguments. Operators have lists of numbers or tensors, no deeper.
         text: Characters of a name, or of a text among the arguments.
         dimensions: Dimensions of a tensor. Windowed attention in three dimensions needs 8.
-        micro_batch: Samples of a run.
         tensor_bytes: Bytes of one tensor, including intermediate tensors of an operator. Repeated (stride 0)
             elements count each time.
         live_bytes: Bytes alive at once during a micro-batch: weights, constants, and the values in use. A
@@ -29,8 +27,6 @@ class GraphCaps:
             hold.
         flops: Operations of one micro-batch. Cheap operators count their elements. A 7-billion-parameter
             language model on 16 texts of 2,048 tokens needs 5e14.
-        weights_bytes: Bytes of the weights file.
-        header_bytes: Bytes of the weights file's header.
         header_entries: Tensors in the weights file, padding included.
     """
 

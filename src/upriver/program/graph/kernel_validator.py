@@ -101,15 +101,8 @@ _RULES: dict[str, Callable[[Given], str]] = {
 _RULES |= {
     f"{name}.default": _resampling
     for name in (
-        "upsample_nearest1d",
-        "upsample_nearest2d",
-        "upsample_nearest3d",
-        "_upsample_nearest_exact2d",
-        "upsample_linear1d",
-        "upsample_bilinear2d",
-        "upsample_bicubic2d",
-        "upsample_trilinear3d",
-        "_upsample_bilinear2d_aa",
-        "_upsample_bicubic2d_aa",
+        *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact2d"),
+        *("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+        *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
     )
 }

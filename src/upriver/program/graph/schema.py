@@ -27,16 +27,8 @@ Amount = Annotated[float, msgspec.Meta(ge=0)]
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
     for name in (
-        "float32",
-        "float64",
-        "float16",
-        "bfloat16",
-        "int8",
-        "uint8",
-        "int16",
-        "int32",
-        "int64",
-        "bool",
+        *("float32", "float64", "float16", "bfloat16"),
+        *("int8", "uint8", "int16", "int32", "int64", "bool"),
     )
 }
 """Tensor types that a program may hold or that may cross a cut."""
