@@ -35,7 +35,7 @@ from upriver.program.eval_mode import in_eval, no_fast_path
 from upriver.program.example_inputs import tensors_in
 from upriver.program.graph.devices import random_kept
 from upriver.program.graph.validator import flops_of_call, silent
-from upriver.program.module_state.restoration import attributes_kept, state_kept
+from upriver.program.module_state.restoration import state_kept
 from upriver.store import Store
 from upriver.text import error_text
 from upriver.types import require_type
@@ -156,7 +156,7 @@ def without_data(model: nn.Module, state: Mapping[str, torch.Tensor], call: _Cal
     weights, given = _Weights(state), _copied(call)
     with (
         silent(),
-        attributes_kept(model),
+        state_kept(model, values=False),
         FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True) as mode,
     ):
         # Keep the twins until the end: torch would make others for the same weights if these were freed.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ from upriver.program.tensor_layouts import unusual
 
 
 @contextlib.contextmanager
-def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[SavedState]:
+def state_kept(model: nn.Module, *, idle: Iterable[str] = (), values: bool = True) -> Iterator[SavedState]:
     """Restore a model and the random number generators on exit.
 
     Enter the context before a switch of mode: a module may write to its weights during the switch.
@@ -48,14 +48,26 @@ def state_kept(model: nn.Module, *, idle: Iterable[str] = ()) -> Iterator[SavedS
 
     Args:
         idle: Paths of modules that do not run. Their values are not copied.
+        values: False for a run that writes no values of tensors. None are copied.
     """
     modules = [model.get_submodule(path) for path in idle]
     unused = {id(t) for module in modules for t in (*module.parameters(), *module.buffers())}
-    with _all_but_values_kept(model, unused=unused) as kept:
+    with random_kept(), _walked(model) as held:
+        tensors = [_Tensor(each.tensor) for each in held.tensors]
+        used = [each.tensor for each in held.tensors if values and id(each.tensor) not in unused]
+        kept = SavedState(held, tensors, _Values(used))
+        for tensor in tensors:
+            tensor.set_gradient_aside()
         try:
-            yield kept
+            try:
+                yield kept
+            finally:
+                kept.values.put_back()
         finally:
-            kept.values.put_back()
+            for tensor in tensors:
+                tensor.put_back()
+            for thing in held.changed():
+                thing.put_back()
 
 
 @contextlib.contextmanager
@@ -71,30 +83,6 @@ def trial(
         autocasting(device, autocast),
     ):
         yield kept
-
-
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restore a model and the random number generators after a run that writes no tensor values."""
-    with _all_but_values_kept(model):
-        yield
-
-
-@contextlib.contextmanager
-def _all_but_values_kept(model: nn.Module, *, unused: Collection[int] | None = None) -> Iterator[SavedState]:
-    with random_kept(), _walked(model) as held:
-        tensors = [_Tensor(each.tensor) for each in held.tensors]
-        used = [each.tensor for each in held.tensors if unused is not None and id(each.tensor) not in unused]
-        kept = SavedState(held, tensors, _Values(used))
-        for tensor in tensors:
-            tensor.set_gradient_aside()
-        try:
-            yield kept
-        finally:
-            for tensor in tensors:
-                tensor.put_back()
-            for thing in held.changed():
-                thing.put_back()
 
 
 @contextlib.contextmanager
