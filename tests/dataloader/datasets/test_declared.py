@@ -182,26 +182,39 @@ STRETCHES = [
 ]
 
 
-@pytest.mark.parametrize("candidate", STRETCHES)
+WAYS = [
+    *((candidate, 1.0, 1, 0) for candidate in STRETCHES),
+    *((candidate, 0.3, 2, 1) for candidate in STRETCHES[:6]),
+    *(pytest.param(candidate, 0.3, 2, 1, marks=pytest.mark.full) for candidate in STRETCHES[6:]),
+]
+"""Stretch, share, number of servers, and processes here. The last ones differ in the stretch alone."""
+
+
+@pytest.mark.parametrize(("candidate", "ratio", "count", "num_workers"), WAYS)
 def test_any_stretch_may_run_elsewhere(
-    data: Dataset, reference: list[list[Any]], servers: list[EmbeddedServer], candidate: str
+    data: Dataset,
+    reference: list[list[Any]],
+    servers: list[EmbeddedServer],
+    candidate: str,
+    ratio: float,
+    count: int,
+    num_workers: int,
 ) -> None:
-    for ratio, count, num_workers in ((1.0, 1, 0), (0.3, 2, 1)):
-        urls = [server.url for server in servers[:count]]
-        arguments = {"workers": urls, "offload": Offloading(candidate=candidate, ratio=ratio)}
-        loader = DataLoader(
-            data,
-            batch_size=7,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(1),
-            seed=SEED,
-            num_workers=num_workers,
-            **arguments,
-        )
-        assert same([list(loader) for _ in range(2)], reference)
-        made = loader.report.made
-        there = sum(made.get(url, 0) for url in urls)
-        assert sum(made.values()) == 2 * COUNT and abs(there - 2 * COUNT * ratio) <= 14, loader.report
+    urls = [server.url for server in servers[:count]]
+    arguments = {"workers": urls, "offload": Offloading(candidate=candidate, ratio=ratio)}
+    loader = DataLoader(
+        data,
+        batch_size=7,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(1),
+        seed=SEED,
+        num_workers=num_workers,
+        **arguments,
+    )
+    assert same([list(loader) for _ in range(2)], reference)
+    made = loader.report.made
+    there = sum(made.get(url, 0) for url in urls)
+    assert sum(made.values()) == 2 * COUNT and abs(there - 2 * COUNT * ratio) <= 14, loader.report
 
 
 def test_numbers_of_any_type(data: Dataset, servers: list[EmbeddedServer]) -> None:

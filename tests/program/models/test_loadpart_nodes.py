@@ -102,7 +102,7 @@ def test_squeezenet_has_the_papers_cuts_at_5_and_39_and_ends_at_99() -> None:
         # linear: 4 + 56 + 6 + 4.
         ("torchvision:resnet18", 70, [4, 67]),
         # 4; 16 x (3 conv, 3 bn, 3 relu, add); 4 shortcuts of (conv, bn); 4: 4 + 160 + 8 + 4.
-        ("torchvision:resnet50", 176, [4, 173]),
+        pytest.param("torchvision:resnet50", 176, [4, 173], marks=pytest.mark.full),
         # 2 x (conv, bn, relu) = 6. A separable convolution is two nodes, without biases. Block 1: sep, bn,
         # relu, sep, bn, pool = 8, plus a shortcut of conv and bn, plus add = 11. Blocks 2, 3 and 12 begin
         # with a relu = 12 each. Blocks 4 to 11: 3 x (relu, sep, bn) and add = 13 each. 2 x (sep, bn, relu) =
