@@ -18,9 +18,10 @@ from _server_networks import SIDE, build
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, Resize, index
-from upriver.program import Program, publish
 from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import Example, TensorSource
+from upriver.program.graph.artifact_store import publish
+from upriver.program.graph.executor import Program
 from upriver.program.split.resized import resized
 from upriver.program.split.split import split
 from upriver.protocol import DatasetRef, Larger, RunRequest

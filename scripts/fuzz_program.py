@@ -39,8 +39,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from upriver.errors import ProgramError
-from upriver.program import Program
 from upriver.program.graph.caps import GraphCaps
+from upriver.program.graph.executor import Program
 from upriver.program.graph.schema import DTYPES, TensorSpec
 
 CAPS = GraphCaps(

@@ -43,8 +43,7 @@ from upriver.errors import (
     StoreError,
     UpriverError,
 )
-from upriver.program.capture.prefix import capture_buckets
-from upriver.program.capture.prefix import capture
+from upriver.program.capture.prefix import capture, capture_buckets
 from upriver.program.graph import artifact_store
 from upriver.program.graph.artifact_store import graph_path, weights_path
 from upriver.program.graph.executor import Program

@@ -16,9 +16,9 @@ from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.errors import BadSample, ConfigError
 from upriver.pipeline import InputChain
-from upriver.program import Program
 from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import TensorSource
+from upriver.program.graph.executor import Program
 
 MICRO = 4
 CHAIN = InputChain(STAGES)

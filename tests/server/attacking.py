@@ -30,7 +30,7 @@ from tests.server.conftest import MICRO_BATCH, images, make_program
 from tests.server.running import Running, body_of
 from upriver.errors import UpriverError
 from upriver.pipeline import CenterCrop, Dataset, Decode, LoadTensor, Normalize, Resize, index
-from upriver.program import Program
+from upriver.program.graph.executor import Program
 from upriver.protocol import DatasetRef, End, RunRequest, program_head, read_frame
 from upriver.server.http.errors import STATUS
 from upriver.types import MicroBatch

@@ -17,8 +17,8 @@ from tests.server.running import Running, wait_for
 from tests.store.gated_server import GatedServer
 from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.load_program import find, publish
-from upriver.program import Program
 from upriver.program.capture.prefix import capture
+from upriver.program.graph.executor import Program
 from upriver.protocol import RunRequest
 from upriver.server import Server, ServerConfig
 from upriver.server.programs.streaming_weights import ColdFile

@@ -11,9 +11,9 @@ from tests.server.running import running
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, RandomHorizontalFlip, Resize, index
-from upriver.program import Program
 from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import TensorSource
+from upriver.program.graph.executor import Program
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.store import Store
 

@@ -15,7 +15,7 @@ import torch
 from upriver.engine.clock import Clock
 from upriver.errors import BadSample, ConfigError
 from upriver.pipeline import InputChain, SampleError, stored_tensor
-from upriver.program import Program
+from upriver.program.graph.executor import Program
 from upriver.types import MicroBatch
 
 OnBadSample = Literal["fail", "skip"]

@@ -94,7 +94,7 @@ class AnswerClosed(UpriverError):
 
 
 class ProgramUpload(Protocol):
-    """The parts of a `upriver.program.Program` that are uploaded."""
+    """The parts of a `upriver.program.graph.executor.Program` that are uploaded."""
 
     @property
     def digest(self) -> str:

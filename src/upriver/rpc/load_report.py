@@ -16,7 +16,7 @@ from upriver.profile.profile_cache import (
     ProfileKey,
     TierIdentity,
 )
-from upriver.program import Program
+from upriver.program.graph.executor import Program
 from upriver.protocol import Info
 from upriver.rpc.client import ServerClient
 from upriver.types import Tier, Timings

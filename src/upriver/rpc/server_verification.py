@@ -28,7 +28,7 @@ from upriver.errors import (
     UpriverError,
 )
 from upriver.pipeline import Dataset
-from upriver.program import Program
+from upriver.program.graph.executor import Program
 from upriver.program.split.crossing_values import CrossingValues
 from upriver.protocol import DatasetRef, Larger, RunRequest
 from upriver.rpc.client import RunAnswer, ServerClient

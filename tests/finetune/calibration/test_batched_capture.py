@@ -32,7 +32,7 @@ from upriver.errors import (
 from upriver.finetune.calibration import batched_capture
 from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
-from upriver.program import Program
+from upriver.program.graph.executor import Program
 from upriver.program.split.resized import resized
 from upriver.program.split.split import Split, split
 from upriver.protocol import DEFAULT_CAPS, Info, Larger, RunRequest

@@ -11,12 +11,12 @@ from torch import nn
 
 from tests.program.nets import Small
 from upriver.errors import CaptureError, ConfigError
-from upriver.program import Program
 from upriver.program.capture import prefix
 from upriver.program.capture.lowering import Recording
 from upriver.program.capture.prefix import capture_buckets
 from upriver.program.example_inputs import TensorSource
 from upriver.program.graph.artifact_store import load, publish
+from upriver.program.graph.executor import Program
 from upriver.store import Store
 
 

@@ -12,10 +12,10 @@ from torch import nn
 from tests.program.nets import CallCount, Shared, Small, frozen_small
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import CaptureError, ConfigError, ProgramError
-from upriver.program import Program
 from upriver.program.capture.lowering import record
 from upriver.program.capture.prefix import capture, graph_of
 from upriver.program.example_inputs import Example, TensorSource
+from upriver.program.graph.executor import Program
 
 PUBLISHED = {
     # network: stages as HAPI counts them, and bytes per sample after some of the stages

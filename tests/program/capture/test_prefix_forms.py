@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from upriver._torchvision import ensure_torchvision
-from upriver.program import Program
 from upriver.program.capture.prefix import capture
 from upriver.program.eval_mode import in_eval, no_fast_path
 from upriver.program.example_inputs import Example, Inputs, TensorSource, tensors_in
 from upriver.program.graph.autocast import autocasting
+from upriver.program.graph.executor import Program
 
 
 def eager(model: nn.Module, given: Inputs, autocast: torch.dtype | None = None) -> list[torch.Tensor]:

@@ -33,7 +33,7 @@ from tests.server.broken_bodies import (
 )
 from tests.server.running import ask, connect, run
 from upriver.errors import DeadlineExceeded, ProtocolError, UpriverError
-from upriver.program import Program
+from upriver.program.graph.executor import Program
 from upriver.protocol import Caps, End, RunRequest, program_head, read_frame
 from upriver.server.http.errors import STATUS
 from upriver.server.http.request_body import read_body

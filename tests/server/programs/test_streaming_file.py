@@ -26,8 +26,9 @@ from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.load_program import publish
 from upriver.errors import ConfigError, ProgramError, UpriverError
-from upriver.program import Program, weights_path
 from upriver.program.capture.prefix import capture
+from upriver.program.graph.artifact_store import weights_path
+from upriver.program.graph.executor import Program
 from upriver.server.ipc.shared_memory import FillingFile, map_privately
 from upriver.server.programs import streaming_weights as cold
 from upriver.server.scheduling.program_footprint import MOST_RUNS, runs_of

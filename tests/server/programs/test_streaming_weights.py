@@ -40,8 +40,8 @@ from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.load_program import publish
 from upriver.control import service_costs
 from upriver.errors import Damaged, ProgramError, UpriverError
-from upriver.program import weights_path
 from upriver.program.capture.prefix import capture
+from upriver.program.graph.artifact_store import weights_path
 from upriver.protocol import RunRequest, error_from, program_head
 from upriver.server.execution.worker_process import WorkerHandle
 from upriver.server.ipc.messages import Here

@@ -10,8 +10,8 @@ from tests.server.conftest import MICRO_BATCH, make_program
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import ProgramError, ProtocolError
 from upriver.profile.memory.estimator import stretch_peak
-from upriver.program import Program
 from upriver.program.capture.prefix import capture
+from upriver.program.graph.executor import Program
 from upriver.server.scheduling.footprint import END, GRAPH_FACTOR, program_bytes
 from upriver.server.scheduling.program_footprint import FootprintEstimator
 

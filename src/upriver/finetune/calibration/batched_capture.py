@@ -19,7 +19,7 @@ from upriver.errors import UpriverError
 from upriver.finetune.calibration.example_batch import example_of
 from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
-from upriver.program import Program
+from upriver.program.graph.executor import Program
 from upriver.program.split.resized import resized
 from upriver.program.split.split import Split
 from upriver.protocol import Caps

@@ -44,7 +44,7 @@ from upriver.profile.profile_cache import (
     save_profile,
     slowdown,
 )
-from upriver.program import Program
+from upriver.program.graph.executor import Program
 from upriver.program.split.split import Split
 from upriver.protocol import Caps, Info
 from upriver.rpc.client import ServerClient

@@ -23,9 +23,9 @@ from upriver.engine.fingerprint import fingerprint
 from upriver.errors import ConfigError, Overloaded, ProtocolError, TooLarge, UpriverError
 from upriver.pipeline import InputChain
 from upriver.pipeline.formats import image
-from upriver.program import Program
 from upriver.program.capture.input_spec import made_up
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
+from upriver.program.graph.executor import Program
 from upriver.protocol import (
     PREFIX_NBYTES,
     Layout,

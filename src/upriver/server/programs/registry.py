@@ -41,7 +41,7 @@ from upriver.errors import (
     StoreError,
     TooLarge,
 )
-from upriver.program import graph_path, weights_digest_of, weights_path
+from upriver.program.graph.artifact_store import graph_path, weights_digest_of, weights_path
 from upriver.program.graph.fetch import get_at_most
 from upriver.protocol import MAX_GRAPH_BYTES, Caps
 from upriver.server.ipc.messages import Weighed
