@@ -57,12 +57,8 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TEXT_COLUMNS = ["object", "etag", "name"]
 _COLUMNS = pa.schema(
     [
-        pa.field("object", pa.string(), nullable=False),
-        pa.field("etag", pa.string(), nullable=False),
-        pa.field("start", pa.int64(), nullable=False),
-        pa.field("stop", pa.int64(), nullable=False),
-        pa.field("target", pa.int64(), nullable=False),
-        pa.field("name", pa.string(), nullable=False),
+        pa.field(name, pa.string() if name in _TEXT_COLUMNS else pa.int64(), nullable=False)
+        for name in ("object", "etag", "start", "stop", "target", "name")
     ]
 )
 

@@ -105,7 +105,7 @@ class MapStyle:
                 f"{type(self.dataset).__name__} has no stretch [{start}, {stop}): only one with read and "
                 "transform is divided"
             )
-        self._seed(epoch, sample, MAKE)
+        seed_generators(Draw(seed=self.seed, epoch=epoch, sample=sample, stage=MAKE))
         try:
             if stop == RAW:
                 return _read(self.dataset, index)
@@ -140,9 +140,6 @@ class MapStyle:
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
         """Collate samples into a batch; leave the process's generators changed."""
         return collated(samples, collate, seed=self.seed, epoch=epoch, batch=batch)
-
-    def _seed(self, epoch: int, sample: int, stage: int) -> None:
-        seed_generators(Draw(seed=self.seed, epoch=epoch, sample=sample, stage=stage))
 
 
 def _one_of(dataset: Any, index: Any) -> Any:

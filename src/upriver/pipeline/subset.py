@@ -65,10 +65,7 @@ class Rows:
         self._part, self._batches = part, batches
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        return map(self._rows, self._batches)
-
-    def _rows(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(map(self._row, batch))
+        return (tuple(map(self._row, batch)) for batch in self._batches)
 
     def _row(self, index: Any) -> Any:
         try:

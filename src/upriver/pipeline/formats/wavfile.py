@@ -98,9 +98,8 @@ def read_wav(data: bytes | memoryview, *, sample_rate: int, mono: bool, max_samp
     if not 1 <= samples <= max_samples:
         raise SampleError(f"audio of {samples} samples; 1 to {max_samples} are allowed")
     check_bytes("audio", 4 * samples * (1 if mono else form.channels))
-    stored = np.frombuffer(
-        view, dtype=_DTYPES[form.tag, form.bits], offset=start, count=_count(form, samples)
-    )
+    count = samples * form.channels * (3 if form.bits == 24 else 1)
+    stored = np.frombuffer(view, dtype=_DTYPES[form.tag, form.bits], offset=start, count=count)
     return _floats(stored.reshape(samples, form.channels, -1), form, mono=mono)
 
 
@@ -158,10 +157,6 @@ def _form(body: memoryview) -> WavForm:
     if frame_bytes != channels * bits // 8:
         raise SampleError(f"WAV samples of {channels} channels and {bits} bits in {frame_bytes} bytes")
     return WavForm(rate=rate, channels=channels, tag=tag, bits=bits)
-
-
-def _count(form: WavForm, samples: int) -> int:
-    return samples * form.channels * (3 if form.bits == 24 else 1)
 
 
 def _floats(stored: Stored, form: WavForm, *, mono: bool) -> torch.Tensor:

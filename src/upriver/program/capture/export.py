@@ -205,8 +205,7 @@ def export(
         seed(CAPTURED)
         try:
             exported: torch.export.ExportedProgram = torch.export.export(wrapper, tensors, strict=False)
-            _mark_dropouts(exported)
-            _name_no_cudnn(exported)
+            _prepare(exported)
             exported = exported.run_decompositions({})
             _pass_on_in_dropouts(exported)
         except CaptureError:
@@ -222,8 +221,12 @@ _MARKED = {"memory_format": torch.preserve_format}
 """Mark of the copies that stand for a Dropout. The user's code makes copies without it."""
 
 
-def _mark_dropouts(exported: torch.export.ExportedProgram) -> None:
-    """Replace each inactive Dropout by a marked copy. Decomposed, it would be a copy without a mark."""
+def _prepare(exported: torch.export.ExportedProgram) -> None:
+    """Mark inactive Dropouts, and forbid cuDNN, before operators are decomposed.
+
+    A decomposed Dropout would be a copy without a mark. The decomposition of an operator depends on this
+    process's cuDNN setting, and a program must not depend on where it was recorded.
+    """
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             for fx in module.graph.nodes:
@@ -231,6 +234,8 @@ def _mark_dropouts(exported: torch.export.ExportedProgram) -> None:
                     fx.kwargs = {}
                 elif fx.target is torch.ops.aten.dropout.default and fx.args[2] is False:
                     fx.target, fx.args, fx.kwargs = torch.ops.aten.clone.default, fx.args[:1], _MARKED
+                elif isinstance(fx.target, torch._ops.OpOverload):
+                    _forbid_cudnn(fx, fx.target._schema.arguments)
             module.recompile()
 
 
@@ -255,21 +260,7 @@ _CUDNN = ("cudnn_enabled", "cudnn_enable")
 """Names of the operator argument that allows or forbids cuDNN."""
 
 
-def _name_no_cudnn(exported: torch.export.ExportedProgram) -> None:
-    """Forbid cuDNN in the graph, regardless of this process's setting.
-
-    The decomposition of an operator depends on the flag, and a program must not depend on where it was
-    recorded.
-    """
-    for module in exported.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for fx in module.graph.nodes:
-                if isinstance(fx.target, torch._ops.OpOverload):
-                    _set_flags(fx, fx.target._schema.arguments)
-            module.recompile()
-
-
-def _set_flags(fx: torch.fx.Node, arguments: Sequence[Any]) -> None:
+def _forbid_cudnn(fx: torch.fx.Node, arguments: Sequence[Any]) -> None:
     for index, argument in enumerate(arguments):
         if argument.name in _CUDNN:
             defaults = [other.default_value for other in arguments[len(fx.args) : index]]

@@ -71,15 +71,11 @@ class MutableObject:
     def tensors_gone(self) -> set[int]:
         """Return identities of the tensors that the object held before and no longer holds."""
         now = self.now()
-        if self.kind.same(self.before, now):
-            return set()
-        pairs: Iterable[tuple[Any, Any]]
+        pairs: Iterable[tuple[Any, Any]] = ()
         if self.kind is _LIST:
             pairs = itertools.zip_longest(self.before, now)
         elif self.kind.inner is _in_mapping:
             pairs = ((item, now.get(key)) for key, item in self.before.items())
-        else:
-            return set()
         return {id(item) for item, other in pairs if isinstance(item, torch.Tensor) and item is not other}
 
     def counted(self) -> str:

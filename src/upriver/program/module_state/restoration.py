@@ -88,24 +88,23 @@ def trial(
 @contextlib.contextmanager
 def _walked(model: nn.Module) -> Iterator[ReachableObjects]:
     """Yield the objects reachable from a model. A context nested in the same thread reuses the outer walk."""
-    outer = next((held for held in reversed(_walks()) if held.model is model), None)
+    outer = next((held for held in reversed(_THREAD.walks) if held.model is model), None)
     held = (outer.as_now() if outer else None) or ReachableObjects(model)
-    _walks().append(held)
+    _THREAD.walks.append(held)
     try:
         yield held
     finally:
-        _walks().remove(held)
+        _THREAD.walks.remove(held)
 
 
-def _walks() -> list[ReachableObjects]:
-    """Return the walks of the contexts that this thread has open."""
-    if not hasattr(_OF_THREAD, "walks"):
-        _OF_THREAD.walks = []
-    walks: list[ReachableObjects] = _OF_THREAD.walks
-    return walks
+class _Thread(threading.local):
+    """Walks of the contexts that a thread has open."""
+
+    def __init__(self) -> None:
+        self.walks: list[ReachableObjects] = []
 
 
-_OF_THREAD = threading.local()
+_THREAD = _Thread()
 
 
 @contextlib.contextmanager

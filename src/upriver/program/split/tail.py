@@ -258,7 +258,7 @@ class Tail(nn.Module):
         self._recipe = _Recipe(model, point, calls).make()
         _refuse_hooks(model, self._recipe)
         self.with_gradient: dict[bool, tuple[bool, ...]] = {}
-        self._shadows = _PerThread(model, self._recipe)
+        self._of_thread = threading.local()
         self._compiled = _build(model, self._recipe, compiled=True)
         self.shadow = self._compiled.root
 
@@ -292,11 +292,18 @@ class Tail(nn.Module):
                 twin.clone.training = twin.module.training
         else:
             values = self._asking(values)
-            shadow = self._shadows.get()
+            shadow = self._own_shadow()
             self._in_eval()
             for twin in shadow.twins:
                 twin.update()
         return self._run(shadow, values)
+
+    def _own_shadow(self) -> _Shadow:
+        """Return this thread's shadow."""
+        if not hasattr(self._of_thread, "shadow"):
+            self._of_thread.shadow = _build(self.model, self._recipe)
+        shadow: _Shadow = self._of_thread.shadow
+        return shadow
 
     def asking(self, features: Features) -> Features:
         """Return the crossing tensors, requiring gradients where a hook of the whole model does so.
@@ -328,19 +335,6 @@ class Tail(nn.Module):
             if not torch.compiler.is_compiling():
                 for twin in shadow.twins:
                     twin.hand_back()
-
-
-class _PerThread(threading.local):
-    """Keep one shadow for each thread."""
-
-    def __init__(self, model: nn.Module, recipe: _Cloned) -> None:
-        self._shadow: _Shadow | None = None
-        self._make = (model, recipe)
-
-    def get(self) -> _Shadow:
-        if self._shadow is None:
-            self._shadow = _build(*self._make)
-        return self._shadow
 
 
 class _Recipe:
