@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from upriver.pipeline.left_out import LeftOut
 from upriver.pipeline.stages.audio import DecodeWav
 from upriver.pipeline.stages.base import InputStage
 from upriver.pipeline.stages.tensor import LoadTensor
+from upriver.program.graph.schema import digest_of
 from upriver.store import DEFAULT_PREFIX, Store, check_name
 
 _CHECKED_AT_ONCE = 2**14
@@ -63,7 +63,7 @@ class Dataset:
         prefix: str,
         admit: Callable[[int], None] | None = None,
     ) -> None:
-        self.digest: str = hashlib.sha256(chain_bytes).hexdigest()
+        self.digest: str = digest_of(chain_bytes)
         manifest = files.decode_manifest(chain_bytes, self.digest)
         table = files.decode_index(index_bytes, manifest, admit)
         self.store = store

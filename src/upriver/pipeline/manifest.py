@@ -6,9 +6,7 @@ stages. All data read from a store are checked against the digest, and against c
 
 from __future__ import annotations
 
-import hashlib
 import io
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +19,7 @@ from upriver.errors import DatasetError
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.index_pages import ColumnPages, count_pages, read_footer
 from upriver.pipeline.left_out import LeftOut
+from upriver.program.graph.schema import DIGEST, digest_of
 
 SCHEMA = "upriver.dataset/1"
 LAYOUTS = ("webdataset", "folders")
@@ -53,7 +52,6 @@ _TEXT_BYTES, _TEXT_COPIES = 160, 3
 MAX_SAMPLE_BYTES = 2**28
 """Cap on one stored sample: an image at the default pixel cap, uncompressed, fits."""
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _TEXT_COLUMNS = ["object", "etag", "name"]
 _COLUMNS = pa.schema(
     [
@@ -105,7 +103,7 @@ def decode_manifest(data: bytes, digest: str) -> IndexManifest:
     Raises:
         DatasetError: If the digest differs, or a field is unknown, missing or invalid.
     """
-    if hashlib.sha256(data).hexdigest() != digest:
+    if digest_of(data) != digest:
         raise DatasetError(f"chain.json of dataset {digest} is damaged: its SHA-256 is another one")
     if (values := _most_values(data)) > MAX_CHAIN_VALUES:
         raise DatasetError(
@@ -151,7 +149,7 @@ def check_digest(digest: str) -> str:
     Raises:
         DatasetError: If it is not 64 hexadecimal digits in lower case.
     """
-    if not _DIGEST.fullmatch(digest):
+    if not DIGEST.fullmatch(digest):
         raise DatasetError(f"a dataset's digest is 64 hexadecimal digits, got {digest[:100]!r}")
     return digest
 
@@ -178,7 +176,7 @@ def decode_index(
             opening needs more memory than `MAX_OPENING_BYTES`.
         Exception: If ``admit`` raises it; nothing is decoded then.
     """
-    if len(data) != manifest.index.bytes or hashlib.sha256(data).hexdigest() != manifest.index.sha256:
+    if len(data) != manifest.index.bytes or digest_of(data) != manifest.index.sha256:
         raise DatasetError("index.parquet is damaged: its size or SHA-256 is not the one in chain.json")
     try:
         footer = read_footer(data)

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import groupby, islice
 from typing import Literal
 
@@ -26,6 +25,7 @@ from upriver.pipeline.formats.wavfile import read_form
 from upriver.pipeline.left_out import FORMAT_OF, OnLeftOut, Tally, describe
 from upriver.pipeline.stages.audio import DecodeWav
 from upriver.pipeline.stages.base import InputStage
+from upriver.program.graph.schema import digest_of
 from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, Unreachable, check_name
 from upriver.types import require_type
 
@@ -572,7 +572,7 @@ def _dataset(
         format=rows[0].format,
         count=len(rows),
         classes=tuple(classes),
-        index=files.IndexFile(sha256=sha256(index_bytes).hexdigest(), bytes=len(index_bytes)),
+        index=files.IndexFile(sha256=digest_of(index_bytes), bytes=len(index_bytes)),
         stages=chain.to_json(),
         left_out=tally.report(),
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import msgspec
 import torch
 
@@ -11,14 +9,13 @@ from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound, StoreE
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.executor import Program
 from upriver.program.graph.fetch import get_at_most
+from upriver.program.graph.schema import DIGEST
 from upriver.store import DEFAULT_PREFIX, Store
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_digest(text: str) -> bool:
     """Return whether a text has the form of a digest of a program or of weights."""
-    return _DIGEST.fullmatch(text) is not None
+    return DIGEST.fullmatch(text) is not None
 
 
 def check_digest(digest: str) -> str:

@@ -7,7 +7,6 @@ Checks that need the operators (shapes, strides, memory, operations) follow late
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from upriver.program.graph.autocast import AUTOCAST
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.operators import check_fingerprints
 from upriver.program.graph.schema import (
+    DIGEST,
     DTYPES,
     SCHEMA,
     Graph,
@@ -32,7 +32,6 @@ from upriver.program.graph.schema import (
     reference,
 )
 
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 _INT64 = 1 << 63
 
 
@@ -76,7 +75,7 @@ def _check_head(graph: Graph, caps: GraphCaps) -> None:
     _text(graph.device, "device", caps)
     if graph.autocast is not None and graph.autocast not in AUTOCAST:
         raise ProgramError(f"autocast to {graph.autocast[:80]!r}; allowed are {', '.join(AUTOCAST)}")
-    if not _DIGEST.fullmatch(graph.weights_digest):
+    if not DIGEST.fullmatch(graph.weights_digest):
         raise ProgramError(f"weights_digest {graph.weights_digest[:80]!r} is no digest")
     if not any(value.spec.shape[:1] == [graph.micro_batch] for value in graph.inputs):
         raise ProgramError(f"no input holds the {graph.micro_batch} samples of a micro-batch")

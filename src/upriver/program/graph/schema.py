@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -17,6 +18,9 @@ import torch
 from upriver.errors import ProgramError
 
 SCHEMA = "upriver.program/2"
+
+DIGEST = re.compile(r"[0-9a-f]{64}")
+"""Result of `digest_of`."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A size, a stride, a position or a number of bytes. Fits the signed 64 bits that torch uses."""
