@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ def at(size: int) -> torch.Tensor:
     return torch.randn(size, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
+@cache
 def split_small(size: int, granularity: Granularity = "module") -> Split:
     return split(frozen_small(), at(size), granularity=granularity)
 
