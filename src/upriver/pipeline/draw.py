@@ -57,9 +57,6 @@ class Draw:
 
         Returns:
             float64 of shape (count,).
-
-        Raises:
-            ConfigError: As for :meth:`uniforms`.
         """
         generator = self._generator()
         generator.random_raw(after, output=False)
@@ -77,11 +74,7 @@ class Draw:
         return np.random.Philox(key=np.frombuffer(self._key(), dtype="<u8").astype(np.uint64))
 
     def key(self) -> int:
-        """Return a number of 128 bits that stands for all four.
-
-        Raises:
-            ConfigError: As for `uniforms`.
-        """
+        """Return a number of 128 bits that stands for all four."""
         return int.from_bytes(self._key(), "little")
 
     def _key(self) -> bytes:

@@ -99,11 +99,7 @@ class FileInMemory(Stored):
     """Weights file that was read. Its tensors are views of it."""
 
     def __init__(self, data: torch.Tensor, caps: GraphCaps = DEFAULT_CAPS) -> None:
-        """Read an untrusted file.
-
-        Raises:
-            ProgramError: As :func:`decode`.
-        """
+        """Read an untrusted file."""
         self._data, self.nbytes = data, data.nbytes
         self.tensors = decode(data, caps)
 
@@ -122,11 +118,7 @@ class WeightsFile(Stored):
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Store tensors in the order of the file.
-
-        Raises:
-            ProgramError: As :func:`encode`.
-        """
+        """Store tensors in the order of the file."""
         self._given = {name: tensor.detach() for name, tensor in tensors.items()}
         self.tensors = {name: aligned(storage_order(tensor)) for name, tensor in self._given.items()}
         self.nbytes = 0
