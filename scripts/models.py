@@ -105,7 +105,7 @@ def _check(names: Sequence[str]) -> int:
 
 def _in_a_child(name: str) -> Row:
     """Return the row of one model, made in a process that starts with everything imported."""
-    _import_everything()
+    _import_all_for(name)
     ours, theirs = os.pipe()
     child = os.fork()
     if child == 0:
@@ -125,11 +125,12 @@ def _in_a_child(name: str) -> Row:
     return row
 
 
-def _import_everything() -> None:
+def _import_all_for(name: str) -> None:
     from upriver._torchvision import ensure_torchvision
 
     ensure_torchvision()
-    for module in ("torch._dynamo", "torch.export", "timm", "transformers", "upriver.program.split.split"):
+    library = {name.partition(":")[0]} & {"timm", "transformers"}
+    for module in ("torch._dynamo", "torch.export", *library, "upriver.program.split.split"):
         importlib.import_module(module)
 
 
