@@ -1,40 +1,97 @@
-"""Decide on retries: full jitter between attempts, and a budget over all of them.
+"""Decide when to retry: growing pauses after failures, and a budget over all retries.
 
 A client that repeats all failed requests doubles the load of overloaded servers. So each retry costs a token,
 and successes return tokens. Without a token the client computes locally.
+
+Nothing here reads a clock or sleeps: ``now`` is an argument, by any monotonic clock.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from dataclasses import dataclass, field
 
-from upriver.errors import ConfigError
-from upriver.types import require_finite
+from upriver.errors import UpriverError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Backoff:
-    """Exponential backoff with full jitter: the ``n``-th wait is uniform in ``[0, min(cap, base * 2**n)]``.
+    """Exponential backoff: pause up to ``min(cap_s, base_s * 2**(n - 1))`` after ``n`` failures in a row.
+
+    Pauses are random, so that clients that failed together do not retry together. Full jitter causes the
+    least work (Brooker: Exponential Backoff And Jitter, AWS Architecture Blog, 2015).
 
     Attributes:
-        base_s: Upper bound of the first wait. 0.1 s: a refused connection costs next to nothing.
-        cap_s: Upper bound of any wait. 2 s: a restarted server should be used again well within 10 s.
+        base_s: Longest first pause. 0.1 s: a refused connection costs next to nothing.
+        cap_s: Longest pause. 2 s: a restarted server should be used again well within 10 s.
+        jitter: Share of a pause that is random: 1 for full jitter, 0 where failures are not simultaneous.
+        rng: Source of the random share.
     """
 
     base_s: float = 0.1
     cap_s: float = 2.0
+    jitter: float = 1.0
     rng: random.Random = field(default_factory=random.Random, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        require_finite("base_s", self.base_s, positive=True)
-        require_finite("cap_s", self.cap_s, at_least=self.base_s)
-
-    def wait_s(self, failures: int) -> float:
-        """Return the seconds to wait after that many consecutive failures."""
+    def pause_s(self, failures: int) -> float:
+        """Draw the seconds to pause after that many failures in a row; 0 without a failure."""
+        if failures < 1:
+            return 0.0
         # Bounded exponent: 2**1100 is no float, and 30 doublings reach every cap.
-        return self.rng.uniform(0.0, min(self.cap_s, self.base_s * 2.0 ** min(failures, 30)))
+        longest_s = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 30))
+        return self.rng.uniform((1 - self.jitter) * longest_s, longest_s)
+
+    def spread_s(self, told_s: float) -> float:
+        """Draw one to two times the seconds that a server asks for, so that rejected clients spread out."""
+        return self.rng.uniform(told_s, 2 * told_s)
+
+
+class CircuitBreaker:
+    """Stop calling a failing server for an exponentially growing interval. Reset after a success.
+
+    Not thread-safe.
+
+    Args:
+        backoff: Length of the pauses.
+
+    Attributes:
+        failures: Failures in a row.
+        pause_s: Length of the last pause.
+        until_s: End of the last pause.
+        error: The last failure, as long as it matters to the caller.
+    """
+
+    def __init__(self, backoff: Backoff) -> None:
+        self.failures = 0
+        self.pause_s = 0.0
+        self.until_s = -math.inf
+        self.error: UpriverError | None = None
+        self._backoff = backoff
+
+    def left_s(self, now: float) -> float:
+        """Return the seconds until calls are allowed again."""
+        return max(0.0, self.until_s - now)
+
+    def fail(self, now: float, error: UpriverError | None = None, *, least_s: float = 0.0) -> None:
+        """Begin a pause after a failure. A running pause is never shortened.
+
+        Args:
+            now: Present time.
+            error: The failure.
+            least_s: Shortest pause, whatever the backoff.
+        """
+        self.failures += 1
+        self.error = error
+        self.pause_s = max(least_s, self._backoff.pause_s(self.failures))
+        self.until_s = max(self.until_s, now + self.pause_s)
+
+    def succeed(self, now: float) -> None:
+        """Make the next pause a short one again. A running pause goes on."""
+        self.failures = 0
+        if now >= self.until_s:
+            self.error = None
 
 
 class RetryBudget:
@@ -47,8 +104,6 @@ class RetryBudget:
     """
 
     def __init__(self, capacity: float = 10.0, *, per_success: float = 0.1) -> None:
-        if not (capacity >= 0 and per_success >= 0):
-            raise ConfigError(f"capacity and per_success must be >= 0, got {capacity} and {per_success}")
         self._capacity = capacity
         self._per_success = per_success
         self._tokens = capacity

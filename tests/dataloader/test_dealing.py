@@ -16,7 +16,7 @@ from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.remote.worker import (
-    HUNG_REST_S,
+    HANGS,
     LATE_S,
     LATE_TIMES,
     MOST_FAULTS,
@@ -454,7 +454,7 @@ def test_who_hangs_rests_longer_each_time_and_no_batch_depends_on_it_meanwhile(b
         assert workers.give(task(number), None)
         bed.settle()
         bed.pass_to(bed.now + 200)
-        assert workers.late() == [number] and bed.known[0].fails > 0
+        assert workers.late() == [number] and bed.known[0].failed
         server.seconds = server.free_at[0] = 0.0
         rested_from, number = bed.now, number + 1
         while not workers.give(task(number), None):
@@ -462,7 +462,7 @@ def test_who_hangs_rests_longer_each_time_and_no_batch_depends_on_it_meanwhile(b
         rests.append(bed.now - rested_from)
         bed.step()
         number += 1
-    assert rests[0] >= HUNG_REST_S
+    assert rests[0] >= HANGS.base_s
     assert all(after > 1.9 * before for before, after in pairwise(rests)), "but for what it did meanwhile"
     bed.pass_to(bed.now + 10_000)
     server.seconds = math.inf
@@ -470,7 +470,7 @@ def test_who_hangs_rests_longer_each_time_and_no_batch_depends_on_it_meanwhile(b
     bed.settle()
     bed.pass_to(bed.now + 200)
     assert workers.late() == [number]
-    assert bed.known[0].rests_until - bed.now == HUNG_REST_S, "it had worked well for long"
+    assert bed.known[0].hangs.left_s(bed.now) == HANGS.base_s, "it had worked well for long"
 
 
 def test_one_that_still_hangs_costs_nothing_once_it_has_rested(bed: Bed) -> None:
@@ -523,7 +523,7 @@ def test_where_nothing_is_given_who_could_not_be_asked_is_looked_at_again(bed: B
     gone[0] = False
     assert not workers.look(task(1)), "it rests"
     bed.settle()
-    bed.now = bed.known[0].rests_until
+    bed.now = bed.known[0].breaker.until_s
     workers.look(task(1))
     bed.settle()
     assert workers.ready and workers.look(task(2)) and not workers.coming
@@ -546,7 +546,7 @@ def test_who_was_lost_sight_of_is_proved_again(bed: Bed) -> None:
     broken.failed = True
     server.end(broken)
     assert {bed.step(), bed.step()} == {6, 7} and bed.made[other.url] == before + 2
-    assert bed.known[0].fails == 1
+    assert bed.known[0].breaker.failures == 1
     bed.pass_to(bed.now + 5)
     bed.train(6, first=8)
     assert (server.proofs, other.proofs) == (2, 1)
@@ -633,7 +633,7 @@ def test_what_is_wrong_with_some_tasks_is_not_held_against_a_worker(
         assert workers.give(task(number), None)
     for _ in range(20):
         bed.step()
-    assert bed.made["back"] == refused and not any(each.rests_until for each in bed.known)
+    assert bed.made["back"] == refused and not any(each.breaker.failures for each in bed.known)
     assert all(bed.made[server.url] > 5 for server in servers)
     assert all((str(error) in each.reason) == can_here and not each.why_not for each in bed.known)
     assert workers.give(task(32)._replace(whole=True), None) != can_here

@@ -30,6 +30,7 @@ from tests.dataloader.toy_datasets import STEPS, VICTIM, same
 from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
+from upriver.retry import Backoff
 from upriver.rpc.local_server import EmbeddedServer
 
 ALLOW = ["tests.dataloader"]
@@ -380,10 +381,8 @@ def test_a_worker_that_is_killed_at_it_loses_nothing(
     count: int,
 ) -> None:
     """Others make its unfinished samples, once each."""
-    monkeypatch.setattr("upriver.dataloader.remote.worker.MOST_REST_S", 600.0)
-    monkeypatch.setattr(
-        "upriver.dataloader.remote.worker.REST_S", 600.0
-    )  # otherwise one more sample is made, as a proof
+    never = Backoff(base_s=600.0, cap_s=600.0, jitter=0.0)  # otherwise one more sample is made, as a proof
+    monkeypatch.setattr("upriver.dataloader.remote.worker.FAILURES", never)
     data = named("Held", folder=str(tmp_path))
     all_of_them = [victim.url, *urls(workers)][:count]
     loader = DataLoader(

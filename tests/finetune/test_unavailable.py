@@ -29,7 +29,7 @@ from upriver.control.route_dealing import deal
 from upriver.errors import Overloaded, StoreError
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.planning.plan_builder import with_notes
-from upriver.finetune.prefetch.fetch_threads import STORE_REST_S
+from upriver.finetune.prefetch.fetch_threads import STORE_BACKOFF
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.protocol import error_body
@@ -280,7 +280,7 @@ class Rest:
         )
 
     def end(self) -> None:
-        self.now += STORE_REST_S
+        self.now += STORE_BACKOFF.base_s
 
 
 def as_dealt(job: FinetuneJob, epoch: int) -> bool:

@@ -393,7 +393,7 @@ def test_what_is_wrong_with_the_input_is_raised_and_no_servers_fault(
             answer(bad)
         assert torch.equal(answer(good), here(model, good))
         assert "Not asked" not in answer.why
-        assert far_of(answer)._rest.failures == 0
+        assert far_of(answer)._breaker.failures == 0
 
 
 # --------------------------------------------------------------------------------------------- kills

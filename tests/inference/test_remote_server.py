@@ -26,7 +26,6 @@ from upriver.errors import (
     TooLarge,
     UpriverError,
 )
-from upriver.inference import cooldown as rest_module
 from upriver.inference import remote_server as far_module
 from upriver.inference import uplink as uplink_module
 from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
@@ -115,7 +114,7 @@ class There:
 def there(monkeypatch: pytest.MonkeyPatch) -> There:
     there = There()
     clock = SimpleNamespace(monotonic=lambda: there.now_s)
-    for module in (far_module, rest_module, uplink_module):
+    for module in (far_module, uplink_module):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(far_module, "admit", there.admit)
     monkeypatch.setattr(far_module, "probe", there.probe)
@@ -128,7 +127,7 @@ def far(there: There) -> Iterator[RemoteServer]:
     far = RemoteServer(there, ServerTerms(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S, rng=Upmost())
-    far._rest._backoff = far._backoff
+    far._breaker._backoff = far._backoff
     yield far
     far.close()
 
@@ -201,7 +200,7 @@ def test_a_network_that_is_refused_is_tried_more_and_more_seldom(
     for _ in range(9):
         turn(far)
         far.answered(first, 3, finished())
-        pauses.append(far._wanted[second.program.digest].rest.left_s)
+        pauses.append(far._wanted[second.program.digest].breaker.left_s(there.now_s))
         there.now_s += pauses[-1]
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, *[LONGEST_PAUSE_S] * 4]
 
@@ -307,7 +306,7 @@ def test_pauses_grow_until_a_request_is_answered(
             assert far.costs(captured) is not None
             far.failed(captured, ServerUnavailable("gone"))
             assert far.costs(captured) is None
-            found.append(far._rest.left_s)
+            found.append(far._breaker.left_s(there.now_s))
             there.now_s += found[-1]
         return found
 
@@ -324,7 +323,7 @@ def test_a_server_without_room_is_left_alone_as_long_as_it_says(
     serve(far, captured)
     turn(far)
     far.failed(captured, Overloaded("no room", retry_after_s=20.0))
-    assert far._rest.left_s == 20.0 and far.costs(captured) is None
+    assert far._breaker.left_s(there.now_s) == 20.0 and far.costs(captured) is None
     assert far.why_not(captured) == "http://there: no room"
     there.now_s += 20.0
     assert far.costs(captured) is not None

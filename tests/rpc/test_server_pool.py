@@ -300,7 +300,7 @@ def test_who_refuses_again_and_again_is_left_alone_for_longer_whatever_it_says()
             pass
         fail(pool, Overloaded("full", retry_after_s=0.0))
         until(lambda: pool.usable)
-        assert pool.slept == [2, 4, 4, 2]
+        assert pool.slept == [1, 2, 4, 1]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from tests.server.http.test_limits import same
 from tests.server.running import SERVE, ask, in_thread, run, running, wait_for
 from upriver.errors import ConfigError
 from upriver.server import Server, ServerConfig, serve
-from upriver.server.execution.worker_pool import MAX_PAUSE_S, pause_s
 
 CLI = """
 import sys
@@ -212,12 +211,3 @@ def test_what_a_worker_prints_is_passed_on_and_stdout_stays_clean(world, python)
             assert process.communicate(timeout=60)[0] == ""
         finally:
             process.kill()
-
-
-def test_pauses_grow_and_stay_bounded():
-    assert [pause_s(0), pause_s(1)] == [0, 0]
-    for deaths in range(2, 12):
-        longest = min(0.1 * 2 ** (deaths - 2), MAX_PAUSE_S)
-        assert all(longest / 2 <= pause_s(deaths) <= longest for _ in range(20))
-    assert pause_s(10**9) <= MAX_PAUSE_S
-    assert len({pause_s(8) for _ in range(20)}) > 1

@@ -21,14 +21,13 @@ import torch
 from upriver.control.partition import ServerConditions
 from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
-from upriver.inference.cooldown import Cooldown
 from upriver.inference.costs import CutCosts, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult
 from upriver.inference.server_check import BUSY, admit, allowed_by, canary, probe
 from upriver.inference.uplink import Uplink
 from upriver.link import CONFIRMED, ROUND_TRIPS, WINDOW, LinkWindow
 from upriver.program.capture.whole_model import CapturedModel
-from upriver.retry import Backoff
+from upriver.retry import Backoff, CircuitBreaker
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import is_lost
 from upriver.rpc.tolerance import Exact
@@ -37,7 +36,7 @@ from upriver.types import BANDWIDTH, MOST_FACTOR, require_finite
 
 log = logging.getLogger("upriver")
 
-PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """First and longest pause after a server failed or refused a network."""
 
 SOONER = 0.1
@@ -83,7 +82,7 @@ class _Form:
 
     captured: CapturedModel
     device_s: Sequence[float]
-    rest: Cooldown
+    breaker: CircuitBreaker
 
 
 class RemoteServer:
@@ -114,7 +113,7 @@ class RemoteServer:
         self._sought = False
         self._flags = flags()
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
-        self._rest = Cooldown(self._backoff)
+        self._breaker = CircuitBreaker(self._backoff)
         self._closed, self._ended, self._wake = False, False, threading.Event()
         self._thread = threading.Thread(target=self._keep_up, name="upriver-offload", daemon=True)
         self._uplink.add_listener(self._request_ended)
@@ -129,14 +128,14 @@ class RemoteServer:
         """The error of a server that lacks a program and must not be sent it; None where there is none."""
         if self._terms.push:
             return None
-        errors = [form.rest.error for form in list(self._wanted.values())]
+        errors = [form.breaker.error for form in list(self._wanted.values())]
         return next((error for error in errors if isinstance(error, ProgramNotFound)), None)
 
     def why_not(self, captured: CapturedModel) -> str:
         """Return the reason that the server is not asked for a network; empty where it is asked."""
         if self.costs(captured) is not None:
             return ""
-        error = self._rest.error or self._wanted[captured.program.digest].rest.error
+        error = self._breaker.error or self._wanted[captured.program.digest].breaker.error
         if error is None:
             return f"{self.url} is not let in yet"
         text = said(str(error))
@@ -153,7 +152,7 @@ class RemoteServer:
         """
         with self._lock:
             self._wanted[captured.program.digest] = _Form(
-                captured=captured, device_s=device_s, rest=Cooldown(self._backoff)
+                captured=captured, device_s=device_s, breaker=CircuitBreaker(self._backoff)
             )
         if self._thread.ident is None:
             self._thread.start()
@@ -178,7 +177,8 @@ class RemoteServer:
         """Return the costs of a network on this server; None where the network may not be requested now."""
         self._heed_flags()
         digest = captured.program.digest
-        if self._rest.left_s or self._wanted[digest].rest.left_s:
+        now = time.monotonic()
+        if self._breaker.left_s(now) or self._wanted[digest].breaker.left_s(now):
             return None
         return self._costs.get(digest)
 
@@ -192,7 +192,8 @@ class RemoteServer:
                 return
             self._flags, self._costs, self._looked_up = now, {}, set()
             self._wanted = {
-                digest: replace(form, rest=Cooldown(self._backoff)) for digest, form in self._wanted.items()
+                digest: replace(form, breaker=CircuitBreaker(self._backoff))
+                for digest, form in self._wanted.items()
             }
         self._wake.set()
 
@@ -259,8 +260,8 @@ class RemoteServer:
                 # not do so again and again.
                 if self.link.unsettled and now >= self._doubted_at + self._terms.probe_s:
                     self._shown_at, self._doubted_at = now - self._terms.probe_s, now
-            self._rest.answered()
-            self._wanted[program.digest].rest.answered()
+            self._breaker.succeed(now)
+            self._wanted[program.digest].breaker.succeed(now)
             self._looked_up.add((program.digest, cut))
 
     def prepare(self, captured: CapturedModel, cut: int) -> bool:
@@ -305,11 +306,12 @@ class RemoteServer:
         """Begin a pause of the server, or of one network on it, unless a pause is running."""
         least_s = min(error.retry_after_s, LONGEST_PAUSE_S) if isinstance(error, Overloaded) else 0.0
         with self._lock:
-            rest = self._rest if captured is None else self._wanted[captured.program.digest].rest
-            if rest.left_s:  # another request was first
+            breaker = self._breaker if captured is None else self._wanted[captured.program.digest].breaker
+            now = time.monotonic()
+            if breaker.left_s(now):  # another request was first
                 return
-            known = str(rest.error)
-            rest.begin(error, least_s=least_s)
+            known = str(breaker.error)
+            breaker.fail(now, error, least_s=least_s)
         what = "" if captured is None else f" for stages of {captured.program.digest[:12]}"
         level = logging.DEBUG if self._closed or known == str(error) else logging.WARNING
         log.log(level, "%s is not used%s for now: %s", self.url, what, error)
@@ -376,28 +378,31 @@ class RemoteServer:
 
     def _turn(self) -> float:
         """Do the work that is due and return the seconds until the next is due."""
-        if self._rest.left_s:
-            return self._rest.left_s
+        now = time.monotonic()
+        if left_s := self._breaker.left_s(now):
+            return left_s
         self._heed_flags()
-        known = self._rest.error
+        known = self._breaker.error
         # Networks that failed come last: they must not keep the others out.
-        for form in sorted(self._wanted.values(), key=lambda form: form.rest.failures):
-            if form.captured.program.digest not in self._costs and not form.rest.left_s:
+        for form in sorted(self._wanted.values(), key=lambda form: form.breaker.failures):
+            if form.captured.program.digest not in self._costs and not form.breaker.left_s(now):
                 self._try(form)
         if self._costs and time.monotonic() >= self._probe_at and self._may_probe:
             self._probe()
         if self._costs and time.monotonic() >= self._hear_at:
             self._ask_load()
         with self._lock:
-            if self._rest.error is known:  # no failure during this turn
-                self._rest.error = None
+            if self._breaker.error is known:  # no failure during this turn
+                self._breaker.error = None
             return self._due_s()
 
     def _due_s(self) -> float:
         """Return the seconds until the next work is due."""
-        due_s = [form.rest.left_s for digest, form in self._wanted.items() if digest not in self._costs]
+        now = time.monotonic()
+        lacking = [form for digest, form in self._wanted.items() if digest not in self._costs]
+        due_s = [form.breaker.left_s(now) for form in lacking]
         if self._costs:
-            now, hear_at = time.monotonic(), self._hear_at
+            hear_at = self._hear_at
             waits = now >= self._probe_at and not self._may_probe  # until a request has ended
             due_s.append(max(0.0, (hear_at if waits else min(self._probe_at, hear_at)) - now))
         return min(due_s)
@@ -417,7 +422,7 @@ class RemoteServer:
             with self._lock:
                 self._drop(form.captured)
                 if lost and not self._costs:
-                    form.rest.begin(error)
+                    form.breaker.fail(time.monotonic(), error)
                     raise
             self._leave(form.captured, error)
             if lost:
@@ -446,7 +451,7 @@ class RemoteServer:
             self._provisional |= {captured.program.digest} if admitted.provisional else set()
             self._load, self._wait_s = load.k, load.expected_wait_s
             self._probed_at = self._shown_at = self._heard_at = time.monotonic()
-            self._wanted[captured.program.digest].rest.error = None
+            self._wanted[captured.program.digest].breaker.error = None
         log.info("%s may run stages of %s", self.url, captured.program.digest[:12])
 
     def _probe(self) -> None:

@@ -42,7 +42,7 @@ from upriver.errors import (
     TooLarge,
     UpriverError,
 )
-from upriver.retry import Backoff, RetryBudget
+from upriver.retry import Backoff, CircuitBreaker, RetryBudget
 from upriver.rpc.refusal_log import MAX_REST_S, RefusalLog, Refusals
 from upriver.text import said
 from upriver.types import MicroBatch, Timings
@@ -138,16 +138,14 @@ class ServerStatus:
 class _Member:
     """The state of one server; guarded by the pool's lock."""
 
-    def __init__(self, client: Transport, limit: int) -> None:
+    def __init__(self, client: Transport, limit: int, breaker: CircuitBreaker) -> None:
         self.client = client
         self.health = Health.JOINING
+        self.breaker = breaker
         self.reason = ""
         self.in_flight = 0
         self.served = 0
-        self.failures = 0
         self.limit = float(limit)
-        self.rest_s = 0.0  # seconds to leave it alone, if so
-        self.rests = 0  # in a row
         self.last_heard = 0.0
         self.answered_at = 0.0
         self.refusals = Refusals()
@@ -373,18 +371,19 @@ class ServerPool:
     # ---------------------------------------------------------------------------------- changes
 
     def _settle(self, member: _Member, error: BaseException | None, *, life: int, began: float) -> None:
+        now = time.monotonic()
         """Update a server's state after a lease has ended."""
         with self._changed:
             member.in_flight -= 1
             if error is None:
                 member.served += 1
-                member.failures = member.rests = 0
+                member.breaker.succeed(now)
                 member.limit = min(float(self._max_in_flight), member.limit + RAISE_BY)
                 self.budget.succeeded()
             elif isinstance(error, Overloaded):
-                self._refused(member, error, began)
+                self._refused(member, error, began, now)
             elif is_lost(error) and life == member.lives and member.health is not Health.DOWN:
-                member.failures += 1
+                member.breaker.fail(now)
                 self._set(member, Health.DOWN, str(error))
             is_through = member in self._leaving and not member.in_flight
             if is_through:
@@ -396,25 +395,17 @@ class ServerPool:
         if isinstance(error, Overloaded):
             self.refusal_log.add(member.client.url, error)  # not under the lock, since it logs
 
-    def _refused(self, member: _Member, error: Overloaded, began: float) -> None:
+    def _refused(self, member: _Member, error: Overloaded, began: float, now: float) -> None:
         """Lower the limit of a server without room; let it rest if it refused its only request."""
-        now, rest_s = time.monotonic(), 0.0
+        until_s = now
         member.limit = max(1.0, float(member.in_flight))
         if member.in_flight == 0 and member.health is Health.UP:
-            member.rests += 1
-            rest_s = member.rest_s = max(self._as_told_s(error), self._backoff.wait_s(member.rests))
+            member.breaker.fail(now, least_s=self._told_s(error))
+            until_s = member.breaker.until_s
             self._set(member, Health.RESTING, str(error))
         # Some servers let a request wait before they refuse it. Answers to other requests show that they do
         # not only wait.
-        member.refusals.refused(max(began, member.answered_at), now + rest_s)
-
-    def _as_told_s(self, error: Overloaded) -> float:
-        """Return one to two times the seconds that a server asks for.
-
-        Clients that were rejected together then retry at different times.
-        """
-        told_s = min(MAX_REST_S, error.retry_after_s)
-        return self._backoff.rng.uniform(told_s, 2 * told_s)
+        member.refusals.refused(max(began, member.answered_at), until_s)
 
     def _set(self, member: _Member, health: Health, reason: str) -> None:
         member.health, member.reason = health, reason
@@ -453,7 +444,7 @@ class ServerPool:
         return not self._closed and (owes or not member.left)
 
     def _bring_back(self, member: _Member) -> None:
-        if self._sleep(member, max(member.rest_s, self._backoff.wait_s(member.failures))):
+        if self._sleep(member, member.breaker.pause_s):
             self._join(member)
 
     def _join(self, member: _Member) -> None:
@@ -469,31 +460,26 @@ class ServerPool:
             # Other errors are a fault in `admit`: a retry would not help.
             keep_out = isinstance(error, NotExact) or not isinstance(error, UpriverError)
             with self._changed:
-                member.failures += 1
-                member.rest_s = self._rest_after(error)
+                member.breaker.fail(time.monotonic(), least_s=self._told_s(error))
                 reason = str(error) if isinstance(error, UpriverError) else repr(error)
                 self._set(member, Health.OUT if keep_out else Health.DOWN, reason)
         else:
             with self._changed:
                 before = member.reason
                 member.lives += 1
-                member.rest_s = 0.0
                 self._set(member, Health.UP, "")
             if before:  # not under the lock, since it logs
                 log.info("%s is used again; it was not, since: %s", member.client.url, said(before))
 
-    def _rest_after(self, error: Exception) -> float:
-        """Return the least seconds to leave a server alone that was not admitted, whatever the backoff."""
+    def _told_s(self, error: Exception) -> float:
+        """Draw the least seconds to leave a server alone after an error, whatever the backoff."""
         if isinstance(error, Overloaded):
-            return self._as_told_s(error)
-        if isinstance(error, DECIDED):
-            return self._backoff.rng.uniform(DECIDED_REST_S, 2 * DECIDED_REST_S)
-        return 0.0
+            return self._backoff.spread_s(min(MAX_REST_S, error.retry_after_s))
+        return self._backoff.spread_s(DECIDED_REST_S) if isinstance(error, DECIDED) else 0.0
 
     def _rest(self, member: _Member) -> None:
-        if self._sleep(member, member.rest_s):
+        if self._sleep(member, member.breaker.pause_s):
             with self._changed:
-                member.rest_s = 0.0
                 if member.health is Health.RESTING:
                     self._set(member, Health.UP, "")
 
@@ -512,7 +498,7 @@ class ServerPool:
             return
         with self._changed:
             if member.health is Health.UP and not self._closed:
-                member.failures += 1
+                member.breaker.fail(time.monotonic())
                 self._set(
                     member, Health.DOWN, f"{member.client.url} owes an answer and does not answer /livez"
                 )

@@ -32,6 +32,7 @@ from statistics import fmean
 from upriver.dataloader.tasks import Kind, Task
 from upriver.errors import CodeFailed, Overloaded, UpriverError
 from upriver.protocol import Info
+from upriver.retry import Backoff, CircuitBreaker
 from upriver.rpc.client import ServerClient
 
 SLOTS, SLOTS_EACH = 4, 2
@@ -48,11 +49,11 @@ PROBE_TIMES = 50
 LATE_S, LATE_TIMES = 10.0, 10
 """Seconds, and multiple of the expected time, after both of which a task is no longer waited for."""
 
-REST_S, MOST_REST_S = 1.0, 30.0
-"""Seconds before a failed worker is asked again, doubled with each further failure, and their limit."""
+FAILURES = Backoff(base_s=1.0, cap_s=30.0, jitter=0.0)
+"""Pauses of a worker that failed."""
 
-HUNG_REST_S, MOST_HUNG_REST_S = 30.0, 3600.0
-"""Seconds of rest for a worker that hung; time that it has worked well since the last rest is subtracted."""
+HANGS = Backoff(base_s=30.0, cap_s=3600.0, jitter=0.0)
+"""Pauses of a worker that hung. A hang costs its batch `LATE_S`, so one success does not end their growth."""
 
 MOST_CODE_FAILS = 3
 """Consecutive failures of a worker's copy of the dataset, after which something is missing there."""
@@ -82,9 +83,8 @@ class LoaderWorker:
         cannot_do: Kinds of tasks that it is not given, with the reason.
         sample_s: Seconds that one of its processes needs for a sample; 0 if unknown.
         given_s: Time at which it was given its last task.
-        fails: Number of consecutive failures.
-        rests_until: Time at which it is asked again.
-        rest_s: Seconds of its last rest after it hung.
+        breaker: Pauses after failures, reset by each task that it has done.
+        hangs: Pauses after hangs, reset once it has worked well for as long as the last one.
         failed: Its last failure; empty if it has made something since.
         why_not: Reason why it is not asked any more; empty if it is.
     """
@@ -104,9 +104,8 @@ class LoaderWorker:
     cannot_do: dict[Kind, str] = field(default_factory=dict)
     sample_s: float = 0.0
     given_s: float = 0.0
-    fails: int = 0
-    rests_until: float = 0.0
-    rest_s: float = 0.0
+    breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(FAILURES))
+    hangs: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(HANGS))
     failed: str = ""
     why_not: str = ""
 
@@ -127,7 +126,7 @@ class LoaderWorker:
 
     def may(self, now: float) -> bool:
         """Return whether the worker may be asked."""
-        return not self.why_not and self.rests_until <= now
+        return not self.why_not and not self.breaker.left_s(now) and not self.hangs.left_s(now)
 
     def takes(self, task: Task) -> bool:
         """Return whether the worker is given such tasks."""
@@ -175,7 +174,8 @@ class LoaderWorker:
         """
         sample_s = (now - begun_s) / max(1, len(task.samples)) / max(1.0, tasks / self.processes)
         self.sample_s += (SMOOTHING if self.sample_s else 1.0) * (sample_s - self.sample_s)
-        self.fails, self.failed = 0, ""
+        self.breaker.succeed(now)
+        self.failed = ""
         self.faults[task.kind] = 0
         self.room = min(MOST_SLOTS, self.room + 1 / self.room)
         self.answers += 1
@@ -206,12 +206,12 @@ class LoaderWorker:
             now: Time by the monotonic clock.
             since: Time at which the task it did not answer was assigned.
         """
-        self.fails, self.failed, self.proved = self.fails + 1, "it does not answer", False
-        if self.rests_until > now:
+        self.failed, self.proved = "it does not answer", False
+        if self.hangs.left_s(now):
             return  # another task of this worker has shown it
-        left = 2 * self.rest_s - max(0.0, since - self.rests_until)
-        self.rest_s = min(MOST_HUNG_REST_S, max(HUNG_REST_S, left))
-        self.rests_until = now + self.rest_s
+        if since - self.hangs.until_s > self.hangs.pause_s:
+            self.hangs.succeed(now)
+        self.hangs.fail(now)
 
     def failed_with(self, error: Exception, now: float, *, for_good: bool) -> None:
         """Record a failure.
@@ -220,18 +220,14 @@ class LoaderWorker:
             error: The failure.
             for_good: Whether asking again would not change it.
         """
-        self.fails, self.failed = self.fails + 1, str(error) or type(error).__name__
+        self.failed = str(error) or type(error).__name__
+        self.breaker.fail(now, least_s=error.retry_after_s if isinstance(error, Overloaded) else 0.0)
+        if isinstance(error, CodeFailed):
+            for_good = self.breaker.failures >= MOST_CODE_FAILS
+        elif not isinstance(error, Overloaded):
+            self.proved = False  # a different worker may answer next
         if for_good or not isinstance(error, UpriverError):
             self.why_not = self.failed
-        elif isinstance(error, CodeFailed):
-            self.why_not = self.failed if self.fails >= MOST_CODE_FAILS else ""
-        else:
-            busy = isinstance(error, Overloaded)
-            self.proved = self.proved and busy  # a different worker may answer next
-            rest_s = min(MOST_REST_S, REST_S * 2 ** min(self.fails - 1, 10))
-            self.rests_until = now + max(
-                rest_s, error.retry_after_s if isinstance(error, Overloaded) else 0.0
-            )
 
     def limit_s(self, usual_s: float, *, samples: int, tasks: int, begun_s: float) -> float:
         """Return how many seconds a task is waited for.

@@ -290,7 +290,7 @@ class RemoteWorkers:
         if not worker.may(now) or worker.proved:
             return worker.may(now)
         fresh = worker.proving_s is not None and now - worker.proving_s < LATE_S
-        return fresh and not worker.fails
+        return fresh and not (worker.breaker.failures or worker.hangs.failures)
 
     def _deal(self) -> list[Task]:
         """Give waiting tasks to workers with a place; return those that no worker can be asked for any more.

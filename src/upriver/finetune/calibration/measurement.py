@@ -9,7 +9,6 @@ to the present slowdown of both tiers, which the canary shows.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +46,7 @@ from upriver.profile.profile_cache import (
 from upriver.program.graph.executor import Program
 from upriver.program.split.split import Split
 from upriver.protocol import Caps, Info
+from upriver.retry import Backoff
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_probe import LinkEstimate, measure_link
 from upriver.rpc.load_report import UNCHANGED, busy_s, expected_waits, notes, profile_key, waiting
@@ -248,7 +248,7 @@ class Calibration:
             if time.monotonic() + wait_s > until:
                 break
             self._tell(f"waiting for room at {', '.join(server.url for server in full)}")
-            time.sleep(random.uniform(wait_s, 2 * wait_s))  # jobs rejected together retry at different times
+            time.sleep(Backoff().spread_s(wait_s))
             passed, full = self._ask(list(full))
         for server, error in full.items():
             self.leave_out(server, error)

@@ -43,6 +43,7 @@ from upriver.errors import (
     UpriverError,
     WorkerCrashed,
 )
+from upriver.retry import Backoff, CircuitBreaker
 from upriver.rpc.server_pool import AnswerStream, Lease, ServerPool
 from upriver.types import MicroBatch, Timings
 
@@ -70,10 +71,8 @@ Finish = Callable[[MicroBatch], MicroBatch]
 RequestMaker = Callable[[Sequence[int], "int | None"], "RunRequest"]
 """Returns the request for indices of micro-batches on one route, and for the route's cut if it has one."""
 
-STORE_REST_S = 30.0
-MOST_STORE_REST_S = 480.0
-"""Seconds for which an unreadable store is left alone, doubled each time up to the maximum. An attempt delays
-its micro-batch for as long as the store's own retries take, some 15 s."""
+STORE_BACKOFF = Backoff(base_s=30.0, cap_s=480.0, jitter=0.0)
+"""Pauses of an unreadable store. An attempt delays its micro-batch by the store's own retries, some 15 s."""
 
 NOT_THERE = (DoesNotFit, DeadlineExceeded, TooLarge)
 """Errors meaning that a micro-batch cannot run on servers, although they are healthy."""
@@ -136,7 +135,7 @@ class FetchThreads:
         self._stopped = False
         self._failure: BaseException | None = None
         self.store_lost = ""
-        self._store_rest_s, self._store_again_at = STORE_REST_S, 0.0
+        self._store = CircuitBreaker(STORE_BACKOFF)
         self._answers: set[AnswerStream] = set()
         self._threads: list[threading.Thread] = []
 
@@ -343,7 +342,7 @@ class FetchThreads:
                 if not self._ask_servers(claim, error):
                     self._put_error(claim, LOCAL, error)
             else:
-                self._store_rest_s = STORE_REST_S
+                self._store.succeed(time.monotonic())
                 self._put(claim, index, Delivery(source=LOCAL, batch=batch, timings=timings))
 
     def _ask_servers(self, claim: Claim, error: Exception) -> bool:
@@ -356,8 +355,7 @@ class FetchThreads:
                 return False
             if not self.store_lost:
                 log.warning("the store cannot be read from here, servers make all: %s", error)
-                self._store_again_at = time.monotonic() + self._store_rest_s
-                self._store_rest_s = min(2 * self._store_rest_s, MOST_STORE_REST_S)
+                self._store.fail(time.monotonic(), error)
             self.store_lost = str(error)
             self._changed.notify_all()
         return True
@@ -372,7 +370,7 @@ class FetchThreads:
         return remote.open_cut() if cut is None else cut
 
     def _try_store_again(self) -> None:
-        if self.store_lost and time.monotonic() >= self._store_again_at:
+        if self.store_lost and not self._store.left_s(time.monotonic()):
             self.store_lost = ""
             self.table.ask_servers_no_more()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from upriver.engine.clock import Clock
 from upriver.errors import ConfigError, Overloaded, UpriverError, WorkerCrashed
+from upriver.retry import Backoff
 from upriver.server.execution.resident_memory import proportional_bytes
 from upriver.server.execution.worker_process import BROKE_OFF, Job, Result, WorkerHandle
 from upriver.server.ipc.messages import Hello, Run, Setup, StageMeasurements, Weighed
@@ -35,11 +35,8 @@ START_ATTEMPTS = 3
 One death may be chance (memory was short), three are not.
 """
 
-FIRST_PAUSE_S = 0.1
-"""Pause before a restart after two deaths in a row; doubled for each further death."""
-
-MAX_PAUSE_S = 30.0
-"""Longest pause before a restart. A start takes 2 s of a core, which others may need."""
+RESTARTS = Backoff(base_s=0.1, cap_s=30.0)
+"""Pauses before restarts. A start takes 2 s of a core, which others may need."""
 
 REST_S = 5.0
 """Idle time after which a worker frees the memory that it keeps for the next job.
@@ -386,7 +383,7 @@ class WorkerPool:
 
     async def _bring_up(self, restarts: int) -> None:
         while not self._closed and self._failure is None:
-            await asyncio.sleep(pause_s(self._deaths))
+            await asyncio.sleep(RESTARTS.pause_s(self._deaths))
             if await self._tried(restarts):
                 return
 
@@ -461,14 +458,6 @@ class WorkerPool:
             os.close(pidfd)
             raise
         return pidfd
-
-
-def pause_s(deaths: int) -> float:
-    """Return the pause before a worker is started after this many deaths in a row; half of it is random."""
-    if deaths < 2:
-        return 0.0
-    longest = min(FIRST_PAUSE_S * 2.0 ** min(deaths - 2, 20), MAX_PAUSE_S)
-    return longest * random.uniform(0.5, 1.0)
 
 
 class _Died(Exception):
