@@ -41,7 +41,7 @@ class Rig:
         self.quiet.look()
 
     def settle(self) -> None:
-        assert self.quiet._thread is not None
+        assert self.quiet._thread.ident is not None
         self.quiet._thread.join()
 
 
@@ -56,7 +56,7 @@ def test_a_quiet_link_is_probed_and_the_meter_knows(server: EmbeddedServer, rate
     rig = Rig(server, rate)
     with rig.pool:
         rig.quiet.look()
-        assert rig.quiet._thread is None, "the first look only begins to wait"
+        assert rig.quiet._thread.ident is None, "the first look only begins to wait"
         rig.look_later()
         rig.settle()
         assert 0 < rig.meter.bytes_by_kind["answers"] <= 2 * BESIDE.most_bytes
@@ -86,7 +86,7 @@ def test_a_probe_of_a_link_that_has_stopped_is_no_error_and_keeps_nobody_waiting
         try:
             rig.look_later()
             probing = rig.quiet._thread
-            assert probing is not None and probing.is_alive(), "look() did not wait for it"
+            assert probing.is_alive(), "look() did not wait for it"
             rig.look_later()
             assert rig.quiet._thread is probing, "one at a time"
         finally:

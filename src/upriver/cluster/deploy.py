@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from upriver._threads.background import BackgroundThread
 from upriver.cluster.asking import get, own_server
 from upriver.cluster.deployment import SERVERS, ReplicaSettings, Scale, application, stop_timeout_s
 from upriver.cluster.discover import LISTING_PATH, NAMESPACE, RayBook
@@ -298,7 +299,7 @@ class Deploying:
         self._run = run
         self.done = threading.Event()
         self.failure: Exception | None = None
-        threading.Thread(target=self._work, name="upriver-deploying", daemon=True).start()
+        BackgroundThread(self._work, name="deploying").start()
 
     def _work(self) -> None:
         try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import upriver
+from upriver._threads.background import BackgroundThread
 
 log = logging.getLogger(__name__)
 
@@ -188,7 +189,7 @@ class Membership:
         self._key, self._since = uuid.uuid4().hex, time.time()
         self._stop = threading.Event()
         self._told = True
-        self._thread = threading.Thread(target=self._keep, name="upriver-membership", daemon=True)
+        self._thread = BackgroundThread(self._keep, name="membership")
         self._thread.start()
 
     def close(self) -> None:

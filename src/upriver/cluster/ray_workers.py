@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from upriver._threads.forks import unless_forked
 from upriver.cluster.child import ServerProcess
 from upriver.cluster.deploy import LOCAL, before_import, join, reason, start
 from upriver.cluster.document import ANYONE, token_hash
@@ -193,14 +194,13 @@ def _start_here(ray: Any, num_cpus: int) -> None:
     """Start a cluster on this machine, which ends with this process, as do its files."""
     # In /tmp, as Ray's own: the sockets that Ray puts there have paths of at most 107 characters.
     folder = tempfile.mkdtemp(prefix="upriver-ray-", dir="/tmp")
-    atexit.register(_end_here, ray, folder, os.getpid())
+    atexit.register(unless_forked(_end_here, ray, folder))
     start(ray, num_cpus=max(num_cpus, os.cpu_count() or 1), loopback=True, folder=folder)
 
 
-def _end_here(ray: Any, folder: str, owner: int) -> None:
-    if owner == os.getpid():
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+def _end_here(ray: Any, folder: str) -> None:
+    ray.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 # -------------------------------------------------------------------------------------------- an actor
@@ -256,7 +256,7 @@ class RayFleet(Fleet):
         self._actors = list[Any]()
         self._serving = dict[str, tuple[Any, Any]]()
         self._lock, self._stopped = threading.Lock(), threading.Event()
-        self._finalizer = weakref.finalize(self, _end, ray, self._actors, self._stopped, os.getpid())
+        self._finalizer = weakref.finalize(self, unless_forked(_end, ray, self._actors, self._stopped))
 
     @property
     def token(self) -> str:
@@ -377,10 +377,7 @@ def kill(ray: Any, actor: Any) -> None:
         ray.kill(actor)
 
 
-def _end(ray: Any, actors: list[Any], stopped: threading.Event, owner: int) -> None:
-    """End a fleet, unless this is a fork of the process that started it."""
-    if owner != os.getpid():
-        return
+def _end(ray: Any, actors: list[Any], stopped: threading.Event) -> None:
     stopped.set()
     while actors and ray.is_initialized():
         kill(ray, actors.pop())

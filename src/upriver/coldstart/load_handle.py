@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
+from upriver._threads.background import BackgroundThread
 from upriver.coldstart import link_cache
 from upriver.coldstart.fetch.weight_stream import Sink, WeightStream
 from upriver.coldstart.format.checkpoint import WeightSource
@@ -23,7 +24,6 @@ from upriver.coldstart.load_history import FILLED, LoadEvent, moments
 from upriver.coldstart.model.arrivals import Arrivals
 from upriver.coldstart.model.assignment import WeightMemory
 from upriver.errors import Cancelled, StoreError, UpriverError
-from upriver.text import error_text
 from upriver.types import MOST_SECONDS, require_finite
 
 log = logging.getLogger(__name__)
@@ -92,9 +92,8 @@ class Handle(ABC, Generic[Owner]):
             try:
                 self._stream.start()
                 _streaming.add(self._stream)
-            except RuntimeError as error:
-                what = f"{self._source.path!r} cannot be loaded: no thread can be started"
-                raise UpriverError(f"{what}: {error_text(error)}") from None
+            except UpriverError as error:
+                raise UpriverError(f"{self._source.path!r} cannot be loaded: {error}") from None
         else:
             self._all_here(None)
 
@@ -215,16 +214,16 @@ class Handle(ABC, Generic[Owner]):
 
     def _write_down(self, name: str, target: Callable[..., object], *args: object) -> None:
         """Write a result for the next load in a thread. The end of the process waits a moment for it."""
-        with contextlib.suppress(RuntimeError):  # no thread can be started
+        with contextlib.suppress(UpriverError):  # no thread can be started
             _writing.add(self._begin_beside(name, target, *args))
 
     def _begin_beside(self, name: str, target: Callable[..., object], *args: object) -> threading.Thread:
         """Run a function in a thread that only `wait` waits for.
 
         Raises:
-            RuntimeError: If no thread can be started.
+            UpriverError: If no thread can be started.
         """
-        thread = threading.Thread(target=target, args=args, name=f"upriver-coldstart-{name}", daemon=True)
+        thread = BackgroundThread(target, *args, name=f"coldstart-{name}")
         thread.start()
         self._threads.append(thread)
         return thread
@@ -296,5 +295,4 @@ def _forked() -> None:
         handle.forked()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)

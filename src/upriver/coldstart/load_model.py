@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from upriver._threads import DaemonExecutor
+from upriver._threads.executor import DaemonExecutor
 from upriver.coldstart.arguments import check_store, checked
 from upriver.coldstart.fetch.strategy import asked_ahead, is_one_request, way_to
 from upriver.coldstart.fetch.weight_stream import Sink, StreamLimits, WeightStream
@@ -186,7 +186,7 @@ def begin(
     place, limits = checked(device, grouping, limits)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
     with asked_ahead(where, path, grouping, limits) as ahead:
-        with DaemonExecutor(3, name="upriver-coldstart-find") as beside:
+        with DaemonExecutor(3, name="coldstart-find") as beside:
             found = beside.submit(_found, where, path, grouping, limits, beside, ahead)
             if place.type == "cuda":
                 beside.submit(make_ready, place)

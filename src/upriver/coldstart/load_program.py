@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from upriver._threads import DaemonExecutor
+from upriver._threads.executor import DaemonExecutor
 from upriver.coldstart.arguments import check_store, checked
 from upriver.coldstart.fetch.strategy import asked_ahead, way_to
 from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
@@ -211,7 +211,7 @@ def begin(
     # The first bytes may be of weights that no stage before a cut reads.
     asked = asked_ahead(place, weights, grouping, bounds) if stop is None else nullcontext()
     with asked as ahead:
-        with DaemonExecutor(2, name="upriver-coldstart-find") as beside:
+        with DaemonExecutor(2, name="coldstart-find") as beside:
             if where.type == "cuda":
                 beside.submit(make_ready, where)
             found = find(

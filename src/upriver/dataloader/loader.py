@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 from torch.utils.data import DataLoader as TorchLoader
 
+from upriver._threads.closing import close_later
 from upriver.dataloader.autotune.offload_tuner import OffloadTuner, TunerMeasurements
 from upriver.dataloader.autotune.throughput_recall import ThroughputRecall
 from upriver.dataloader.autotune.worker_count import growth
@@ -35,7 +36,6 @@ from upriver.dataloader.datasets.digests import DatasetSnapshot, generators_in
 from upriver.dataloader.datasets.divided import check_divided
 from upriver.dataloader.datasets.named import NamedDataset, name_of
 from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
-from upriver.dataloader.deferred_close import closed_with
 from upriver.dataloader.epoch import BatchSplit, Epoch
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
 from upriver.dataloader.local.pinned_memory import PinningQueue, pins
@@ -260,14 +260,14 @@ class DataLoader(TorchLoader[Any]):
             timeout_s=self.timeout,
         )
         if elsewhere is not None:
-            closed_with(epoch, elsewhere.close, at_exit=True)
+            close_later(epoch, elsewhere.close, at_exit=True)
         cpu_s = CpuSeconds()
         if self.num_workers:
             processes = self._processes(base or self.seed)  # base is 0 where the run's processes persist
             epoch.use(processes)
             cpu_s = CpuSeconds(processes.pids)
             if not self.persistent_workers:
-                closed_with(epoch, processes.halt)
+                close_later(epoch, processes.halt)
         batches: Iterator[Any] = epoch
         if asked is not None and decides:
             if self._recall is not None:
@@ -706,7 +706,7 @@ class DataLoader(TorchLoader[Any]):
         if self.persistent_workers:
             self._kept = found
             self._copied = None if isinstance(source, Declared) else DatasetSnapshot(dataset)
-            closed_with(self, found.halt)
+            close_later(self, found.halt)
         return found
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from upriver._threads.forks import ForkSafeLock
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
 from upriver.profile.resources import available_cpus
 from upriver.rpc import validation
@@ -125,10 +125,10 @@ class LocalFleet(Fleet):
     processes = 1
 
     def __init__(self, what: Serves, *, most: int) -> None:
-        self._what, self._most, self._owner = what, most, os.getpid()
+        self._what, self._most = what, most
         self._token = secrets.token_urlsafe(32)
         self._servers = dict[str, EmbeddedServer]()
-        self._lock, self._stopped = threading.Lock(), False
+        self._lock, self._stopped = ForkSafeLock(), False
 
     @property
     def token(self) -> str:
@@ -163,8 +163,6 @@ class LocalFleet(Fleet):
 
     def stop(self) -> None:
         """End all servers; one that is being started ends as soon as it runs."""
-        if self._owner != os.getpid():
-            return  # this is a fork of the process that started them
         with self._lock:
             self._stopped = True
             servers = list(self._servers.values())

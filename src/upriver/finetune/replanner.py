@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from upriver._threads.background import BackgroundThread
 from upriver.cost import CostModel
 from upriver.errors import NotExact, UpriverError
 from upriver.policies import POLICIES
@@ -268,7 +269,7 @@ class _Proof:
     def __init__(self, cuts: frozenset[int], prove: Prove) -> None:
         self.cuts = cuts
         self.done = self.passed = self.refused = False
-        self._thread = threading.Thread(target=self._run, args=(prove,), name="upriver-replan", daemon=True)
+        self._thread = BackgroundThread(self._run, prove, name="replan")
         self._thread.start()
 
     def join(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
+from upriver._threads.forks import ForkSafeLock
 from upriver.errors import CaptureError, ConfigError
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.program.example_inputs import Example
@@ -78,7 +78,7 @@ class CaptureCache:
         keys = tuple(_leaf(leaf, f"{name} of example_inputs") for name, leaf in _named_leaves(example))
         example = _copied(example)
         self._example, self._make = example, make
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._order = tuple(example.kwargs)
         _, spec = _flat(example.args, dict(example.kwargs))
         self.first = make(example)
@@ -89,10 +89,6 @@ class CaptureCache:
     def networks(self) -> tuple[Network, ...]:
         """The networks captured so far, one for each form."""
         return tuple(known.network for known in self._known if known.network is not None)
-
-    def forked(self) -> None:
-        """Reset in a forked child, where captures of other threads do not exist."""
-        self._lock = threading.Lock()
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Network, list[torch.Tensor]]:
         """Return the network for a call and the call's tensors.

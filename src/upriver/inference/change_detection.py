@@ -6,7 +6,6 @@ import contextlib
 import itertools
 import operator
 import random
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -15,6 +14,7 @@ import torch
 import xxhash
 from torch import nn
 
+from upriver._threads.forks import ForkSafeLock
 from upriver.errors import FrozenChanged
 from upriver.program.freeze import fold
 from upriver.program.graph.weights_file import storage_order
@@ -150,15 +150,14 @@ class ChangeDetector:
         self._held = None if model is None else _Held(model)
         self._attributes: AttributeSnapshot | None = None
         self._captures = 0  # odd during a capture
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._digests: dict[str, int] = {}
         self._seen = _Seen()
         self._pieces: tuple[tuple[Piece, ...], ...] = ()
         self._at = 0
 
     def forked(self) -> None:
-        """Reset in a forked child, where no thread holds the lock or captures."""
-        self._lock = threading.Lock()
+        """Reset in a forked child, where no thread captures."""
         self._captures += self._captures % 2
 
     @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import threading
 import time
 import weakref
 from collections import Counter
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from upriver._threads.forks import ForkSafeLock, reset_in_child
 from upriver.control.partition import DEFAULT_POLICY, ESTIMATES, PartitionRule, choose, kept_away, likely
 from upriver.errors import ConfigError
 from upriver.inference.capture_cache import CaptureCache, Network
@@ -34,7 +34,7 @@ from upriver.program.freeze import check_initialized
 from upriver.program.graph.autocast import autocast_dtype, autocast_here
 from upriver.program.graph.executor import Program
 from upriver.program.tensor_layouts import unusual
-from upriver.rpc import forking, validation
+from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
 from upriver.rpc.discovery import is_directory
 from upriver.rpc.http import Timeouts
@@ -97,13 +97,13 @@ class Offload:
         self.last: ServedRequest | None = None
         self._forms, self._fars, self._rule = forms, fars, rule
         self._patience, self._cached_cuts, self._autocast = patience, cached_cuts, autocast
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._counts: Counter[str] = Counter()
         self._decision: Decision | None = None
         self._close = weakref.finalize(self, _end, fars, patience.helpers)
         self._fars_anew, self._in_child, self._unchanged = fars_anew, False, unchanged
         self._default_dtype = torch.get_default_dtype()
-        forking.tell(self)
+        reset_in_child(self)
 
     # --------------------------------------------------------------------------------------- asking
 
@@ -273,11 +273,10 @@ class Offload:
             self._begin_anew()
 
     def forked(self) -> None:
-        """Reset in a forked child, where no server thread runs and a lock may stay held for ever."""
+        """Reset in a forked child, where no server thread runs."""
         if self._close.detach() is None:
             return
-        self._lock, self._decision, self._in_child = threading.Lock(), None, True
-        self._forms.forked()
+        self._decision, self._in_child = None, True
         self._unchanged.forked()
         self._fars.clear()
         self._patience = replace(self._patience, helpers=_helpers(self._patience.hedge_s))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from upriver._threads.background import BackgroundThread
 from upriver.control.partition import ServerConditions
 from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
@@ -115,7 +116,7 @@ class RemoteServer:
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
         self._breaker = CircuitBreaker(self._backoff)
         self._closed, self._ended, self._wake = False, False, threading.Event()
-        self._thread = threading.Thread(target=self._keep_up, name="upriver-offload", daemon=True)
+        self._thread = BackgroundThread(self._keep_up, name="offload")
         self._uplink.add_listener(self._request_ended)
 
     @property
@@ -322,8 +323,7 @@ class RemoteServer:
         self._client.close()
         self._uplink.close()
         self._wake.set()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
 
     def _download(self) -> float | None:
         rate = self._client.meter.observed_bandwidth()

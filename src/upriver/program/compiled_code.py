@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from torch._C._dynamo import eval_frame
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
+from upriver._threads.forks import ForkSafeLock
 from upriver.program.example_inputs import tensors_in
 
 Entering: TypeAlias = "Callable[[], bool]"
@@ -54,17 +54,7 @@ class _Thread(threading.local):
 
 _THREAD = _Thread()
 
-_lock = threading.Lock()
-
-
-def _forked() -> None:
-    """Replace the lock in a forked child, where no thread holds it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+_lock = ForkSafeLock()
 
 _num_inside = 0
 

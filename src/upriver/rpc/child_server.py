@@ -8,13 +8,13 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import IO
 
-from upriver.rpc import forking
+from upriver._threads.background import BackgroundThread
+from upriver._threads.forks import reset_in_child
 
 START_TIMEOUT_S = 180.0
 """Seconds until a server is ready: the server and its workers import torch. That takes 2 s, or a minute on a
@@ -37,7 +37,7 @@ class Lifeline:
 
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
-        forking.tell(self)
+        reset_in_child(self)
 
     def hand_over(self) -> None:
         """Close this process's reading end, once the child has its own."""
@@ -62,7 +62,7 @@ class OutputTail:
     def __init__(self, stream: IO[bytes] | None, *, echo: bool = False) -> None:
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
         self._stream, self._echo = stream, echo
-        self._thread = threading.Thread(target=self._read, name="upriver-server-stderr", daemon=True)
+        self._thread = BackgroundThread(self._read, name="server-stderr")
         self._thread.start()
 
     @property
@@ -72,8 +72,7 @@ class OutputTail:
 
     def join(self, timeout_s: float) -> None:
         """Wait for the stream's end."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
 
     def _read(self) -> None:
         if self._stream is None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
+from upriver._threads.forks import ForkSafeLock, reset_in_child
 from upriver.errors import ServerUnavailable
-from upriver.rpc import forking
 from upriver.rpc.http import Address, Connection
 
 
@@ -27,8 +25,8 @@ class Connections:
         self.idle: list[Connection] = []
         self.busy: set[Connection] = set()
         self._address, self._closed = address, False
-        self._lock = threading.RLock()  # a finalizer may close them in any thread, even in here
-        forking.tell(self)
+        self._lock = ForkSafeLock()  # reentrant: a finalizer may close them in any thread, even in here
+        reset_in_child(self)
 
     def borrow(self) -> tuple[Connection, bool]:
         """Return an unused connection, and whether it is a new one.
@@ -74,7 +72,7 @@ class Connections:
     def forked(self) -> None:
         """Leave the connections to the parent, and begin without any; called in a forked child."""
         idle, busy = self.idle, self.busy
-        self._lock, self.idle, self.busy = threading.RLock(), [], set()
+        self.idle, self.busy = [], set()
         for connection in (*idle, *busy):
             connection.leave()
         for connection in idle:

@@ -22,6 +22,7 @@ from typing import Annotated, Protocol
 
 import msgspec
 
+from upriver._threads.background import BackgroundThread
 from upriver.errors import ConfigError, Overloaded, ProtocolError, ServerUnavailable, UpriverError
 from upriver.rpc.http import BROKEN, Address, ConnectionHolder, Timeouts, error_of, within
 from upriver.rpc.server_pool import Transport
@@ -260,14 +261,13 @@ class DirectoryFollower:
         self._roll = ServerRoll(urls)
         self._closed = threading.Event()
         self._silent = False
-        self._thread = threading.Thread(target=self._follow, name="upriver-following", daemon=True)
+        self._thread = BackgroundThread(self._follow, name="following")
         self._thread.start()
 
     def close(self) -> None:
         """Stop following, and wait for a running request. Idempotent; any thread may call this."""
         self._closed.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
 
     def __enter__(self) -> DirectoryFollower:
         return self

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from typing import Any
 from urllib.parse import urlsplit
 
+from upriver._threads.background import BackgroundThread
 from upriver.errors import (
     ConfigError,
     NotAuthorized,
@@ -232,7 +233,7 @@ class Connection:
             except BaseException as error:
                 self._found.put(error)
 
-        threading.Thread(target=ask, name="upriver-lookup", daemon=True).start()
+        BackgroundThread(ask, name="lookup").start()
         found = self._found.get()
         if found is None:
             raise ConnectionAbortedError("broken off")

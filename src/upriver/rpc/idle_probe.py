@@ -8,10 +8,10 @@ it as the newest figure.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 
+from upriver._threads.background import BackgroundThread
 from upriver.errors import UpriverError
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_meter import QUIET_S
@@ -40,23 +40,22 @@ class QuietLink:
     ) -> None:
         self._pool, self._num_bytes, self._after_s = pool, num_bytes, after_s
         self._crossed, self._since = -1, 0.0
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread(self._probe, name="probe")
 
     def look(self) -> None:
         """Start a probe if it is time; never blocks."""
         crossed, now = self._num_bytes(), time.monotonic()
         if crossed != self._crossed:
             self._crossed, self._since = crossed, now
-        if now - self._since < self._after_s or (self._thread is not None and self._thread.is_alive()):
+        if now - self._since < self._after_s or self._thread.is_alive():
             return
         self._since = now
-        self._thread = threading.Thread(target=self._probe, name="upriver-probe", daemon=True)
+        self._thread = BackgroundThread(self._probe, name="probe")
         self._thread.start()
 
     def close(self) -> None:
         """Wait for a running probe; the pool, which is closed before, has interrupted it."""
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _probe(self) -> None:
         lease = self._pool.borrow()

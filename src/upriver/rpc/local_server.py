@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from itertools import chain
 from types import TracebackType
 
+from upriver._threads.forks import unless_forked
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
 from upriver.rpc.child_server import START_TIMEOUT_S, Lifeline, OutputTail, announced_url, end
 from upriver.rpc.client import ServerClient
@@ -39,7 +40,9 @@ class EmbeddedServer:
         self.url = url
         self._process = process
         self._errors = errors
-        self._close = weakref.finalize(self, _end, process, lifeline, errors, os.getpid())
+        self._close = weakref.finalize(
+            self, unless_forked(end, process, errors, lifeline, timeout_s=STOP_TIMEOUT_S)
+        )
 
     @classmethod
     def start(
@@ -126,7 +129,7 @@ class EmbeddedServer:
             _wait_until_ready(process, errors, url, token, deadline)
             return cls(process, lifeline, errors, url)
         except BaseException:
-            _end(process, lifeline, errors, os.getpid())
+            end(process, errors, lifeline, timeout_s=STOP_TIMEOUT_S)
             raise
 
     @property
@@ -230,10 +233,3 @@ def _not_there(process: subprocess.Popen[bytes], errors: OutputTail, deadline: f
 
 def _said(errors: OutputTail) -> str:
     return f"; it said:\n{errors.text}" if errors.text else ""
-
-
-def _end(process: subprocess.Popen[bytes], lifeline: Lifeline, errors: OutputTail, owner: int) -> None:
-    """End the server, unless this process is a fork of the one that started it."""
-    if owner != os.getpid():  # a fork of the process that started the server is exiting
-        return
-    end(process, errors, lifeline, timeout_s=STOP_TIMEOUT_S)

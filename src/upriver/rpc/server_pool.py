@@ -27,6 +27,7 @@ from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from upriver._threads.background import BackgroundThread
 from upriver.errors import (
     ConfigError,
     DoesNotFit,
@@ -140,8 +141,8 @@ class _Member:
 
     def __init__(self, client: Transport, limit: int, breaker: CircuitBreaker) -> None:
         self.client = client
-        self.health = Health.JOINING
         self.breaker = breaker
+        self.health = Health.JOINING
         self.reason = ""
         self.in_flight = 0
         self.served = 0
@@ -224,7 +225,7 @@ class ServerPool:
         self._listeners: list[Callable[[], None]] = []
         self._members: list[_Member] = []
         self._leaving: list[_Member] = []
-        self._keepers: list[threading.Thread] = []
+        self._keepers: list[BackgroundThread] = []
         self._numbers = itertools.count()
         with self._changed:
             for client in clients:
@@ -317,8 +318,7 @@ class ServerPool:
         for member in members:
             member.client.close()
         for keeper in keepers:
-            if keeper is not threading.current_thread():
-                keeper.join()
+            keeper.join()
 
     def __enter__(self) -> ServerPool:
         return self
@@ -361,9 +361,8 @@ class ServerPool:
 
     def _take_in(self, client: Transport) -> None:
         """Add a new member, and start its keeper."""
-        member = _Member(client, self._max_in_flight)
-        name = f"upriver-keeper-{next(self._numbers)}"
-        keeper = threading.Thread(target=self._keep, args=(member,), name=name, daemon=True)
+        member = _Member(client, self._max_in_flight, CircuitBreaker(self._backoff))
+        keeper = BackgroundThread(self._keep, member, name=f"keeper-{next(self._numbers)}")
         self._members.append(member)
         self._keepers = [*(each for each in self._keepers if each.is_alive()), keeper]
         keeper.start()
@@ -371,8 +370,8 @@ class ServerPool:
     # ---------------------------------------------------------------------------------- changes
 
     def _settle(self, member: _Member, error: BaseException | None, *, life: int, began: float) -> None:
-        now = time.monotonic()
         """Update a server's state after a lease has ended."""
+        now = time.monotonic()
         with self._changed:
             member.in_flight -= 1
             if error is None:

@@ -26,6 +26,7 @@ from typing import Any
 import uvicorn
 
 from upriver import tracing
+from upriver._threads.background import BackgroundThread
 from upriver.errors import ConfigError
 from upriver.protocol import PROCESS_HEADER
 from upriver.server.app import Front, create_app
@@ -258,7 +259,7 @@ class Server(uvicorn.Server):
                     log.warning("something is in the way of ending in time; exiting all the same")
                     os._exit(self._exit_code)
 
-        threading.Thread(target=watch, name="upriver-ending", daemon=True).start()
+        BackgroundThread(watch, name="ending").start()
         try:
             yield
         finally:

@@ -20,7 +20,7 @@ from tests.coldstart.leaving import num_descriptors, threads
 from tests.coldstart.scripted import WAIT_S, Memory, published
 from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
-from upriver._threads import DaemonExecutor
+from upriver._threads.executor import DaemonExecutor
 from upriver.coldstart import load_program as cold_programs
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.fetch.range_planner import PADDING, RangeRequest, TensorPart, apart

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from upriver._threads.background import BackgroundThread
 from upriver.cli.serve import config_file
 from upriver.cli.serve.config_file import SECRETS, TOKEN_VARIABLE, Checked
 from upriver.errors import ConfigError
@@ -130,7 +130,7 @@ def stop_with_parent(fd: int) -> None:
         time.sleep(SHUTDOWN_GRACE_S)
         os._exit(0)
 
-    threading.Thread(target=watch, name="parent-pipe", daemon=True).start()
+    BackgroundThread(watch, name="parent-pipe").start()
 
 
 # ------------------------------------------------------------------------------------ stores and token

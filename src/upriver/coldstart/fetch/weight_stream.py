@@ -25,6 +25,7 @@ from typing import Literal, Protocol
 
 from crc32c import crc32c
 
+from upriver._threads.background import BackgroundThread
 from upriver.coldstart.event_loop import Loop
 from upriver.coldstart.fetch.heap_trim import HeapTrimmer
 from upriver.coldstart.fetch.openmp_wait import sleep_sooner
@@ -224,7 +225,7 @@ class WeightStream:
         self._changed = asyncio.Event()
         self._direct: Direct | None = None
         self._told: list[Callable[[], None]] = []
-        self._thread = threading.Thread(target=self._work, name="upriver-coldstart-stream", daemon=True)
+        self._thread = BackgroundThread(self._work, name="coldstart-stream")
 
     # ------------------------------------------------------------------------- from any thread
 
@@ -260,8 +261,7 @@ class WeightStream:
 
     def join(self, timeout_s: float | None = None) -> None:
         """Wait up to `timeout_s` until the stream's thread has ended; return at once in that thread."""
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
 
     def forked(self) -> None:
         """Discard the thread's state in a forked child. No method is called there afterwards."""

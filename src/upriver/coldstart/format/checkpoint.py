@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from upriver._threads import DaemonExecutor
+from upriver._threads.executor import DaemonExecutor
 from upriver.coldstart.format.manifest import CHUNK_BYTES, ENDING, Manifest, manifest_path, read
 from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.roofline import NOTHING, Execution
@@ -418,7 +418,7 @@ def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> WeightSou
     paths = sorted(set(places.values()))
     if len(paths) > MOST_SHARDS:
         raise ProgramError(f"{path} names {len(paths)} files; at most {MOST_SHARDS} are allowed")
-    with DaemonExecutor(SHARDS_AT_ONCE, name="upriver-coldstart-header") as pool:
+    with DaemonExecutor(SHARDS_AT_ONCE, name="coldstart-header") as pool:
         shards = list(pool.map(lambda shard: _shard(store, path, shard, caps), paths))
     tensors = _chosen(path, places, [tensor for _, placed in shards for tensor in placed])
     _check_size(path, len(tensors), sum(info.size for info, _ in shards), caps)

@@ -19,7 +19,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
 
+from upriver._threads.background import BackgroundThread
 from upriver.coldstart.event_loop import Loop
+from upriver.errors import UpriverError
 from upriver.store import ObjectInfo, Store
 from upriver.text import error_text
 
@@ -75,14 +77,14 @@ class Readahead:
         self._tell: Callable[[], object] = _nobody
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._work, name="upriver-coldstart-ahead", daemon=True)
+        self._thread = BackgroundThread(self._work, name="coldstart-ahead")
 
     def start(self) -> None:
         """Start the thread, if possible."""
         self.sent_s = time.monotonic()
         try:
             self._thread.start()
-        except RuntimeError:
+        except UpriverError:
             self._over = True
         else:
             reading.add(self)
@@ -102,8 +104,7 @@ class Readahead:
 
     def join(self, timeout_s: float | None) -> None:
         """Wait for the thread, at most `timeout_s`."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        self._thread.join(timeout_s)
 
     def _let_go(self) -> None:
         self._pieces.clear()

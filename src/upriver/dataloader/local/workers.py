@@ -17,6 +17,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
 
+from upriver._threads.executor import DaemonExecutor
 from upriver.dataloader.local.shared_memory import PackedSamples, as_sent, packed
 from upriver.dataloader.local.torch_processes import (
     begin,
@@ -28,7 +29,6 @@ from upriver.dataloader.local.torch_processes import (
     wrapped,
 )
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.dataloader.thread_pool import ThreadPool
 from upriver.pipeline.mapstyle import DONE
 
 READERS = 4
@@ -312,7 +312,7 @@ class _Readers:
 
     def __init__(self, source: SampleSource, processes: RunningProcesses, arrivals: Arrivals) -> None:
         self._source, self._processes, self._arrivals = source, processes, arrivals
-        self._threads = ThreadPool(READERS, "upriver-read")
+        self._threads = DaemonExecutor(READERS, name="read")
         self._lock, self._unread = threading.Lock(), dict[int, Task]()
         self._over = False
 
@@ -325,7 +325,7 @@ class _Readers:
         else:
             with self._lock:
                 self._unread[task.number] = task
-            self._threads.submit(partial(self._read, task))
+            self._threads.begin(partial(self._read, task))
 
     def let_go(self, made: object) -> None:
         """Free a batch; see `RunningProcesses`."""
@@ -338,7 +338,7 @@ class _Readers:
         """
         self._over = True
         self._processes.halt()
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             unread, self._unread = self._unread, {}
         for task in unread.values():

@@ -13,11 +13,12 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
+from upriver._threads.closing import close_later
+from upriver._threads.executor import DaemonExecutor
 from upriver.dataloader.datasets.declared import Declared
 from upriver.dataloader.datasets.digests import DatasetSnapshot
 from upriver.dataloader.datasets.divided import is_divided
 from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
-from upriver.dataloader.deferred_close import closed_with
 from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import name_of_stretch
 from upriver.dataloader.prefetch_limit import num_bytes
@@ -75,7 +76,7 @@ class ProvisionedWorkers:
         self._lock = threading.Lock()
         self._here_s = 0.0
         self._steady = isinstance(maker.source, Declared)  # its stages draw by the sample alone
-        closed_with(self, partial(_close, self._workers))
+        close_later(self, partial(_close, self._workers))
 
     @cached_property
     def form(self) -> str:
@@ -245,7 +246,7 @@ class ProvisionedWorkers:
         if self._provider is None:
             return None
         fleet = self._provider.open(_what(self._asked))
-        closed_with(self, fleet.stop, at_exit=True)
+        close_later(self, fleet.stop, at_exit=True)
         return fleet
 
     def _start(self) -> None:
@@ -337,18 +338,17 @@ def _what(asked: SampleSpec) -> Serves:
 
 def _started(fleet: Fleet, count: int) -> Future[Sequence[str]]:
     """Start workers in a thread, and return a future of their addresses; empty if the start fails."""
-    future = Future[Sequence[str]]()
 
-    def work() -> None:
-        urls: Sequence[str] = ()
+    def work() -> Sequence[str]:
         try:
-            urls = fleet.start(count)
+            return fleet.start(count)
         except Exception as error:  # any error costs only the workers' help
             log.warning("no further workers: %s", error)
-        finally:
-            future.set_result(urls)
+            return ()
 
-    threading.Thread(target=work, name="upriver-hiring", daemon=True).start()
+    executor = DaemonExecutor(1, name="hiring")
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
     return future
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from upriver._threads.executor import DaemonExecutor
 from upriver.dataloader.datasets.worker_spec import SampleSpec
 from upriver.dataloader.remote.worker import LATE_S, LoaderWorker, deal, usual_s
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.dataloader.thread_pool import ThreadPool
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
     BadSample,
@@ -131,7 +131,7 @@ class RemoteWorkers:
         self._held: dict[int, AssignedTask] = {}
         self._proving: set[LoaderWorker] = set()
         self._under_way: Counter[str] = Counter()
-        self._threads = ThreadPool(MOST_THREADS, "upriver-worker")
+        self._threads = DaemonExecutor(MOST_THREADS, name="worker")
 
     @property
     def slots(self) -> int:
@@ -221,7 +221,7 @@ class RemoteWorkers:
                 worker.proving_s = None
         for answer in answers:
             answer.close()
-        self._threads.shutdown()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --------------------------------------------------------------------------------------- proving
 
@@ -254,7 +254,7 @@ class RemoteWorkers:
             ):
                 worker.proving_s = now
                 self._proving.add(worker)
-                self._threads.submit(partial(self._prove, worker, self._canary))
+                self._threads.begin(partial(self._prove, worker, self._canary))
 
     def _prove(self, worker: LoaderWorker, canary: Canary) -> None:
         """Check that a worker makes the same bits."""
@@ -316,7 +316,7 @@ class RemoteWorkers:
                 tasks = self._under_way[worker.url]
                 worker.given(now, samples=len(task.samples), tasks=tasks)
                 held = self._held[task.number] = AssignedTask(worker, task, now, tasks, worker.refused)
-                self._threads.submit(partial(self._ask, held, raw))
+                self._threads.begin(partial(self._ask, held, raw))
         return back
 
     def _is_late(self, held: AssignedTask, now: float, usual_s: float) -> bool:

@@ -7,12 +7,12 @@ again. This module asks them.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from statistics import fmean
 from typing import cast
 
+from upriver._threads.background import BackgroundThread
 from upriver.rpc.client import ServerClient
 from upriver.rpc.load_report import expected_waits
 from upriver.rpc.server_pool import ServerPool
@@ -35,7 +35,7 @@ class IdleWaits:
         self._pool, self._answers, self._after_s = pool, answers, after_s
         self._seen, self._since = -1, 0.0
         self._found: list[float] = []
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread(self._ask, name="waits")
 
     def look(self) -> float | None:
         """Return the wait found since the last call, if any, and start asking if it is time. Never blocks."""
@@ -44,16 +44,15 @@ class IdleWaits:
             self._seen, self._since = answers, now
             self._found.clear()  # the responses say more
         found = self._found.pop() if self._found else None
-        if now - self._since >= self._after_s and (self._thread is None or not self._thread.is_alive()):
+        if now - self._since >= self._after_s and not self._thread.is_alive():
             self._since = now
-            self._thread = threading.Thread(target=self._ask, name="upriver-waits", daemon=True)
+            self._thread = BackgroundThread(self._ask, name="waits")
             self._thread.start()
         return found
 
     def close(self) -> None:
         """Wait for a running request; the pool, which is closed before, has interrupted it."""
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _ask(self) -> None:
         if any(server.in_flight for server in self._pool.status()):

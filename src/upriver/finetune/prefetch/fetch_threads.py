@@ -8,17 +8,16 @@ repeatedly. An epoch therefore ends with the same numbers however many servers a
 
 from __future__ import annotations
 
-import atexit
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from upriver._threads.background import BackgroundThread
 from upriver.control.delivery_table import (
     Claim,
     DealtRoute,
@@ -137,7 +136,7 @@ class FetchThreads:
         self.store_lost = ""
         self._store = CircuitBreaker(STORE_BACKOFF)
         self._answers: set[AnswerStream] = set()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[BackgroundThread] = []
 
     def start(self, *, num_workers: int) -> None:
         """Start the threads."""
@@ -146,11 +145,9 @@ class FetchThreads:
             remote.pool.add_listener(self._wake)
             mains += [partial(self._work_remotely, remote)] * remote.connections
         for i, main in enumerate(mains):
-            name = f"upriver-loader-{i}"
-            thread = threading.Thread(target=self._guard, args=(main,), name=name, daemon=True)
+            thread = BackgroundThread(self._guard, main, name=f"loader-{i}")
             self._threads.append(thread)
             thread.start()
-        _LIVE.add(self)
 
     def take(self, finish: Finish | None) -> tuple[int, Delivery]:
         """Wait for the micro-batch that is due, or the error in its place; raise StopIteration at the end.
@@ -210,9 +207,7 @@ class FetchThreads:
         if self._remote is not None:
             self._remote.pool.remove_listener(self._wake)
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        _LIVE.discard(self)
+            thread.join()
 
     def _wake(self) -> None:
         with self._changed:
@@ -409,20 +404,3 @@ class FetchThreads:
         with self._changed:
             self.table.give_up(claim, retry=retry)
             self._changed.notify_all()
-
-
-_LIVE: weakref.WeakSet[FetchThreads] = weakref.WeakSet()
-
-
-def dispose(crew: FetchThreads) -> None:
-    """Close a crew whose loader was collected, in another thread: the present one may hold any lock."""
-    # While the interpreter exits no thread can start; `_close_all` has closed the crew by then.
-    with suppress(RuntimeError):
-        threading.Thread(target=crew.close, name="upriver-loader-close", daemon=True).start()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Join all threads at exit: none may be inside a tensor operation when the interpreter ends."""
-    for crew in list(_LIVE):
-        crew.close()

@@ -5,11 +5,11 @@ The loader's crew (`upriver.finetune.prefetch.fetch_threads`) fetches them; this
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from upriver._threads.closing import close_later
 from upriver.control.delivery_table import (
     DealtRoute,
     DeliveryTable,
@@ -19,7 +19,7 @@ from upriver.control.delivery_table import (
     Way,
 )
 from upriver.errors import ConfigError
-from upriver.finetune.prefetch.fetch_threads import FetchThreads, Finish, MakeLocally, RemoteFetch, dispose
+from upriver.finetune.prefetch.fetch_threads import FetchThreads, Finish, MakeLocally, RemoteFetch
 from upriver.types import MicroBatch, Timings
 
 
@@ -94,7 +94,7 @@ class Prefetcher:
         self._skipped: list[int] = []
         self._crew.start(num_workers=num_workers)
         # The garbage collector must not join threads: it may run in one of them, with a lock held.
-        weakref.finalize(self, dispose, self._crew).atexit = False
+        close_later(self, self._crew.close, at_exit=True)
 
     @property
     def position(self) -> int:

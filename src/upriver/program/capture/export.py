@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
-import os
 import sys
 import threading
 import traceback
@@ -25,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils import _pytree as pytree
 
+from upriver._threads.forks import ForkSafeLock
 from upriver.errors import CaptureError
 from upriver.program.eval_mode import in_eval, no_fast_path
 from upriver.program.example_inputs import Example, TensorSource, tensors_in
@@ -301,17 +301,8 @@ def _operator_that_runs_functions(error: Exception) -> str:
     return ""
 
 
-_ONE_AT_A_TIME = threading.RLock()
+_ONE_AT_A_TIME = ForkSafeLock()
 """Held while torch records: torch changes and restores flags, filters and tables of the whole process."""
-
-
-def _forked() -> None:
-    """Reset the lock in a forked child, where no thread records."""
-    global _ONE_AT_A_TIME
-    _ONE_AT_A_TIME = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forked)
 
 
 class _Thread(threading.local):

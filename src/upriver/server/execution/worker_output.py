@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from typing import IO
 
+from upriver._threads.background import BackgroundThread
 from upriver.server.observability import logging as logs
 from upriver.text import said
 
@@ -34,7 +35,7 @@ class WorkerOutput:
         self._kept: deque[bytes] | None = deque(maxlen=KEPT_LINES)
         self._lock = threading.Lock()
         self._last = b""
-        self._thread = threading.Thread(target=self._read, name="upriver-worker-output", daemon=True)
+        self._thread = BackgroundThread(self._read, name="worker-output")
         self._thread.start()
 
     def pass_on(self) -> None:

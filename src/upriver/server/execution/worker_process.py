@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
+from upriver._threads.background import BackgroundThread
 from upriver.errors import DoesNotFit, Overloaded, UpriverError
 from upriver.protocol import error_body, error_from
 from upriver.server.execution.worker_output import WorkerOutput
@@ -364,7 +364,7 @@ class WorkerHandle:
         try:
             self._process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            threading.Thread(target=self._process.wait, name="upriver-worker-end", daemon=True).start()
+            BackgroundThread(self._process.wait, name="worker-end").start()
         self._channel.close()
         self._leave_group()
 

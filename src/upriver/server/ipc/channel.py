@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from upriver._threads.forks import reset_in_child
 from upriver.errors import TooLarge
 
 _HEAD = struct.Struct(">II")
@@ -48,7 +49,7 @@ class Channel(Generic[_M]):
     def stay_apart(self) -> None:
         """Close this end in processes that this one starts: they may outlive it, and would keep it open."""
         self._socket.set_inheritable(False)
-        os.register_at_fork(after_in_child=self.close)
+        reset_in_child(self)
 
     def send(self, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
         """Send a message, with descriptors that the other side gets copies of.
@@ -104,6 +105,8 @@ class Channel(Generic[_M]):
         self._socket.close()
         _close_all(self._came_fds)
         self._came_fds.clear()
+
+    forked = close
 
     def _end_of_first(self) -> int | None:
         """Return the end of the first message; None if it is not complete."""

@@ -23,6 +23,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from upriver._threads.background import BackgroundThread
 from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
 from upriver.coldstart.format.manifest import Manifest
 from upriver.coldstart.grouping.groups import joins_s
@@ -139,13 +140,11 @@ class ColdFile:
         if self._part is None:
             self._next()
         if self._to_end and self._checking is None:
-            checking = threading.Thread(target=self._check, name="upriver-cold-digest", daemon=True)
+            checking = BackgroundThread(self._check, name="cold-digest")
             try:
                 checking.start()
-            except RuntimeError as error:  # no thread can be started
-                self._give_up(
-                    UpriverError(f"{self._found.source.path} cannot be checked: {error_text(error)}")
-                )
+            except UpriverError as error:
+                self._give_up(UpriverError(f"{self._found.source.path} cannot be checked: {error}"))
             else:
                 self._checking = checking
 
@@ -356,13 +355,13 @@ class _Part:
         self.stream: WeightStream | None = None
         self._lock = threading.Lock()
         self._hurried: list[int] = []
-        self._thread = threading.Thread(target=self._begin, name="upriver-cold-part", daemon=True)
+        self._thread = BackgroundThread(self._begin, name="cold-part")
 
     def start(self) -> None:
         """Start the thread that creates the stream."""
         try:
             self._thread.start()
-        except RuntimeError as error:  # no thread can be started
+        except UpriverError as error:
             self._unreadable(error)
 
     def cancel(self) -> None:
@@ -372,8 +371,7 @@ class _Part:
 
     def join(self) -> None:
         """Wait until its threads have ended."""
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join()
         if self.stream is not None:
             self.stream.join()
 
@@ -399,7 +397,7 @@ class _Part:
             for index in self._hurried:
                 stream.hurry(index)
             stream.start()
-        except (UpriverError, RuntimeError) as error:  # RuntimeError: no thread can be started
+        except UpriverError as error:
             self._unreadable(error)
         except Exception as error:
             log.exception("a weights file could not be requested")
