@@ -27,7 +27,7 @@ from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
 from upriver.finetune.session import connect
 from upriver.pipeline import Dataset
 from upriver.pipeline.chain import stored_tensor
-from upriver.rpc.link_meter import Kind, LinkMeter, MeteredStore
+from upriver.rpc.link_meter import BURST_BYTES, LinkMeter, MeteredStore
 from upriver.types import DEFAULT_MICRO_BATCH
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -185,20 +185,20 @@ class SharedLink:
 
 
 class SharedMeter(LinkMeter):
-    """`LinkMeter` with its token bucket in a `SharedLink`. All processes have the same monotonic clock."""
+    """`LinkMeter` that paces through a `SharedLink`. All processes have the same monotonic clock."""
 
     def __init__(self, link: SharedLink) -> None:
         super().__init__(link.rate_bytes_per_s)
         self._link = link
 
-    def _reserve(self, num_bytes: int, kind: Kind) -> float:
+    def _reserve(self, num_bytes: int) -> float:
         free_at, rate = self._link.free_at, self.rate_bytes_per_s
         with free_at.get_lock():
             self._link.num_bytes.value += num_bytes
             if rate is None:
                 return 0.0
             now = time.monotonic()
-            free_at.value = max(free_at.value, now - self._burst_bytes / rate) + num_bytes / rate
+            free_at.value = max(free_at.value, now - BURST_BYTES / rate) + num_bytes / rate
             return float(free_at.value - now)
 
 

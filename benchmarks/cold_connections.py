@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +51,20 @@ NAMES = (*map(load_number, range(1, LOADS + 1)), KNOWN, SEQUENTIAL)
 
 def ours(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Load with upriver. Return the times and the first and last number of requests."""
-    from upriver.coldstart import link_estimator
+    from upriver.coldstart.fetch.concurrency import ConcurrencySearch
+    from upriver.coldstart.link_cache import StoreLink
 
-    flows: list[link_estimator.FlowMeter] = []
-    begin = link_estimator.FlowMeter.__init__
+    flows: list[ConcurrencySearch] = []
+    begin = ConcurrencySearch.__init__
 
-    def begun(self: link_estimator.FlowMeter, link: link_estimator.StoreLink, **limits: Any) -> None:
+    def begun(self: ConcurrencySearch, link: StoreLink, **limits: Any) -> None:
         if spec["requests"]:
-            link = link_estimator.replace(link, requests=spec["requests"])
+            link = replace(link, requests=spec["requests"])
         begin(self, link, **limits)
         self.began = self.wanted  # type: ignore[attr-defined]
         flows.append(self)
 
-    link_estimator.FlowMeter.__init__ = begun  # type: ignore[method-assign]
+    ConcurrencySearch.__init__ = begun  # type: ignore[method-assign]
     found = run(spec)
     (used,) = flows
     return {**found, "began": used.began, "ended": used.wanted}  # type: ignore[attr-defined]

@@ -32,7 +32,7 @@ from upriver.cache import Cache, cache_folder
 from upriver.coldstart import link_cache, publish_model
 from upriver.coldstart.format.checkpoint import find
 from upriver.coldstart.grouping import grouping_cache as groupings
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.roofline import CORE, DevicePace, keep_pace, pace_of
 from upriver.errors import StoreError
 from upriver.profile.latency import serialization

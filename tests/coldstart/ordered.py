@@ -13,7 +13,7 @@ from torch import nn
 
 from upriver.coldstart.format.checkpoint import WeightSource, find
 from upriver.coldstart.format.manifest import publish
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.errors import StoreError, UpriverError
 from upriver.store import Store
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from upriver.coldstart.fetch.concurrency import ConcurrencySearch
 from upriver.coldstart.format import checkpoint as source
 from upriver.coldstart.format import manifest
 from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource
@@ -171,3 +172,22 @@ class ScriptedStore:
 
         assert self._loop is not None
         asyncio.run_coroutine_threadsafe(turns(), self._loop).result(WAIT_S)
+
+
+def feed(
+    flow: ConcurrencySearch, rate_of: Callable[[int], float], *, seconds: float, now_s: float = 10.0
+) -> float:
+    """Use a link whose rate depends on the number of requests, with as many requests as are wanted."""
+    under_way = 0
+    for _ in range(int(seconds / 0.005)):
+        while under_way < flow.wanted:
+            under_way += 1
+            flow.begun(now_s, 0.02)
+        while under_way > flow.wanted:
+            under_way -= 1
+            flow.ended(now_s)
+        now_s += 0.005
+        flow.came(now_s, int(rate_of(under_way) * 0.005))
+    for _ in range(under_way):
+        flow.ended(now_s)
+    return now_s

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from upriver.coldstart import link_estimator
+from upriver.coldstart.fetch import concurrency
 from upriver.coldstart.format.access_order import publish_model
-from upriver.coldstart.link_cache import UNKNOWN, keep, last_known
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import UNKNOWN, StoreLink, keep, last_known
 from upriver.coldstart.load_model import begin
 from upriver.store import Store
 
@@ -88,7 +87,7 @@ def test_a_load_begins_with_what_the_last_one_kept(tmp_path: Path, monkeypatch: 
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(640, 640, bias=False) for _ in range(3)))
 
-    monkeypatch.setattr(link_estimator, "TRIAL_BUSY_S", float("inf"))
+    monkeypatch.setattr(concurrency, "TRIAL_BUSY_S", float("inf"))
     store, x = Store.open(tmp_path.as_uri()), torch.ones(1, 640)
     publish_model(build(), store, "net.safetensors", (x,))
     for requests, begins in ((1, 1), (4, 2), (100, 8)):

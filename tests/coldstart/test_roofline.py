@@ -20,7 +20,7 @@ from upriver.coldstart.format.access_order import counted, publish_model
 from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource, find
 from upriver.coldstart.grouping.stage_costs import stage_executions
 from upriver.coldstart.grouping.timeline import Timeline
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.load_program import publish
 from upriver.coldstart.roofline import (
     ACCELERATOR,

@@ -21,7 +21,7 @@ from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format.checkpoint import WeightSource, find
 from upriver.coldstart.grouping import grouping_cache, groups
 from upriver.coldstart.grouping.groups import GROUPINGS, SMALL_BYTES, is_whole
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.load_model import begin
 from upriver.program.capture.prefix import capture
 from upriver.store import Store

@@ -93,7 +93,7 @@ def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.Mon
         def prove(cuts: Sequence[int]) -> None:
             linger(cuts)
 
-        monkeypatch.setattr("upriver.rpc.idle_probe.probed", linger)
+        monkeypatch.setattr("upriver.rpc.link_probe.probed", linger)
         monkeypatch.setattr(replanner, "_prove", prove)
         quiet._after_s = 0.0
         quiet.look()

@@ -19,7 +19,7 @@ from upriver.control.partition import PartitionRule
 from upriver.inference.costs import HandlingTimes
 from upriver.inference.offload import Offload
 from upriver.inference.remote_server import RemoteServer
-from upriver.link import LinkWindow
+from upriver.link import LinkEstimator
 
 SELDOM = {"probe_s": 3600.0, "load_s": 3600.0, "deadline_s": 120.0}
 """Options that leave estimates to requests and the test itself, with long deadlines."""
@@ -111,9 +111,9 @@ def let_in(answer: Offload) -> None:
 def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number: int = 0) -> None:
     """Set the estimated speed of the link to a server."""
     far = far_of(answer, number)
-    far.link = LinkWindow()
-    far.link.saw(1, rtt_s)
-    far.link.saw(max(1e6, bytes_per_s), rtt_s + max(1e6, bytes_per_s) / bytes_per_s)
+    far.link = LinkEstimator.of_requests()
+    far.link.add_transfer(1, rtt_s)
+    far.link.add_transfer(max(1e6, bytes_per_s), rtt_s + max(1e6, bytes_per_s) / bytes_per_s)
     far._costs = {digest: replace(costs, handling=HandlingTimes()) for digest, costs in far._costs.items()}
     far._download = lambda: None  # no estimate for the downlink
 

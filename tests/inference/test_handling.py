@@ -20,7 +20,7 @@ from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import ExchangeResult, packing
 from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.inference.server_check import handling_of
-from upriver.link import LinkWindow
+from upriver.link import LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel, capture_whole
 from upriver.program.example_inputs import Example
 from upriver.rpc.client import ServerClient
@@ -66,10 +66,10 @@ def request(captured: CapturedModel, cut: int, *, up: float = UP, k: float = 1.0
     )
 
 
-def link_of(up: float = UP) -> LinkWindow:
-    link = LinkWindow()
-    link.saw(1, RTT_S)
-    link.saw(1e5, RTT_S + 1e5 / up)
+def link_of(up: float = UP) -> LinkEstimator:
+    link = LinkEstimator.of_requests()
+    link.add_transfer(1, RTT_S)
+    link.add_transfer(1e5, RTT_S + 1e5 / up)
     return link
 
 
@@ -112,7 +112,7 @@ def test_what_is_no_transfer_is_no_part_of_the_links_rate(
     """Requests show the link's rate to the bit, and their other costs stay the same on another link."""
     for _ in range(3):
         far.answered(captured, 0, request(captured, 0, up=up))
-    assert far.link.bandwidth_bytes_per_s == pytest.approx(up)
+    assert far.link.bandwidth() == pytest.approx(up)
     costs = far.costs(captured)
     assert costs is not None
     now = far.now(costs)

@@ -32,7 +32,7 @@ from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import ExchangeResult
 from upriver.inference.remote_server import LONGEST_PAUSE_S, PAUSE_S, RemoteServer, ServerTerms
 from upriver.inference.server_check import PROBES, AdmittedNetwork
-from upriver.link import ROUND_TRIPS, LinkWindow
+from upriver.link import ROUND_TRIPS, LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel, capture_whole
 from upriver.program.example_inputs import Example
 from upriver.retry import Backoff
@@ -78,7 +78,7 @@ class There:
         return SimpleNamespace(k=1.0, expected_wait_s=0.0, machine=self.machine)
 
     def admit(
-        self, _: Any, captured: CapturedModel, device_s: Sequence[float], *, link: LinkWindow, **__: Any
+        self, _: Any, captured: CapturedModel, device_s: Sequence[float], *, link: LinkEstimator, **__: Any
     ) -> AdmittedNetwork:
         self._do("let in")
         if (error := self.refuses.get(captured.program.digest)) is not None:
@@ -92,14 +92,14 @@ class There:
             load=self.load(),
         )
 
-    def probe(self, _: Any, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:
+    def probe(self, _: Any, link: LinkEstimator, *, small: int, large: int, every_s: float = 5.0) -> None:
         self._do("probe" if large else "round trips")
         for size in [1] * small + [0] * large:
             num_bytes = size or link.probe_bytes(every_s)
             seconds = self.rtt_s + num_bytes / self.rate
             if seconds > QUESTION_S:
                 raise ServerUnavailable("no answer in time")
-            link.saw(num_bytes, seconds)
+            link.add_transfer(num_bytes, seconds)
 
     def close(self) -> None:
         pass
@@ -479,8 +479,8 @@ def test_a_round_trip_of_another_length_is_learned_while_requests_show_the_link(
         there.now_s += 1.0
         far.answered(captured, 0, finished(there.rtt_s + size / there.rate))
         turn(far)
-    assert far.link.rtt_s == pytest.approx(after, rel=0.01)
-    assert far.link.bandwidth_bytes_per_s == pytest.approx(there.rate, rel=0.01)
+    assert far.link.latency_s == pytest.approx(after, rel=0.01)
+    assert far.link.bandwidth() == pytest.approx(there.rate, rel=0.01)
     assert there.did.count("probe") == 2, "at the let-in, and after the first request that was odd"
 
 
@@ -503,7 +503,7 @@ def test_what_one_request_says_of_the_link_is_made_sure_of_at_once(far: RemoteSe
         assert turn(far) == 10.0 and there.did == [], "until the load is to be asked for"
     assert far._wake.is_set()
     assert turn(far) == 5.0 and there.did == ["probe"]
-    assert far.link.bandwidth_bytes_per_s == pytest.approx(there.rate, rel=1e-3), "it is believed"
+    assert far.link.bandwidth() == pytest.approx(there.rate, rel=1e-3), "it is believed"
     there.did.clear()
     for number in range(30):
         there.now_s += 1.0
@@ -605,4 +605,4 @@ def test_what_was_known_of_the_link_outlives_a_refusal(
     for error in (Overloaded("no room"), TooLarge("too many bytes")):
         far.failed(networks[0], error)
         there.now_s += LONGEST_PAUSE_S
-        assert far.link.bandwidth_bytes_per_s is not None
+        assert far.link.bandwidth() is not None

@@ -21,7 +21,7 @@ from upriver.inference.costs import CutCosts
 from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.inference.server_check import AdmittedNetwork, admit
 from upriver.inference.uplink import Uplink
-from upriver.link import LinkWindow
+from upriver.link import LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel, capture_whole
 from upriver.program.example_inputs import Example
 from upriver.rpc.client import ServerClient
@@ -38,7 +38,7 @@ def test_probes_to_several_servers_never_overlap(
     """The probes are due at the same moments, because the servers were admitted together."""
     lock, under_way, overlapped, sent = threading.Lock(), [0], [0], [0, 0, 0]
 
-    def probe(client: Any, link: LinkWindow, **_: Any) -> None:
+    def probe(client: Any, link: LinkEstimator, **_: Any) -> None:
         with lock:
             under_way[0] += 1
             overlapped[0] += under_way[0] > 1
@@ -85,7 +85,13 @@ def test_a_let_in_probes_alone_and_is_waited_for_by_the_probes_of_others(
         front.before = look
         letting_in = threading.Thread(
             target=lambda: admit(
-                client, captured, (0.01,) * 7, push=True, exact="bitwise", link=LinkWindow(), uplink=uplink
+                client,
+                captured,
+                (0.01,) * 7,
+                push=True,
+                exact="bitwise",
+                link=LinkEstimator.of_requests(),
+                uplink=uplink,
             )
         )
         with uplink.in_use():

@@ -1,5 +1,4 @@
 import asyncio
-import contextlib
 import threading
 import time
 import types
@@ -118,66 +117,6 @@ def test_observed_bandwidth_counts_busy_time_only(link):
             meter.account(200_000, "answers")
         link.now += 0.1  # the server computes: the link is not the cause
     assert meter.observed_bandwidth() == pytest.approx(rate)
-
-
-def test_overlapping_transfers_count_once(link):
-    rate = 4_000_000.0
-    meter = LinkMeter(rate, burst_bytes=0)
-    with contextlib.ExitStack() as overlapping:
-        for _ in range(4):
-            overlapping.enter_context(meter.transfer())
-        for _ in range(4):
-            meter.account(400_000, "answers")
-    # Summed up transfer by transfer, the time would be four times as long and the rate a quarter.
-    assert meter.observed_bandwidth() == pytest.approx(rate)
-
-
-def test_observed_bandwidth_forgets(link):
-    link.carry(1000, 20)
-    assert link.carry(1300, 20) == pytest.approx(1300, rel=0.01)
-
-
-@pytest.mark.parametrize(("before", "after"), [(25e6, 2.5e6), (2.5e6, 25e6), (25e6, 14e6)])
-def test_a_link_that_changes_is_known_after_a_second(link, before, after):
-    link.carry(before, 30)
-    assert link.carry(after, 1.3) == pytest.approx(after, rel=0.1)
-    assert link.carry(after, 3) == pytest.approx(after, rel=0.05)
-
-
-def test_a_link_that_stops_carries_less_and_less(link):
-    link.carry(1e6, 20)
-    with link.meter.transfer():
-        for _ in range(50):
-            link.now += 0.1
-            observed = link.meter.observed_bandwidth()
-    assert observed is None or observed < 0.1e6
-
-
-def test_jitter_of_a_fifth_is_smoothed(link):
-    rates = (0.8e6, 1.2e6)
-    link.carry(1e6, 10)
-    for second in range(60):
-        assert 0.9e6 < link.carry(rates[second % 2]) < 1.1e6
-
-
-def test_after_a_pause_what_crosses_counts_alone(link):
-    link.carry(25e6, 20)
-    link.now += 120
-    assert link.meter.quiet_s == pytest.approx(120)
-    assert link.meter.observed_bandwidth() == pytest.approx(25e6, rel=0.01), "all that is known"
-    assert link.carry(2e5, 0.05) == pytest.approx(25e6, rel=0.01), "10 kB say nothing"
-    assert link.carry(2.5e6, 0.25) == pytest.approx(2.5e6, rel=0.2)
-    assert link.meter.quiet_s == 0
-
-
-def test_a_link_in_little_use_is_judged_by_its_last_minute(link):
-    for _ in range(100):
-        link.carry(25e6, 0.1)
-        link.now += 2
-    for _ in range(40):
-        observed = link.carry(20e6, 0.1)
-        link.now += 2
-    assert observed == pytest.approx(20e6, rel=0.01), "four busy seconds, but more than a minute"
 
 
 def test_quiet_begins_when_the_last_transfer_ends(link):

@@ -1,4 +1,4 @@
-"""Store the latency and bandwidth of the link to a store between loads.
+"""Keep the latency and bandwidth of the link to a store between loads.
 
 These are RL and BW of PISeL (CIKM 2024, section 3.1). Each load measures RL by a read of one byte. BW is the
 last load's, along with the number of concurrent requests that it used. There is one small file for each
@@ -10,17 +10,37 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import msgspec
 
 from upriver.cache import Cache
-from upriver.coldstart.link_estimator import StoreLink
 from upriver.store import Store
 from upriver.types import BANDWIDTH
 
 SCHEMA: Literal["upriver.store-link/2"] = "upriver.store-link/2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreLink:
+    """Link from a store.
+
+    Attributes:
+        latency_s: Seconds from a request to its first byte.
+        bandwidth_bytes_per_s: Bandwidth of all requests together.
+        requests: Concurrent requests that this bandwidth needs.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    requests: int = 1
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Bytes that arrive while a request waits for its first byte."""
+        return self.latency_s * self.bandwidth_bytes_per_s
+
 
 UNKNOWN = StoreLink(latency_s=0.0, bandwidth_bytes_per_s=100e6)
 """Link of a store before the first load: about what an object store gives one connection."""

@@ -27,7 +27,7 @@ from upriver.coldstart.format.uris import opened
 from upriver.coldstart.grouping import grouping_cache
 from upriver.coldstart.grouping.groups import choose, joins_s, knows_stream
 from upriver.coldstart.grouping.timeline import Timeline
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.load_handle import Groupings, Handle, under_way
 from upriver.coldstart.model.assignment import MatchedWeights, held, match, memories, move
 from upriver.coldstart.model.construction import construct

@@ -35,7 +35,7 @@ from upriver.coldstart.garbage_collection import check_staying, note_use
 from upriver.coldstart.grouping.groups import joins_s
 from upriver.coldstart.grouping.stage_costs import stage_executions
 from upriver.coldstart.incoming_weights import Arriving, ArrivingFile, arriving
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.load_handle import Groupings
 from upriver.coldstart.load_model import grouped
 from upriver.errors import (

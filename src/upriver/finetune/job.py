@@ -43,7 +43,7 @@ from upriver.program.split.split import Split
 from upriver.protocol import Larger
 from upriver.rpc import validation
 from upriver.rpc.discovery import DirectoryFollower
-from upriver.rpc.idle_probe import QuietLink
+from upriver.rpc.link_probe import QuietLink
 from upriver.rpc.server_pool import ServerPool, ServerStatus
 from upriver.rpc.tolerance import Tolerance
 from upriver.rpc.validation import Indexed

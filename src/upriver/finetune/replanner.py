@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from upriver._threads.background import BackgroundThread
 from upriver.cost import CostModel
 from upriver.errors import NotExact, UpriverError
+from upriver.link import CHANGED
 from upriver.policies import POLICIES
 from upriver.profile.live_profile import LiveProfile
-from upriver.rpc.link_meter import CHANGED
 from upriver.types import Cluster, Cost, Plan, Profile, Route, Tier, Timings, Workload, require_finite
 
 log = logging.getLogger("upriver")

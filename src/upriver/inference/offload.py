@@ -25,7 +25,7 @@ from upriver.inference.decision import Decision
 from upriver.inference.executor import InferenceRequest, RequestPatience, ServedRequest
 from upriver.inference.remote_server import RemoteServer, ServerTerms
 from upriver.inference.uplink import Uplink
-from upriver.link import WINDOW
+from upriver.link import TRANSFERS
 from upriver.profile.latency.predictor import Predictor
 from upriver.program.capture.whole_model import capture_whole
 from upriver.program.compiled_code import as_written
@@ -327,7 +327,7 @@ def offload(
     measure: Measure = "predict",
     probe_s: float = 5.0,
     load_s: float = 10.0,
-    window: int = WINDOW,
+    window: int = TRANSFERS,
     cached_cuts: int = CACHED_CUTS,
     token: str | None = None,
     ca: FilePath | None = None,

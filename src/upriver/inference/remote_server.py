@@ -26,14 +26,14 @@ from upriver.inference.costs import CutCosts, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult
 from upriver.inference.server_check import BUSY, admit, allowed_by, canary, probe
 from upriver.inference.uplink import Uplink
-from upriver.link import CONFIRMED, ROUND_TRIPS, WINDOW, LinkWindow
+from upriver.link import CHANGED_TRANSFERS, ROUND_TRIPS, TRANSFERS, LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.retry import Backoff, CircuitBreaker
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import is_lost
 from upriver.rpc.tolerance import Exact
 from upriver.text import error_text, said
-from upriver.types import BANDWIDTH, MOST_FACTOR, require_finite
+from upriver.types import MOST_FACTOR, require_finite
 
 log = logging.getLogger("upriver")
 
@@ -70,7 +70,7 @@ class ServerTerms:
     exact: Exact = "bitwise"
     probe_s: float = 5.0
     load_s: float = 10.0
-    window: int = WINDOW
+    window: int = TRANSFERS
 
     def __post_init__(self) -> None:
         require_finite("probe_s", self.probe_s, positive=True)
@@ -99,7 +99,7 @@ class RemoteServer:
     """
 
     def __init__(self, client: ServerClient, terms: ServerTerms, uplink: Uplink | None = None) -> None:
-        self.link = LinkWindow(terms.window)
+        self.link = LinkEstimator.of_requests(terms.window)
         self._client, self._terms, self._uplink = client, terms, uplink or Uplink()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -200,14 +200,13 @@ class RemoteServer:
 
     def now(self, costs: CutCosts) -> ServerConditions | None:
         """Return the present link and server state for a network; None where the link is unknown."""
-        link, download = self.link, self._download()
-        upload = link.bandwidth_bytes_per_s
+        download, upload = self._download(), self.link.bandwidth()
         if upload is None:
             return None
         return ServerConditions(
             upload_bytes_per_s=upload,
             download_bytes_per_s=download,
-            rtt_s=link.rtt_s + costs.handling.fixed_s(download),
+            rtt_s=(self.link.latency_s or 0.0) + costs.handling.fixed_s(download),
             load=self._load,
             slowed=self._slowed if time.monotonic() < self._slowed_until else 1.0,
             wait_s=self._wait_s,
@@ -244,7 +243,7 @@ class RemoteServer:
             crossing, handling = crossing_bytes(program, cut), costs.handling
             packing_s = (handling.encode_s_per_byte + handling.decode_s_per_byte) * crossing
             up_s = finished.up_s - handling.front_s - packing_s
-            shown = self.link.saw(crossing, up_s, request=True)
+            shown = self.link.add_transfer(crossing, up_s, request=True)
         with self._lock:
             self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
             now = time.monotonic()
@@ -326,8 +325,7 @@ class RemoteServer:
         self._thread.join()
 
     def _download(self) -> float | None:
-        rate = self._client.meter.observed_bandwidth()
-        return None if rate is None else min(rate, BANDWIDTH.most)
+        return self._client.meter.observed_bandwidth()
 
     # --------------------------------------------------------------------------------------- thread
 
@@ -431,7 +429,7 @@ class RemoteServer:
     def _let_in(self, captured: CapturedModel, device_s: Sequence[float]) -> None:
         terms, began_with = self._terms, self._flags
         if not self._costs:  # the link may have changed, and so caused the failure
-            self.link = LinkWindow(terms.window)
+            self.link = LinkEstimator.of_requests(terms.window)
         admitted = admit(
             self._client,
             captured,
@@ -463,7 +461,7 @@ class RemoteServer:
         with self._uplink.probing(self._probe_at):
             large = int(time.monotonic() >= self._shown_at + every_s)
             probe(self._client, self.link, small=ROUND_TRIPS, large=large, every_s=every_s)
-            for _ in range(CONFIRMED * large):
+            for _ in range(CHANGED_TRANSFERS * large):
                 if not self.link.unsettled or self._uplink.busy_since_s < math.inf:
                     break
                 probe(self._client, self.link, small=0, large=1, every_s=every_s)

@@ -15,7 +15,7 @@ from upriver.errors import NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.inference.costs import ANY_TIME, CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult, packing
 from upriver.inference.uplink import Uplink
-from upriver.link import ROUND_TRIPS, LinkWindow
+from upriver.link import ROUND_TRIPS, LinkEstimator
 from upriver.profile.profile_cache import ProfileKey, load_profile, save_profile
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.program.graph.executor import Program
@@ -68,7 +68,7 @@ def admit(
     *,
     push: bool,
     exact: Exact,
-    link: LinkWindow,
+    link: LinkEstimator,
     uplink: Uplink,
 ) -> AdmittedNetwork:
     """Check that a server computes what the device computes, and measure the server and the link.
@@ -143,7 +143,7 @@ def _push_command(captured: CapturedModel) -> str:
     return f", or put it into a store of the server's: upriver push MODEL STORE {options}"
 
 
-def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, every_s: float = 5.0) -> None:
+def probe(client: ServerClient, link: LinkEstimator, *, small: int, large: int, every_s: float = 5.0) -> None:
     """Send meaningless bytes and record how long they took.
 
     Args:
@@ -158,7 +158,7 @@ def probe(client: ServerClient, link: LinkWindow, *, small: int, large: int, eve
     """
     for size in [1] * small + [0] * large:
         found = client.probe_upload(size or link.probe_bytes(every_s))
-        link.saw(found.num_bytes, found.first_byte_s + found.seconds)
+        link.add_transfer(found.num_bytes, found.first_byte_s + found.seconds)
 
 
 def canary(
@@ -190,7 +190,7 @@ def canary(
 
 
 def handling_of(
-    program: Program, cut: int, seen: Sequence[ExchangeResult], link: LinkWindow
+    program: Program, cut: int, seen: Sequence[ExchangeResult], link: LinkEstimator
 ) -> HandlingTimes:
     """Return what requests cost apart from stages and link, from some requests with few crossing bytes.
 
@@ -204,8 +204,8 @@ def handling_of(
         link: Estimate of the link's rate and round trip.
     """
     encode, decode = packing()
-    crossing, bandwidth = crossing_bytes(program, cut), link.bandwidth_bytes_per_s
-    on_link_s = link.rtt_s + (crossing / bandwidth if bandwidth is not None else 0.0)
+    crossing, bandwidth = crossing_bytes(program, cut), link.bandwidth()
+    on_link_s = (link.latency_s or 0.0) + (crossing / bandwidth if bandwidth is not None else 0.0)
     return HandlingTimes(
         front_s=max(0.0, min(each.up_s for each in seen) - on_link_s - (encode + decode) * crossing),
         beside_s=min(each.beside_s for each in seen),

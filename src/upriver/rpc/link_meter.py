@@ -7,16 +7,17 @@ the same measure. It counts the bytes of bodies and objects, without HTTP header
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import obstore
 
 from upriver.errors import ConfigError
+from upriver.link import LinkEstimator, TokenBucket
 from upriver.store import ObjectInfo, Store
 from upriver.store.direct import Direct
 from upriver.store.places import PIECE_BYTES as PLACED_BYTES
@@ -33,49 +34,6 @@ BURST_BYTES = 64 * 1024
 """Bytes that an idle emulated link passes at once: one piece. A larger burst would make short transfers seem
 too fast."""
 
-WINDOW_BUSY_S = 10.0
-"""Seconds of transfers in the window of `LinkMeter.observed_bandwidth`: long enough to smooth single frames,
-short enough to follow a link that changes within an epoch."""
-
-CHECKPOINT_BUSY_S = 0.05
-"""Busy seconds between two points of that window, which then holds some 200 points."""
-
-WINDOW_AGE_S = 60.0
-"""Elapsed seconds after which a point is dropped: a link with little traffic is busy for ten seconds in an
-hour."""
-
-QUIET_S = 5.0
-"""Seconds without a transfer after which earlier measurements are out of date; later ones count alone."""
-
-RECENT_BUSY_S = 1.0
-"""Busy seconds that show the link's present bandwidth."""
-
-BEFORE_BUSY_S = 0.25
-"""Least busy seconds before the recent ones to compare with. They are fewer: a change is seen while it is
-still part of the last second, and the rest of the time before it must be dropped too."""
-
-CHANGED = 1.6
-"""Factor, up or down, beyond which the link's bandwidth has changed. Jitter of a fifth both ways makes 1.5,
-and traffic from before a change only delays its detection."""
-
-FRESH_BYTES = 256 * 1024
-FRESH_BUSY_S = 0.15
-"""Bytes or busy seconds, one of the two, needed for a bandwidth at the start and after a pause: less is a
-burst, or a head without a body."""
-
-
-HEADS = 64
-"""Number of recent store requests whose minimum is the store's lookup time. While the link is full, most of
-their heads have waited for other bytes."""
-
-
-class _Point(NamedTuple):
-    """The counters at some moment."""
-
-    at_s: float
-    busy_s: float
-    num_bytes: int
-
 
 class LinkMeter:
     """Count bytes from storage to compute, and pace them when a rate is set. Thread-safe.
@@ -91,17 +49,11 @@ class LinkMeter:
             require_finite("rate_bytes_per_s", rate_bytes_per_s, positive=True)
         require_finite("burst_bytes", burst_bytes)
         self.rate_bytes_per_s = rate_bytes_per_s
-        self._burst_bytes = burst_bytes
         self._lock = threading.Lock()
-        self._free_at = 0.0  # when the emulated link has sent all reserved bytes
         self._bytes: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
-        self._active = self._pending = 0
-        self._busy_s = 0.0  # seconds with at least one transfer under way, up to _busy_since
-        self._busy_since = 0.0
-        self._last_at = time.monotonic()  # time of the last bytes that crossed
-        self._checkpoints = deque([_Point(self._last_at, 0.0, 0)])
-        self._before_pause: float | None = None
-        self._heads: deque[float] = deque(maxlen=HEADS)
+        self._pending = 0
+        self._bucket = TokenBucket(math.inf, burst_bytes=burst_bytes)
+        self._estimator = LinkEstimator(now_s=time.monotonic())
 
     @property
     def bytes_by_kind(self) -> Mapping[Kind, int]:
@@ -134,25 +86,17 @@ class LinkMeter:
             wait_s = self._reserve(piece)
             if wait_s > 0:
                 time.sleep(wait_s)
-            self._count(piece, kind)
+            with self._lock:
+                self._bytes[kind] += piece
+            self._estimator.arrive(piece, time.monotonic())
             num_bytes -= piece
 
     def _reserve(self, num_bytes: int) -> float:
         """Reserve the emulated link's next time span for these bytes; return the seconds until it is over."""
-        if self.rate_bytes_per_s is None:
-            return 0.0
+        rate = self.rate_bytes_per_s  # which may have changed since
         with self._lock:
-            now = time.monotonic()
-            start = max(self._free_at, now - self._burst_bytes / self.rate_bytes_per_s)
-            self._free_at = start + num_bytes / self.rate_bytes_per_s
-            return self._free_at - now
-
-    def _count(self, num_bytes: int, kind: Kind) -> None:
-        """Count bytes that have arrived."""
-        with self._lock:
-            self._bytes[kind] += num_bytes
-            self._last_at = now = time.monotonic()
-            self._checkpoint(now)
+            self._bucket.rate_bytes_per_s = math.inf if rate is None else rate
+            return self._bucket.take(num_bytes, time.monotonic())
 
     @contextmanager
     def transfer(self) -> Iterator[None]:
@@ -160,18 +104,11 @@ class LinkMeter:
 
         Overlapping transfers count once, as they share the link.
         """
-        with self._lock:
-            now = time.monotonic()
-            if self._active == 0:
-                self._begin(now)
-            self._active += 1
+        self._estimator.begin(time.monotonic())
         try:
             yield
         finally:
-            with self._lock:
-                self._last_at = time.monotonic()
-                self._tick(self._last_at)
-                self._active -= 1
+            self._estimator.end(time.monotonic())
 
     @contextmanager
     def pending(self) -> Iterator[None]:
@@ -184,33 +121,22 @@ class LinkMeter:
             with self._lock:
                 self._pending -= 1
 
-    def _begin(self, now: float) -> None:
-        """Mark the link as in use again; after a long pause, forget everything before it."""
-        if now - self._last_at >= QUIET_S:
-            self._before_pause = self._rate()
-            self._checkpoints = deque([_Point(now, self._busy_s, sum(self._bytes.values()))])
-        self._busy_since = now
-
     @property
     def quiet_s(self) -> float:
         """Seconds since anything has crossed or been under way."""
         with self._lock:
-            return 0.0 if self._active or self._pending else time.monotonic() - self._last_at
+            return 0.0 if self._pending else self._estimator.idle_s(time.monotonic())
 
     def observed_bandwidth(self) -> float | None:
         """Return the bytes per second of recent transfers, over busy time; None before enough has crossed.
 
-        The window spans `WINDOW_BUSY_S` of transfers, or less if they are old or the link has changed. After
-        a pause the earlier figure holds until enough has crossed anew.
+        After a pause the earlier figure holds until enough has crossed anew.
         """
-        with self._lock:
-            self._checkpoint(time.monotonic())
-            return self._rate()
+        return self._estimator.bandwidth(time.monotonic())
 
     def head_came(self, seconds: float) -> None:
         """Record the seconds that a store needed to begin an answer."""
-        with self._lock:
-            self._heads.append(seconds)
+        self._estimator.add_latency(seconds)
 
     def filled_by(self, num_bytes: float) -> int | None:
         """Return how many objects of this size, read at once, fill the link; None before that is known.
@@ -218,49 +144,10 @@ class LinkMeter:
         The number covers one object that arrives and one that is requested meanwhile. It adds those that
         could arrive while the store looks for an object.
         """
-        with self._lock:
-            rate, wait_s = self._rate(), min(self._heads, default=None)
+        rate, wait_s = self._estimator.bandwidth(), self._estimator.latency_s
         if rate is None or wait_s is None:
             return None
         return 2 + int(wait_s * rate / max(num_bytes, 1.0))
-
-    def _rate(self) -> float | None:
-        first = self._checkpoints[0]
-        busy_s, num_bytes = self._busy_s - first.busy_s, sum(self._bytes.values()) - first.num_bytes
-        few = num_bytes < FRESH_BYTES and busy_s < FRESH_BUSY_S
-        if few:
-            return self._before_pause
-        return num_bytes / busy_s if num_bytes and busy_s > 0 else None
-
-    def _tick(self, now: float) -> None:
-        if self._active:
-            self._busy_s += now - self._busy_since
-            self._busy_since = now
-
-    def _checkpoint(self, now: float) -> None:
-        self._tick(now)
-        points = self._checkpoints
-        if self._busy_s - points[-1].busy_s >= CHECKPOINT_BUSY_S:
-            points.append(_Point(now, self._busy_s, sum(self._bytes.values())))
-            self._forget_before_change()
-        while len(points) > 2 and (
-            self._busy_s - points[1].busy_s > WINDOW_BUSY_S or self._last_at - points[1].at_s > WINDOW_AGE_S
-        ):
-            points.popleft()
-
-    def _forget_before_change(self) -> None:
-        """Keep only the last second if its rate clearly differs from the rate before it."""
-        points, last = self._checkpoints, self._checkpoints[-1]
-        old = [i for i, point in enumerate(points) if last.busy_s - point.busy_s >= RECENT_BUSY_S]
-        if not old or points[at := old[-1]].busy_s - points[0].busy_s < BEFORE_BUSY_S:
-            return
-        recent, before = _between(points[at], last), _between(points[0], points[at])
-        if not before / CHANGED <= recent <= before * CHANGED:
-            self._checkpoints = deque(list(points)[at:])
-
-
-def _between(first: _Point, last: _Point) -> float:
-    return (last.num_bytes - first.num_bytes) / (last.busy_s - first.busy_s)
 
 
 class MeteredStore(Store):

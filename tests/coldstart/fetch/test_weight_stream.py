@@ -22,9 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.coldstart.leaving import num_descriptors, threads
-from tests.coldstart.scripted import WAIT_S, Memory, ScriptedStore, lying, published
+from tests.coldstart.scripted import WAIT_S, Memory, ScriptedStore, feed, lying, published
 from tests.store.faulty_server import FaultyServer
 from upriver.coldstart.fetch import weight_stream as stream_module
+from upriver.coldstart.fetch.concurrency import ConcurrencySearch
 from upriver.coldstart.fetch.range_planner import PADDING, RangeRequest, TensorPart, requests_for
 from upriver.coldstart.fetch.weight_stream import (
     FIRST_PIECE_BYTES,
@@ -36,7 +37,7 @@ from upriver.coldstart.fetch.weight_stream import (
 )
 from upriver.coldstart.format import manifest
 from upriver.coldstart.format.checkpoint import WeightSource
-from upriver.coldstart.link_estimator import BURST_S, FlowMeter, StoreLink, TokenBucket
+from upriver.coldstart.link_cache import StoreLink
 from upriver.errors import (
     Cancelled,
     ConfigError,
@@ -406,7 +407,8 @@ def known_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the link estimate, and make arriving bytes visible one by one."""
     for name in ("PIECE_S", "FEWEST_PIECE_BYTES"):
         monkeypatch.setattr(stream_module, name, 0)
-    monkeypatch.setattr(FlowMeter, "_learn", lambda _: None)
+    monkeypatch.setattr(ConcurrencySearch, "link", property(lambda search: search._said))
+    monkeypatch.setattr(ConcurrencySearch, "known", False)
 
 
 def test_the_next_request_is_sent_when_latency_times_bandwidth_is_left(known_link: None) -> None:
@@ -513,132 +515,6 @@ def test_several_are_under_way_where_one_does_not_fill_the_link(
         assert run.tensors == [0, 1, 2]
         run.store.bring(1, 7)  # the rest is a third of the bytes that the link carries meanwhile
         assert run.tensors == [0, 1, 2, 3]
-
-
-def said(bandwidth: float, *, requests: int = 1, most: int = 8, bound: float = math.inf) -> FlowMeter:
-    link = StoreLink(latency_s=0.03, bandwidth_bytes_per_s=bandwidth, requests=requests)
-    return FlowMeter(link, most=most, bound_bytes_per_s=bound)
-
-
-def feed(flow: FlowMeter, rate_of: Callable[[int], float], *, seconds: float, now_s: float = 10.0) -> float:
-    """Use a link whose rate depends on the number of requests, with as many requests as are wanted."""
-    under_way = 0
-    for _ in range(int(seconds / 0.005)):
-        while under_way < flow.wanted:
-            under_way += 1
-            flow.begun(now_s, 0.02)
-        while under_way > flow.wanted:
-            under_way -= 1
-            flow.ended(now_s)
-        now_s += 0.005
-        flow.came(now_s, int(rate_of(under_way) * 0.005))
-    for _ in range(under_way):
-        flow.ended(now_s)
-    return now_s
-
-
-def test_one_request_is_enough_for_a_link_that_it_fills() -> None:
-    flow = said(1e8)
-    feed(flow, lambda _: 0.97e8, seconds=2)
-    assert flow.wanted == 1
-    assert flow.link.bandwidth_bytes_per_s == pytest.approx(0.97e8)
-    assert flow.link.latency_s == 0.02
-    assert flow.link.hidden_bytes == pytest.approx(0.02 * 0.97e8)
-
-
-@pytest.mark.parametrize(("fills", "wanted"), [(1, 1), (2, 2), (4, 4), (5, 8), (100, 8)])
-def test_requests_are_added_as_long_as_that_brings_more(fills: int, wanted: int) -> None:
-    flow = said(1e9)
-    feed(flow, lambda under_way: 5e7 * min(under_way, fills), seconds=2)
-    assert flow.wanted == wanted
-
-
-@pytest.mark.parametrize(("requests", "begins"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (100, 5)])
-def test_a_load_begins_with_half_of_those_that_the_last_one_ended_with(requests: int, begins: int) -> None:
-    assert said(1e8, requests=requests, most=5).wanted == begins
-
-
-def test_what_takes_several_is_found_sooner_each_time_and_forgotten_when_it_is_over() -> None:
-    def loads(fills: int, requests: int) -> tuple[int, int]:
-        """Return the request counts at the start and the end of a load of 0.25 s.
-
-        ``fills`` requests fill the link.
-        """
-        flow = said(1e9, requests=requests)
-        begins = flow.wanted
-        feed(flow, lambda under_way: 5e7 * min(under_way, fills), seconds=0.25)
-        assert flow.link.requests == flow.wanted
-        return begins, flow.wanted
-
-    found = [(0, 1)]
-    for fills in (8, 8, 8, 8, 1, 1, 1, 1):
-        found.append(loads(fills, found[-1][1]))
-    assert found[1:] == [(1, 4), (2, 8), (4, 8), (4, 8), (4, 4), (2, 2), (1, 1), (1, 1)]
-
-
-def test_a_load_that_tries_nothing_keeps_what_the_last_one_found() -> None:
-    flow = said(1e9, requests=8)
-    feed(flow, lambda _: 1e9, seconds=0.05)
-    assert (flow.wanted, flow.link.requests) == (4, 8)
-    assert flow.known
-
-
-@pytest.mark.parametrize("bandwidth", [1e8, 9.5e7, 1e6])
-def test_what_a_link_is_said_to_have_is_no_reason_not_to_try(bandwidth: float) -> None:
-    flow = said(bandwidth)
-    feed(flow, lambda under_way: 9.5e7 * min(under_way, 8), seconds=2)
-    assert flow.wanted == 8
-
-
-def test_a_bound_that_one_request_reaches_is_not_tried_with_more() -> None:
-    flow, most = said(1e9, bound=5e7), 0
-    for number in range(20):
-        feed(flow, lambda _: 4.8e7, seconds=0.1, now_s=10.0 + number)
-        most = max(most, flow.wanted)
-    assert (most, flow.bounded) == (1, True)
-    flow = said(1e9, bound=5e7)
-    feed(flow, lambda _: 3e7, seconds=1)
-    assert not flow.bounded
-    assert not said(1e12).bounded
-
-
-def test_there_are_never_more_than_allowed() -> None:
-    for most in (1, 3):
-        flow = said(1e12, most=most)
-        feed(flow, lambda under_way: 5e7 * under_way, seconds=2)
-        assert flow.wanted == most
-
-
-def test_a_link_is_what_it_was_said_to_be_until_it_has_shown_itself() -> None:
-    flow = said(1e8)
-    assert flow.link == StoreLink(latency_s=0.03, bandwidth_bytes_per_s=1e8)
-    flow.begun(1.0, 0.5)
-    flow.came(1.04, 10**7)  # one burst
-    assert flow.link == StoreLink(latency_s=0.5, bandwidth_bytes_per_s=1e8)
-    flow.came(1.04, 10**7)
-    assert flow.link == StoreLink(latency_s=0.5, bandwidth_bytes_per_s=pytest.approx(2e7 / 0.04))
-
-
-def test_only_what_a_link_did_lately_counts() -> None:
-    flow = said(1e8, most=1)
-    now_s = feed(flow, lambda _: 1e7, seconds=5)
-    feed(flow, lambda _: 4e7, seconds=4, now_s=now_s + 100)
-    assert flow.link.bandwidth_bytes_per_s == pytest.approx(4e7, rel=0.01)
-
-
-def test_a_cap_holds_over_any_stretch_but_a_burst() -> None:
-    chance, cap, now_s, passed = random.Random(4), TokenBucket(1000.0), 50.0, 0
-    marks = [(now_s, 0)]
-    for _ in range(300):
-        now_s += chance.choice((0.0, 0.0, 0.001, 3.0))
-        nbytes = chance.randint(1, 200)
-        passed += nbytes
-        now_s += cap.taken(now_s, nbytes)
-        marks.append((now_s, passed))
-    for i, (since_s, before) in enumerate(marks):
-        for until_s, after in marks[i:]:
-            assert after - before <= 1000.0 * (until_s - since_s + BURST_S) + 1e-6
-    assert TokenBucket(math.inf).taken(1.0, 10**12) == 0.0
 
 
 def test_a_capped_stream_is_the_same(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
 from upriver.coldstart.format import manifest
 from upriver.coldstart.format.checkpoint import WeightSource, find, object_at
 from upriver.coldstart.format.readahead import Readahead
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.load_model import begin, loading
 from upriver.errors import Cancelled, ModelError, StoreError
 from upriver.program.capture.prefix import capture

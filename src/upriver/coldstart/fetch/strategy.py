@@ -14,7 +14,7 @@ from upriver.coldstart.format.checkpoint import WeightSource, object_at
 from upriver.coldstart.format.readahead import MOST_BYTES, Readahead
 from upriver.coldstart.grouping import grouping_cache
 from upriver.coldstart.grouping.groups import is_whole, knows_stream
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.store import Store
 
 

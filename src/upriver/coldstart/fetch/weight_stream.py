@@ -4,7 +4,7 @@ One thread sends the requests of :mod:`upriver.coldstart.fetch.range_planner`. I
 memory of the model that waits for it. There is no temporary file, and no body in memory besides its weights.
 Requests are sent as in PISeL: the next one leaves when the rest of the earlier ones arrives while it waits
 for its first byte. Where one connection does not fill the link, the thread keeps more requests in flight
-(:mod:`upriver.coldstart.link_estimator`).
+(:mod:`upriver.coldstart.fetch.concurrency`).
 
 The thread runs an event loop, because a blocking request cannot be interrupted. After a cancel, or with a
 silent store, it would hold its thread and its connection until the store's own timeouts expire.
@@ -27,6 +27,7 @@ from crc32c import crc32c
 
 from upriver._threads.background import BackgroundThread
 from upriver.coldstart.event_loop import Loop
+from upriver.coldstart.fetch.concurrency import ConcurrencySearch
 from upriver.coldstart.fetch.heap_trim import HeapTrimmer
 from upriver.coldstart.fetch.openmp_wait import sleep_sooner
 from upriver.coldstart.fetch.range_planner import (
@@ -41,8 +42,9 @@ from upriver.coldstart.fetch.range_planner import (
 from upriver.coldstart.format.checkpoint import WeightSource, damaged_error
 from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.grouping.timeline import check_link
-from upriver.coldstart.link_estimator import FlowMeter, StoreLink, TokenBucket
+from upriver.coldstart.link_cache import StoreLink
 from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
+from upriver.link import TokenBucket
 from upriver.program.graph.weights_file import ALIGNMENT
 from upriver.store.direct import Direct
 from upriver.store.places import BufferSequence
@@ -65,6 +67,10 @@ of a piece. `FIRST_PIECE_BYTES` is the bound until the link was measured: a slow
 piece while a request may be silent. `MOST_PIECE_BYTES` is for one request alone; several share it, down to
 the first bound. Each piece takes the processor from the threads that compute. With at most half a MiB a load
 takes a few per cent longer on one core."""
+
+
+CAP_BURST_S = 0.05
+"""Burst of a capped bandwidth after a pause, in seconds of the cap."""
 
 
 class Sink(Protocol):
@@ -206,12 +212,13 @@ class WeightStream:
         self._waiting = deque((*there, *others))
         self._urgent: deque[RangeRequest] = deque()
         self._bodies: set[_Body] = set()
-        self._flow = FlowMeter(
+        self._flow = ConcurrencySearch(
             replace(link, bandwidth_bytes_per_s=rate),
             most=limits.concurrency,
             bound_bytes_per_s=limits.bandwidth_bytes_per_s,
         )
-        self._cap, self._heap = TokenBucket(limits.bandwidth_bytes_per_s), HeapTrimmer()
+        cap = limits.bandwidth_bytes_per_s
+        self._cap, self._heap = TokenBucket(cap, burst_bytes=CAP_BURST_S * cap), HeapTrimmer()
         self._padding = memoryview(bytearray(along_bytes))
         self._rooms: dict[int, memoryview] = {}
         self._missing = [tensor.stop - tensor.start for tensor in source.tensors]
@@ -476,7 +483,7 @@ class WeightStream:
             self._heap.came(num_bytes)
             for part in body.came(num_bytes):
                 self._check(part)
-        return self._cap.taken(now_s, num_bytes)
+        return self._cap.take(num_bytes, now_s)
 
     def _check(self, part: TensorPart) -> None:
         """Check a part that has arrived against the checksum of its chunk, if the chunk is complete."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from upriver.coldstart.format.checkpoint import WeightSource, order_path
-from upriver.coldstart.link_estimator import StoreLink
+from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.roofline import DevicePace
 from upriver.errors import ObjectNotFound, ProgramError, StoreError
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps

@@ -172,7 +172,7 @@ SMALL_BYTES = 8 << 20
 """Largest model that policy `upriver` requests at once without measuring the link. A stream writes each
 weight as its bytes arrive, so no weight waits for the end of the request. At 100 MB/s the request ends before
 a stream can tell whether a second one would bring more
-(:data:`~upriver.coldstart.link_estimator.TRIAL_BUSY_S`)."""
+(:data:`~upriver.coldstart.fetch.concurrency.TRIAL_BUSY_S`)."""
 
 _JOINING = frozenset({"upriver"})
 """Policies that rely on the stream to write each weight as its bytes arrive. They request small models at

@@ -48,11 +48,11 @@ from upriver.program.split.split import Split
 from upriver.protocol import Caps, Info
 from upriver.retry import Backoff
 from upriver.rpc.client import ServerClient
-from upriver.rpc.link_probe import LinkEstimate, measure_link
+from upriver.rpc.link_probe import measure_link
 from upriver.rpc.load_report import UNCHANGED, busy_s, expected_waits, notes, profile_key, waiting
 from upriver.rpc.server_verification import JobRequirements, ServerVerifier
 from upriver.rpc.tolerance import Tolerance
-from upriver.types import Cluster, Profile, Tier, Timings
+from upriver.types import Cluster, Link, Profile, Tier, Timings
 
 log = logging.getLogger("upriver")
 
@@ -311,7 +311,7 @@ class Calibration:
         self.not_used.append(reason if server.url in reason else f"{server.url}: {reason}")
         log.warning("a server is not used for now: %s", self.not_used[-1])
 
-    def _link(self, passed: list[_Passed]) -> LinkEstimate | None:
+    def _link(self, passed: list[_Passed]) -> Link | None:
         """Measure the link to the first server; remove servers that fail the probe."""
         while passed:
             self._tell("measuring the link")
@@ -353,7 +353,7 @@ class Calibration:
         return LocalMeasurement(features=features, timings=tuple(timings), input_bytes=known)
 
     def _put_together(
-        self, passed: Sequence[_Passed], link: LinkEstimate, kept: CachedProfile | None
+        self, passed: Sequence[_Passed], link: Link, kept: CachedProfile | None
     ) -> tuple[Profile, Cluster]:
         here, options = self._measured_here(), self._options
         with self._clock.part("tail"):

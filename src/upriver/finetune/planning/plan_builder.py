@@ -26,9 +26,9 @@ from upriver.program.freeze import keep_in_eval
 from upriver.program.module_state.restoration import state_kept, unattended
 from upriver.program.split.split import Split
 from upriver.program.tensor_layouts import dense_parts, storages_of
-from upriver.rpc.link_probe import LinkEstimate
 from upriver.types import (
     Cluster,
+    Link,
     MicroBatch,
     Plan,
     Profile,
@@ -139,7 +139,7 @@ def profile_and_cluster(
     split: Split,
     here: LocalMeasurement,
     there: Sequence[Timings],
-    link: LinkEstimate,
+    link: Link,
     tail: TailProfile,
     at_once: int,
     num_workers: int,

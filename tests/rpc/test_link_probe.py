@@ -18,9 +18,8 @@ from tests.program.nets import frozen_small
 from tests.server.running import wait_for
 from upriver.pipeline import Dataset
 from upriver.rpc.client import ServerClient
-from upriver.rpc.idle_probe import QuietLink
 from upriver.rpc.link_meter import LinkMeter
-from upriver.rpc.link_probe import BESIDE
+from upriver.rpc.link_probe import BESIDE, QuietLink
 from upriver.rpc.local_server import EmbeddedServer
 from upriver.rpc.server_pool import Health, ServerPool
 
