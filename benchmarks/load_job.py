@@ -37,7 +37,7 @@ from upriver.inference.capture_cache import CaptureCache, Network
 from upriver.inference.change_detection import ChangeDetector
 from upriver.inference.executor import RequestPatience
 from upriver.inference.offload import Offload
-from upriver.inference.remote_server import RemoteServer, ServerTerms
+from upriver.inference.remote_server import OffloadTuning, RemoteServer
 from upriver.latency import last_of_least
 from upriver.program.capture.whole_model import capture_whole
 from upriver.program.example_inputs import Example
@@ -225,11 +225,9 @@ class Device:
             return {"new": False}
         rule = RULES.get(way) or PartitionRule(cut=cut_of(way))
         chooses = rule.cut_of(self.program.num_stages) is None
-        terms = (
-            ServerTerms(push=False) if chooses else ServerTerms(push=False, probe_s=NEVER_S, load_s=NEVER_S)
-        )
+        tuning = OffloadTuning() if chooses else OffloadTuning(probe_s=NEVER_S, load_s=NEVER_S)
         client = Client(self._url, token=self._token, link=self._link, way=way)
-        fars = [] if way == LOCAL else [RemoteServer(client, terms)]
+        fars = [] if way == LOCAL else [RemoteServer(client, tuning, push=False)]
         unchanged = ChangeDetector()
         unchanged.watch(self._captured.weights)
 

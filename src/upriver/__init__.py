@@ -18,6 +18,7 @@ _PLACES = {
     "Near": "upriver.finetune.session",
     "offload": "upriver.inference.offload",
     "Offload": "upriver.inference.offload",
+    "OffloadTuning": "upriver.inference.remote_server",
     "FinetuneJob": "upriver.finetune.job",
     "LinkMeter": "upriver.rpc.link_meter",
     "DataLoader": "upriver.dataloader",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from upriver.finetune.session import connect as connect
     from upriver.inference.offload import Offload as Offload
     from upriver.inference.offload import offload as offload
+    from upriver.inference.remote_server import OffloadTuning as OffloadTuning
     from upriver.pipeline import AddNoise as AddNoise
     from upriver.pipeline import CenterCrop as CenterCrop
     from upriver.pipeline import ColorJitter as ColorJitter

@@ -18,10 +18,11 @@ from tests.server.running import wait_for
 from upriver.control.partition import PartitionRule
 from upriver.inference.costs import HandlingTimes
 from upriver.inference.offload import Offload
-from upriver.inference.remote_server import RemoteServer
+from upriver.inference.remote_server import OffloadTuning, RemoteServer
 from upriver.link import LinkEstimator
 
-SELDOM = {"probe_s": 3600.0, "load_s": 3600.0, "deadline_s": 120.0}
+RARELY = OffloadTuning(probe_s=3600.0, load_s=3600.0)
+SELDOM: dict[str, Any] = {"tuning": RARELY, "deadline_s": 120.0}
 """Options that leave estimates to requests and the test itself, with long deadlines."""
 
 

@@ -18,7 +18,7 @@ from upriver.control.partition import ESTIMATES
 from upriver.inference import executor as request_module
 from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import ExchangeResult, packing
-from upriver.inference.remote_server import RemoteServer, ServerTerms
+from upriver.inference.remote_server import OffloadTuning, RemoteServer
 from upriver.inference.server_check import handling_of
 from upriver.link import LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel, capture_whole
@@ -80,7 +80,7 @@ def far(captured: CapturedModel) -> Iterator[RemoteServer]:
     narrowest = 1
     handling = handling_of(program, narrowest, [request(captured, narrowest)] * 2, link_of())
     stages = program.num_stages
-    far = RemoteServer(ServerClient("http://127.0.0.1:9"), ServerTerms())
+    far = RemoteServer(ServerClient("http://127.0.0.1:9"), OffloadTuning())
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far.serve(captured, (1.0,) * stages)
     far._costs[program.digest] = CutCosts(

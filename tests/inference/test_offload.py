@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import upriver
 from tests.inference.asking import (
+    RARELY,
     SELDOM,
     Two,
     chain,
@@ -39,6 +40,7 @@ from upriver.errors import CaptureError, ConfigError, ProgramNotFound
 from upriver.inference import offload as offload_module
 from upriver.inference import remote_server as far_module
 from upriver.inference.offload import Offload
+from upriver.inference.remote_server import OffloadTuning
 from upriver.policies import inference
 from upriver.program.example_inputs import Example
 from upriver.program.graph.artifact_store import publish
@@ -286,8 +288,9 @@ def test_requests_tell_the_link_and_the_load(server: Running) -> None:
 
 
 def test_a_thread_asks_for_what_no_request_brings(server: Running) -> None:
+    often = OffloadTuning(probe_s=0.05, load_s=0.05)
     with upriver.offload(
-        chain(), example_inputs=torch.randn(1, 64), servers=[server.url], probe_s=0.05, load_s=0.05
+        chain(), example_inputs=torch.randn(1, 64), servers=[server.url], tuning=often
     ) as answer:
         far = far_of(answer)
         tell_load(answer, 77.0)
@@ -301,7 +304,8 @@ def test_a_server_that_requests_are_kept_away_from_is_asked_whether_it_is_free(
     server: Running, slow_device: None
 ) -> None:
     model, x = chain(), torch.randn(100, 64)
-    with upriver.offload(model, example_inputs=x, servers=[server.url], probe_s=3600.0, load_s=5.0) as answer:
+    tuning = replace(RARELY, load_s=5.0)
+    with upriver.offload(model, example_inputs=x, servers=[server.url], tuning=tuning) as answer:
         far = far_of(answer)
         tell_link(answer, 1e9)
         tell_load(answer, 1.0, wait_s=1e6)
@@ -318,9 +322,7 @@ def test_a_real_answer_tells_of_a_load_that_k_does_not_know(
 ) -> None:
     monkeypatch.setattr(far_module, "LATE", 1e-6)
     model, x = chain(), torch.randn(100, 64)
-    with upriver.offload(
-        model, example_inputs=x, servers=[server.url], probe_s=3600.0, load_s=3600.0
-    ) as answer:
+    with upriver.offload(model, example_inputs=x, servers=[server.url], tuning=RARELY) as answer:
         far = far_of(answer)
         tell_link(answer, 1e9)
         for there_s, is_news in ((1e3, False), (1e-9, True)):
@@ -553,7 +555,12 @@ def test_warm_runs_the_likely_cuts_on_both_sides(server: Running) -> None:
     with (
         proxy(server.url) as through,
         upriver.offload(
-            chain(), example_inputs=x, servers=[through.url], measure="measure", cached_cuts=3, **SELDOM
+            chain(),
+            example_inputs=x,
+            servers=[through.url],
+            measure="measure",
+            deadline_s=120.0,
+            tuning=replace(RARELY, cached_cuts=3),
         ) as answer,
     ):
         before = through.requests
@@ -625,10 +632,7 @@ def test_nor_when_nobody_has_it_any_more(server: Running) -> None:
         ({"cut": 1, "policy": "local"}, "takes the place of a policy"),
         ({"deadline_s": 0}, "deadline_s must be a finite number > 0"),
         ({"hedge_s": -1}, "hedge_s must be"),
-        ({"probe_s": 0}, "probe_s must be"),
-        ({"load_s": float("nan")}, "load_s must be"),
-        ({"window": 0}, "window must be"),
-        ({"cached_cuts": 0}, "cached_cuts must be"),
+        ({"tuning": {"probe_s": 1}}, r"tuning must be a OffloadTuning \(OffloadTuning\(\)\), got"),
         ({"push": "no"}, "push must be True or False"),
         ({"exact": "nearly"}, "exact must be bitwise or numeric"),
         ({"measure": "guess"}, "measure must be predict or measure"),
@@ -647,6 +651,28 @@ def test_arguments_are_checked(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         upriver.offload(chain(), **{"example_inputs": torch.randn(1, 64), **arguments})
     assert not threads() - before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("probe_s", 0), ("load_s", float("nan")), ("window", 0), ("window", 8.0), ("cached_cuts", 0)],
+)
+def test_tuning_out_of_range_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{field} must be"):
+        OffloadTuning(**{field: value})
+
+
+def test_keywords_that_became_tuning_are_accepted_with_a_warning() -> None:
+    old = {"probe_s": 3.0, "load_s": 7.0, "window": 4, "cached_cuts": 2}
+    with (
+        pytest.warns(DeprecationWarning) as caught,
+        upriver.offload(chain(), example_inputs=torch.randn(1, 64), **old) as answer,
+    ):
+        assert answer._cached_cuts == 2
+    assert [str(each.message) for each in caught] == [
+        f"offload({name}=…) is offload(tuning=OffloadTuning({name}=…)) now; 0.3 will not have the old keyword"
+        for name in old
+    ]
 
 
 def test_what_cannot_be_captured_is_said() -> None:

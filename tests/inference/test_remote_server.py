@@ -30,7 +30,7 @@ from upriver.inference import remote_server as far_module
 from upriver.inference import uplink as uplink_module
 from upriver.inference.costs import CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import ExchangeResult
-from upriver.inference.remote_server import LONGEST_PAUSE_S, PAUSE_S, RemoteServer, ServerTerms
+from upriver.inference.remote_server import LONGEST_PAUSE_S, PAUSE_S, OffloadTuning, RemoteServer
 from upriver.inference.server_check import PROBES, AdmittedNetwork
 from upriver.link import ROUND_TRIPS, LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel, capture_whole
@@ -124,7 +124,7 @@ def there(monkeypatch: pytest.MonkeyPatch) -> There:
 @pytest.fixture
 def far(there: There) -> Iterator[RemoteServer]:
     """Return a server handle that takes turns when a test says so, with the longest allowed pauses."""
-    far = RemoteServer(there, ServerTerms(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
+    far = RemoteServer(there, OffloadTuning(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S, rng=Upmost())
     far._breaker._backoff = far._backoff
@@ -562,7 +562,7 @@ def test_a_probe_is_not_repeated_beside_a_request(
 def test_a_request_to_one_server_puts_off_the_probes_of_others(
     far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
-    other = RemoteServer(There(), ServerTerms(), far._uplink)  # type: ignore[arg-type]
+    other = RemoteServer(There(), OffloadTuning(), far._uplink)  # type: ignore[arg-type]
     serve(far, networks[0])
     turn(far)
     there.did.clear()

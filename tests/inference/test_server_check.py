@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import upriver
-from tests.inference.asking import SELDOM, chain, far_of, here
+from tests.inference.asking import RARELY, SELDOM, chain, far_of, here
 from tests.inference.between import Between, between
 from tests.server.running import Running, wait_for
 from upriver.control.partition import PartitionRule
@@ -131,7 +132,7 @@ def test_what_a_busy_server_shows_is_not_kept_and_is_measured_anew_when_it_is_fr
     requests: bool, front: Between, cache: Path
 ) -> None:
     takes(front, 0.01, BUSY)
-    with asking(front, load_s=0.02) as answer:
+    with asking(front, tuning=replace(RARELY, load_s=0.02)) as answer:
         assert known_s(answer) == pytest.approx([0.01] * 7)
         assert not list(cache.glob("*"))
         asked = front.count("/v1/load")
@@ -161,7 +162,7 @@ def test_the_first_run_there_counts_only_until_its_stages_can_be_measured(
         pass
     takes(front, first_s)
     front.refuses[PROFILE] = Busy("another profile is being measured")
-    with asking(front, load_s=0.02) as answer:
+    with asking(front, tuning=replace(RARELY, load_s=0.02)) as answer:
         assert known_s(answer) == pytest.approx([believed_s] * 7)
         wait_for(lambda: front.count(PROFILE) >= 3)
         takes(front, 0.005)
@@ -178,7 +179,7 @@ def test_the_first_run_there_counts_only_until_its_stages_can_be_measured(
 def test_a_server_that_measures_no_stages_is_not_asked_again_and_again(front: Between, cache: Path) -> None:
     takes(front, 0.01)
     front.refuses[PROFILE] = ProtocolError("no such thing")
-    with asking(front, load_s=0.02) as answer:
+    with asking(front, tuning=replace(RARELY, load_s=0.02)) as answer:
         assert known_s(answer) == pytest.approx([0.01] * 7)
         wait_for(lambda: front.count("/v1/load") > 4)
         assert front.count(PROFILE) == 1 and not list(cache.glob("*"))
@@ -212,7 +213,7 @@ def test_no_number_of_a_server_s_keeps_a_request_from_its_answer(
 
     if when == "from the start":
         say()
-    with asking(front, cut=None, load_s=0.02) as answer:
+    with asking(front, cut=None, tuning=replace(RARELY, load_s=0.02)) as answer:
         say()
         for cut in (None, 0, 3):
             answer._rule = PartitionRule(cut=cut)

@@ -18,7 +18,7 @@ from tests.server.running import Running, wait_for
 from upriver.inference import remote_server as far_module
 from upriver.inference import uplink as uplink_module
 from upriver.inference.costs import CutCosts
-from upriver.inference.remote_server import RemoteServer, ServerTerms
+from upriver.inference.remote_server import OffloadTuning, RemoteServer
 from upriver.inference.server_check import AdmittedNetwork, admit
 from upriver.inference.uplink import Uplink
 from upriver.link import LinkEstimator
@@ -63,7 +63,7 @@ def test_probes_to_several_servers_never_overlap(
     ]
     with ExitStack() as stack:
         for client in clients:
-            far = RemoteServer(client, ServerTerms(probe_s=0.02, load_s=3600.0), uplink)
+            far = RemoteServer(client, OffloadTuning(probe_s=0.02, load_s=3600.0), uplink)
             stack.callback(far.close)
             far.serve(captured, (0.01,) * 7)
         wait_for(lambda: min(sent) > 10)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from upriver._deprecation import deprecated_keywords
 from upriver._threads.forks import ForkSafeLock, reset_in_child
 from upriver.control.partition import DEFAULT_POLICY, ESTIMATES, PartitionRule, choose, kept_away, likely
 from upriver.errors import ConfigError
@@ -23,9 +24,8 @@ from upriver.inference.change_detection import ChangeDetector, module_states
 from upriver.inference.costs import WAYS, Measure, device_seconds
 from upriver.inference.decision import Decision
 from upriver.inference.executor import InferenceRequest, RequestPatience, ServedRequest
-from upriver.inference.remote_server import RemoteServer, ServerTerms
+from upriver.inference.remote_server import OffloadTuning, RemoteServer
 from upriver.inference.uplink import Uplink
-from upriver.link import TRANSFERS
 from upriver.profile.latency.predictor import Predictor
 from upriver.program.capture.whole_model import capture_whole
 from upriver.program.compiled_code import as_written
@@ -46,10 +46,6 @@ from upriver.types import Plan, require_finite, require_type
 DEADLINE_S = 10.0
 """Default deadline of a request. The input of VGG16 needs 5 s over 1 Mbit/s, the thinnest link of LoADPart's
 evaluation (section V-B)."""
-
-CACHED_CUTS = 8
-"""Default number of cuts that `Offload.warm` prepares. That evaluation uses at most four cuts of a
-network."""
 
 LEAST_S = 1.0
 """Shortest timeout for a connection and for calls outside a request, however short the request's deadline
@@ -313,6 +309,9 @@ class Offload:
         self.close()
 
 
+@deprecated_keywords(
+    tuning=(OffloadTuning, {name: name for name in ("probe_s", "load_s", "window", "cached_cuts")})
+)
 def offload(
     model: nn.Module,
     *,
@@ -325,10 +324,7 @@ def offload(
     push: bool = True,
     exact: Exact = "bitwise",
     measure: Measure = "predict",
-    probe_s: float = 5.0,
-    load_s: float = 10.0,
-    window: int = TRANSFERS,
-    cached_cuts: int = CACHED_CUTS,
+    tuning: OffloadTuning | None = None,
     token: str | None = None,
     ca: FilePath | None = None,
     certificate: FilePath | None = None,
@@ -358,11 +354,7 @@ def offload(
         exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance.
         measure: ``predict`` uses the device's models from ``upriver calibrate``, and measures where there are
             none; ``measure`` measures the device. Or a `Predictor` to use.
-        probe_s: Interval between probes of the link to a server, where no request has shown its rate.
-        load_s: Interval between queries of a server's load, likewise; a tenth of that where only the load
-            keeps requests away.
-        window: Transfers from which a link is estimated.
-        cached_cuts: Largest number of cuts that ``warm()`` prepares.
+        tuning: How closely to follow the servers, and how much to prepare.
         token: Sent with every request to a server.
         ca: As for ``upriver.connect``, like the next two.
         certificate: Certificate presented to servers.
@@ -377,20 +369,17 @@ def offload(
     require_type("model", model, nn.Module, "in eval or not")
     check_initialized(model)
     rule = _rule(policy, cut)
-    terms = ServerTerms(
-        push=validation.flag("push", push),
-        exact=validation.choice("exact", exact, ("bitwise", "numeric")),
-        probe_s=probe_s,
-        load_s=load_s,
-        window=validation.whole("window", window),
-    )
-    validation.whole("cached_cuts", cached_cuts)
+    tuning = tuning or OffloadTuning()
+    require_type("tuning", tuning, OffloadTuning, "OffloadTuning()")
+    validation.flag("push", push)
+    validation.choice("exact", exact, ("bitwise", "numeric"))
     if not isinstance(measure, Predictor):
         validation.choice("measure", measure, WAYS)
     patience = _patience(deadline_s, hedge_s)
     _check_servers(servers)
     tls = client_context(ca=ca, certificate=certificate, key=key)
-    fars_anew = partial(_fars, tuple(servers), deadline_s, terms, token=validation.token(token), tls=tls)
+    remote = partial(RemoteServer, tuning=tuning, push=push, exact=exact)
+    fars_anew = partial(_fars, tuple(servers), deadline_s, remote, token=validation.token(token), tls=tls)
     fars = fars_anew()
     unchanged = ChangeDetector(model)
     example = Example.of(example_inputs)
@@ -404,7 +393,7 @@ def offload(
         autocast=autocast,
         rule=rule,
         patience=patience,
-        cached_cuts=cached_cuts,
+        cached_cuts=tuning.cached_cuts,
     )
     try:
         _check_cut(rule, answer.program.num_stages)
@@ -471,7 +460,7 @@ def _check_servers(urls: Sequence[str]) -> None:
 def _fars(
     urls: Sequence[str],
     deadline_s: float,
-    terms: ServerTerms,
+    remote: Callable[..., RemoteServer],
     *,
     token: str | None,
     tls: ssl.SSLContext | None,
@@ -482,7 +471,7 @@ def _fars(
     )
     uplink = Uplink()
     clients = [ServerClient(url, token=token, timeouts=timeouts, tls=tls) for url in dict.fromkeys(urls)]
-    return [RemoteServer(client, terms, uplink) for client in clients]
+    return [remote(client, uplink=uplink) for client in clients]
 
 
 def _make(

@@ -29,6 +29,7 @@ from upriver.inference.uplink import Uplink
 from upriver.link import CHANGED_TRANSFERS, ROUND_TRIPS, TRANSFERS, LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.retry import Backoff, CircuitBreaker
+from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import is_lost
 from upriver.rpc.tolerance import Exact
@@ -54,27 +55,30 @@ one from another client."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerTerms:
-    """Options for the use of servers.
+class OffloadTuning:
+    """Options for following the servers and for preparing cuts; the defaults are LoADPart's.
 
     Attributes:
-        push: Whether to send the program to a server that lacks it.
-        exact: Whether the server's bits must equal the device's.
-        probe_s: Interval between probes of the link (5 s: LoADPart, section V-A).
-        load_s: Interval between queries of the load (10 s: likewise); a tenth of that while the load keeps
-            requests away.
-        window: Transfers from which the link is estimated.
+        probe_s: Interval between probes of the link to a server, where no request has shown its rate (5 s:
+            LoADPart, section V-A).
+        load_s: Interval between queries of a server's load, likewise (10 s); a tenth of that where only the
+            load keeps requests away.
+        window: Transfers from which a link is estimated.
+        cached_cuts: Largest number of cuts that `Offload.warm` prepares. LoADPart's evaluation uses at most
+            four cuts of a network.
     """
 
-    push: bool = True
-    exact: Exact = "bitwise"
     probe_s: float = 5.0
     load_s: float = 10.0
     window: int = TRANSFERS
+    cached_cuts: int = 8
 
     def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
         require_finite("probe_s", self.probe_s, positive=True)
         require_finite("load_s", self.load_s, positive=True)
+        validation.whole("window", self.window)
+        validation.whole("cached_cuts", self.cached_cuts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,16 +95,27 @@ class RemoteServer:
 
     Args:
         client: Client of the server; closed with this object.
-        terms: Options for the use of the server.
+        tuning: Intervals between probes and queries, and the window of the link.
         uplink: Shared with the device's other servers.
+        push: Whether to send the program to a server that lacks it.
+        exact: Whether the server's bits must equal the device's.
 
     Attributes:
         link: Estimate of the link up to the server.
     """
 
-    def __init__(self, client: ServerClient, terms: ServerTerms, uplink: Uplink | None = None) -> None:
-        self.link = LinkEstimator.of_requests(terms.window)
-        self._client, self._terms, self._uplink = client, terms, uplink or Uplink()
+    def __init__(
+        self,
+        client: ServerClient,
+        tuning: OffloadTuning,
+        uplink: Uplink | None = None,
+        *,
+        push: bool = True,
+        exact: Exact = "bitwise",
+    ) -> None:
+        self.link = LinkEstimator.of_requests(tuning.window)
+        self._client, self._tuning, self._uplink = client, tuning, uplink or Uplink()
+        self._push, self._exact = push, exact
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._wanted: dict[str, _Form] = {}
@@ -127,7 +142,7 @@ class RemoteServer:
     @property
     def lacks_program(self) -> ProgramNotFound | None:
         """The error of a server that lacks a program and must not be sent it; None where there is none."""
-        if self._terms.push:
+        if self._push:
             return None
         errors = [form.breaker.error for form in list(self._wanted.values())]
         return next((error for error in errors if isinstance(error, ProgramNotFound)), None)
@@ -250,7 +265,7 @@ class RemoteServer:
             self._slowed_until = -math.inf
             if alone_s > 0 and spent_s - SLOWED * self._load * alone_s > LATE * finished.took_s:
                 self._slowed = min(spent_s / alone_s, MOST_FACTOR)
-                self._slowed_until = now + self._terms.load_s
+                self._slowed_until = now + self._tuning.load_s
             # Only /v1/load tells whether the machine is free again.
             self._heard_at = self._heard_at if self._provisional else now
             self._sought = False
@@ -258,8 +273,8 @@ class RemoteServer:
                 self._shown_at = now
                 # A probe confirms at once a new rate that only this answer shows. Where links jump, it does
                 # not do so again and again.
-                if self.link.unsettled and now >= self._doubted_at + self._terms.probe_s:
-                    self._shown_at, self._doubted_at = now - self._terms.probe_s, now
+                if self.link.unsettled and now >= self._doubted_at + self._tuning.probe_s:
+                    self._shown_at, self._doubted_at = now - self._tuning.probe_s, now
             self._breaker.succeed(now)
             self._wanted[program.digest].breaker.succeed(now)
             self._looked_up.add((program.digest, cut))
@@ -269,7 +284,7 @@ class RemoteServer:
         costs = self.costs(captured)
         if costs is None:
             return False
-        allowed = allowed_by(self._terms.exact, captured)
+        allowed = allowed_by(self._exact, captured)
         try:
             with self.under_way():
                 canary(self._client, captured, cut, allowed, process=costs.process)
@@ -358,11 +373,11 @@ class RemoteServer:
 
     @property
     def _probe_at(self) -> float:
-        return min(self._probed_at, self._shown_at) + self._terms.probe_s
+        return min(self._probed_at, self._shown_at) + self._tuning.probe_s
 
     @property
     def _hear_at(self) -> float:
-        load_s = self._terms.load_s
+        load_s = self._tuning.load_s
         return self._heard_at + (SOONER * load_s if self._sought else load_s)
 
     @property
@@ -427,15 +442,15 @@ class RemoteServer:
                 self._probed_at = -math.inf  # a probe shows whether the server is alive
 
     def _let_in(self, captured: CapturedModel, device_s: Sequence[float]) -> None:
-        terms, began_with = self._terms, self._flags
+        began_with = self._flags
         if not self._costs:  # the link may have changed, and so caused the failure
-            self.link = LinkEstimator.of_requests(terms.window)
+            self.link = LinkEstimator.of_requests(self._tuning.window)
         admitted = admit(
             self._client,
             captured,
             device_s,
-            push=terms.push,
-            exact=terms.exact,
+            push=self._push,
+            exact=self._exact,
             link=self.link,
             uplink=self._uplink,
         )
@@ -457,7 +472,7 @@ class RemoteServer:
 
         A large probe is sent once. It repeats at once where the link seems changed and is free.
         """
-        every_s = self._terms.probe_s
+        every_s = self._tuning.probe_s
         with self._uplink.probing(self._probe_at):
             large = int(time.monotonic() >= self._shown_at + every_s)
             probe(self._client, self.link, small=ROUND_TRIPS, large=large, every_s=every_s)
