@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +20,7 @@ from upriver.cli.serve import ray as serve_ray
 from upriver.cluster import deploy
 from upriver.cluster.asking import get
 from upriver.cluster.autoscale import TARGET_BYTES
-from upriver.cluster.deploy import Deploying, Deployment, ShutdownRequest, before_import, reason
+from upriver.cluster.deploy import Deployment, ShutdownRequest, before_import, reason
 from upriver.cluster.deployment import ReplicaSettings, Scale, stop_timeout_s
 from upriver.errors import ConfigError, ServerUnavailable
 
@@ -224,11 +225,10 @@ def test_a_replica_that_fails_is_told_with_the_reason_that_ray_serve_keeps_for_i
     servers = SimpleNamespace(message=message)
     status = SimpleNamespace(applications={"upriver": SimpleNamespace(deployments={"servers": servers})})
 
-    def fail() -> None:
-        raise RuntimeError("Deploying application upriver failed: Failed to update the deployments")
-
-    deploying = Deploying(fail)
-    assert deploying.done.wait(60)
+    deploying = Future[Any]()
+    deploying.set_exception(
+        RuntimeError("Deploying application upriver failed: Failed to update the deployments")
+    )
     deployment = Deployment(
         document={},
         settings=ReplicaSettings(book="b", host="127.0.0.1", grace_s=1.0),

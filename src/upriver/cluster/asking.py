@@ -25,10 +25,7 @@ def get(
 
     Args:
         url: ``http://host:port`` or ``https://host:port``.
-        path: Path on that server.
         timeout_s: Timeout of the connection and of each read.
-        headers: Headers of the request.
-        tls: TLS settings for https.
 
     Raises:
         ServerUnavailable: If the server does not answer in time.

@@ -14,10 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-from upriver.errors import ConfigError
+from typing import Any, NamedTuple
 
 TARGET_BYTES = 1 << 30
 """Bytes that may wait at one replica: an eighth of the queue that a server holds before it refuses."""
@@ -45,14 +42,8 @@ CALM_SINCE = "upriver_calm_since_s"
 """Key in the state that Ray Serve keeps for the policy between two decisions."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ScalingDecision:
-    """Decide the number of replicas.
-
-    Attributes:
-        replicas: Number of replicas.
-        calm_since_s: Time since when fewer would suffice; None if they would not.
-    """
+class ScalingDecision(NamedTuple):
+    """Number of replicas, and the time since when fewer would suffice; None if they would not."""
 
     replicas: int
     calm_since_s: float | None = None
@@ -69,24 +60,14 @@ def desired_replicas(
 ) -> int:
     """Return the number of replicas for the waiting bytes: any number above ``current``, or one fewer.
 
+    The number lies in ``least..most``, and never falls with a longer queue.
+
     Args:
         queued_bytes: Bytes waiting at each replica that has reported; one that starts reports nothing.
         current: Current replicas, including those that start.
-        least: Fewest replicas.
-        most: Most replicas.
         target_bytes: Bytes that may wait at one replica.
         utilisation: Share of its workers' time that each was at work.
-
-    Returns:
-        A number in ``least..most``. It never falls with a longer queue.
-
-    Raises:
-        ConfigError: If the bounds or the target are invalid.
     """
-    if not 1 <= least <= most:
-        raise ConfigError(f"replicas must be 1 <= least <= most, got {least} and {most}")
-    if not target_bytes > 0:
-        raise ConfigError(f"target_bytes must be > 0, got {target_bytes}")
     queued = sum(queued_bytes)
     wanted = math.ceil(queued / target_bytes)
     if wanted <= current and _fewer_do(queued, queued_bytes, current, target_bytes, sum(utilisation)):
@@ -107,15 +88,7 @@ def _fewer_do(
 def decide(
     wanted: int, current: int, *, now_s: float, calm_since_s: float | None, settle_s: float = SETTLE_S
 ) -> ScalingDecision:
-    """Decide on a wanted number: more at once, fewer only after ``settle_s`` of uninterrupted calm.
-
-    Args:
-        wanted: Result of `desired_replicas`.
-        current: Current replicas.
-        now_s: Time by any clock.
-        calm_since_s: Value of the last decision.
-        settle_s: Seconds for which fewer replicas must have sufficed.
-    """
+    """Decide on the result of `desired_replicas`: more at once, fewer only after ``settle_s`` of calm."""
     if wanted >= current:
         return ScalingDecision(replicas=wanted)
     since_s = now_s if calm_since_s is None else calm_since_s
@@ -154,8 +127,8 @@ def policy(context: Any) -> tuple[int, dict[str, Any]]:
         min(reports[TARGET], default=float(TARGET_BYTES)),
         utilisation=reports[UTILISATION],
     )
-    decision = decide(wanted, current, now_s=time.monotonic(), calm_since_s=state.get(CALM_SINCE))
-    return decision.replicas, {CALM_SINCE: decision.calm_since_s}
+    replicas, since_s = decide(wanted, current, now_s=time.monotonic(), calm_since_s=state.get(CALM_SINCE))
+    return replicas, {CALM_SINCE: since_s}
 
 
 def latest(context: Any, name: str) -> list[float]:

@@ -16,11 +16,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from upriver._threads.background import BackgroundThread
+from upriver._threads.executor import DaemonExecutor
 from upriver.cluster.asking import get, own_server
 from upriver.cluster.deployment import SERVERS, ReplicaSettings, Scale, application, stop_timeout_s
 from upriver.cluster.discover import LISTING_PATH, NAMESPACE, RayBook
@@ -48,6 +49,9 @@ POLL_S = 0.25
 ASK_S = 5.0
 """Timeout of a request to the directory, or of a connection attempt."""
 
+LAST_LOOK_S = 10.0
+"""Final wait for ``serve.run``, which looks every second and gives up if the application is gone."""
+
 DIRECTORY_S = 60.0
 """Deadline for the directory to answer once all replicas serve; after it, the directory listens elsewhere."""
 
@@ -65,8 +69,6 @@ class Deployment:
 
     Attributes:
         document: Configuration of each server; holds no secrets.
-        settings: Configuration of the replicas.
-        scale: Number of replicas.
         port: Port of the directory; 0 selects a free one on a local cluster.
         address: Existing cluster (``auto``, ``HOST:PORT``, ``ray://HOST:10001``), or `LOCAL`.
         certificate: Certificate file of the directory for TLS; None selects plain HTTP.
@@ -150,7 +152,6 @@ def serve_on_ray(
     """Deploy, report when the first replica serves, and end in order when asked to.
 
     Args:
-        deployment: The deployment.
         on_listening: Called once with ``{"listening": "ray+http://HOST:PORT", "pid": N}``.
         stop: Ends the deployment; SIGTERM and SIGINT do so as well.
 
@@ -228,7 +229,6 @@ def start(ray: Any, *, num_cpus: int, loopback: bool, folder: str, namespace: st
             which must exist.
         loopback: Whether only this machine may reach the cluster.
         folder: Folder of its files and sockets.
-        namespace: Namespace of named actors.
 
     Raises:
         ServerUnavailable: If Ray's own processes do not start.
@@ -288,30 +288,8 @@ def _reach(address: str) -> None:
 # -------------------------------------------------------------------------------------- the application
 
 
-LAST_LOOK_S = 10.0
-"""Final wait for ``serve.run``, which looks every second and gives up if the application is gone."""
-
-
-class Deploying:
-    """Run ``serve.run`` in a thread: it returns when all replicas serve, but the first one suffices here."""
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._run = run
-        self.done = threading.Event()
-        self.failure: Exception | None = None
-        BackgroundThread(self._work, name="deploying").start()
-
-    def _work(self) -> None:
-        try:
-            self._run()
-        except Exception as error:  # Ray raises many kinds of its own
-            self.failure = error
-        finally:
-            self.done.set()
-
-
 @contextlib.contextmanager
-def _running(ray: Any, serve: Any, deployment: Deployment) -> Iterator[tuple[str, Deploying]]:
+def _running(ray: Any, serve: Any, deployment: Deployment) -> Iterator[tuple[str, Future[Any]]]:
     """Run the application, yield its directory's URL, and drain and remove the application at the end."""
     ours = not _in_use(serve)
     listen, url = _directory_address(ray, deployment)
@@ -324,7 +302,10 @@ def _running(ray: Any, serve: Any, deployment: Deployment) -> Iterator[tuple[str
     )
     book = RayBook.create(deployment.settings.book)
     app = application(deployment.document, deployment.settings, deployment.scale)
-    deploying = Deploying(lambda: serve.run(app, name=APPLICATION, route_prefix=f"/{APPLICATION}"))
+    # It returns when all replicas serve, but the first one suffices here.
+    thread = DaemonExecutor(1, name="deploying")
+    deploying = thread.submit(serve.run, app, name=APPLICATION, route_prefix=f"/{APPLICATION}")
+    thread.shutdown(wait=False)
     try:
         yield url, deploying
     finally:
@@ -335,7 +316,7 @@ def _running(ray: Any, serve: Any, deployment: Deployment) -> Iterator[tuple[str
             if ours and not _applications(serve):
                 serve.shutdown()
             # If it still asks for replicas once Ray is gone, Ray ends this process with exit code 1.
-            deploying.done.wait(LAST_LOOK_S)
+            wait([deploying], LAST_LOOK_S)
         except Exception as error:  # Ray raises many kinds of its own, which must not hide the original error
             log.warning("cannot tell whether all replicas have ended: %s", said(str(error)))
 
@@ -379,10 +360,10 @@ def _applications(serve: Any) -> Mapping[str, Any]:
     return found
 
 
-def _take_away(serve: Any, deploying: Deploying, *, timeout_s: float) -> None:
+def _take_away(serve: Any, deploying: Future[Any], *, timeout_s: float) -> None:
     """Delete the application: each replica leaves the address book, and its server finishes its requests."""
     deadline = time.monotonic() + timeout_s
-    while APPLICATION not in _applications(serve) and not deploying.done.wait(POLL_S):
+    while APPLICATION not in _applications(serve) and not wait([deploying], POLL_S).done:
         if time.monotonic() >= deadline:  # an application that is still being deployed cannot be deleted
             break
     with contextlib.suppress(TimeoutError):  # Ray Serve's own timeout may be shorter
@@ -398,7 +379,7 @@ def _take_away(serve: Any, deploying: Deploying, *, timeout_s: float) -> None:
 
 
 def _wait_for_first(
-    serve: Any, url: str, deployment: Deployment, deploying: Deploying, stop: ShutdownRequest
+    serve: Any, url: str, deployment: Deployment, deploying: Future[Any], stop: ShutdownRequest
 ) -> bool:
     """Wait until the directory lists a server; return False if asked to stop before.
 
@@ -408,11 +389,11 @@ def _wait_for_first(
     """
     deadline: float | None = None
     while not stop.wait(POLL_S):
-        if deploying.failure is not None:
-            raise ServerUnavailable(f"no replica can serve: {reason(_told(serve), str(deploying.failure))}")
+        if deploying.done() and (error := deploying.exception()) is not None:
+            raise ServerUnavailable(f"no replica can serve: {reason(_told(serve), str(error))}")
         if _servers_listed(url, encrypted=deployment.certificate is not None):
             return True
-        if deploying.done.is_set():
+        if deploying.done():
             deadline = deadline or time.monotonic() + DIRECTORY_S
             if time.monotonic() >= deadline:
                 raise ConfigError(

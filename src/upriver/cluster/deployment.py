@@ -89,10 +89,6 @@ class ReplicaServer:
 
     Ray Serve creates the replica, checks it, and calls ``__del__`` to stop it.
 
-    Args:
-        document: Configuration of the server.
-        settings: Configuration of the replica.
-
     Raises:
         ServerUnavailable: If the server does not start.
     """
@@ -104,8 +100,9 @@ class ReplicaServer:
         self._server = ServerProcess.start(document, host=host, grace_s=settings.grace_s)
         server = self._server
         try:
-            book = RayBook(settings.book)
-            self._membership = Membership(book, url=server.url, alive=lambda: server.running)
+            self._membership = Membership(
+                RayBook(settings.book), url=server.url, alive=lambda: server.running
+            )
         except BaseException:
             server.close()
             raise
@@ -186,8 +183,6 @@ def application(document: Mapping[str, object], settings: ReplicaSettings, scale
 
     Args:
         document: Configuration of each replica's server (see `upriver.cluster.document.portable`).
-        settings: Further configuration of the replicas.
-        scale: Number of replicas.
     """
     serve: Any = importlib.import_module("ray.serve")
     cls = ReplicaServer if scale.least == scale.most else ScaledReplicaServer

@@ -12,8 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import upriver
 from upriver._threads.background import BackgroundThread
@@ -45,18 +44,11 @@ LISTING_PATH = "/servers"
 """Path below the deployment's own prefix."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplicaEntry:
-    """Describe one replica's server.
+class ReplicaEntry(NamedTuple):
+    """One replica's server: since when it serves (seconds since 1970), and its lease by the book's clock."""
 
-    Attributes:
-        url: URL of the server.
-        since: Start of its service, in seconds since 1970.
-        until_s: End of the lease, by the book's clock.
-    """
-
-    url: str
     since: float
+    url: str
     until_s: float
 
 
@@ -85,26 +77,9 @@ class AddressBook:
         now_s = self._now()
         self._entries = {key: entry for key, entry in self._entries.items() if entry.until_s > now_s}
         # A replica that took over a port may share an address with one whose lease has not ended.
-        since: dict[str, float] = {}
-        for entry in self._entries.values():
-            since[entry.url] = max(entry.since, since.get(entry.url, entry.since))
-        servers = [{"url": url, "since": began} for url, began in sorted(since.items(), key=_by_age)]
+        latest = {entry.url: entry for entry in sorted(self._entries.values())}
+        servers = [{"url": entry.url, "since": entry.since} for entry in sorted(latest.values())]
         return {"servers": servers, "version": upriver.__version__, "lease_s": self._lease_s}
-
-
-def _by_age(server: tuple[str, float]) -> tuple[float, str]:
-    url, since = server
-    return since, url
-
-
-class Book(Protocol):
-    """Calls of an address book that a replica needs."""
-
-    def renew(self, key: str, url: str, since: float) -> None:
-        """See `AddressBook.renew`."""
-
-    def leave(self, key: str) -> None:
-        """See `AddressBook.leave`."""
 
 
 class RayBook:
@@ -168,16 +143,12 @@ class Membership:
     """Keep one server in the book, while the server lives and this object is not closed.
 
     Args:
-        book: Address book.
-        url: URL of the server.
-        alive: Returns whether its process has not ended; called often.
-        renew_s: Seconds between two renewals.
-        look_s: Seconds between two calls of ``alive``.
+        alive: Returns whether the server's process has not ended; called every ``look_s``.
     """
 
     def __init__(
         self,
-        book: Book,
+        book: RayBook,
         *,
         url: str,
         alive: Callable[[], bool],

@@ -77,7 +77,6 @@ def bind_host(document: Mapping[str, object], *, local: bool, token: str | None 
     """Return the address that servers bind; None for that of their machine.
 
     Args:
-        document: Contents of the operator's file.
         local: Whether the cluster is started here, on this machine alone.
         token: The one token that clients must send if there are no tenants.
 
@@ -160,11 +159,8 @@ def _value(name: str, value: object) -> str:
             return "true" if value else "false"
         case str():
             return _text(value)
-        case int():
-            return str(value)
-        case float():
-            # repr gives inf and nan as TOML writes them; an exponent without a dot is allowed
-            return repr(value)
+        case int() | float():
+            return repr(value)  # inf and nan as TOML writes them; an exponent without a dot is allowed
         case Mapping():
             inside = (f"{_key(k)} = {_value(k, v)}" for k, v in value.items() if v is not None)
             return "{" + ", ".join(inside) + "}"

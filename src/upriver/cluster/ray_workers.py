@@ -51,15 +51,7 @@ ADMITTED, ADMITTED_EACH = 8, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayWorkers(Provider):
-    """Provide workers on a Ray cluster for a loader's ``workers``; made by `ray_workers`.
-
-    Attributes:
-        number: Number of workers; None for as many as are needed.
-        most: Most workers.
-        cpus: CPUs that Ray reserves for each worker, and processes of each.
-        address: Address of the cluster; None for the one that this process is connected to.
-        start_timeout_s: Seconds that workers may need to start, or to get their CPUs.
-    """
+    """Provide workers on a Ray cluster for a loader's ``workers``; `ray_workers` explains the fields."""
 
     number: int | None
     most: int
@@ -151,7 +143,6 @@ def connected(address: str | None, *, num_cpus: int) -> Any:
     """Return Ray, connected to a cluster.
 
     Args:
-        address: See `ray_workers`.
         num_cpus: Least CPUs that a local cluster hands out.
 
     Raises:
@@ -209,10 +200,6 @@ def _end_here(ray: Any, folder: str) -> None:
 class RayWorker:
     """Keep one ``upriver worker`` in an actor; it ends with the actor's process.
 
-    Args:
-        document: Configuration of the server; it contains a token only as its hash.
-        start_timeout_s: Seconds that the server may need to start.
-
     Raises:
         ServerUnavailable: If the server does not start.
     """
@@ -240,14 +227,7 @@ class RayWorker:
 
 
 class RayFleet(Fleet):
-    """Manage the workers of one loader on a Ray cluster.
-
-    Args:
-        ray: Ray, connected to the cluster.
-        allow: Names of the code that they may run, in the form of an ``upriver worker``.
-        cpus: CPUs of each worker, and its processes.
-        start_timeout_s: Seconds that starting may need.
-    """
+    """Manage the workers of one loader on a Ray cluster."""
 
     def __init__(self, ray: Any, allow: Sequence[str], *, cpus: int, start_timeout_s: float) -> None:
         self._ray, self._cpus, self._start_timeout_s = ray, cpus, start_timeout_s
