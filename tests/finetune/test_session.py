@@ -76,6 +76,10 @@ def test_closing_a_connection_closes_its_jobs(tmp_path: Path) -> None:
     assert not near._jobs
 
 
+LASTING = {"upriver-server-stderr", "upriver-closing"}
+"""Threads that outlive a job: one reads a server's output, one closes what is no longer used."""
+
+
 def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe and a canary are running, and end shortly after the pool has closed."""
     data, before = photos(tmp_path, 16), set(threading.enumerate())
@@ -101,8 +105,8 @@ def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.Mon
         names = {thread.name for thread in threading.enumerate()}
         assert {"upriver-probe", "upriver-replan"} <= names
         job.close()
-        names = {thread.name for thread in set(threading.enumerate()) - before}
-        assert {name for name in names if name.startswith("upriver-")} <= {"upriver-server-stderr"}
+        left = {thread.name for thread in set(threading.enumerate()) - before}
+        assert {name for name in left if name.startswith("upriver-")} <= LASTING
         job.close()
 
 
