@@ -197,7 +197,7 @@ def train(
             micro_batch=MICRO_BATCH,
             seed=SEED,
             policy="freeze",
-            per_request=PER_REQUEST,
+            prefetch=upriver.Prefetch(per_request=PER_REQUEST),
         ) as job:
             for _ in range(epochs):
                 came.append([])

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 import _planned_job
+import upriver
 from _planned_job import LEARNING_RATE, Trainer
 from upriver.cache import cache_folder
 from upriver.cost import CostModel, CutTable, route_between
@@ -54,7 +55,11 @@ class Follower(Trainer):
             self._job.close()
         _forget_profiles()
         self._job = self.near.finetune(
-            self.model, self.data, batch_size=self.setting.batch_size, policy=POLICY, replan=replan
+            self.model,
+            self.data,
+            batch_size=self.setting.batch_size,
+            policy=POLICY,
+            replanning=upriver.Replanning(enabled=replan),
         )
         self._running = self._epochs()
         return {"plan": told(self._job.plan), "window": self._job.window.micro_batches}
@@ -102,7 +107,11 @@ class Follower(Trainer):
         found = {"live": self._judged(live, plans)}
         _forget_profiles()
         with self.near.finetune(
-            self.model, self.data, batch_size=self.setting.batch_size, policy=POLICY, replan=False
+            self.model,
+            self.data,
+            batch_size=self.setting.batch_size,
+            policy=POLICY,
+            replanning=upriver.Replanning(enabled=False),
         ) as job:
             table = job.plan.table
             assert isinstance(table, CutTable), "a job that found a server has a table"

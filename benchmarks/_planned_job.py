@@ -111,7 +111,11 @@ class Trainer:
     def finetune(self, **given: Any) -> Any:
         """Return a job of upriver on the setting."""
         return self.near.finetune(
-            self.model, self.data, batch_size=self.setting.batch_size, replan=False, **given
+            self.model,
+            self.data,
+            batch_size=self.setting.batch_size,
+            replanning=upriver.Replanning(enabled=False),
+            **given,
         )
 
     def plan(self, kept: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset as MapDataset
 
 from _common import cpu_seconds
 from upriver.engine.read import read_samples
+from upriver.finetune.options import Prefetch
 from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
 from upriver.finetune.session import connect
 from upriver.pipeline import Dataset
@@ -147,7 +148,7 @@ class Plain:
             batch_size=task.batch_size,
             policy="nosplit",
             seed=seed,
-            num_workers=workers,
+            prefetch=Prefetch(num_workers=workers),
         )
         # Warms up the tail. The proof has already warmed up the frozen part.
         self._job(torch.zeros((task.batch_size, 512, 7, 7))).sum().backward()

@@ -20,6 +20,10 @@ _PLACES = {
     "Offload": "upriver.inference.offload",
     "OffloadTuning": "upriver.inference.remote_server",
     "FinetuneJob": "upriver.finetune.job",
+    "Prefetch": "upriver.finetune.options",
+    "Replanning": "upriver.finetune.replanner",
+    "Sampling": "upriver.finetune.options",
+    "Splitting": "upriver.finetune.options",
     "LinkMeter": "upriver.rpc.link_meter",
     "DataLoader": "upriver.dataloader",
     "Offloading": "upriver.dataloader",
@@ -64,6 +68,10 @@ if TYPE_CHECKING:
     from upriver.dataloader import dataset as dataset
     from upriver.errors import UpriverError as UpriverError
     from upriver.finetune.job import FinetuneJob as FinetuneJob
+    from upriver.finetune.options import Prefetch as Prefetch
+    from upriver.finetune.options import Sampling as Sampling
+    from upriver.finetune.options import Splitting as Splitting
+    from upriver.finetune.replanner import Replanning as Replanning
     from upriver.finetune.session import Near as Near
     from upriver.finetune.session import connect as connect
     from upriver.inference.offload import Offload as Offload

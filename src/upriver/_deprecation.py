@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def deprecated_keywords(
-    **options: tuple[Callable[..., Any], Mapping[str, str]],
+    **options: tuple[Callable[..., Any], Mapping[str, str] | Collection[str]],
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator for a function that took fields of an option as keywords of its own.
 
@@ -23,7 +23,7 @@ def deprecated_keywords(
 
     Args:
         options: For each keyword that takes an option: the option's class, and old keywords with the fields
-            they became.
+            they became, or old keywords alone if the fields have the same names.
 
     Raises:
         TypeError: From the decorated function, if a call gives an option and one of its old keywords, or a
@@ -32,7 +32,7 @@ def deprecated_keywords(
     places = {
         old: (option, kind, field)
         for option, (kind, fields) in options.items()
-        for old, field in fields.items()
+        for old, field in (fields if isinstance(fields, Mapping) else {each: each for each in fields}).items()
     }
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -26,7 +26,7 @@ from upriver.errors import Overloaded, ServerUnavailable
 from upriver.finetune.calibration import measurement, time_budget
 from upriver.finetune.planner import Planner
 from upriver.finetune.planning.idle_waits import IdleWaits
-from upriver.finetune.replanner import Patience, Replanner
+from upriver.finetune.replanner import Replanner, Replanning
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.profile.live_profile import AtServers, LiveProfile
@@ -70,13 +70,13 @@ class Job:
         at = AtServers(in_flight=IN_FLIGHT, micro_batch_s=TOOK_S)
         machines = cluster(bandwidth=BANDWIDTH, micro_batch=16)
         self.live = LiveProfile(machine(), machines, samples=16, at_servers=at)
-        self.patience = Patience(gain=0.05)
+        self.replanning = Replanning(gain=0.05)
         self.replanner = Replanner(
             "upriver",
             fresh(1.0),
             self.live,
             WORK,
-            patience=self.patience,
+            replanning=self.replanning,
             prove=lambda cuts: None,
             bandwidth=lambda: BANDWIDTH,
         )
@@ -275,7 +275,12 @@ def test_a_greedy_neighbour_is_noticed_and_forgotten_and_no_bit_shows_it(
     monkeypatch.setattr(time_budget, "SHARE", 0.0)  # otherwise stages may be measured at a second size
     monkeypatch.setattr(measurement, "slowdown", lambda *args, **kwargs: 1.0)
     server, model = start(data, 0), frozen_small()
-    options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "connections": 2}
+    options: dict[str, Any] = {
+        "batch_size": BATCH,
+        "micro_batch": MICRO,
+        "seed": 7,
+        "prefetch": upriver.Prefetch(connections=2),
+    }
     try:
         with upriver.connect(server.url, meter=LinkMeter(25e6)) as near:
             keep_profile(near, data, tmp_path, storage_s=1e-9, compute_s=1e-3)
@@ -351,7 +356,13 @@ def test_a_job_says_what_it_has_at_servers_and_hears_of_it_by_each_answer(
     monkeypatch.setattr(LiveProfile, "saw", saw)
     model = frozen_small()
     with near.finetune(
-        model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="upriver", connections=3
+        model,
+        data,
+        batch_size=BATCH,
+        micro_batch=MICRO,
+        seed=7,
+        policy="upriver",
+        prefetch=upriver.Prefetch(connections=3),
     ) as job:
         replanner = job._replanner
         assert replanner is not None and near.measured is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.planning import alexnet, cluster
-from upriver.finetune.replanner import Patience, Replanner
+from upriver.finetune.replanner import Replanner, Replanning
 from upriver.policies import POLICIES
 from upriver.profile.live_profile import LiveProfile
 from upriver.types import Plan, Profile, Workload
@@ -31,7 +31,7 @@ class Job:
             fresh(1.0),
             LiveProfile(machine(), cluster(bandwidth=BANDWIDTH, micro_batch=16), samples=16),
             WORK,
-            patience=Patience(gain=0.05),
+            replanning=Replanning(gain=0.05),
             prove=lambda cuts: None,
             bandwidth=lambda: BANDWIDTH,
             capacity=lambda: self.capacity,

@@ -54,7 +54,7 @@ def test_samples_arrive_once_and_in_order(data: Dataset, near: upriver.Near) -> 
 
 
 def test_the_policy_of_mixes_runs_what_it_plans(data: Dataset, plain: Reference, near: upriver.Near) -> None:
-    losses, model, job = run(near, data, policy="upriver", replan=False)
+    losses, model, job = run(near, data, policy="upriver", replanning=upriver.Replanning(enabled=False))
     assert same((losses, model), plain)
     planned = {route.cut for route in job.plan.routes}
     assert {-4 if each.source == "local" else each.cut for each in job.placed} <= planned
@@ -64,7 +64,9 @@ def test_the_policy_of_mixes_runs_what_it_plans(data: Dataset, plain: Reference,
 def test_a_job_that_goes_on_planning_runs_what_it_planned(
     data: Dataset, plain: Reference, near: upriver.Near
 ) -> None:
-    losses, model, job = run(near, data, policy="upriver", replan_gain=0.0, replan_patience=1)
+    losses, model, job = run(
+        near, data, policy="upriver", replanning=upriver.Replanning(gain=0.0, patience=1)
+    )
     assert same((losses, model), plain)
     assert len(job.placed) == 2 * -(-200 // MICRO)
     last = max((switch.epoch for switch in job.switches), default=-1)
@@ -84,7 +86,7 @@ def test_killing_the_server_in_mid_epoch_changes_no_bit(data: Dataset, plain: Re
             micro_batch=MICRO,
             seed=7,
             cut={-4: 0.3, 2: 0.4, -2: 0.3},
-            window_bytes=1 << 16,
+            prefetch=upriver.Prefetch(window_bytes=1 << 16),
         ) as job:
             losses = train(
                 job,
@@ -129,7 +131,7 @@ def test_resuming_deals_the_rest_as_before(data: Dataset, near: upriver.Near) ->
 
 def test_a_mix_is_replayed_at_its_own_cuts(data: Dataset, near: upriver.Near) -> None:
     losses, _, first = run(near, data, cut={-4: 0.3, 2: 0.3, -2: 0.4}, epochs=1)
-    again, _, second = run(near, data, replay=first.placed, epochs=1)
+    again, _, second = run(near, data, splitting=upriver.Splitting(replay=first.placed), epochs=1)
     assert all(map(torch.equal, losses, again))
     assert [(p.index, p.cut, p.source == "local") for p in first.placed] == [
         (p.index, p.cut, p.source == "local") for p in second.placed

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import upriver
-from tests.finetune.training import optimizer_of, photos, same
+from tests.finetune.training import grouped, optimizer_of, photos, same
 from tests.program.nets import Block, freeze, frozen_small
 from upriver._torchvision import ensure_torchvision
 from upriver.engine.engine import Engine
@@ -138,8 +138,9 @@ def test_a_job_yields_and_takes_a_tuple_where_several_tensors_cross(tmp_path: Pa
     data = photos(tmp_path, 14, bad={3: b"."})
     [bad] = [i for i in range(14) if "003" in data.locate([i])[0].object]
     model = towers()
-    options: dict[str, Any] = {"micro_batch": 4, "shuffle": False, "policy": "nosplit"}
-    with upriver.connect().finetune(model, data, batch_size=14, on_bad_sample="skip", **options) as job:
+    options: dict[str, Any] = {"micro_batch": 4, "policy": "nosplit"}
+    options["sampling"] = upriver.Sampling(shuffle=False, on_bad_sample="skip")
+    with upriver.connect().finetune(model, data, batch_size=14, **options) as job:
         [(features, targets)] = list(job)
         assert isinstance(features, tuple)
         shapes = sorted((tuple(value.shape), value.dtype) for value in features)
@@ -193,7 +194,7 @@ def test_what_would_be_missed_is_noticed(data: Dataset, caplog: pytest.LogCaptur
 
 def test_cuts_between_operators_are_taken_too(url: str, data: Dataset, plain_small: Trained) -> None:
     """Inside a residual block two tensors cross."""
-    options: dict[str, Any] = {"granularity": "op"}
+    options: dict[str, Any] = {"splitting": upriver.Splitting(granularity="op")}
     with upriver.connect().finetune(
         frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, policy="nosplit", **options
     ) as job:
@@ -353,7 +354,11 @@ def test_the_tail_is_compiled_once_and_once_more_for_a_shorter_batch(
     backend = Counting()
     with upriver.connect(url) as near:
         losses, model, _ = trained(
-            near, frozen_small, data, policy="freeze", compile_tail={"backend": backend}
+            near,
+            frozen_small,
+            data,
+            policy="freeze",
+            splitting=upriver.Splitting(compile_tail={"backend": backend}),
         )
         assert backend.graphs == 2
     torch.testing.assert_close(torch.stack(losses), torch.stack(plain_small[0]))
@@ -393,7 +398,7 @@ def test_a_model_compiled_in_place_is_traced_as_written(
     losses, model, job = trained(upriver.connect(), make, data, policy="nosplit")
     assert job.why_unsplit == ""
     assert model._compiled_call_impl is not None
-    assert "its tail is compiled only with finetune(compile_tail=True)" in caplog.text
+    assert "its tail is compiled only with Splitting(compile_tail=True)" in caplog.text
     torch.testing.assert_close(torch.stack(losses), torch.stack(plain_small[0]))
 
 
@@ -420,4 +425,4 @@ def test_new_arguments_outside_what_is_allowed_are_named(
     data: Dataset, options: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        upriver.connect().finetune(frozen_small(), data, **{"batch_size": 8, "policy": "nosplit", **options})
+        upriver.connect().finetune(frozen_small(), data, **grouped(**{"batch_size": 8, **options}))

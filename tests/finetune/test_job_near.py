@@ -127,7 +127,13 @@ def test_killing_the_only_server_in_mid_epoch_changes_no_bit(data: Dataset, plai
     with upriver.connect(server.url) as near:
         model = frozen_small()
         with near.finetune(
-            model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", window_bytes=1 << 16
+            model,
+            data,
+            batch_size=BATCH,
+            micro_batch=MICRO,
+            seed=7,
+            policy="freeze",
+            prefetch=upriver.Prefetch(window_bytes=1 << 16),
         ) as job:
             losses = train(
                 job,
@@ -151,7 +157,13 @@ def test_a_server_that_is_back_is_used_again(data: Dataset, plain: Reference) ->
     with upriver.connect(servers[0].url) as near:
         model = frozen_small()
         with near.finetune(
-            model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", window_bytes=1 << 15
+            model,
+            data,
+            batch_size=BATCH,
+            micro_batch=MICRO,
+            seed=7,
+            policy="freeze",
+            prefetch=upriver.Prefetch(window_bytes=1 << 15),
         ) as job:
             served: dict[int, int] = {}
 
@@ -180,7 +192,13 @@ def test_a_server_that_was_not_there_at_the_start_joins(data: Dataset, plain: Re
     with upriver.connect(f"http://127.0.0.1:{port}") as near:
         model = frozen_small()
         with near.finetune(
-            model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", window_bytes=1 << 15
+            model,
+            data,
+            batch_size=BATCH,
+            micro_batch=MICRO,
+            seed=7,
+            policy="freeze",
+            prefetch=upriver.Prefetch(window_bytes=1 << 15),
         ) as job:
             assert "no server could be used" in job.plan.why
 
@@ -204,7 +222,13 @@ def test_two_servers_share_the_work_and_one_may_die(data: Dataset, plain: Refere
     with upriver.connect(*(server.url for server in servers)) as near:
         model = frozen_small()
         with near.finetune(
-            model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", per_request=1
+            model,
+            data,
+            batch_size=BATCH,
+            micro_batch=MICRO,
+            seed=7,
+            policy="freeze",
+            prefetch=upriver.Prefetch(per_request=1),
         ) as job:
             losses = train(
                 job,
@@ -222,7 +246,13 @@ def test_two_servers_share_the_work_and_one_may_die(data: Dataset, plain: Refere
 
 def test_samples_arrive_once_and_in_order_through_a_server(data: Dataset, near: upriver.Near) -> None:
     with near.finetune(
-        frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, seed=3, policy="freeze", per_request=2
+        frozen_small(),
+        data,
+        batch_size=BATCH,
+        micro_batch=MICRO,
+        seed=3,
+        policy="freeze",
+        prefetch=upriver.Prefetch(per_request=2),
     ) as job:
         targets = torch.cat([targets for _, targets in job])
         placed = [(p.epoch, p.index, p.cut) for p in job.placed]
@@ -238,7 +268,12 @@ def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(data: Dataset,
     for policy in ("nosplit", "freeze"):
         with (
             near.finetune(
-                frozen_small(), broken, batch_size=8, micro_batch=4, shuffle=False, policy=policy
+                frozen_small(),
+                broken,
+                batch_size=8,
+                micro_batch=4,
+                sampling=upriver.Sampling(shuffle=False),
+                policy=policy,
             ) as job,
             pytest.raises(BadSample) as caught,
         ):
@@ -253,7 +288,8 @@ def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(data: Dataset,
 def test_skipping_on_the_server_is_skipping_on_the_plain_way(data: Dataset, near: upriver.Near) -> None:
     broken = photos(root_of(data), 40, folder="two-bad", bad={33: png(3)[:150], 2: b"."})
     runs = [
-        run(near, broken, policy=policy, on_bad_sample="skip", epochs=1) for policy in ("nosplit", "freeze")
+        run(near, broken, policy=policy, sampling=upriver.Sampling(on_bad_sample="skip"), epochs=1)
+        for policy in ("nosplit", "freeze")
     ]
     assert same(runs[0][:2], runs[1][:2])
     assert runs[0][2].report.skipped == runs[1][2].report.skipped

@@ -52,7 +52,10 @@ def test_a_run_that_lost_its_server_can_be_had_again(
     server = other_server(data, monkeypatch)
     with upriver.connect(server.url) as near, caplog.at_level(logging.INFO, logger="upriver"):
         model = frozen_small()
-        small = {"policy": "freeze", "window_bytes": 1 << 14, "per_request": 1, "connections": 1}
+        small = {
+            "policy": "freeze",
+            "prefetch": upriver.Prefetch(window_bytes=1 << 14, per_request=1, connections=1),
+        }
         with near.finetune(model, data, **OPTIONS, **small) as job:
             losses = train(
                 job,
@@ -75,7 +78,7 @@ def test_a_run_that_lost_its_server_can_be_had_again(
     written = json.loads(json.dumps([dataclasses.asdict(route) for route in placed]))
     with other_server(data, monkeypatch) as moved, upriver.connect(moved.url) as near:
         again = frozen_small()
-        with near.finetune(again, data, **OPTIONS, replay=written) as job:
+        with near.finetune(again, data, **OPTIONS, splitting=upriver.Splitting(replay=written)) as job:
             assert "the run that is replayed" in job.plan.why
             assert same((train(job, again, optimizer_of(again)), again), (losses, model))
             assert [(p.index, p.cut) for p in job.placed] == [(p.index, p.cut) for p in placed]
@@ -88,7 +91,9 @@ def test_a_plain_run_is_replayed_without_servers(tmp_path: Path) -> None:
     near = upriver.connect(closed_port())
     with near.finetune(frozen_small(), data, **OPTIONS, policy="nosplit") as job:
         first = [features for features, _ in job]
-    with near.finetune(frozen_small(), data, **OPTIONS, replay=job.placed) as again:
+    with near.finetune(
+        frozen_small(), data, **OPTIONS, splitting=upriver.Splitting(replay=job.placed)
+    ) as again:
         assert all(torch.equal(a, b) for a, (b, _) in zip(first, again, strict=True))
         assert again.placed == job.placed
 
@@ -99,10 +104,10 @@ def test_a_server_that_is_gone_cannot_be_replayed(tmp_path: Path) -> None:
     route = {"epoch": 0, "index": 0, "source": url, "cut": 2}
     with (
         upriver.connect(url) as near,
-        near.finetune(frozen_small(), data, **OPTIONS, replay=[route]) as job,
+        near.finetune(frozen_small(), data, **OPTIONS, splitting=upriver.Splitting(replay=[route])) as job,
         pytest.raises(ServerUnavailable, match=f"micro-batch 0 came from {url}, which cannot be asked now"),
     ):
         next(iter(job))
     both = [route, {**route, "index": 1, "source": "http://elsewhere:7000"}]
     with upriver.connect(url) as near, pytest.raises(ConfigError, match="used http://elsewhere:7000"):
-        near.finetune(frozen_small(), data, **OPTIONS, replay=both)
+        near.finetune(frozen_small(), data, **OPTIONS, splitting=upriver.Splitting(replay=both))

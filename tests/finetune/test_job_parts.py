@@ -114,7 +114,12 @@ def test_job_over_a_part_has_the_losses_of_the_loaders_batches(
 def test_job_over_a_part_in_order_has_the_targets_and_rows_of_the_loader(data: Dataset) -> None:
     part = PARTS["a random split"](data)
     with upriver.connect().finetune(
-        frozen_small(), part, batch_size=BATCH, micro_batch=MICRO, shuffle=False, policy="nosplit"
+        frozen_small(),
+        part,
+        batch_size=BATCH,
+        micro_batch=MICRO,
+        sampling=upriver.Sampling(shuffle=False),
+        policy="nosplit",
     ) as job:
         targets = torch.cat([targets for _, targets in job])
     assert torch.equal(targets, data.targets[part.indices])
@@ -125,7 +130,11 @@ def test_ranks_share_the_rows_of_a_part(data: Dataset) -> None:
     part, seen = PARTS["a random split"](data), list[int]()
     for rank in range(2):
         with upriver.connect().finetune(
-            frozen_small(), part, batch_size=4, policy="nosplit", rank=rank, num_ranks=2
+            frozen_small(),
+            part,
+            batch_size=4,
+            policy="nosplit",
+            sampling=upriver.Sampling(rank=rank, num_ranks=2),
         ) as job:
             seen += job._order(0).ids
     assert sorted(seen) == sorted(part.indices)
@@ -245,4 +254,6 @@ def test_part_without_a_sample_is_refused(data: Dataset) -> None:
     ):
         job.evaluate(empty, lambda outputs, targets: 0.0)
     with pytest.raises(ConfigError, match="drop_last leaves no step in an epoch: batch_size 4, 3 samples"):
-        upriver.connect().finetune(frozen_small(), Subset(data, [1, 2, 3]), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+        upriver.connect().finetune(
+            frozen_small(), Subset(data, [1, 2, 3]), batch_size=4, sampling=upriver.Sampling(drop_last=True)
+        )  # type: ignore[arg-type]

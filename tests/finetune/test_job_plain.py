@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import upriver
-from tests.finetune.training import BATCH, MICRO, STAGES, optimizer_of, photos, png, run, same, train
+from tests.finetune.training import BATCH, MICRO, STAGES, grouped, optimizer_of, photos, png, run, same, train
 from tests.program.nets import Mixing, Small, freeze, frozen_small
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
@@ -38,7 +38,12 @@ def test_features_are_those_of_the_engine_for_each_micro_batch(tmp_path: Path) -
     data = photos(tmp_path, 20)
     model = frozen_small()
     with upriver.connect().finetune(
-        model, data, batch_size=20, micro_batch=MICRO, shuffle=False, policy="nosplit"
+        model,
+        data,
+        batch_size=20,
+        micro_batch=MICRO,
+        sampling=upriver.Sampling(shuffle=False),
+        policy="nosplit",
     ) as job:
         [(features, _)] = list(job)
         program = job._split.program
@@ -91,7 +96,10 @@ def test_a_vanilla_loop_agrees_within_tolerance(tmp_path: Path) -> None:
 def test_two_runs_are_equal_and_another_seed_is_not(tmp_path: Path) -> None:
     data = photos(tmp_path)
     first = run(upriver.connect(), data, policy="nosplit")
-    assert same(first[:2], run(upriver.connect(), data, policy="nosplit", num_workers=5)[:2])
+    assert same(
+        first[:2],
+        run(upriver.connect(), data, policy="nosplit", prefetch=upriver.Prefetch(num_workers=5))[:2],
+    )
     assert not same(first[:2], run(upriver.connect(), data, policy="nosplit", seed=8)[:2])
 
 
@@ -141,7 +149,9 @@ def test_a_job_that_went_back_can_be_replayed(tmp_path: Path) -> None:
         job.load_state_dict(state)
         assert len(list(job)) == 4
     assert [(p.epoch, p.index) for p in job.placed] == [(e, i) for e in range(3) for i in range(7)]
-    with near.finetune(frozen_small(), data, **options, replay=job.placed) as again:
+    with near.finetune(
+        frozen_small(), data, **options, splitting=upriver.Splitting(replay=job.placed)
+    ) as again:
         list(again)
         assert all(map(torch.equal, whole, [features for _ in range(2) for features, _ in again]))
 
@@ -185,7 +195,12 @@ def test_a_bad_sample_is_an_error_that_names_object_and_sample(tmp_path: Path) -
     data = photos(tmp_path, 30, bad={17: TRUNCATED})
     with (
         upriver.connect().finetune(
-            frozen_small(), data, batch_size=10, micro_batch=4, shuffle=False, policy="nosplit"
+            frozen_small(),
+            data,
+            batch_size=10,
+            micro_batch=4,
+            sampling=upriver.Sampling(shuffle=False),
+            policy="nosplit",
         ) as job,
         pytest.raises(BadSample) as caught,
     ):
@@ -198,10 +213,14 @@ def test_a_bad_sample_is_an_error_that_names_object_and_sample(tmp_path: Path) -
 def test_skipping_counts_bad_samples_and_changes_no_other_row(tmp_path: Path) -> None:
     good = photos(tmp_path / "a", 30)
     data = photos(tmp_path / "b", 30, bad={17: TRUNCATED, 4: b"."})
-    options = {"batch_size": 10, "micro_batch": 4, "policy": "nosplit", "shuffle": False}
-    with upriver.connect().finetune(frozen_small(), good, **options) as job:
+    options = {"batch_size": 10, "micro_batch": 4, "policy": "nosplit"}
+    with upriver.connect().finetune(
+        frozen_small(), good, sampling=upriver.Sampling(shuffle=False), **options
+    ) as job:
         wanted = torch.cat([features for features, _ in job])
-    with upriver.connect().finetune(frozen_small(), data, on_bad_sample="skip", **options) as job:
+    with upriver.connect().finetune(
+        frozen_small(), data, sampling=upriver.Sampling(shuffle=False, on_bad_sample="skip"), **options
+    ) as job:
         rows = list(job)
         skipped = job.report.skipped
     bad = sorted(i for i in range(30) if any(n in data.locate([i])[0].object for n in ("017", "004")))
@@ -353,7 +372,7 @@ def test_arguments_outside_what_is_allowed_are_named(
 ) -> None:
     data = photos(tmp_path, 8)
     with pytest.raises(ConfigError, match=named):
-        upriver.connect().finetune(frozen_small(), data, **{"batch_size": 8, **options})  # type: ignore[arg-type]
+        upriver.connect().finetune(frozen_small(), data, **grouped(**{"batch_size": 8, **options}))
 
 
 def test_what_is_no_model_or_no_dataset_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import upriver
 from tests.finetune.ddp_run import BATCH, MICRO, SAMPLES, SEED, options
-from tests.finetune.training import optimizer_of, photos
+from tests.finetune.training import grouped, optimizer_of, photos
 from tests.program.nets import frozen_small
 from upriver.errors import ConfigError
 from upriver.finetune.prefetch.sampler import epoch_order
@@ -78,7 +78,9 @@ def test_gradients_are_averaged_over_the_ranks(results: Results, data: upriver.D
     optimizer = optimizer_of(model)
     near = upriver.connect()
     shards = [
-        near.finetune(model, data, **options(policy="nosplit", rank=rank, num_ranks=RANKS))
+        near.finetune(
+            model, data, **options(policy="nosplit", sampling=upriver.Sampling(rank=rank, num_ranks=RANKS))
+        )
         for rank in range(RANKS)
     ]
     model.train()
@@ -122,7 +124,9 @@ def test_a_shard_is_part_of_the_state_and_checked(data: upriver.Dataset) -> None
         alone = job.state_dict()
         old = {key: value for key, value in alone.items() if key not in ("num_ranks", "autocast")}
         job.load_state_dict(old)  # of a version that knew neither
-    with near.finetune(frozen_small(), data, **options(policy="nosplit", rank=1, num_ranks=2)) as job:
+    with near.finetune(
+        frozen_small(), data, **options(policy="nosplit", sampling=upriver.Sampling(rank=1, num_ranks=2))
+    ) as job:
         assert len(job) == 4
         with pytest.raises(ConfigError, match="its num_ranks is 1, this job's 2"):
             job.load_state_dict(alone)
@@ -144,7 +148,7 @@ def test_arguments_of_a_shard_are_checked(
     data: upriver.Dataset, given: dict[str, object], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        upriver.connect().finetune(frozen_small(), data, **options(**given))
+        upriver.connect().finetune(frozen_small(), data, **options(**grouped(**given)))
 
 
 def test_a_wrapper_that_is_none_of_ours_is_named(data: upriver.Dataset) -> None:

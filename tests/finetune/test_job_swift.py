@@ -216,7 +216,13 @@ def test_an_object_that_changes_under_a_job_ends_it_and_nothing_wrong_is_deliver
     with (
         upriver.connect(server, token=TOKENS["alice"]) as near,
         near.finetune(
-            model, dataset, batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", per_request=1
+            model,
+            dataset,
+            batch_size=BATCH,
+            micro_batch=MICRO,
+            seed=7,
+            policy="freeze",
+            prefetch=upriver.Prefetch(per_request=1),
         ) as job,
     ):
         steps(job, model, losses, optimizer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from dataclasses import fields, replace
 from decimal import Decimal
 from typing import Any
 
@@ -13,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import upriver
-from tests.finetune.training import photos
+from tests.finetune.training import OPTIONS, grouped, photos
 from tests.program.nets import frozen_small
 from upriver.errors import ConfigError
+from upriver.finetune.job import FinetuneJob
 from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
 
@@ -60,9 +63,9 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "rank": NO_NUMBER,
     "num_ranks": NO_NUMBER,
     "replay": (3, "x", {"epoch": 1}, [3], [{}]),
-    "replan": NO_FLAG,
-    "replan_gain": (None, "x", [0.1], {}, True, 1j, Decimal("0.1"), 10**400, np.array([0.1, 0.2])),
-    "replan_patience": (None, *NO_NUMBER),
+    "enabled": NO_FLAG,
+    "gain": (None, "x", [0.1], {}, True, 1j, Decimal("0.1"), 10**400, np.array([0.1, 0.2])),
+    "patience": (None, *NO_NUMBER),
     "seed": (None, *NO_NUMBER),
     "shuffle": NO_FLAG,
     "drop_last": NO_FLAG,
@@ -81,7 +84,9 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def test_all_arguments_are_tried() -> None:
-    assert set(inspect.signature(upriver.Near.finetune).parameters) == {"self", *WRONG}
+    named = set(inspect.signature(upriver.Near.finetune).parameters)
+    fields_of_options = {field.name for kind in OPTIONS.values() for field in fields(kind)}
+    assert {"self", *WRONG} | set(OPTIONS) == named | fields_of_options
 
 
 @pytest.mark.parametrize(
@@ -92,7 +97,64 @@ def test_a_value_of_another_type_is_named(few: Dataset, name: str, value: object
     others = {"rank": {"num_ranks": 2}, "num_ranks": {"rank": 0}}.get(name, {})
     given = {"model": frozen_small(), "dataset": few, "batch_size": 8, **others, name: value}
     with pytest.raises(ConfigError, match=rf"\b{name}\b"):
-        upriver.connect("http://127.0.0.1:9").finetune(**given)  # type: ignore[arg-type]
+        upriver.connect("http://127.0.0.1:9").finetune(**grouped(**given))
+
+
+@pytest.mark.parametrize("keyword", OPTIONS)
+@pytest.mark.parametrize("value", [True, "x", {}, dict])
+def test_an_option_of_another_class_is_named(few: Dataset, keyword: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{keyword} must be a {OPTIONS[keyword].__name__}"):
+        upriver.connect().finetune(frozen_small(), few, batch_size=8, **{keyword: value})
+
+
+@pytest.mark.parametrize(
+    ("old", "value", "option", "field"),
+    [
+        ("shuffle", False, "sampling", "shuffle"),
+        ("drop_last", True, "sampling", "drop_last"),
+        ("on_bad_sample", "skip", "sampling", "on_bad_sample"),
+        ("num_workers", 3, "prefetch", "num_workers"),
+        ("connections", 2, "prefetch", "connections"),
+        ("per_request", 2, "prefetch", "per_request"),
+        ("adapt_batch", 8, "prefetch", "adapt_batch"),
+        ("window_bytes", 1 << 20, "prefetch", "window_bytes"),
+        ("granularity", "op", "splitting", "granularity"),
+        ("compile_tail", {"backend": "eager"}, "splitting", "compile_tail"),
+        ("replay", [], "splitting", "replay"),
+        ("replan", False, "replanning", "enabled"),
+        ("replan_gain", 0.5, "replanning", "gain"),
+        ("replan_patience", 9, "replanning", "patience"),
+    ],
+)
+def test_an_old_keyword_does_the_same_and_warns(
+    few: Dataset, old: str, value: object, option: str, field: str
+) -> None:
+    def job(**given: Any) -> FinetuneJob:
+        return upriver.connect().finetune(
+            frozen_small(), few, batch_size=8, micro_batch=4, policy="nosplit", exact="numeric", **given
+        )
+
+    kind = OPTIONS[option]
+    with job(**{option: kind(**{field: value})}) as new:
+        pass
+    said = f"Near.finetune({old}=…) is Near.finetune({option}={kind.__name__}({field}=…)) now; 0.3"
+    with pytest.warns(DeprecationWarning, match=re.escape(said)), job(**{old: value}) as deprecated:
+        assert deprecated._options == replace(new._options, replay=deprecated._options.replay)
+
+
+def test_old_keywords_of_ranks_do_the_same_and_warn(few: Dataset) -> None:
+    with pytest.warns(DeprecationWarning) as caught:
+        job = upriver.connect().finetune(
+            frozen_small(),
+            few,
+            batch_size=4,
+            policy="nosplit",
+            rank=1,  # type: ignore[call-arg]
+            num_ranks=2,
+        )
+    with job:
+        assert (job._options.rank, job._options.num_ranks, len(job)) == (1, 2, 1)
+    assert ["rank" in str(each.message) for each in caught] == [True, True]
 
 
 @pytest.mark.parametrize("cut", [[3], 3.5, True, "3", {"a": 1}])
@@ -117,27 +179,22 @@ def test_a_policy_and_a_cut_exclude_each_other(few: Dataset, policy: str) -> Non
 def test_the_largest_step_is_a_batch_or_all_that_an_epoch_has(
     num_samples: int, batch_size: int, num_ranks: int, drop_last: bool
 ) -> None:
-    options = JobOptions.checked(
-        rows=range(num_samples),
-        batch_size=batch_size,
-        micro_batch=8,
-        seed=0,
-        shuffle=True,
-        drop_last=drop_last,
-        on_bad_sample="fail",
-        num_workers=None,
-        connections=1,
-        per_request=1,
-        window_bytes=1,
-        rank=0,
-        num_ranks=num_ranks,
-    )
+    shard = upriver.Sampling(drop_last=drop_last, rank=0, num_ranks=num_ranks)
+    try:
+        options = JobOptions.checked(
+            rows=range(num_samples), batch_size=batch_size, micro_batch=8, sampling=shard
+        )
+    except ConfigError:
+        assert drop_last and batch_size * num_ranks > num_samples
+        return
     order = options.order(0)
     steps = [stop - start for start, stop in map(order.step, range(order.num_steps))]
     assert not steps or max(steps) == options.step_samples
 
 
 def test_a_rank_of_very_many_has_its_part(few: Dataset) -> None:
-    options = {"batch_size": 4, "policy": "nosplit", "shuffle": False}
-    with upriver.connect().finetune(frozen_small(), few, rank=13, num_ranks=10**12, **options) as job:
+    shard = upriver.Sampling(shuffle=False, rank=13, num_ranks=10**12)
+    with upriver.connect().finetune(
+        frozen_small(), few, batch_size=4, policy="nosplit", sampling=shard
+    ) as job:
         assert [targets.tolist() for _, targets in job] == [[int(few.targets[13 % 8])]]

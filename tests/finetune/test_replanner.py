@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.program.nets import frozen_small
 from upriver.errors import ConfigError, NotExact
 from upriver.finetune import replanner as replan
 from upriver.finetune.calibration import measurement, time_budget
-from upriver.finetune.replanner import Patience, Replanner
+from upriver.finetune.replanner import Replanner, Replanning
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.profile import profile_from_json, profile_to_json
@@ -45,7 +46,7 @@ class Job:
         bandwidth: float,
         *,
         prove: Callable[[Sequence[int]], None] = lambda cuts: None,
-        patience: Patience | None = None,
+        replanning: Replanning | None = None,
     ) -> None:
         self.policy, self.bandwidth = policy, bandwidth
         self.first = self.fresh(bandwidth)
@@ -54,7 +55,7 @@ class Job:
             self.first,
             LiveProfile(machine(), self.machines(bandwidth), samples=16),
             WORK,
-            patience=patience or Patience(),
+            replanning=replanning or Replanning(),
             prove=prove,
             bandwidth=lambda: self.bandwidth,
         )
@@ -105,7 +106,7 @@ def test_jitter_around_a_bandwidth_switches_nothing(policy: str, mbit: float) ->
 
 
 def test_a_gain_must_last() -> None:
-    job = Job("upriver", 200 * MBIT, patience=Patience(gain=0.1, iterations=4))
+    job = Job("upriver", 200 * MBIT, replanning=Replanning(gain=0.1, patience=4))
     assert job.iterate(10) == []
     for _ in range(5):
         job.bandwidth = 130 * MBIT
@@ -117,7 +118,7 @@ def test_a_gain_must_last() -> None:
 
 
 def test_a_link_that_is_clearly_another_one_is_heeded_as_soon_as_patience_allows() -> None:
-    job = Job("upriver", 200 * MBIT, patience=Patience(gain=0.1, iterations=4))
+    job = Job("upriver", 200 * MBIT, replanning=Replanning(gain=0.1, patience=4))
     assert job.iterate(10) == []
     for _ in range(5):
         job.bandwidth = 20 * MBIT
@@ -192,18 +193,15 @@ def test_the_switch_waits_for_the_canary() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"replan_gain": -0.1}, "replan_gain"),
-        ({"replan_gain": float("nan")}, "replan_gain"),
-        ({"replan_patience": 0}, "replan_patience"),
-        ({"replan": "yes"}, "replan must be True or False"),
+        ({"gain": -0.1}, "gain"),
+        ({"gain": float("nan")}, "gain"),
+        ({"patience": 0}, "patience"),
+        ({"enabled": "yes"}, "enabled must be a bool"),
     ],
 )
-def test_arguments_that_are_none(
-    tmp_path_factory: pytest.TempPathFactory, options: dict[str, object], message: str
-) -> None:
-    data = photos(tmp_path_factory.mktemp("few"), 16)
+def test_fields_outside_what_is_allowed_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        upriver.connect().finetune(frozen_small(), data, batch_size=8, **options)  # type: ignore[arg-type]
+        Replanning(**options)
 
 
 # ------------------------------------------------------------------------------------- in a real job
@@ -265,7 +263,7 @@ def test_a_link_that_becomes_thin_changes_the_plan_and_no_bit(
             micro_batch=MICRO,
             seed=7,
             policy="exhaustive",
-            window_bytes=1 << 16,
+            prefetch=upriver.Prefetch(window_bytes=1 << 16),
         ) as job:
             first = job.plan.cut
             losses = train(job, model, optimizer_of(model), epochs=3, after_step=thinner)

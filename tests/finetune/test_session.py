@@ -133,7 +133,7 @@ def test_a_job_uses_the_servers_that_a_directory_names_as_they_come_and_go(tmp_p
     names, model = Names(first.url), frozen_small()
     served: dict[int, dict[str, int]] = {}
     with scripted(names.respond) as url, upriver.connect(url.replace("http", "ray+http", 1)) as near:
-        options = {"policy": "freeze", "window_bytes": 1 << 15, "per_request": 1}
+        options = {"policy": "freeze", "prefetch": upriver.Prefetch(window_bytes=1 << 15, per_request=1)}
         with near.finetune(model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, **options) as job:
             assert [server.url for server in job.servers] == [first.url]
 

@@ -52,7 +52,7 @@ def test_a_server_that_stops_is_named_by_the_plan(
             micro_batch=MICRO,
             seed=7,
             cut={2: 0.5, 5: 0.5},
-            window_bytes=1 << 15,
+            prefetch=upriver.Prefetch(window_bytes=1 << 15),
         ) as job:
             asked = job.plan.why
 
@@ -169,7 +169,7 @@ def test_a_server_that_has_no_room_for_a_while_is_named_by_log_and_plan(
         if step == 4:
             left = 3
 
-    options: dict[str, Any] = {"cut": {2: 0.5, 5: 0.5}, "window_bytes": 1 << 15}
+    options: dict[str, Any] = {"cut": {2: 0.5, 5: 0.5}, "prefetch": upriver.Prefetch(window_bytes=1 << 15)}
     with without_room(server.url, refused) as url, upriver.connect(url) as near:
         with near.finetune(model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, **options) as job:
             asked = job.plan.why
@@ -222,7 +222,12 @@ def apart(tmp_path: Path) -> Iterator[Apart]:
         objects.kill()
 
 
-SMALL = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "window_bytes": 1 << 15}
+SMALL = {
+    "batch_size": BATCH,
+    "micro_batch": MICRO,
+    "seed": 7,
+    "prefetch": upriver.Prefetch(window_bytes=1 << 15),
+}
 
 
 @pytest.mark.full
@@ -324,7 +329,10 @@ def test_a_job_goes_on_when_store_and_server_have_both_stalled_and_come_back(
 ) -> None:
     """They come back after the job gave one of them up, and before it gives the other one up."""
     model, rest = frozen_small(), Rest(monkeypatch)
-    stalled, options = (apart.objects.pid, apart.server.pid), {**SMALL, "window_bytes": 1 << 18}
+    stalled, options = (
+        (apart.objects.pid, apart.server.pid),
+        {**SMALL, "prefetch": upriver.Prefetch(window_bytes=1 << 18)},
+    )
     with apart.near.finetune(model, apart.data, cut={-4: 0.4, 2: 0.6}, **options) as job:
         asked = job.plan.why
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,13 @@ STAGES: tuple[InputStage, ...] = (
     upriver.RandomHorizontalFlip(),
     upriver.Normalize(),
 )
+
+OPTIONS: dict[str, Any] = {
+    "sampling": upriver.Sampling,
+    "splitting": upriver.Splitting,
+    "prefetch": upriver.Prefetch,
+    "replanning": upriver.Replanning,
+}
 
 BATCH, MICRO = 12, 8
 """Sizes that do not divide each other, so that steps cut through micro-batches."""
@@ -50,6 +58,15 @@ def photos(
     root: Path, count: int = 50, *, folder: str = "photos", bad: dict[int, bytes] | None = None
 ) -> Dataset:
     return upriver.index(images(root, count, folder=folder, bad=bad), folder, stages=STAGES)
+
+
+def grouped(**given: Any) -> dict[str, Any]:
+    """Return arguments of ``finetune``, those that are fields of an option moved into it."""
+    for keyword, kind in OPTIONS.items():
+        names = given.keys() & {field.name for field in fields(kind)}
+        if names:
+            given[keyword] = kind(**{name: given.pop(name) for name in names})
+    return given
 
 
 def root_of(data: Dataset) -> Path:

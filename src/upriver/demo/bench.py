@@ -14,6 +14,7 @@ from torch import nn
 from upriver.demo.result import CutShare, TrainingRun
 from upriver.demo.settings import DemoSettings, Watcher
 from upriver.finetune.job import FinetuneJob
+from upriver.finetune.options import Prefetch
 from upriver.finetune.session import Near, connect
 from upriver.pipeline import Dataset
 from upriver.rpc.link_meter import LinkMeter
@@ -127,7 +128,7 @@ class Bench:
                 batch_size=settings.batch_size,
                 policy=policy,
                 seed=settings.seed,
-                num_workers=num_workers,
+                prefetch=Prefetch(num_workers=num_workers),
                 on_progress=self._watch.say,
             )
             yield job, model, near

@@ -14,17 +14,17 @@ from upriver.control.route_dealing import deal
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.finetune.options import JobOptions
+from upriver.finetune.planner import PlannedJob
 from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, RemoteFetch
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import PlacementLog
 from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import Values, first_micro_batch
-from upriver.finetune.replanner import Replanner
 from upriver.finetune.report import JobTally
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.split.split import Split
-from upriver.protocol import Larger, RunRequest
+from upriver.protocol import RunRequest
 from upriver.rpc.link_meter import MeteredStore
 from upriver.rpc.server_pool import ServerPool
 from upriver.rpc.server_verification import JobRequirements
@@ -39,10 +39,9 @@ class FeatureSource:
     A feed holds no reference to its job, so the job can be collected.
 
     Args:
+        planned: The plan, and what carries it out.
         chain: Input stages of the training data; plans name its cuts, and canaries cover them.
-        batch_size: Samples of the largest training step.
-        log_level: Level at which each micro-batch's place is logged.
-        larger: Returns the sizes at which servers may run several micro-batches at once.
+        device: Where the tail runs.
 
     Attributes:
         tally: What finished passes have delivered.
@@ -53,20 +52,13 @@ class FeatureSource:
         self,
         split: Split,
         options: JobOptions,
+        planned: PlannedJob,
         *,
         chain: InputChain,
-        batch_size: int,
-        pool: ServerPool | None,
-        replanner: Replanner | None,
         device: torch.device,
-        log_level: int,
-        larger: Callable[[], Sequence[Larger]] = lambda: (),
     ) -> None:
-        self._split, self._options = split, options
-        self._chain, self._batch_size = chain, batch_size
-        self._larger = larger
-        self._pool, self._replanner = pool, replanner
-        self._device, self._log_level = device, log_level
+        self._split, self._options, self._chain, self._device = split, options, chain, device
+        self._pool, self._replanner, self._larger = planned.pool, planned.replanner, planned.offers
         self.tally = JobTally()
         self.places = PlacementLog()
 
@@ -86,7 +78,8 @@ class FeatureSource:
         Args:
             pins: Micro-batches that must come from a certain place.
         """
-        places, replanner, level = self.places, self._replanner, self._log_level
+        places, replanner = self.places, self._replanner
+        level = logging.INFO if self._options.exact == "numeric" else logging.DEBUG
 
         def note(index: int, source: str, came: Received, timings: Timings) -> None:
             places.note(epoch=epoch, index=index, source=source, cut=came.position)
@@ -189,13 +182,13 @@ class FeatureSource:
                 engine=self._engine(dataset),
                 seed=self._options.seed,
                 epoch=epoch,
-                on_bad_sample=self._options.on_bad_sample,
+                on_bad_sample=self._options.sampling.on_bad_sample,
                 shared=store.meter if remote is not None and isinstance(store, MeteredStore) else None,
             ),
             first=first,
             remote=remote,
             window=self.window(plan),
-            num_workers=self._options.num_workers,
+            num_workers=self._options.prefetch.worker_threads,
             expected_bytes=self._expected_bytes(),
             on_timings=count,
             finish=self._finisher(dataset, epoch, saw),
@@ -227,7 +220,7 @@ class FeatureSource:
                 stop=self._split.freeze,
                 seed=self._options.seed,
                 epoch=epoch,
-                on_bad_sample=self._options.on_bad_sample,
+                on_bad_sample=self._options.sampling.on_bad_sample,
                 clock=clock,
             )
             self.tally.timings("finish", clock.timings())
@@ -258,7 +251,7 @@ class FeatureSource:
             dataset=dataset,
             program=program,
             seed=self._options.seed,
-            on_bad_sample=self._options.on_bad_sample,
+            on_bad_sample=self._options.sampling.on_bad_sample,
         )
         micro_batches = order.micro_batches
 
@@ -270,8 +263,8 @@ class FeatureSource:
         return RemoteFetch(
             pool=pool,
             make_request=make_request,
-            connections=self._options.connections,
-            per_request=max(self._options.per_request, self._together),
+            connections=self._options.prefetch.connections,
+            per_request=max(self._options.prefetch.per_request, self._together),
             open_cut=self._open_cut,
         )
 
@@ -295,12 +288,12 @@ class FeatureSource:
         return window_for(
             plan,
             start=self._chain.start,
-            batch_size=self._batch_size,
+            batch_size=self._options.step_samples,
             micro_batch=options.micro_batch,
-            connections=options.connections,
-            num_workers=options.num_workers,
+            connections=options.prefetch.connections,
+            num_workers=options.prefetch.worker_threads,
             crossing_bytes=self._crossing_bytes,
-            num_bytes=options.window_bytes,
+            num_bytes=options.prefetch.window_bytes,
             together=self._together,
         )
 

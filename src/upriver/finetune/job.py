@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -24,28 +24,27 @@ from upriver.engine.fingerprint import flags, here
 from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
 from upriver.finetune.feature_source import FeatureSource
 from upriver.finetune.model_wrapper import TailRunner
-from upriver.finetune.options import JobChoices, JobOptions
+from upriver.finetune.options import JobOptions
+from upriver.finetune.planner import PlannedJob
 from upriver.finetune.planning.idle_waits import IdleWaits
 from upriver.finetune.planning.plan_builder import with_notes
 from upriver.finetune.prefetch.prefetcher import Prefetcher
-from upriver.finetune.prefetch.replay import Placed, Routes
+from upriver.finetune.prefetch.replay import Placed
 from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import steps
-from upriver.finetune.replanner import Replanner, Switch
+from upriver.finetune.replanner import Switch
 from upriver.finetune.report import Report
 from upriver.finetune.unavailable import Availability
 from upriver.pipeline import Dataset
 from upriver.program.eval_mode import in_eval
 from upriver.program.freeze import InEval
-from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.split.split import Split
-from upriver.protocol import Larger
 from upriver.rpc import validation
 from upriver.rpc.discovery import DirectoryFollower
+from upriver.rpc.link_meter import LinkMeter, metered
 from upriver.rpc.link_probe import QuietLink
 from upriver.rpc.server_pool import ServerPool, ServerStatus
-from upriver.rpc.tolerance import Tolerance
 from upriver.rpc.validation import Indexed
 from upriver.types import Plan, require_type
 
@@ -58,6 +57,18 @@ ABSENT = {"num_ranks": 1, "autocast": None, "subset": None}
 
 Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 """The value at the freeze point, or a tuple of all values where several cross it."""
+
+
+class JobConnection(Protocol):
+    """The connection that a job is made through."""
+
+    meter: LinkMeter
+
+    def follow(self, pool: ServerPool) -> DirectoryFollower | None:
+        """Keep a pool in step with a directory of servers; return None if the servers are fixed."""
+
+    def forget(self, job: FinetuneJob) -> None:
+        """Drop a job that was closed."""
 
 
 class FinetuneJob:
@@ -73,83 +84,46 @@ class FinetuneJob:
         model: nn.Module,
         dataset: Dataset,
         split: Split,
-        plan: Plan,
         options: JobOptions,
-        choices: JobChoices,
+        planned: PlannedJob,
         *,
         run: TailRunner,
-        pool: ServerPool | None,
-        link_bytes: Callable[[], int],
-        metered: Callable[[Dataset], Dataset],
-        closed: Callable[[FinetuneJob], None],
-        tolerance: Tolerance | None,
-        replay: Routes,
-        replanner: Replanner | None = None,
-        notes: Sequence[str] = (),
-        larger: Callable[[], Sequence[Larger]] = lambda: (),
-        following: DirectoryFollower | None = None,
-        again: Callable[[bool], AttributeSnapshot | None] = lambda hooked: None,
+        guard: FrozenGuard,
+        connection: JobConnection,
     ) -> None:
         """Initialize the job; only ``finetune`` calls this.
 
         Args:
-            metered: Returns a dataset whose reads are counted as crossing the link.
-            closed: Called when the job is closed.
-            larger: Returns the sizes at which servers may run several micro-batches at once.
-            following: Adds and removes servers while the job runs.
-            again: Returns what the model reads now if it would be split the same way, else None. Its argument
-                says whether hooks changed.
+            dataset: Training data, read over the metered link.
+            run: Runs the tail.
+            guard: Detects changes in the frozen part.
+            connection: What the job was made through.
         """
-        self._replanner, self._notes = replanner, notes
+        self._model, self._dataset, self._split = model, dataset, split
+        self._options, self._planned = options, planned
+        self._plan, self._pool, self._replanner = planned.plan, planned.pool, planned.replanner
+        self._run, self._guard, self._connection = run, guard, connection
+        self._keep_in_eval = InEval(model, split.in_eval)
+        self._device = next(model.parameters()).device
+        exactly = options.exact == "bitwise" and split.program is not None
+        self._flags = self._flags_now() if exactly else None
         self._switches: list[Switch] = []
-        self._plan = plan
-        self._model = model
-        self._dataset = dataset
-        self._split = split
-        self._options = options
-        self._run = run
-        self._exact, self._tolerance, self._autocast = choices.exact, tolerance, choices.autocast
-        self._replay = replay
-        self._pool = pool
-        self._link_bytes, self._metered = link_bytes, metered
-        self._on_close = closed
-        self._standing = Availability(pool, start=dataset.chain.start)
-        self._following = following
+        self._standing = Availability(self._pool, start=dataset.chain.start)
+        self._following: DirectoryFollower | None = None
         self._quiet: QuietLink | None = None
         self._waits: IdleWaits | None = None
-        if pool is not None and replanner is not None:
-            self._quiet = QuietLink(pool, link_bytes)
-            self._waits = IdleWaits(pool, replanner.answers)
+        if self._pool is not None:
+            self._following = connection.follow(self._pool)
+            if self._replanner is not None:
+                self._quiet = QuietLink(self._pool, self._link_bytes)
+                self._waits = IdleWaits(self._pool, self._replanner.answers)
         self._closed = False
         self._warned = False
-        self._device = next(model.parameters()).device
-        weights = split.program.graph.weights if split.program is not None else ()
-        exactly = choices.exact == "bitwise" and split.program is not None
-        self._flags = self._flags_now() if exactly else None
-        self._guard = FrozenGuard(
-            model,
-            split.prefix_units,
-            also=[weight.key for weight in weights],
-            skipped=split.skipped,
-            attributes=split.attributes,
-            again=again,
-        )
-        self._keep_in_eval = InEval(model, split.in_eval)
         self._epoch = 0
         self._step = 0
         self._resumed = False
         self._loader: Prefetcher | None = None
-        self._feed = FeatureSource(
-            split,
-            options,
-            chain=dataset.chain,
-            batch_size=options.step_samples,
-            pool=pool,
-            replanner=replanner,
-            device=self._device,
-            log_level=logging.INFO if choices.exact == "numeric" else logging.DEBUG,
-            larger=larger,
-        )
+        self._feed = FeatureSource(split, options, planned, chain=dataset.chain, device=self._device)
 
     # ------------------------------------------------------------------------------------ training
 
@@ -175,7 +149,11 @@ class FinetuneJob:
 
     def _check_autocast(self) -> None:
         """Warn once about autocast around a call: the frozen part has already run without it."""
-        if not self._warned and self._autocast is None and torch.is_autocast_enabled(self._device.type):
+        if (
+            not self._warned
+            and self._options.autocast is None
+            and torch.is_autocast_enabled(self._device.type)
+        ):
             self._warned = True
             log.warning(
                 "torch.autocast around a job has no effect, as the frozen part has already run: give "
@@ -272,7 +250,7 @@ class FinetuneJob:
         if found is None:
             return
         plan, before, after = found
-        self._plan = with_notes(plan, *self._notes)
+        self._plan = with_notes(plan, *self._planned.notes)
         start = self._dataset.chain.start
         loader.deal(deal(plan.routes, len(order.micro_batches), start=start), self.window)
         switch = Switch(
@@ -285,6 +263,9 @@ class FinetuneJob:
         self._switches.append(switch)
         log.info("%s; %s", switch, told(self.window))
 
+    def _link_bytes(self) -> int:
+        return self._connection.meter.total_bytes
+
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this job was closed; make another one with finetune()")
@@ -294,7 +275,7 @@ class FinetuneJob:
 
     def _steps(self, order: EpochOrder) -> Generator[tuple[Features, torch.Tensor], None, None]:
         self.close_loader()
-        pins = self._replay.pins(self._epoch)
+        pins = self._planned.replay.pins(self._epoch)
         with self._feed.training(
             self._dataset, self._plan, order, epoch=self._epoch, step=self._step, pins=pins
         ) as loader:
@@ -346,7 +327,7 @@ class FinetuneJob:
             raise ConfigError(f"metric must be a function, or have update() and compute(), got {metric!r}")
         size = self._options.batch_size if batch_size is None else validation.whole("batch_size", batch_size)
         order = EpochOrder(ids=tuple(rows), batch_size=size, micro_batch=self._options.micro_batch)
-        dataset = self._metered(dataset)
+        dataset = metered(dataset, self._connection.meter)
         form, finish = self._split.tail.values, self._feed.values
         total, count = 0.0, 0
         with (
@@ -393,16 +374,16 @@ class FinetuneJob:
         at once (``adapt_batch``) are not part of the state. They change no sample, and resuming cannot
         reproduce low bits that servers chose.
         """
-        program = self._split.program
+        program, autocast = self._split.program, self._options.autocast
         return {
             "schema": STATE_SCHEMA,
             "epoch": self._epoch,
             "step": self._step,
             "seed": self._options.seed,
-            "shuffle": self._options.shuffle,
-            "drop_last": self._options.drop_last,
+            "shuffle": self._options.sampling.shuffle,
+            "drop_last": self._options.sampling.drop_last,
             "num_ranks": self._options.num_ranks,
-            "autocast": str(self._autocast).removeprefix("torch.") if self._autocast is not None else None,
+            "autocast": str(autocast).removeprefix("torch.") if autocast is not None else None,
             "batch_size": self._options.batch_size,
             "micro_batch": self._options.micro_batch,
             "dataset": self._dataset.digest,
@@ -443,7 +424,7 @@ class FinetuneJob:
     def report(self) -> Report:
         """Counts of what has been delivered so far, by source."""
         running = self._loader.report if self._loader is not None else None
-        return self._feed.tally.report(running, exact=self._exact, tolerance=self._tolerance)
+        return self._feed.tally.report(running, exact=self._options.exact, tolerance=self._planned.tolerance)
 
     @property
     def placed(self) -> Sequence[Placed]:
@@ -506,7 +487,7 @@ class FinetuneJob:
         for beside in (self._quiet, self._waits, self._replanner):
             if beside is not None:
                 beside.close()
-        self._on_close(self)
+        self._connection.forget(self)
 
     def __enter__(self) -> FinetuneJob:
         return self

@@ -63,7 +63,7 @@ def unwrap(model: nn.Module) -> WrappedModel:
         else:
             break
     if model._compiled_call_impl is not None:
-        log.warning("model.compile() was called: its tail is compiled only with finetune(compile_tail=True)")
+        log.warning("model.compile() was called: its tail is compiled only with Splitting(compile_tail=True)")
     return WrappedModel(model=model, parallel=parallel, compiler=compiler)
 
 
@@ -135,9 +135,12 @@ def _compiled(tail: nn.Module, wrapped: WrappedModel, options: Mapping[str, Any]
 
 def shard_of(
     parallel: DistributedDataParallel | None, rank: int | None, num_ranks: int | None
-) -> tuple[int | None, int | None]:
-    """Return (rank, num_ranks) as given, else from the process group of ``DistributedDataParallel``."""
-    if rank is not None or num_ranks is not None:
+) -> tuple[int, int]:
+    """Return (rank, num_ranks) as given, else from the process group of ``DistributedDataParallel``.
+
+    One process alone is rank 0 of 1.
+    """
+    if rank is not None and num_ranks is not None:
         return rank, num_ranks
     if parallel is not None:
         group = parallel.process_group
@@ -145,7 +148,7 @@ def shard_of(
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         log.warning(
             "torch.distributed is initialised with %d ranks, but every rank will see every sample: give "
-            "finetune() the DistributedDataParallel, or rank= and num_ranks=",
+            "finetune() the DistributedDataParallel, or sampling=Sampling(rank=…, num_ranks=…)",
             distributed.get_world_size(),
         )
-    return None, None
+    return 0, 1

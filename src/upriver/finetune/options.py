@@ -8,21 +8,26 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from upriver.engine.engine import OnBadSample
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, DatasetError
+from upriver.finetune.model_wrapper import shard_of
 from upriver.finetune.prefetch.replay import Placed, Routes
 from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
+from upriver.finetune.replanner import Replanning
 from upriver.policies import POLICIES
 from upriver.program.graph.autocast import autocast_dtype
 from upriver.protocol import DEFAULT_CAPS, MAX_LARGER, MAX_MICRO_BATCH
 from upriver.rpc import validation
 from upriver.rpc.tolerance import Exact
 from upriver.text import printable
-from upriver.types import DEFAULT_MICRO_BATCH, DEFAULT_POLICY
+from upriver.types import DEFAULT_MICRO_BATCH, DEFAULT_POLICY, require_type
+
+T = TypeVar("T")
 
 Granularity = Literal["module", "op"]
 
@@ -32,31 +37,142 @@ MicroBatchSize = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """Samples of an epoch: their order, this process's part of them, and bad ones.
+
+    Attributes:
+        shuffle: Use a new order each epoch.
+        drop_last: Leave out a last, short batch.
+        on_bad_sample: ``fail`` raises, ``skip`` leaves the sample out and counts it.
+        rank: Index of this process among ``num_ranks``. Defaults to the process group of the model's
+            ``DistributedDataParallel``, if it has one.
+        num_ranks: Processes that train together. Each gets its own part of every epoch's order, all with
+            equally many steps. If the samples do not divide evenly, the first samples of the order are
+            repeated at its end; with ``drop_last`` the last ones are left out instead.
+
+    Raises:
+        ConfigError: If a field is outside its allowed range; names it.
+    """
+
+    shuffle: bool = True
+    drop_last: bool = False
+    on_bad_sample: OnBadSample = "fail"
+    rank: int | None = None
+    num_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        validation.flag("shuffle", self.shuffle)
+        validation.flag("drop_last", self.drop_last)
+        validation.choice("on_bad_sample", self.on_bad_sample, ("fail", "skip"))
+        rank, num_ranks = self.rank, self.num_ranks
+        if rank is not None and num_ranks is not None:
+            validation.whole("num_ranks", num_ranks)
+            if type(rank) is not int or not 0 <= rank < num_ranks:
+                raise ConfigError(f"rank must be a whole number in 0..{num_ranks - 1}, got {_shown(rank)}")
+        elif rank is not None or num_ranks is not None:
+            given, missing = ("num_ranks", "rank") if rank is None else ("rank", "num_ranks")
+            raise ConfigError(f"{given} was given without {missing}: a shard is one of several")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prefetch:
+    """How a job reads and requests micro-batches ahead of training.
+
+    Attributes:
+        num_workers: Local threads that read and decode samples straight from the store. Defaults to the CPUs
+            of this process, at least two.
+        connections: Requests in flight.
+        per_request: Micro-batches in a request.
+        adapt_batch: Most samples that a server may run at once, up to ``batch_size``; with
+            ``exact="numeric"`` only. The frozen part is also captured at two, four, eight … micro-batches,
+            and a server with enough room and work chooses among them. Requests and window are made long
+            enough for that. The chosen sizes are not recorded, so ``replay`` cannot reproduce such a run.
+        window_bytes: Memory for prefetched micro-batches. The default holds two training batches of 512 at
+            most cuts measured.
+
+    Raises:
+        ConfigError: If a field is outside its allowed range; names it.
+    """
+
+    num_workers: int | None = None
+    connections: int = 4
+    per_request: int = 4
+    adapt_batch: int = 0
+    window_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if self.num_workers is not None:
+            validation.whole("num_workers", self.num_workers, most=validation.MAX_THREADS)
+        validation.whole("connections", self.connections, most=validation.MAX_THREADS)
+        validation.whole("per_request", self.per_request, most=DEFAULT_CAPS.micro_batches)
+        validation.whole("window_bytes", self.window_bytes, most=sys.maxsize)
+        if type(self.adapt_batch) is not int or self.adapt_batch < 0:
+            raise ConfigError(
+                f"adapt_batch must be 0, or a whole number of samples, got {_shown(self.adapt_batch)}"
+            )
+
+    @property
+    def worker_threads(self) -> int:
+        """Number of local threads, as given or by default."""
+        return self.num_workers or min(max(2, len(os.sched_getaffinity(0))), validation.MAX_THREADS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Splitting:
+    """How a model is split: where it may be cut, how its tail runs, and the cuts of an earlier run.
+
+    Attributes:
+        granularity: ``module`` cuts where modules end, ``op`` between any two operators where that is legal.
+        compile_tail: Compile the tail; a mapping holds arguments of ``torch.compile``.
+        replay: ``job.placed`` of an earlier run. Each micro-batch in it is computed at the same place and cut
+            again, so that a ``numeric`` run is reproduced to the bit.
+
+    Raises:
+        ConfigError: If a field is outside its allowed range; names it.
+    """
+
+    granularity: Granularity = "module"
+    compile_tail: bool | Mapping[str, Any] = False
+    replay: Sequence[Placed | Mapping[str, Any]] | None = None
+
+    def __post_init__(self) -> None:
+        validation.choice("granularity", self.granularity, ("module", "op"))
+        validation.compiling(self.compile_tail)
+        Routes(self.replay)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """Options for the samples of a job, their order and how they are fetched; see ``finetune``.
+    """Checked options of a job; see :meth:`upriver.finetune.session.Near.finetune`.
 
     Attributes:
         rows: Rows of the dataset's index; a range if the job reads all of them.
         chosen: Whether the job chooses its own micro-batch (``micro_batch="auto"``). Until then
             ``micro_batch`` is the default.
-        adapt_batch: Most samples that a server may run at once; 0 means one micro-batch.
+        rank: Index of this process among ``num_ranks``.
+        policy: Name of the policy.
+        shares: Cuts and their shares of the samples, used instead of the policy's; None asks the policy.
+        compile_options: Arguments of ``torch.compile`` for the tail; None leaves it as the model came.
+        replay: Routes of an earlier run; empty if there are none to follow.
     """
 
     rows: Sequence[int]
     batch_size: int
     micro_batch: int
+    chosen: bool
     seed: int
-    shuffle: bool
-    drop_last: bool
-    on_bad_sample: OnBadSample
-    num_workers: int
-    connections: int
-    per_request: int
-    window_bytes: int
-    rank: int = 0
-    num_ranks: int = 1
-    chosen: bool = False
-    adapt_batch: int = 0
+    sampling: Sampling
+    rank: int
+    num_ranks: int
+    prefetch: Prefetch
+    replanning: Replanning
+    policy: str
+    shares: Mapping[int, float] | None
+    exact: Exact
+    autocast: torch.dtype | None
+    granularity: Granularity
+    compile_options: Mapping[str, Any] | None
+    replay: Routes
 
     @classmethod
     def checked(
@@ -64,52 +180,102 @@ class JobOptions:
         *,
         rows: Sequence[int],
         batch_size: int,
-        micro_batch: MicroBatchSize,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        on_bad_sample: OnBadSample,
-        num_workers: int | None,
-        connections: int,
-        per_request: int,
-        window_bytes: int,
-        rank: int | None,
-        num_ranks: int | None,
-        adapt_batch: int = 0,
+        micro_batch: MicroBatchSize = DEFAULT_MICRO_BATCH,
+        policy: str | None = None,
+        cut: int | Mapping[int, float] | None = None,
+        exact: Exact = "bitwise",
+        autocast: torch.dtype | str | None = None,
+        seed: int = 0,
+        sampling: Sampling | None = None,
+        splitting: Splitting | None = None,
+        replanning: Replanning | None = None,
+        prefetch: Prefetch | None = None,
+        parallel: DistributedDataParallel | None = None,
     ) -> JobOptions:
         """Return options from a caller's arguments.
 
+        Args:
+            parallel: The model's wrapper, if it has one; names the rank where ``sampling`` does not.
+
         Raises:
-            ConfigError: If an argument is outside its allowed range; names it.
+            ConfigError: If an argument is outside its allowed range, or two arguments exclude each other;
+                names them.
+            DatasetError: If there are no rows.
         """
-        most = validation.MAX_THREADS
-        workers = min(max(2, len(os.sched_getaffinity(0))), most) if num_workers is None else num_workers
+        sampling = _option("sampling", sampling, Sampling)
+        splitting = _option("splitting", splitting, Splitting)
+        prefetch = _option("prefetch", prefetch, Prefetch)
         if type(seed) is not int or not 0 <= seed < 2**63:
             raise ConfigError(f"seed must be a whole number in 0..2**63 - 1, got {seed!r}")
-        rank, num_ranks = validation.shard(rank, num_ranks)
-        return cls(
+        rank, num_ranks = shard_of(parallel, sampling.rank, sampling.num_ranks)
+        options = cls(
             rows=rows,
             batch_size=validation.whole("batch_size", batch_size),
             micro_batch=_micro_batch(micro_batch, num_ranks),
             chosen=_is_auto(micro_batch),
             seed=seed,
-            shuffle=validation.flag("shuffle", shuffle),
-            drop_last=validation.flag("drop_last", drop_last),
-            on_bad_sample=validation.choice("on_bad_sample", on_bad_sample, ("fail", "skip")),
-            num_workers=validation.whole("num_workers", workers, most=most),
-            connections=validation.whole("connections", connections, most=most),
-            per_request=validation.whole("per_request", per_request, most=DEFAULT_CAPS.micro_batches),
-            window_bytes=validation.whole("window_bytes", window_bytes, most=sys.maxsize),
+            sampling=sampling,
             rank=rank,
             num_ranks=num_ranks,
-            adapt_batch=_adapt_batch(adapt_batch, batch_size, micro_batch),
+            prefetch=prefetch,
+            replanning=_option("replanning", replanning, Replanning),
+            policy=DEFAULT_POLICY if policy is None else validation.choice("policy", policy, POLICIES),
+            shares=validation.cuts(cut),
+            exact=validation.choice("exact", exact, ("bitwise", "numeric")),
+            autocast=autocast_dtype(autocast),
+            granularity=splitting.granularity,
+            compile_options=validation.compiling(splitting.compile_tail),
+            replay=Routes(splitting.replay),
         )
+        if cut is not None and options.replay:
+            raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {_shown(cut)}")
+        if cut is not None and policy is not None:
+            raise ConfigError(
+                f"policy={_shown(policy)} and cut={_shown(cut)} were both given: a cut is taken instead of "
+                "what a policy would choose, so give one of them"
+            )
+        if options.chosen and options.replay:
+            raise ConfigError(f'replay needs the micro_batch of the run that is replayed, got "{AUTO}"')
+        options._check_adapt_batch()
+        if not len(rows):
+            raise DatasetError("the dataset is empty")
+        options._check_steps()
+        return options
+
+    def _check_adapt_batch(self) -> None:
+        """Check that ``adapt_batch`` is 0, or lies in the batch and low bits may depend on it."""
+        size, least = self.prefetch.adapt_batch, 1 if self.chosen else 2 * self.micro_batch
+        if size == 0:
+            return
+        if not least <= size <= self.batch_size:
+            raise ConfigError(
+                f"adapt_batch must be 0, or a whole number of at least two micro-batches and at most "
+                f"batch_size: {least}..{self.batch_size}, got {size}"
+            )
+        if self.replay:
+            raise ConfigError(
+                "adapt_batch must be 0 to replay a run: another size of batch gives other low bits"
+            )
+        if self.exact != "numeric":
+            raise ConfigError(
+                f"adapt_batch needs exact='numeric', as other sizes of batch give other low bits; got "
+                f"exact={self.exact!r}"
+            )
+
+    def _check_steps(self) -> None:
+        """Check that ``drop_last`` leaves an epoch at least one step."""
+        if self.sampling.drop_last and self.batch_size * self.num_ranks > len(self.rows):
+            ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+            raise ConfigError(
+                f"drop_last leaves no step in an epoch: batch_size {self.batch_size}{ranks}, "
+                f"{len(self.rows)} samples"
+            )
 
     @property
     def larger_sizes(self) -> tuple[int, ...]:
         """Samples that servers may run at once besides one micro-batch: two, four, eight … micro-batches."""
         doubled = (self.micro_batch << times for times in range(1, MAX_LARGER + 1))
-        return tuple(size for size in doubled if size <= self.adapt_batch)
+        return tuple(size for size in doubled if size <= self.prefetch.adapt_batch)
 
     @property
     def subset(self) -> str | None:
@@ -126,8 +292,8 @@ class JobOptions:
             epoch=epoch,
             batch_size=self.batch_size,
             micro_batch=self.micro_batch,
-            shuffle=self.shuffle,
-            drop_last=self.drop_last,
+            shuffle=self.sampling.shuffle,
+            drop_last=self.sampling.drop_last,
             rank=self.rank,
             num_ranks=self.num_ranks,
         )
@@ -140,87 +306,10 @@ class JobOptions:
         """Samples of this rank's largest training step: an epoch may have fewer than a batch."""
         return min(self.batch_size, -(-len(self.rows) // self.num_ranks))
 
-    def check_steps(self) -> None:
-        """Check that an epoch has at least one step.
 
-        Raises:
-            ConfigError: If ``drop_last`` leaves none.
-        """
-        if self.drop_last and self.batch_size * self.num_ranks > len(self.rows):
-            ranks = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
-            raise ConfigError(
-                f"drop_last leaves no step in an epoch: batch_size {self.batch_size}{ranks}, "
-                f"{len(self.rows)} samples"
-            )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobChoices:
-    """Options for cutting, running and comparing a job's model.
-
-    See :meth:`upriver.finetune.session.Near.finetune`.
-
-    Attributes:
-        policy: Name of the policy.
-        shares: Cuts and their shares of the samples, used instead of the policy's; None asks the policy.
-        compile_options: Arguments of ``torch.compile`` for the tail; None leaves it as the model came.
-        replay: Routes of an earlier run; empty if there are none to follow.
-    """
-
-    policy: str
-    shares: Mapping[int, float] | None
-    exact: Exact
-    autocast: torch.dtype | None
-    granularity: Granularity
-    compile_options: Mapping[str, Any] | None
-    replay: Routes
-
-    @classmethod
-    def checked(
-        cls,
-        *,
-        policy: str | None,
-        cut: int | Mapping[int, float] | None,
-        exact: Exact,
-        autocast: torch.dtype | str | None,
-        granularity: Granularity,
-        compile_tail: bool | Mapping[str, Any],
-        replay: Sequence[Placed | Mapping[str, Any]] | None,
-    ) -> JobChoices:
-        """Return choices from a caller's arguments.
-
-        Raises:
-            ConfigError: If an argument is outside its allowed range, or two arguments exclude each other;
-                names them.
-        """
-        routes = Routes(replay)
-        if cut is not None and routes:
-            raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {_shown(cut)}")
-        if cut is not None and policy is not None:
-            raise ConfigError(
-                f"policy={_shown(policy)} and cut={_shown(cut)} were both given: a cut is taken instead of "
-                "what a policy would choose, so give one of them"
-            )
-        return cls(
-            policy=DEFAULT_POLICY if policy is None else validation.choice("policy", policy, POLICIES),
-            shares=validation.cuts(cut),
-            exact=validation.choice("exact", exact, ("bitwise", "numeric")),
-            autocast=autocast_dtype(autocast),
-            granularity=validation.choice("granularity", granularity, ("module", "op")),
-            compile_options=validation.compiling(compile_tail),
-            replay=routes,
-        )
-
-
-def _adapt_batch(value: object, batch_size: int, micro_batch: MicroBatchSize) -> int:
-    """Check ``adapt_batch``: 0, or at least two micro-batches and at most a training batch."""
-    least = 2 * micro_batch if isinstance(micro_batch, int) else 1
-    if type(value) is int and (value == 0 or least <= value <= batch_size):
-        return value
-    raise ConfigError(
-        f"adapt_batch must be 0, or a whole number of at least two micro-batches and at most batch_size: "
-        f"{least}..{batch_size}, got {printable(repr(value), 60)}"
-    )
+def _option(name: str, given: T | None, kind: type[T]) -> T:
+    """Return a caller's option, or one with all defaults."""
+    return kind() if given is None else require_type(name, given, kind, f"{kind.__name__}(...)")
 
 
 def _micro_batch(value: object, num_ranks: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -14,7 +14,7 @@ from upriver.cost import CostModel, route_between
 from upriver.errors import ConfigError, DoesNotFit, UpriverError
 from upriver.finetune.calibration import batched_capture
 from upriver.finetune.calibration.measurement import Calibration, Measurement
-from upriver.finetune.options import AUTO, JobChoices, JobOptions
+from upriver.finetune.options import AUTO, JobOptions
 from upriver.finetune.planning.micro_batch_size import (
     Judge,
     advice,
@@ -24,7 +24,8 @@ from upriver.finetune.planning.micro_batch_size import (
     predicted,
 )
 from upriver.finetune.planning.plan_builder import make_plan, unsplit_plan, with_notes
-from upriver.finetune.replanner import Patience, Replanner
+from upriver.finetune.prefetch.replay import Routes
+from upriver.finetune.replanner import Replanner
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.profile.builder import has_lines
@@ -46,6 +47,28 @@ JOIN_S = 60.0
 """Seconds that a job waits until the pool has admitted the servers that were just measured."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedJob:
+    """A job's first plan, and what carries it out.
+
+    Attributes:
+        pool: The servers; None if none is needed.
+        tolerance: By how much features may differ; None asks for equal bits.
+        replay: Routes of an earlier run, on this job's servers.
+        replanner: Asks the policy again; None keeps the plan.
+        notes: Notes at the end of every plan's reason, whatever the policy and the plan.
+        offers: Returns the current sizes at which servers may run several micro-batches at once.
+    """
+
+    plan: Plan
+    pool: ServerPool | None
+    tolerance: Tolerance | None
+    replay: Routes
+    replanner: Replanner | None
+    notes: Sequence[str]
+    offers: Callable[[], Sequence[Larger]]
+
+
 class Planner:
     """Turn a split model into a plan and the servers that carry it out.
 
@@ -53,15 +76,12 @@ class Planner:
         servers: Returns a client for each server; may start one.
         dataset: The dataset as the user gave it.
         direct: The same dataset, read over the metered link.
-        choices: The caller's options. Routes of an earlier run, or shares, decide the cut instead of the
-            policy. ``exact="numeric"`` accepts servers whose features differ by no more than a tolerance.
+        options: Routes of an earlier run, or shares, decide the cut instead of the policy.
         tell: Receives progress messages.
-        patience: When a running job leaves its plan; None keeps it.
         bandwidth: Returns the link's recent bandwidth.
 
     Attributes:
         measured: The measurement that the plan rests on; None if nothing was measured.
-        notes: Notes at the end of every plan's reason, whatever the policy and the plan.
     """
 
     def __init__(
@@ -72,18 +92,16 @@ class Planner:
         direct: Dataset,
         parts: Split,
         options: JobOptions,
-        choices: JobChoices,
         *,
         tell: Callable[[str], None],
-        patience: Patience | None = None,
         bandwidth: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self.patience, self.bandwidth = patience, bandwidth
+        self.bandwidth = bandwidth
         self.replanner: Replanner | None = None
         self.find_servers, self.dataset = servers, dataset
         self.parts, self.options = parts, options
-        self.policy, self.asked, self.replay = choices.policy, choices.shares, choices.replay
-        self.allowed = _allowed(parts) if choices.exact == "numeric" else None
+        self.policy, self.asked, self.replay = options.policy, options.shares, options.replay
+        self.allowed = _allowed(parts) if options.exact == "numeric" else None
         self.tell = tell
         self.workload = Workload(batch_size=options.step_samples, num_samples=len(options.order(0).ids))
         self.measured: Measurement | None = None
@@ -98,7 +116,6 @@ class Planner:
                 parts.program,
                 options,
                 allowed=self.allowed,
-                autocast=choices.autocast,
                 tell=tell,
             )
         self._servers: Sequence[ServerClient] | None = None
@@ -107,8 +124,8 @@ class Planner:
         self._size_note: tuple[str, ...] = ()
         self._model: CostModel | None = None
 
-    def plan(self) -> tuple[Plan, ServerPool | None]:
-        """Return the plan, and the server pool or None if no server is needed.
+    def plan(self) -> PlannedJob:
+        """Return the plan and what carries it out.
 
         Raises:
             ConfigError: If training does not allow a requested cut.
@@ -117,7 +134,15 @@ class Planner:
         plan, pool = self._planned()
         if self.parts.program is not None and self.parts.note:
             plan = self._noted(plan, f"the frozen part ends where it does since {self.parts.note}")
-        return plan, pool
+        return PlannedJob(
+            plan=plan,
+            pool=pool,
+            tolerance=self.allowed,
+            replay=self.replay,
+            replanner=self.replanner,
+            notes=self.notes,
+            offers=self.offers,
+        )
 
     def _planned(self) -> tuple[Plan, ServerPool | None]:
         shares = self._shares()
@@ -271,7 +296,7 @@ class Planner:
             self.workload,
             self._judge(shares),
             caps=measured.caps,
-            per_request=self.options.per_request,
+            per_request=self.options.prefetch.per_request,
         )
 
     def _with_tolerance(self, plan: Plan, gate: ServerVerifier) -> Plan:
@@ -292,7 +317,7 @@ class Planner:
 
     def _adapts(self, shares: Mapping[int, float] | None) -> bool:
         """Return whether the policy is asked again while the job runs."""
-        return shares is None and self.patience is not None and self.policy in ADAPTIVE
+        return shares is None and self.options.replanning.enabled and self.policy in ADAPTIVE
 
     def _needs_servers(self, plan: Plan, shares: Mapping[int, float] | None) -> bool:
         """Return whether any server is asked, now or later."""
@@ -300,7 +325,7 @@ class Planner:
 
     def _add_larger(self, measuring: Calibration, measured: Measurement) -> None:
         """Add the program at larger sizes, at which servers must then pass the canary too."""
-        if self.options.adapt_batch:
+        if self.options.prefetch.adapt_batch:
             gate, found = measuring.gate, measuring.larger(measured.caps)
             gate.larger, gate.left_out = found.programs, list(found.left_out)
             self._gate = gate
@@ -308,8 +333,8 @@ class Planner:
     def _make_replanner(
         self, plan: Plan, gate: ServerVerifier, pool: ServerPool, measured: Measurement
     ) -> Replanner | None:
-        model, program, patience = self._model, self.parts.program, self.patience
-        if model is None or program is None or patience is None:
+        model, program = self._model, self.parts.program
+        if model is None or program is None:
             return None
 
         def up() -> list[ServerClient]:
@@ -331,7 +356,7 @@ class Planner:
             plan,
             live,
             model.workload,
-            patience=patience,
+            replanning=self.options.replanning,
             prove=prove,
             bandwidth=self.bandwidth,
             capacity=lambda: self._capacity(pool.status()),
@@ -341,7 +366,7 @@ class Planner:
         """Return the job's load on each server while the servers are its bottleneck."""
         options, servers = self.options, len(measured.at_once)
         together = max((each.micro_batch for each in gate.larger), default=options.micro_batch)
-        in_flight = options.connections * options.num_ranks * (together // options.micro_batch)
+        in_flight = options.prefetch.connections * options.num_ranks * (together // options.micro_batch)
         return AtServers(
             in_flight=in_flight / servers,
             at_once=sum(measured.at_once.values()) / servers,

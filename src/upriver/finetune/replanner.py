@@ -20,15 +20,20 @@ from upriver.errors import NotExact, UpriverError
 from upriver.link import CHANGED
 from upriver.policies import POLICIES
 from upriver.profile.live_profile import LiveProfile
-from upriver.types import Cluster, Cost, Plan, Profile, Route, Tier, Timings, Workload, require_finite
+from upriver.types import (
+    Cluster,
+    Cost,
+    Plan,
+    Profile,
+    Route,
+    Tier,
+    Timings,
+    Workload,
+    require_finite,
+    require_type,
+)
 
 log = logging.getLogger("upriver")
-
-GAIN = 0.10
-"""A plan is left if its predicted epoch takes more than ``1 + GAIN`` times as long as the new plan's."""
-
-PATIENCE = 3
-"""Consecutive iterations that must show the gain."""
 
 DEAD_BAND = 0.2
 """Relative change of bandwidth, from the one the plan was made for, that still counts as unchanged."""
@@ -66,19 +71,28 @@ class Switch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
-    """Rule for leaving a plan.
+class Replanning:
+    """When a running job asks its policy again, and leaves its plan for a better one. No bit depends on it.
 
-    Its predicted epoch must take more than ``1 + gain`` times as long as the new plan's, in ``iterations``
-    consecutive iterations.
+    Attributes:
+        enabled: Whether to ask again after each iteration, with what the answers and the link showed.
+        gain: A plan is left if its predicted epoch takes more than ``1 + gain`` times as long as the new
+            plan's (0.1: a new epoch more than 1/11 shorter).
+        patience: Number of consecutive iterations that must show the gain.
+
+    Raises:
+        ConfigError: If a field is outside its allowed range; names it.
     """
 
-    gain: float = GAIN
-    iterations: int = PATIENCE
+    enabled: bool = True
+    gain: float = 0.10
+    patience: int = 3
 
     def __post_init__(self) -> None:
-        require_finite("replan_gain", self.gain)
-        require_finite("replan_patience", self.iterations, at_least=1)
+        require_type("enabled", self.enabled, bool, "True or False")
+        require_finite("gain", self.gain)
+        require_type("patience", self.patience, int, "a number of iterations")
+        require_finite("patience", self.patience, at_least=1)
 
 
 class Replanner:
@@ -100,14 +114,14 @@ class Replanner:
         live: LiveProfile,
         workload: Workload,
         *,
-        patience: Patience,
+        replanning: Replanning,
         prove: Prove,
         bandwidth: Callable[[], float | None],
         capacity: Callable[[], float] = lambda: 1.0,
     ) -> None:
         self.plan, self._capacity = plan, capacity
         self._policy, self._live, self._workload = policy, live, workload
-        self._patience, self._prove, self._bandwidth = patience, _in_turn(prove), bandwidth
+        self._rule, self._prove, self._bandwidth = replanning, _in_turn(prove), bandwidth
         self._better, self._again_at = 0, 0.0
         self._planned_for = live.now()[1].link.bandwidth_bytes_per_s
         self._proof: _Proof | None = None
@@ -155,7 +169,7 @@ class Replanner:
             return None
         self._better += 1
         proved = self._proved(_cuts(fresh))
-        enough = changed or self._better >= self._patience.iterations
+        enough = changed or self._better >= self._rule.patience
         if not enough or not proved or fresh.predicted is None:
             return None
         self.plan, self._better = fresh, 0
@@ -209,7 +223,7 @@ class Replanner:
     def _is_better(self, fresh: Plan, now: Cost) -> bool:
         if fresh.predicted is None or _cuts(fresh) & self._refused:
             return False
-        return now.epoch_s > (1 + self._patience.gain) * fresh.predicted.epoch_s
+        return now.epoch_s > (1 + self._rule.gain) * fresh.predicted.epoch_s
 
     def _lasting(self, profile: Profile, cluster: Cluster) -> tuple[bool, bool]:
         """Return (changed, steady): whether the gain held at enough of the last bandwidths.
@@ -232,7 +246,7 @@ class Replanner:
             settled = abs(bandwidth - recent[-1]) <= DEAD_BAND * recent[-1]
             changed += another and settled and changed == steady
             steady += 1
-        return changed >= self._patience.iterations, steady >= STEADY
+        return changed >= self._rule.patience, steady >= STEADY
 
     def _unchanged(self, cluster: Cluster) -> Cluster:
         """Return the cluster with the bandwidth of the present plan, if its own is close to that."""

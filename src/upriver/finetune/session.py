@@ -8,38 +8,35 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
-from upriver.engine.engine import OnBadSample
-from upriver.errors import ConfigError, DatasetError, UpriverError
+from upriver._deprecation import deprecated_keywords
+from upriver.errors import ConfigError, UpriverError
 from upriver.finetune.calibration.example_batch import example_of
 from upriver.finetune.calibration.measurement import Measurement
 from upriver.finetune.job import FinetuneJob
-from upriver.finetune.model_wrapper import TailRunner, WrappedModel, shard_of, uncompiled, unwrap
-from upriver.finetune.options import AUTO, Granularity, JobChoices, JobOptions, MicroBatchSize
+from upriver.finetune.model_wrapper import TailRunner, WrappedModel, uncompiled, unwrap
+from upriver.finetune.options import JobOptions, MicroBatchSize, Prefetch, Sampling, Splitting
 from upriver.finetune.planner import Planner
-from upriver.finetune.prefetch.replay import Placed
-from upriver.finetune.replanner import GAIN, PATIENCE, Patience
+from upriver.finetune.replanner import Replanning
 from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
+from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.split.split import Split, split
 from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
 from upriver.rpc.discovery import DirectoryClient, DirectoryFollower, is_directory
-from upriver.rpc.link_meter import LinkMeter, MeteredStore
+from upriver.rpc.link_meter import LinkMeter, metered
 from upriver.rpc.local_server import EmbeddedServer
+from upriver.rpc.server_pool import ServerPool
 from upriver.rpc.tls import FilePath, client_context
 from upriver.rpc.tolerance import Exact
 from upriver.rpc.validation import Indexed
 from upriver.types import DEFAULT_MICRO_BATCH, require_type
 
 log = logging.getLogger("upriver")
-
-WINDOW_BYTES = 1 << 30
-"""Memory for prefetched micro-batches: two training batches of 512 at most cuts measured."""
 
 
 class Near:
@@ -95,6 +92,18 @@ class Near:
         self._jobs: set[FinetuneJob] = set()
         self._lock = threading.Lock()
 
+    @deprecated_keywords(
+        sampling=(Sampling, ("shuffle", "drop_last", "on_bad_sample", "rank", "num_ranks")),
+        splitting=(Splitting, ("granularity", "compile_tail", "replay")),
+        prefetch=(
+            Prefetch,
+            ("num_workers", "connections", "per_request", "adapt_batch", "window_bytes"),
+        ),
+        replanning=(
+            Replanning,
+            {"replan": "enabled", "replan_gain": "gain", "replan_patience": "patience"},
+        ),
+    )
     def finetune(
         self,
         model: nn.Module,
@@ -106,23 +115,11 @@ class Near:
         cut: int | Mapping[int, float] | None = None,
         exact: Exact = "bitwise",
         autocast: torch.dtype | str | None = None,
-        granularity: Granularity = "module",
-        compile_tail: bool | Mapping[str, Any] = False,
-        rank: int | None = None,
-        num_ranks: int | None = None,
-        replay: Sequence[Placed | Mapping[str, Any]] | None = None,
-        replan: bool = True,
-        replan_gain: float = GAIN,
-        replan_patience: int = PATIENCE,
         seed: int = 0,
-        shuffle: bool = True,
-        drop_last: bool = False,
-        on_bad_sample: OnBadSample = "fail",
-        num_workers: int | None = None,
-        connections: int = 4,
-        per_request: int = 4,
-        adapt_batch: int = 0,
-        window_bytes: int = WINDOW_BYTES,
+        sampling: Sampling | None = None,
+        splitting: Splitting | None = None,
+        prefetch: Prefetch | None = None,
+        replanning: Replanning | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> FinetuneJob:
         """Prepare a fine-tuning job: capture and prove the frozen part, measure both tiers, choose the cut.
@@ -148,38 +145,16 @@ class Near:
             autocast: ``torch.bfloat16`` or ``torch.float16``: frozen part and tail compute under autocast to
                 this type. A ``with torch.autocast`` in the training script would not reach stages that run
                 ahead or on servers.
-            granularity: ``module`` cuts where modules end, ``op`` between any two operators where that is
-                legal.
-            compile_tail: Compile the tail; a mapping holds arguments of ``torch.compile``.
-            rank: Index of this process among ``num_ranks``. Defaults to the process group of the model's
-                ``DistributedDataParallel``, if it has one.
-            num_ranks: Processes that train together. Each gets its own part of every epoch's order, all with
-                equally many steps. If the samples do not divide evenly, the first samples of the order are
-                repeated at its end; with ``drop_last`` the last ones are left out instead.
-            replay: ``job.placed`` of an earlier run. Each micro-batch in it is computed at the same place and
-                cut again, so that a ``numeric`` run is reproduced to the bit.
-            replan: Ask the policy again after each iteration, with what the answers and the link showed.
-                Switch to its plan when that is better for long enough. No bit depends on it.
-            replan_gain: A switch needs a present plan with a predicted epoch of more than ``1 + replan_gain``
-                times the new plan's (0.1: a new epoch more than 1/11 shorter).
-            replan_patience: Number of consecutive iterations that must show the gain.
             seed: Decides the order of samples and random input stages.
-            shuffle: Use a new order each epoch.
-            drop_last: Leave out a last, short batch.
-            on_bad_sample: ``fail`` raises, ``skip`` leaves the sample out and counts it.
-            num_workers: Local threads that read and decode samples straight from the store.
-            connections: Requests in flight.
-            per_request: Micro-batches in a request.
-            adapt_batch: Most samples that a server may run at once, up to ``batch_size``; with
-                ``exact="numeric"`` only. The frozen part is also captured at two, four, eight …
-                micro-batches, and a server with enough room and work chooses among them. Requests and window
-                are made long enough for that. The chosen sizes are not recorded, so ``replay`` cannot
-                reproduce such a run.
-            window_bytes: Memory for prefetched micro-batches.
+            sampling: Order, ranks and bad samples; `Sampling` with its defaults if None, as for the others.
+            splitting: Where the model may be cut, how its tail runs, and an earlier run to replay.
+            prefetch: Threads, requests and memory for what is read ahead.
+            replanning: When the job leaves its plan for a better one.
             on_progress: Receives progress messages.
 
         Raises:
             ConfigError: If an argument is outside its allowed range, or the connection was closed.
+            DatasetError: If the dataset is empty.
             ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model
                 does not run.
             NoFeasibleCut: If no cut fits the memory.
@@ -188,66 +163,39 @@ class Near:
         require_type("model", model, nn.Module, "with frozen parameters")
         dataset, rows = validation.indexed(dataset)
         wrapped = unwrap(model)
-        rank, num_ranks = shard_of(wrapped.parallel, rank, num_ranks)
         options = JobOptions.checked(
             rows=rows,
             batch_size=batch_size,
             micro_batch=micro_batch,
-            seed=seed,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            on_bad_sample=on_bad_sample,
-            num_workers=num_workers,
-            connections=connections,
-            per_request=per_request,
-            window_bytes=window_bytes,
-            rank=rank,
-            num_ranks=num_ranks,
-            adapt_batch=adapt_batch,
-        )
-        choices = JobChoices.checked(
             policy=policy,
             cut=cut,
             exact=exact,
             autocast=autocast,
-            granularity=granularity,
-            compile_tail=compile_tail,
-            replay=replay,
+            seed=seed,
+            sampling=sampling,
+            splitting=splitting,
+            prefetch=prefetch,
+            replanning=replanning,
+            parallel=wrapped.parallel,
         )
-        if options.chosen and choices.replay:
-            raise ConfigError(f'replay needs the micro_batch of the run that is replayed, got "{AUTO}"')
-        if options.adapt_batch:
-            _check_adapting(choices)
-        patience = Patience(gain=replan_gain, iterations=validation.whole("replan_patience", replan_patience))
-        if not len(rows):
-            raise DatasetError("the dataset is empty")
-        options.check_steps()
         tell = validation.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
-        patience_or_none = patience if validation.flag("replan", replan) else None
-        job = self._prepare(wrapped, dataset, options, choices, tell=tell, patience=patience_or_none)
+        job = self._prepare(wrapped, dataset, options, tell)
         self._jobs.add(job)
         return job
 
     def _prepare(
-        self,
-        wrapped: WrappedModel,
-        dataset: Dataset,
-        options: JobOptions,
-        choices: JobChoices,
-        *,
-        tell: Callable[[str], None],
-        patience: Patience | None,
+        self, wrapped: WrappedModel, dataset: Dataset, options: JobOptions, tell: Callable[[str], None]
     ) -> FinetuneJob:
         """Split the model, choose its micro-batch, plan, and put the job together."""
         model = wrapped.model
-        direct = self._metered(dataset)
+        direct = metered(dataset, self.meter)
 
         def split_for(options: JobOptions) -> Split:
             return split(
                 model,
                 example_of(model, direct, options),
-                autocast=choices.autocast,
-                granularity=choices.granularity,
+                autocast=options.autocast,
+                granularity=options.granularity,
                 on_progress=tell,
             )
 
@@ -259,9 +207,7 @@ class Near:
                 direct,
                 parts,
                 options,
-                choices,
                 tell=tell,
-                patience=patience,
                 bandwidth=self.meter.observed_bandwidth,
             )
 
@@ -274,8 +220,8 @@ class Near:
                 planner.close()
                 options, parts = best, other
                 planner = planner_for(parts, options)
-            run = TailRunner(parts.tail, wrapped, compile_options=choices.compile_options)
-            plan, pool = planner.plan()
+            run = TailRunner(parts.tail, wrapped, compile_options=options.compile_options)
+            planned = planner.plan()
         self.measured = planner.measured
 
         def again(hooked: bool) -> AttributeSnapshot | None:
@@ -283,29 +229,25 @@ class Near:
                 return parts.still_so(split_for(options), hooked=hooked)
             return None
 
-        following = None
-        if self._directory is not None and pool is not None:
-            following = DirectoryFollower(self._directory, pool, self._client, urls=pool.urls)
-        return FinetuneJob(
+        guard = FrozenGuard(
             model,
-            direct,
-            parts,
-            plan,
-            options,
-            choices,
-            run=run,
-            pool=pool,
-            link_bytes=lambda: self.meter.total_bytes,
-            metered=self._metered,
-            closed=self._jobs.discard,
-            tolerance=planner.allowed,
-            replay=planner.replay,
-            replanner=planner.replanner,
-            notes=planner.notes,
-            larger=planner.offers,
-            following=following,
+            parts.prefix_units,
+            also=[weight.key for weight in parts.program.graph.weights] if parts.program is not None else [],
+            skipped=parts.skipped,
+            attributes=parts.attributes,
             again=again,
         )
+        return FinetuneJob(model, direct, parts, options, planned, run=run, guard=guard, connection=self)
+
+    def follow(self, pool: ServerPool) -> DirectoryFollower | None:
+        """Keep a job's pool in step with the directory; return None if the servers are fixed."""
+        if self._directory is None:
+            return None
+        return DirectoryFollower(self._directory, pool, self._client, urls=pool.urls)
+
+    def forget(self, job: FinetuneJob) -> None:
+        """Drop a job that was closed."""
+        self._jobs.discard(job)
 
     def servers(self, dataset: Dataset) -> list[ServerClient]:
         """Return a client for each server; start the embedded server if needed.
@@ -321,10 +263,6 @@ class Near:
 
     def _client(self, url: str) -> ServerClient:
         return ServerClient(url, token=self._token, meter=self.meter, tls=self._tls)
-
-    def _metered(self, dataset: Dataset) -> Dataset:
-        """Return the same dataset, read over the metered link."""
-        return dataset.with_store(MeteredStore(dataset.store, self.meter))
 
     def _embed(self, dataset: Dataset) -> EmbeddedServer:
         """Return the embedded server for a dataset's store; start one if none runs."""
@@ -365,17 +303,6 @@ class Near:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _check_adapting(choices: JobChoices) -> None:
-    """Raise `ConfigError` unless low bits may depend on how many samples servers run at once."""
-    if choices.replay:
-        raise ConfigError("adapt_batch must be 0 to replay a run: another size of batch gives other low bits")
-    if choices.exact != "numeric":
-        raise ConfigError(
-            f"adapt_batch needs exact='numeric', as other sizes of batch give other low bits; got "
-            f"exact={choices.exact!r}"
-        )
 
 
 def connect(

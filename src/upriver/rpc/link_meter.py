@@ -18,6 +18,7 @@ import obstore
 
 from upriver.errors import ConfigError
 from upriver.link import LinkEstimator, TokenBucket
+from upriver.pipeline import Dataset
 from upriver.store import ObjectInfo, Store
 from upriver.store.direct import Direct
 from upriver.store.places import PIECE_BYTES as PLACED_BYTES
@@ -148,6 +149,11 @@ class LinkMeter:
         if rate is None or wait_s is None:
             return None
         return 2 + int(wait_s * rate / max(num_bytes, 1.0))
+
+
+def metered(dataset: Dataset, meter: LinkMeter) -> Dataset:
+    """Return the same dataset, read over the metered link."""
+    return dataset.with_store(MeteredStore(dataset.store, meter))
 
 
 class MeteredStore(Store):

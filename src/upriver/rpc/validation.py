@@ -56,19 +56,6 @@ def choice(name: str, value: _T, allowed: Collection[_T]) -> _T:
     return value
 
 
-def shard(rank: int | None, num_ranks: int | None) -> tuple[int, int]:
-    """Return (rank, num_ranks); both or neither must be given. One process alone is rank 0 of 1."""
-    if rank is None and num_ranks is None:
-        return 0, 1
-    if rank is None or num_ranks is None:
-        given, missing = ("num_ranks", "rank") if rank is None else ("rank", "num_ranks")
-        raise ConfigError(f"{given} was given without {missing}: a shard is one of several")
-    whole("num_ranks", num_ranks)
-    if type(rank) is not int or not 0 <= rank < num_ranks:
-        raise ConfigError(f"rank must be a whole number in 0..{num_ranks - 1}, got {_shown(rank)}")
-    return rank, num_ranks
-
-
 def cuts(value: int | Mapping[int, float] | None) -> dict[int, float] | None:
     """Return cuts and their shares of the samples, earliest first; None if the policy is to choose.
 

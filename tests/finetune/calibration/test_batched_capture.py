@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import upriver
-from tests.finetune.training import MICRO, optimizer_of, photos, run, same, train
+from tests.finetune.training import MICRO, grouped, optimizer_of, photos, run, same, train
 from tests.program.nets import frozen_small
 from tests.server.running import Running, running
 from upriver.engine.engine import Engine
@@ -89,22 +89,8 @@ def offered_data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 
 def options(**given: Any) -> JobOptions:
-    fields: dict[str, Any] = {
-        "rows": range(50),
-        "batch_size": 64,
-        "micro_batch": 8,
-        "seed": 0,
-        "shuffle": True,
-        "drop_last": False,
-        "on_bad_sample": "fail",
-        "num_workers": None,
-        "connections": 4,
-        "per_request": 4,
-        "window_bytes": 1 << 30,
-        "rank": None,
-        "num_ranks": None,
-    }
-    return JobOptions.checked(**{**fields, **given})
+    fields = {"rows": range(5000), "batch_size": 64, "micro_batch": 8, "exact": "numeric", **given}
+    return JobOptions.checked(**grouped(**fields))
 
 
 def test_sizes_double_up_to_what_is_allowed() -> None:
@@ -121,18 +107,24 @@ def test_sizes_double_up_to_what_is_allowed() -> None:
 
 @pytest.mark.parametrize("bad", [-1, 1, 15, 65, 16.0, True, None, "auto"])
 def test_what_is_no_size_is_named(bad: object) -> None:
-    with pytest.raises(ConfigError, match=r"adapt_batch must be 0, .*16\.\.64, got"):
+    with pytest.raises(ConfigError, match=r"adapt_batch must be 0, or a whole number of .*, got"):
         options(adapt_batch=bad)
 
 
 def test_only_where_low_bits_may_differ_and_nothing_is_replayed(data: Dataset) -> None:
-    fields: dict[str, Any] = {"batch_size": 32, "micro_batch": MICRO, "adapt_batch": 32}
+    fields: dict[str, Any] = {
+        "batch_size": 32,
+        "micro_batch": MICRO,
+        "prefetch": upriver.Prefetch(adapt_batch=32),
+    }
     near = upriver.connect()
     with pytest.raises(ConfigError, match=r"adapt_batch needs exact='numeric'.*got exact='bitwise'"):
         near.finetune(frozen_small(), data, **fields)
     placed = [{"epoch": 0, "index": 0, "source": "local", "cut": 0}]
     with pytest.raises(ConfigError, match="adapt_batch must be 0 to replay"):
-        near.finetune(frozen_small(), data, **fields, exact="numeric", replay=placed)
+        near.finetune(
+            frozen_small(), data, **fields, exact="numeric", splitting=upriver.Splitting(replay=placed)
+        )
 
 
 # -------------------------------------------------------------------------------------------- captures
@@ -153,7 +145,6 @@ def test_sizes_that_no_server_takes_or_that_cannot_be_captured_are_left_out(
         data,
         parts,
         options(adapt_batch=64),
-        autocast=None,
         caps=type(DEFAULT_CAPS)(samples=40),
         tell=told.append,
     )
@@ -360,8 +351,13 @@ NUMERIC: dict[str, Any] = {
     "micro_batch": MICRO,
     "exact": "numeric",
     "policy": "freeze",
-    "connections": 1,
+    "prefetch": upriver.Prefetch(connections=1),
 }
+
+
+def adapting(size: int, **others: Any) -> dict[str, Any]:
+    """Return arguments of a job whose servers may run so many samples at once."""
+    return {**NUMERIC, "prefetch": upriver.Prefetch(connections=1, adapt_batch=size), **others}
 
 
 @pytest.mark.slow
@@ -370,7 +366,7 @@ def test_a_server_runs_several_micro_batches_at_once_and_they_come_as_ever(
 ) -> None:
     model = frozen_small()
     with upriver.connect(adaptive.url) as near:
-        with near.finetune(model, data, seed=7, adapt_batch=32, **NUMERIC) as job:
+        with near.finetune(model, data, seed=7, **adapting(32)) as job:
             assert "servers may run 16 or 32 samples at once, which changes low bits" in job.plan.why
             assert job.window.micro_batches >= 8
             rows, passes = (adaptive.metric(f"upriver_forward_rows_{what}") for what in ("sum", "count"))
@@ -392,7 +388,7 @@ def test_a_server_runs_several_micro_batches_at_once_and_they_come_as_ever(
 def test_a_server_that_adapts_nothing_is_offered_it_in_vain(data: Dataset, near: upriver.Near) -> None:
     bitwise = {"batch_size": 16, "policy": "nosplit", "epochs": 1}
     wanted, reference, _ = run(near, data, **bitwise)
-    losses, model, job = run(near, data, **{**NUMERIC, "batch_size": 16}, adapt_batch=16, epochs=1)
+    losses, model, job = run(near, data, **adapting(16, batch_size=16), epochs=1)
     assert "servers may run 16 samples at once" in job.plan.why
     assert same((losses, model), (wanted, reference)), "this one's low bits are ours, at the job's own size"
 
@@ -410,7 +406,7 @@ def test_a_size_that_a_server_does_not_give_near_enough_is_told_of(
     monkeypatch.setattr(ServerVerifier, "_at_size", at_size)
     with (
         upriver.connect(adaptive.url) as near,
-        near.finetune(frozen_small(), data, adapt_batch=32, **NUMERIC) as job,
+        near.finetune(frozen_small(), data, **adapting(32)) as job,
     ):
         assert "servers may run 16 samples at once" in job.plan.why
         assert f"not 32 samples at once: {adaptive.url} gives features that are" in job.plan.why
@@ -425,6 +421,6 @@ def test_without_servers_nothing_is_captured(tmp_path: Path, monkeypatch: pytest
     for policy in ("nosplit", "freeze"):
         with (
             upriver.connect("http://127.0.0.1:9") as near,
-            near.finetune(frozen_small(), data, **{**NUMERIC, "policy": policy}, adapt_batch=32) as job,
+            near.finetune(frozen_small(), data, **adapting(32, policy=policy)) as job,
         ):
             assert sum(len(targets) for _, targets in job) == 32

@@ -247,7 +247,7 @@ def test_a_busy_server_is_planned_with_as_slower(
     busy, job = measured_by(near, data)
     assert busy.cluster.storage.load > 100
     assert "others' work makes micro-batches take" in job.plan.why
-    ranks, _ = measured_by(near, data, rank=0, num_ranks=2)
+    ranks, _ = measured_by(near, data, sampling=upriver.Sampling(rank=0, num_ranks=2))
     assert ranks.cluster.storage.load == 2.0  # the waits are known already
 
 
@@ -417,9 +417,9 @@ def test_what_cannot_choose_says_so(data: Dataset, near: upriver.Near) -> None:
         near.finetune(frozen_small(), data, batch_size=8, micro_batch="auto", **options)
 
     with pytest.raises(ConfigError, match="must be a whole number with 2 ranks"):
-        ask(rank=0, num_ranks=2)
+        ask(sampling=upriver.Sampling(rank=0, num_ranks=2))
     placed = [{"epoch": 0, "index": 0, "source": "local", "cut": 0}]
     with pytest.raises(ConfigError, match="replay needs the micro_batch"):
-        ask(replay=placed)
+        ask(splitting=upriver.Splitting(replay=placed))
     with pytest.raises(ConfigError, match=r'in 1\.\.65536 or "auto", got \'big\''):
         near.finetune(frozen_small(), data, batch_size=8, micro_batch="big")  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import upriver
 from tests.finetune.conftest import Reference
 from tests.finetune.training import BATCH, MICRO, optimizer_of, run, same, train
 from tests.program.nets import frozen_small
@@ -14,7 +15,9 @@ from upriver.types import Cost, Plan, Tier, Timings
 
 
 def test_a_window_of_a_single_byte_changes_no_bit(data: Dataset, plain: Reference, near: Any) -> None:
-    losses, model, job = run(near, data, cut={-4: 0.3, 2: 0.3, 5: 0.4}, window_bytes=1)
+    losses, model, job = run(
+        near, data, cut={-4: 0.3, 2: 0.3, 5: 0.4}, prefetch=upriver.Prefetch(window_bytes=1)
+    )
     assert job.window == PrefetchWindow(micro_batches=1, num_bytes=1)
     assert same((losses, model), plain)
     assert sum(job.report.samples.values()) == 400

@@ -143,6 +143,8 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
     """Train, write the model, and describe the run."""
     from upriver.cli.train.checkpoint import check_room, save_tensors
     from upriver.cli.train.loop import make_optimizer
+    from upriver.finetune.options import Prefetch, Sampling, Splitting
+    from upriver.finetune.replanner import Replanning
 
     dataset, heldout = _datasets(settings)
     model = _model(settings, len(dataset.classes))
@@ -154,15 +156,13 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
             batch_size=settings.batch_size,
             micro_batch=_micro_batch(settings),
             policy=settings.policy,
-            replan=settings.replan,
             exact=settings.exact,
-            adapt_batch=settings.adapt_batch,
             autocast=settings.autocast,
-            granularity=settings.granularity,
-            compile_tail=settings.compile_tail,
             seed=settings.seed,
-            on_bad_sample=settings.on_bad_sample,
-            num_workers=settings.num_workers,
+            sampling=Sampling(on_bad_sample=settings.on_bad_sample),
+            splitting=Splitting(granularity=settings.granularity, compile_tail=settings.compile_tail),
+            prefetch=Prefetch(num_workers=settings.num_workers, adapt_batch=settings.adapt_batch),
+            replanning=Replanning(enabled=settings.replan),
             on_progress=note,
         )
         optimizer = make_optimizer(

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 
 from upriver.errors import UpriverError
@@ -46,7 +45,6 @@ def captured(
     parts: Split,
     options: JobOptions,
     *,
-    autocast: torch.dtype | None,
     caps: Caps,
     tell: Callable[[str], None],
 ) -> LargerCaptures:
@@ -56,7 +54,6 @@ def captured(
         model: The model that was split.
         direct: The dataset, read by this process.
         parts: The split, at the job's own size.
-        autocast: Autocast type under which the model was split.
         caps: Limits of the servers.
         tell: Receives progress messages.
     """
@@ -69,7 +66,7 @@ def captured(
         tell(f"capturing the frozen part for {size} samples at once")
         example = example_of(model, direct, replace(options, micro_batch=size))
         try:
-            programs.append(resized(model, parts, example, autocast=autocast))
+            programs.append(resized(model, parts, example, autocast=options.autocast))
         except UpriverError as error:
             left_out.append((size, str(error)))
     return LargerCaptures(programs=tuple(programs), left_out=tuple(left_out))

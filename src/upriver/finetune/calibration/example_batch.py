@@ -44,7 +44,7 @@ def _real_example(dataset: Dataset, options: JobOptions) -> torch.Tensor:
         stop=0,
         seed=options.seed,
         epoch=0,
-        on_bad_sample=options.on_bad_sample,
+        on_bad_sample=options.sampling.on_bad_sample,
     )
     rows = batch.tensors[0]
     return torch.cat([rows] * -(-options.micro_batch // len(ids)))[: options.micro_batch]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 
-import torch
 from torch import nn
 
 from upriver.engine.engine import Engine
@@ -139,7 +138,6 @@ class Calibration:
         direct: The same dataset, read over the metered link.
         program: The frozen part.
         allowed: By how much features may differ; None asks for equal bits.
-        autocast: Autocast type under which the model was split.
         tell: Receives progress messages.
 
     Attributes:
@@ -157,12 +155,11 @@ class Calibration:
         options: JobOptions,
         *,
         allowed: Tolerance | None,
-        autocast: torch.dtype | None,
         tell: Callable[[str], None],
     ) -> None:
         self._model, self._dataset, self._direct = model, dataset, direct
         self._parts, self._program, self._options = parts, program, options
-        self._autocast, self._tell = autocast, tell
+        self._tell = tell
         self._engine = Engine(chain=dataset.chain, program=program, micro_batch=options.micro_batch)
         self._canary = options.order(0).micro_batches[0]
         self._here: LocalMeasurement | None = None
@@ -171,7 +168,7 @@ class Calibration:
         self._clock = Stopwatch()
         self.not_used: list[str] = []
         question = JobRequirements(
-            dataset=dataset, program=program, seed=options.seed, on_bad_sample=options.on_bad_sample
+            dataset=dataset, program=program, seed=options.seed, on_bad_sample=options.sampling.on_bad_sample
         )
         self.gate = ServerVerifier(
             question,
@@ -229,7 +226,6 @@ class Calibration:
             self._direct,
             self._parts,
             self._options,
-            autocast=self._autocast,
             caps=caps,
             tell=self._tell,
         )
@@ -338,7 +334,7 @@ class Calibration:
             ids=self._canary,
             freeze=self._parts.freeze,
             seed=self._options.seed,
-            on_bad_sample=self._options.on_bad_sample,
+            on_bad_sample=self._options.sampling.on_bad_sample,
         )
         with self._clock.part(CANARY):
             features, first = canary.run()
@@ -374,7 +370,7 @@ class Calibration:
             link=link,
             tail=tail,
             at_once=sum(each.at_once for each in passed),
-            num_workers=options.num_workers,
+            num_workers=options.prefetch.worker_threads,
             # Every rank sends as much work to the same servers, and all wait for other jobs' work.
             load=options.num_ranks / sum(each.at_once for each in passed) * self._waiting(passed),
             kept=kept,
@@ -407,7 +403,11 @@ class Calibration:
         if self._options.num_ranks > 1:
             return 1.0
         return mean(
-            waiting(each.waits, busy_s(each.timings[-1]) / each.at_once, in_flight=self._options.connections)
+            waiting(
+                each.waits,
+                busy_s(each.timings[-1]) / each.at_once,
+                in_flight=self._options.prefetch.connections,
+            )
             for each in passed
         )
 
@@ -418,7 +418,7 @@ class Calibration:
         epoch_s = judge(profile, cluster)
         if epoch_s is None:
             return None
-        second = SecondSize(self._model, self._direct, self._parts, self._options, autocast=self._autocast)
+        second = SecondSize(self._model, self._direct, self._parts, self._options)
         spent = sum(seconds for part, seconds in self._clock.seconds.items() if part != CANARY)
         repeats = affordable_repeats(
             allowed_s(epoch_s) - spent,

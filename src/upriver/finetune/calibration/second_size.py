@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from upriver.errors import ProtocolError, UpriverError
@@ -27,7 +26,6 @@ class SecondSize:
         model: The model that was split.
         direct: The dataset, read by this process.
         parts: The split, at the job's own size.
-        autocast: Autocast type under which the model was split.
 
     Attributes:
         size: The second size, in samples.
@@ -39,12 +37,10 @@ class SecondSize:
         direct: Dataset,
         parts: Split,
         options: JobOptions,
-        *,
-        autocast: torch.dtype | None,
     ) -> None:
         if parts.program is None:
             raise UpriverError("a model that runs unsplit has no stages to measure")
-        self._model, self._direct, self._parts, self._autocast = model, direct, parts, autocast
+        self._model, self._direct, self._parts = model, direct, parts
         self._options, self._program = options, parts.program
         self._own, self.size = sizes(options.micro_batch)
 
@@ -68,7 +64,7 @@ class SecondSize:
         """
         both = (self._options, replace(self._options, micro_batch=self.size))
         inputs = [example_of(self._model, self._direct, options) for options in both]
-        other = resized(self._model, self._parts, inputs[1], autocast=self._autocast)
+        other = resized(self._model, self._parts, inputs[1], autocast=self._options.autocast)
         if not server.has_program(other.digest):
             server.put_program(other)
         programs = (self._program, other)
