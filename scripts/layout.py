@@ -1,4 +1,4 @@
-"""Refuse crowded folders, shared class names, tests that mirror no folder, and docstrings without a verb."""
+"""Refuse crowded folders, shared class names, long signatures, stray tests, and docstrings without a verb."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from pathlib import Path
 
 MOST_MODULES = 20
 """Modules of one folder, without its ``__init__``."""
+
+MOST_ARGUMENTS = 15
+"""Arguments of one function, ``self`` and ``cls`` included. A command's arguments are its command line."""
+
+LONG_FOR_NOW = {
+    "src/upriver/dataloader/loader.py:__init__",
+    "src/upriver/dataloader/epoch.py:__init__",
+}
+"""Functions that options are still to shorten."""
 
 OWN_TESTS = {"benchmarks"}
 """Folders of tests that belong to no folder of the package."""
@@ -53,6 +62,19 @@ def twice(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
             yield f"class {name} is defined by {' and '.join(found)}"
 
 
+def long_signatures(root: Path, trees: Mapping[Path, ast.Module]) -> Iterator[str]:
+    """Name functions with more than `MOST_ARGUMENTS`, except for commands."""
+    for path, tree in trees.items():
+        if root / "cli" in path.parents:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
+                if count > MOST_ARGUMENTS and f"{path}:{node.name}" not in LONG_FOR_NOW:
+                    where = f"{path}:{node.lineno}: {node.name}"
+                    yield f"{where} takes {count} arguments; at most {MOST_ARGUMENTS}"
+
+
 def astray(root: Path, tests: Path) -> Iterator[str]:
     """Name folders of tests for which the package has no folder."""
     for folder in sorted({path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}):
@@ -73,7 +95,13 @@ def fragments(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
 def main(root: Path, tests: Path) -> int:
     """Print each problem; return 1 if there is any."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))}
-    found = [*crowded(root), *twice(trees), *astray(root, tests), *fragments(trees)]
+    found = [
+        *crowded(root),
+        *twice(trees),
+        *long_signatures(root, trees),
+        *astray(root, tests),
+        *fragments(trees),
+    ]
     print(
         "\n".join(found) or f"{root} and {tests} are laid out alike, and no two public classes share a name"
     )

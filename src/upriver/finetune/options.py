@@ -76,7 +76,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prefetch:
-    """How a job reads and requests micro-batches ahead of training.
+    """Threads, requests and memory for micro-batches that a job reads ahead of training.
 
     Attributes:
         num_workers: Local threads that read and decode samples straight from the store. Defaults to the CPUs
@@ -119,7 +119,7 @@ class Prefetch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Splitting:
-    """How a model is split: where it may be cut, how its tail runs, and the cuts of an earlier run.
+    """Places where a model may be cut, the way its tail runs, and the cuts of an earlier run.
 
     Attributes:
         granularity: ``module`` cuts where modules end, ``op`` between any two operators where that is legal.

@@ -72,7 +72,7 @@ class Switch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replanning:
-    """When a running job asks its policy again, and leaves its plan for a better one. No bit depends on it.
+    """Rule by which a running job asks its policy again and changes its plan. No bit depends on it.
 
     Attributes:
         enabled: Whether to ask again after each iteration, with what the answers and the link showed.
