@@ -32,12 +32,9 @@ whole."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Network:
-    """A model captured for one form of call.
+    """A model captured for one form of call, with the seconds of each stage and of all on the device.
 
     Attributes:
-        captured: The captured model.
-        device_s: Seconds of each stage on the device.
-        total_s: Seconds of all stages on the device.
         threads: Number of torch threads at the capture; None where low bits do not count.
     """
 
@@ -67,12 +64,7 @@ class _Known:
 
 
 class CaptureCache:
-    """Find the captured network of a call. Thread-safe.
-
-    Args:
-        example: Form that is captured at once.
-        make: Captures the model for a form.
-    """
+    """Find the captured network of a call, and capture further forms. Thread-safe."""
 
     def __init__(self, example: Example, make: Callable[[Example], Network]) -> None:
         keys = tuple(_leaf(leaf, f"{name} of example_inputs") for name, leaf in _named_leaves(example))

@@ -39,10 +39,7 @@ class _Tensor:
     """A watched tensor.
 
     Attributes:
-        name: Name in the model.
-        tensor: The tensor.
         version: Its version before its values were read.
-        digest: Digest of its values.
         read: Whether programs read it, so that other values change answers.
     """
 
@@ -90,11 +87,7 @@ class _Held:
         return list(map(torch.Tensor.data_ptr, self._placed)) != self._pointers
 
     def look(self, read: Mapping[Place, int]) -> None:
-        """Remember the present parameters and buffers.
-
-        Args:
-            read: Digest of each tensor that programs read.
-        """
+        """Remember the present parameters and buffers, and the digests of those that programs read."""
         self._were = [
             {name: None if tensor is None else _Was(tensor, read) for name, tensor in each.items()}
             for each in self._dicts

@@ -17,9 +17,6 @@ class Decision:
     """A cut and the numbers behind it.
 
     Attributes:
-        rule: How cuts are chosen.
-        network: Network that is cut.
-        choice: The chosen cut.
         server: Address of the server that is asked; empty where none is.
         costs: Costs with that server, or with one that could have been asked; None where there is none.
         now: Present state of the link and of that server; None where unknown.

@@ -81,9 +81,6 @@ class Exchange:
     """A request to a server; `finish` sends it.
 
     Args:
-        client: The server.
-        captured: The network.
-        cut: Number of stages that the device has run.
         tensors: Tensors that cross the cut.
         process: Server process that must answer: the one that passed the check.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,11 @@ from upriver.inference.exchange import Exchange, ExchangeResult
 from upriver.inference.remote_server import RemoteServer
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.text import said
+from upriver.types import require_finite
+
+HELPERS = 32
+"""Requests hedged at the same time. For further requests the device starts the rest after ``hedge_s`` as
+well."""
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -30,12 +35,20 @@ class RequestPatience:
     Attributes:
         deadline_s: From the start of a request until the device computes the rest itself.
         hedge_s: From sending until the device starts the rest in parallel with the server.
-        helpers: Threads that wait for servers during a hedge; None where ``hedge_s`` is None.
+        helpers: Threads that wait for servers during a hedge; its own unless given.
     """
 
     deadline_s: float
     hedge_s: float | None = None
     helpers: Executor | None = None
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for a value out of range."""
+        require_finite("deadline_s", self.deadline_s, positive=True)
+        if self.hedge_s is not None:
+            require_finite("hedge_s", self.hedge_s)
+            helpers = self.helpers or ThreadPoolExecutor(HELPERS, thread_name_prefix="upriver-hedge")
+            object.__setattr__(self, "helpers", helpers)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,12 +89,9 @@ class InferenceRequest:
     """One request in progress.
 
     Attributes:
-        captured: The network.
-        tensors: Its inputs.
         cut: Number of stages that the device runs.
         far: Server that runs the rest; None where the device does.
         process: Server process at the decision: no other process has passed the check.
-        patience: Limits on the wait for the server.
         served: How the request was answered, complete once it is.
     """
 

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -41,7 +41,7 @@ from upriver.rpc.http import Timeouts
 from upriver.rpc.tls import FilePath, client_context
 from upriver.rpc.tolerance import Exact
 from upriver.text import printable
-from upriver.types import Plan, require_finite, require_type
+from upriver.types import Plan, require_type
 
 DEADLINE_S = 10.0
 """Default deadline of a request. The input of VGG16 needs 5 s over 1 Mbit/s, the thinnest link of LoADPart's
@@ -56,10 +56,6 @@ START_S = 60.0
 
 COUNTED = ("requests", "device", "server", "gave_up", "hedged")
 
-HELPERS = 32
-"""Requests hedged at the same time. For further requests the device starts the rest after ``hedge_s`` as
-well."""
-
 
 class Offload:
     """Run a model on the device, on servers or on both. `offload` makes it. Thread-safe.
@@ -68,10 +64,7 @@ class Offload:
         forms: Finds the captured network for each form of call.
         fars: Servers. ``forms`` shares this list; a forked child replaces its entries.
         fars_anew: Makes the servers again.
-        unchanged: Watches the weights and the modules.
         autocast: Type that the model was captured under; None where autocast was off.
-        rule: Chooses the cut of a request.
-        patience: Deadline and hedging of requests to servers.
         cached_cuts: Largest number of cuts that `warm` prepares.
 
     Attributes:
@@ -275,7 +268,7 @@ class Offload:
         self._decision, self._in_child = None, True
         self._unchanged.forked()
         self._fars.clear()
-        self._patience = replace(self._patience, helpers=_helpers(self._patience.hedge_s))
+        self._patience = replace(self._patience, helpers=None)  # new ones
         self._close = weakref.finalize(self, _end, self._fars, self._patience.helpers)
 
     def _check_autocast(self) -> None:
@@ -375,7 +368,7 @@ def offload(
     validation.choice("exact", exact, ("bitwise", "numeric"))
     if not isinstance(measure, Predictor):
         validation.choice("measure", measure, WAYS)
-    patience = _patience(deadline_s, hedge_s)
+    patience = RequestPatience(deadline_s=deadline_s, hedge_s=hedge_s)
     _check_servers(servers)
     tls = client_context(ca=ca, certificate=certificate, key=key)
     remote = partial(RemoteServer, tuning=tuning, push=push, exact=exact)
@@ -436,17 +429,6 @@ def _rule(policy: str | None, cut: int | None) -> PartitionRule:
 def _check_cut(rule: PartitionRule, num_stages: int) -> None:
     if rule.cut is not None and not (type(rule.cut) is int and 0 <= rule.cut <= num_stages):
         raise ConfigError(f"cut must be a whole number in 0..{num_stages}, got {rule.cut!r}")
-
-
-def _patience(deadline_s: float, hedge_s: float | None) -> RequestPatience:
-    require_finite("deadline_s", deadline_s, positive=True)
-    if hedge_s is not None:
-        require_finite("hedge_s", hedge_s)
-    return RequestPatience(deadline_s=deadline_s, hedge_s=hedge_s, helpers=_helpers(hedge_s))
-
-
-def _helpers(hedge_s: float | None) -> Executor | None:
-    return None if hedge_s is None else ThreadPoolExecutor(HELPERS, thread_name_prefix="upriver-hedge")
 
 
 def _check_servers(urls: Sequence[str]) -> None:

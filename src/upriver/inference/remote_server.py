@@ -95,7 +95,6 @@ class RemoteServer:
 
     Args:
         client: Client of the server; closed with this object.
-        tuning: Intervals between probes and queries, and the window of the link.
         uplink: Shared with the device's other servers.
         push: Whether to send the program to a server that lacks it.
         exact: Whether the server's bits must equal the device's.
@@ -160,12 +159,7 @@ class RemoteServer:
     # ------------------------------------------------------------------------------------- requests
 
     def serve(self, captured: CapturedModel, device_s: Sequence[float]) -> None:
-        """Have the thread prepare a network on the server.
-
-        Args:
-            captured: The network.
-            device_s: Seconds of its stages on the device.
-        """
+        """Have the thread prepare a network on the server."""
         with self._lock:
             self._wanted[captured.program.digest] = _Form(
                 captured=captured, device_s=device_s, breaker=CircuitBreaker(self._backoff)
@@ -177,9 +171,7 @@ class RemoteServer:
     def wait(self, seconds: float | None, captured: CapturedModel | None = None) -> bool:
         """Wait until the server has passed or failed the check of a network; return whether it has.
 
-        Args:
-            seconds: Longest wait; unlimited if None.
-            captured: The network; None for all requested networks, including those added during the wait.
+        Without a network, wait for all requested ones, including those added during the wait.
         """
 
         def done() -> bool:
@@ -299,10 +291,6 @@ class RemoteServer:
         """Pause the server, or pause only a network that it refused.
 
         If the error says that another process, or none, may be there now, the server is checked again.
-
-        Args:
-            captured: The requested network; None where no network was requested.
-            error: The failure.
         """
         lost = (captured is None or is_lost(error)) and not isinstance(error, Overloaded)
         with self._lock:

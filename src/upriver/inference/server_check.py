@@ -73,15 +73,6 @@ def admit(
 ) -> AdmittedNetwork:
     """Check that a server computes what the device computes, and measure the server and the link.
 
-    Args:
-        client: The server.
-        captured: The network.
-        device_s: Seconds of its stages on the device.
-        push: Whether to send the program to a server that lacks it.
-        exact: Whether the server's bits must equal the device's.
-        link: Records the transfers.
-        uplink: The device's link out, which all transfers use.
-
     Raises:
         NotExact: If the server's fingerprint or answer differs.
         ProgramNotFound: If the server lacks the program and must not be sent it.
@@ -144,11 +135,10 @@ def _push_command(captured: CapturedModel) -> str:
 
 
 def probe(client: ServerClient, link: LinkEstimator, *, small: int, large: int, every_s: float = 5.0) -> None:
-    """Send meaningless bytes and record how long they took.
+    """Send meaningless bytes, and have the link record how long they took.
 
     Args:
-        client: The server.
-        link: Records the transfers and sizes the large probes.
+        link: The link to the server, which says how large the large transfers are.
         small: Number of one-byte transfers.
         large: Number of large transfers.
         every_s: Interval between probes.
@@ -165,13 +155,6 @@ def canary(
     client: ServerClient, captured: CapturedModel, cut: int, allowed: Tolerance | None, *, process: str
 ) -> ExchangeResult:
     """Have a server compute the example from a cut on, and compare the answer.
-
-    Args:
-        client: The server.
-        captured: The network.
-        cut: Number of stages that the device runs.
-        allowed: Allowed difference from the device's answer; None asks for equal bits.
-        process: Server process that must answer.
 
     Raises:
         NotExact: If the server's answer differs.
@@ -194,14 +177,8 @@ def handling_of(
 ) -> HandlingTimes:
     """Return what requests cost apart from stages and link, from some requests with few crossing bytes.
 
-    The device measures the seconds per byte for both sides. A request over a thin link does not show them,
-    and a server is hardly slower than the device.
-
-    Args:
-        program: The network.
-        cut: Cut of these requests.
-        seen: Answers of these requests; the quickest counts.
-        link: Estimate of the link's rate and round trip.
+    The quickest of them counts. The device measures the seconds per byte for both sides. A request over a
+    thin link does not show them, and a server is hardly slower than the device.
     """
     encode, decode = packing()
     crossing, bandwidth = crossing_bytes(program, cut), link.bandwidth()
