@@ -116,7 +116,7 @@ def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number:
     far.link.add_transfer(1, rtt_s)
     far.link.add_transfer(max(1e6, bytes_per_s), rtt_s + max(1e6, bytes_per_s) / bytes_per_s)
     far._costs = {digest: replace(costs, handling=HandlingTimes()) for digest, costs in far._costs.items()}
-    far._download = lambda: None  # no estimate for the downlink
+    far._client.meter.observed_bandwidth = lambda: None  # no estimate for the downlink
 
 
 def tell_load(answer: Offload, k: float, wait_s: float = 0.0, number: int = 0) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from upriver.control.partition import ServerConditions
-from upriver.errors import ConfigError, ProgramError
+from upriver.errors import ProgramError
 from upriver.latency import LatencyModel, LatencySums
 from upriver.profile.latency.predictor import Predictor, measure_unknown
 from upriver.profile.latency.serialization import kept
@@ -113,11 +113,6 @@ class CutCosts:
     sums: LatencySums = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        counts = {len(self.device_s), len(self.server_s)}
-        if counts != {self.program.num_stages}:
-            raise ConfigError(
-                f"{self.program.num_stages} stages have seconds each on both sides, got {sorted(counts)}"
-            )
         # Sums are made when the server is checked, not with the first request.
         object.__setattr__(self, "sums", LatencyModel(self.profile, self.cluster(ANY_TIME)).sums)
 

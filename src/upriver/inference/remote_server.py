@@ -207,7 +207,7 @@ class RemoteServer:
 
     def now(self, costs: CutCosts) -> ServerConditions | None:
         """Return the present link and server state for a network; None where the link is unknown."""
-        download, upload = self._download(), self.link.bandwidth()
+        download, upload = self._client.meter.observed_bandwidth(), self.link.bandwidth()
         if upload is None:
             return None
         return ServerConditions(
@@ -326,9 +326,6 @@ class RemoteServer:
         self._uplink.close()
         self._wake.set()
         self._thread.join()
-
-    def _download(self) -> float | None:
-        return self._client.meter.observed_bandwidth()
 
     # --------------------------------------------------------------------------------------- thread
 

@@ -94,9 +94,10 @@ class LinkMeter:
 
     def _reserve(self, num_bytes: int) -> float:
         """Reserve the emulated link's next time span for these bytes; return the seconds until it is over."""
-        rate = self.rate_bytes_per_s  # which may have changed since
+        if self.rate_bytes_per_s is None:
+            return 0.0
         with self._lock:
-            self._bucket.rate_bytes_per_s = math.inf if rate is None else rate
+            self._bucket.rate_bytes_per_s = self.rate_bytes_per_s  # may have changed since
             return self._bucket.take(num_bytes, time.monotonic())
 
     @contextmanager
