@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from upriver.coldstart.model.deferred_fills import storage_key
-from upriver.coldstart.model.deferred_init import FillWatch, is_plain, nobody, span_of
+from upriver.coldstart.model.deferred_init import FillWatch, is_plain, span_of
 from upriver.errors import ModelError
 from upriver.program.compiled_code import entering
 
@@ -151,7 +151,7 @@ class _RawReads(TorchFunctionMode):
         watch.left = self._leave
 
     def __exit__(self, *_raised: object) -> None:
-        self._watch.left = nobody
+        self._watch.left = lambda: None
         if not self._is_left:
             torch._C._pop_torch_function_stack()
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -38,21 +37,13 @@ class _Way(Enum):
     DRAW = auto()  # makes a tensor of random numbers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Traits:
-    """Known properties of an operator.
-
-    Attributes:
-        way: Its treatment.
-        is_random: True if it draws from a generator.
-        is_writing: True if it writes into its arguments.
-        is_making: True if it allocates its result.
-    """
+class _Traits(NamedTuple):
+    """Properties of an operator."""
 
     way: _Way
     is_random: bool
     is_writing: bool
-    is_making: bool
+    is_making: bool  # allocates its result
 
 
 _NAMES = {
@@ -77,9 +68,6 @@ _SHARING = frozenset({"from_file", "_unsafe_view"})
 
 _DEVICES = ("cpu", "cuda")
 
-_NO_DISPATCH = torch.Tensor.__torch_dispatch__
-"""Dispatch of classes that leave operators to torch, parameters among them."""
-
 _SMALL_BYTES = 64 << 10
 """Most bytes of a constant fill that runs at once, because a note would cost more."""
 
@@ -103,10 +91,6 @@ def _traits(func: Any) -> _Traits:
     )
 
 
-def nobody() -> None:
-    """Ignore a notification."""
-
-
 class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Defer fills of memory that was allocated during the watch.
 
@@ -120,10 +104,9 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.notes = DeferredFills()
-        self.left: Callable[[], object] = nobody
+        self.left: Callable[[], object] = lambda: None
         self._own: dict[int, StorageWeakRef] = {}  # storages that no code can read unseen
         self._is_aside = False
-        self._probes: dict[torch.device, torch.Generator] = {}
 
     @as_written
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,7 +118,7 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.notes.settle_all()
             return func(*args, **kwargs)
         traits = _traits(func)
-        foreign = types and any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types)
+        foreign = any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types)
         if foreign or traits.is_random or traits.way is not _Way.BLIND:
             with torch._C.DisableTorchFunction():
                 if foreign:  # such tensors may use their memory unseen
@@ -203,11 +186,7 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_cheap = traits.way is _Way.STEP or target.nbytes <= _SMALL_BYTES
         if is_cheap and not traits.is_random and not self.notes.is_behind(key):
             return None
-        generator = None
-        if traits.is_random:
-            generator = kwargs.get("generator") or _default_generator(target.device)
-            kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-        return target if self._put_off(func, target, args[1:], kwargs, generator) else None
+        return target if self._put_off(func, target, args[1:], kwargs, traits.is_random) else None
 
     def _put_off(
         self,
@@ -215,13 +194,15 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target: torch.Tensor,
         rest: Sequence[Any],
         kwargs: Mapping[str, Any],
-        generator: torch.Generator | None,
+        is_random: bool = True,
     ) -> bool:
         """Defer a call, unless it reads more than numbers and its target.
 
         The call runs at once on an empty tensor, so that invalid arguments raise now.
         """
-        if generator is not None and generator.device.type != target.device.type:
+        kwargs = dict(kwargs)
+        generator = _generator(target, kwargs.pop("generator", None)) if is_random else None
+        if is_random and generator is None:
             return False
         if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
             return False
@@ -229,20 +210,11 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return False
         fixed = [value.clone() if isinstance(value, torch.Tensor) else value for value in rest]
         nothing = torch.empty(0, dtype=target.dtype, device=target.device)
-        func(nothing, *fixed, **kwargs, **self._drawing(generator and self._probe(target.device)))
-        drawing = self._drawing(generator)
-        self.notes.fill(target, lambda into: func(into, *fixed, **kwargs, **drawing), generator)
+        func(nothing, *fixed, **kwargs)
+        if generator is not None:
+            kwargs["generator"] = generator
+        self.notes.fill(target, lambda into: func(into, *fixed, **kwargs), generator)
         return True
-
-    @staticmethod
-    def _drawing(generator: torch.Generator | None) -> dict[str, torch.Generator]:
-        return {} if generator is None else {"generator": generator}
-
-    def _probe(self, device: torch.device) -> torch.Generator:
-        """Return a generator for trying arguments."""
-        if device not in self._probes:
-            self._probes[device] = torch.Generator(device)
-        return self._probes[device]
 
     def _is_number(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is one number that is known now."""
@@ -257,7 +229,7 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if target.shape == source.shape and target.is_complex() == source.is_complex():
                 self.notes.copy(target, source)
                 return target
-        elif is_whole and _fits(source, target):
+        elif is_whole and source.shape == target.shape:
             self.notes.replace(key)
         return None
 
@@ -283,11 +255,10 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = torch.device(kwargs.get("device") or "cpu")
         if device.type not in _DEVICES or kwargs.get("layout") not in (None, torch.strided):
             return None
-        if generator is not None and generator.device.type != device.type:
-            return None
         result: torch.Tensor = torch.ops.aten.empty.memory_format(size, **kwargs)
         fill = _FILL_OF[func._schema.name.partition("::")[2]]
-        self._put_off(fill, result, (), {}, generator or _default_generator(result.device))
+        if not self._put_off(fill, result, (), {"generator": generator}):
+            return None
         self._own[storage_key(result)] = weak(result)
         return result
 
@@ -310,13 +281,12 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             True if the fill was deferred. A fill that would warn or raise is not.
         """
         with self.aside():
-            if self._mine(target) is None or not target.is_floating_point():
+            if self._mine(target) is None or not target.is_floating_point() or not _is_truncation(*values):
                 return False
-            generator = generator or _default_generator(target.device)
-            if generator.device.type != target.device.type or not _is_truncation(*values):
-                return False
-            self.notes.fill(target, fill, generator)
-        return True
+            drawn_from = _generator(target, generator)
+            if drawn_from is not None:
+                self.notes.fill(target, fill, drawn_from)
+            return drawn_from is not None
 
     # ----------------------------------------------------------------------------- what is known
 
@@ -386,12 +356,6 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
-def _fits(source: torch.Tensor, target: torch.Tensor) -> bool:
-    """Return True if one tensor can be copied into the other."""
-    pairs = zip(reversed(source.shape), reversed(target.shape), strict=False)
-    return source.dim() <= target.dim() and all(size in (1, other) for size, other in pairs)
-
-
 def span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     """Return the tensor's bytes in its storage, if it has each once and without gaps; else None."""
     expected = 1
@@ -404,11 +368,11 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
     return start, start + tensor.nbytes
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
+def _generator(target: torch.Tensor, given: torch.Generator | None) -> torch.Generator | None:
+    """Return the generator that fills a tensor; None if the given one is of another kind of device."""
+    if given is not None:
+        return given if given.device.type == target.device.type else None
+    return torch.default_generator if target.is_cpu else torch.cuda.default_generators[target.device.index]
 
 
 def _is_truncation(mean: Any, deviation: Any, least: Any, most: Any) -> bool:
