@@ -31,6 +31,7 @@ from tests.coldstart.networks import Bare
 from tests.coldstart.ordered import Ordered
 from tests.server.running import wait_for
 from upriver.coldstart import load_model as under_test
+from upriver.coldstart.fetch import strategy
 from upriver.coldstart.format.manifest import publish
 from upriver.coldstart.grouping import groups
 from upriver.coldstart.load_model import Loading, begin, load
@@ -53,7 +54,7 @@ def test_a_copy_that_waited_is_no_guarded_one(
 ) -> None:
     stream = Ordered(lets=threading.Semaphore(0))
     assert stream.lets is not None
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     release = Loading._release
 
     def late(handle: Loading, model: nn.Module) -> None:
@@ -76,7 +77,7 @@ def test_a_copy_that_waited_is_no_guarded_one(
 
 def test_a_history_may_be_asked_for_while_it_is_made(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Ordered(lets=threading.Semaphore(0))
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     _, handle = begin(Bare, "model", store=store)
 
     class Meanwhile(str):
@@ -301,7 +302,7 @@ def test_an_answer_may_be_any_dataclass(monkeypatch: pytest.MonkeyPatch) -> None
     publish(stored.state_dict(), store, "model.safetensors")
     stream = Ordered(lets=threading.Semaphore(0))
     assert stream.lets is not None
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     model = load(Family, "model", store=store)
     with ThreadPoolExecutor(1) as beside:
         asked = beside.submit(model, x)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.coldstart.ordered import Awaited, published
-from upriver.coldstart import load_model
+from upriver.coldstart.fetch import strategy
 from upriver.coldstart.format.access_order import recorded
 from upriver.coldstart.load_model import load
 from upriver.coldstart.model.construction import construct
@@ -163,7 +163,7 @@ def _known(way: str) -> tuple[Net, Net, torch.Tensor]:
 
 def _loaded(model: Net, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Awaited]:
     stream = Awaited()
-    monkeypatch.setattr(load_model, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     return load(lambda: Net(model.way), "model", store=published(model, "functions")).eval(), stream
 
 

@@ -23,7 +23,7 @@ from tests.coldstart.leaving import threads
 from tests.coldstart.networks import EACH, NETWORKS, Bare, Encoder, Tied, all_made_up, answer
 from tests.coldstart.ordered import Ordered, hesitating, published
 from tests.server.running import wait_for
-from upriver.coldstart import load_model as under_test
+from upriver.coldstart.fetch import strategy
 from upriver.coldstart.format.access_order import publish_model
 from upriver.coldstart.format.checkpoint import find, order_path
 from upriver.coldstart.format.manifest import publish
@@ -83,7 +83,7 @@ def test_whatever_order_weights_come_in(
 ) -> None:
     build, arguments = NETWORKS[name]
     store, stream = hesitating(whole[name], name, shuffle, num_callers=2)
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     model = load(build, "model", store=store).eval()
     answers: dict[Any, list[torch.Tensor]] = {}
 
@@ -120,7 +120,7 @@ def test_a_call_waits_for_what_it_reads_and_for_nothing_else(monkeypatch: pytest
     store = published(reference, "two")
     stream = Ordered(lets=threading.Semaphore(2))
     assert stream.lets is not None
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     model = load(Two, "model", store=store)
     x = torch.ones(2, 3)
     assert torch.equal(model(x), reference(x))
@@ -155,7 +155,7 @@ def test_whatever_else_is_asked_waits_for_everything(ask: Any, monkeypatch: pyte
     reference = Bare()
     stream = Ordered(lets=threading.Semaphore(0))
     assert stream.lets is not None
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     model = load(Bare, "model", store=published(reference, "bare"))
     done = threading.Event()
 
@@ -174,7 +174,7 @@ def test_whatever_else_is_asked_waits_for_everything(ask: Any, monkeypatch: pyte
 
 def test_it_says_what_it_is_while_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Ordered(lets=threading.Semaphore(0))
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     model = load(Encoder, "model", store=published(Encoder(), "encoder"))
     assert isinstance(model, Encoder) and type(model).__name__ == "Encoder"
     assert model.train() is model and model.eval() is model and model.requires_grad_(False) is model
@@ -230,7 +230,7 @@ def test_an_order_is_kept_on_first_use(tmp_path: Any, monkeypatch: pytest.Monkey
     store = Store.open(f"file://{tmp_path}")
     stream = Ordered(lets=threading.Semaphore(0))
     assert stream.lets is not None
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     model = load(Bare, "model", store=store)
     handle = loading(model)
     stream.lets.release(len(reference.state_dict()) - 1)
@@ -276,7 +276,7 @@ def test_weights_that_do_not_lie_row_by_row() -> None:
 
 
 def test_what_is_missing_or_misshapen_is_told_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_test, "WeightStream", None)
+    monkeypatch.setattr(strategy, "WeightStream", None)
     store = Store.open(f"memory://wrong-{uuid.uuid4().hex}")
     state = dict(Bare().state_dict())
     state["shift"] = torch.ones(15)
@@ -372,7 +372,7 @@ def test_everybody_gets_the_same_error_and_a_second_load_works(
     with monkeypatch.context() as patched:
         stream = Ordered(lets=threading.Semaphore(0), error=(arrived, StoreError("the store broke")))
         assert stream.lets is not None
-        patched.setattr(under_test, "WeightStream", stream.of)
+        patched.setattr(strategy, "WeightStream", stream.of)
         model = load(Bare, "model", store=store)
         raised: list[BaseException] = []
 
@@ -399,7 +399,7 @@ def test_everybody_gets_the_same_error_and_a_second_load_works(
 
 def test_a_model_that_is_dropped_ends_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Ordered(lets=threading.Semaphore(0))
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     model = load(Bare, "model", store=published(Bare(), "dropped"))
     gone = weakref.ref(model)
     del model

@@ -14,8 +14,8 @@ from torch import nn
 from tests.coldstart.networks import NETWORKS, Tied, all_made_up, answer
 from tests.coldstart.ordered import Ordered, hesitating, published
 from tests.program.nets import Small
-from upriver.coldstart import load_model as under_test
 from upriver.coldstart import load_program
+from upriver.coldstart.fetch import strategy
 from upriver.coldstart.load_model import load, loading
 from upriver.errors import StoreError
 from upriver.program.capture.prefix import capture
@@ -83,7 +83,7 @@ def test_whatever_order_weights_come_in(
 ) -> None:
     build, arguments = NETWORKS[name]
     store, stream = hesitating(whole[name], name, shuffle, num_callers=2)
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     model = load(build, "model", store=store, device=DEVICE).eval()
     answers: dict[int, list[torch.Tensor]] = {}
 
@@ -151,7 +151,7 @@ def test_a_store_that_breaks_wakes_everybody_and_nothing_is_left(
     build, arguments = NETWORKS["tied"]
     before = torch.cuda.memory_allocated()
     with monkeypatch.context() as patch:
-        patch.setattr(under_test, "WeightStream", Ordered(error=(1, error)).of)
+        patch.setattr(strategy, "WeightStream", Ordered(error=(1, error)).of)
         model = load(build, "model", store=store, device=DEVICE).eval()
         with pytest.raises(StoreError, match="gone"):
             answer(model, there(arguments()))

@@ -28,6 +28,7 @@ from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
 from tests.store.s3_server import S3Server, UnlistedServer
 from upriver.coldstart import load_program as under_test
+from upriver.coldstart.fetch import strategy
 from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.format.manifest import manifest_path
@@ -174,7 +175,7 @@ def opened(
 ) -> tuple[Program, Arriving]:
     """Return a program whose weights come from a test's stream."""
     with monkeypatch.context() as patched:
-        patched.setattr(under_test, "WeightStream", stream.of)
+        patched.setattr(strategy, "WeightStream", stream.of)
         program, coming = under_test.begin(store=store, digest=digest, **options)
     assert coming is not None
     return program, coming
@@ -483,7 +484,7 @@ def test_weights_whose_manifest_is_refused_are_read_whole() -> None:
 
 def test_a_manifest_of_other_forms_is_refused_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
     store, program, _ = published("small")
-    monkeypatch.setattr(under_test, "WeightStream", None)
+    monkeypatch.setattr(strategy, "WeightStream", None)
     tensors = dict(program.weight_tensors)
     layout.publish(tensors | {"stem.0.bias": torch.ones(9)}, store, weights_of(program), tied=False)
     with pytest.raises(ProgramError, match=r"'stem.0.bias' is float32 \[9\] in its file"):
@@ -559,7 +560,7 @@ def test_a_check_that_fails_ends_the_load(error: BaseException, monkeypatch: pyt
             raise error
 
         with monkeypatch.context() as patched:
-            patched.setattr(under_test, "WeightStream", stream.of)
+            patched.setattr(strategy, "WeightStream", stream.of)
             patched.setattr(under_test, "check", checked)
             with pytest.raises(type(error)):
                 under_test.open(store=store, digest=program.digest)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from upriver.coldstart import load_model
+from upriver.coldstart.fetch import strategy
 from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format import access_order
 from upriver.coldstart.format import manifest as layout
@@ -277,18 +277,19 @@ def layers_of(executions: list[Execution]) -> WeightSource:
 
 def test_groups_are_made_for_what_executing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     pace, limits = DevicePace(flops_per_s=1e9, moved_bytes_per_s=1e9), StreamLimits()
-    monkeypatch.setattr(load_model, "pace_of", lambda device: pace)
+    monkeypatch.setattr(strategy, "pace_of", lambda device: pace)
     busy = [Execution(20_000_000, 0)] * 40  # 10 ms each
     found = {}
     for name, executions in {"idle": [NOTHING] * 40, "busy": busy}.items():
         source = layers_of(executions)
-        found[name], news = load_model.grouped(source, LINK, "upriver", limits, CPU, {})
-        assert list(news.values()) == [found[name]]
-        again = load_model.grouped(source, LINK, "upriver", limits, CPU, news)
-        assert again == (found[name], {})
+        plan = strategy.plan_requests(source, LINK, "upriver", limits, CPU, {})
+        found[name] = plan.groups
+        assert list(plan.groupings.values()) == [found[name]]
+        again = strategy.plan_requests(source, LINK, "upriver", limits, CPU, plan.groupings)
+        assert (again.groups, again.groupings) == (found[name], {})
     timeline = Timeline(
         [float(MIB)] * 40,
-        [MIB / load_model.LOAD_BYTES_PER_S] * 40,
+        [MIB / strategy.LOAD_BYTES_PER_S] * 40,
         [pace.seconds(each) for each in busy],
         latency_s=LINK.latency_s,
         bandwidth_bytes_per_s=LINK.bandwidth_bytes_per_s,
@@ -303,8 +304,8 @@ def test_groupings_of_other_machines_are_others(monkeypatch: pytest.MonkeyPatch)
     source, known = layers_of([Execution(20_000_000, 0)] * 40), {}
     for factor in (1.0, 1.01, 30.0):
         pace = DevicePace(flops_per_s=1e9 * factor, moved_bytes_per_s=1e9 * factor)
-        monkeypatch.setattr(load_model, "pace_of", lambda device, pace=pace: pace)
-        _, news = load_model.grouped(source, LINK, "upriver", StreamLimits(), CPU, known)
+        monkeypatch.setattr(strategy, "pace_of", lambda device, pace=pace: pace)
+        news = strategy.plan_requests(source, LINK, "upriver", StreamLimits(), CPU, known).groupings
         assert bool(news) == (factor != 1.01)
         known = news or known
     assert len(known) == 2 and len({tuple(groups) for groups in known.values()}) == 2
@@ -312,10 +313,10 @@ def test_groupings_of_other_machines_are_others(monkeypatch: pytest.MonkeyPatch)
 
 def test_pisels_groups_do_not_ask_what_executing_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        load_model, "pace_of", lambda device: DevicePace(flops_per_s=1e6, moved_bytes_per_s=1e6)
+        strategy, "pace_of", lambda device: DevicePace(flops_per_s=1e6, moved_bytes_per_s=1e6)
     )
     source = layers_of([Execution(20_000_000, 0)] * 40)
-    groups, _ = load_model.grouped(source, LINK, "pisel", StreamLimits(), CPU, {})
+    groups = strategy.plan_requests(source, LINK, "pisel", StreamLimits(), CPU, {}).groups
     sizes = [math.prod(placed.shape) for placed in source.tensors]
     assert len({len(group) for group in groups[:-1]}) == 1
     assert len(groups[0]) == pytest.approx(LINK.latency_s * LINK.bandwidth_bytes_per_s / MIB, rel=0.5)

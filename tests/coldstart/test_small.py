@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from tests.store.s3_server import S3Server
 from upriver.coldstart import load_model, publish_model
 from upriver.coldstart import load_program as cold_programs
 from upriver.coldstart.fetch import strategy
+from upriver.coldstart.fetch.strategy import RequestPlan, plan_requests
 from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format.checkpoint import WeightSource, find
 from upriver.coldstart.grouping import grouping_cache, groups
@@ -123,8 +126,9 @@ def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
     assert handle.wait(60)
 
 
-def _each_alone(source: WeightSource, *_: object) -> tuple[list[range], dict[str, list[range]]]:
-    return [range(number, number + 1) for number in range(len(source.tensors))], {}
+def _each_alone(source: WeightSource, *options: Any) -> RequestPlan:
+    alone = [range(number, number + 1) for number in range(len(source.tensors))]
+    return replace(plan_requests(source, *options), groups=alone, groupings={})
 
 
 @pytest.mark.parametrize("kind", ["model", "program"])
@@ -134,7 +138,7 @@ def test_ours_asks_for_groups_that_follow_each_other_together_and_the_others_do_
     store, program = connected(server), capture(build(), (X,))
     publish_model(build(), store, "net.safetensors", (X,))
     cold_programs.publish(program, store)
-    monkeypatch.setattr(cold_programs if kind == "program" else load_model, "grouped", _each_alone)
+    monkeypatch.setattr(cold_programs if kind == "program" else load_model, "plan_requests", _each_alone)
     num_reads = {}
     for name in GROUPINGS:
         server.requests.clear()

@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 
-from upriver.coldstart.fetch.weight_stream import Sink, WeightStream
-from upriver.coldstart.format.checkpoint import WeightSource
+from upriver.coldstart.fetch.strategy import RequestPlan
 from upriver.coldstart.format.manifest import Manifest, StoredTensor
-from upriver.coldstart.load_handle import Groupings, Handle, under_way
+from upriver.coldstart.format.readahead import Readahead
+from upriver.coldstart.load_handle import Handle, under_way
 from upriver.coldstart.model.assignment import memories
 from upriver.errors import Cancelled, ProgramError, UpriverError
 from upriver.program.graph.executor import BeforeStage, Program
@@ -102,37 +102,35 @@ class Arriving(Handle[Program]):
 
     def __init__(
         self,
-        source: WeightSource,
+        plan: RequestPlan,
         file: ArrivingFile,
-        stream_of: Callable[[Sink], WeightStream],
         *,
+        ahead: Readahead | None,
         stop: int,
         digest: str | None,
         steps: Mapping[str, float],
-        groupings: Groupings,
     ) -> None:
         """Prepare the load without sending a request.
 
         Args:
-            source: As for :class:`Handle`, like ``stream_of``, ``steps`` and ``groupings``.
+            plan: As for :class:`Handle`, like ``ahead`` and ``steps``.
             file: Memory of the weights.
-            stream_of: As there.
+            ahead: As there.
             stop: Position before which stages may run.
             digest: Digest of the whole file; None if only a part is wanted.
             steps: As there.
-            groupings: As there.
         """
+        tensors = plan.source.tensors
         super().__init__(
-            source,
-            memories(source.tensors, [file.targets(placed.name) for placed in source.tensors]),
-            stream_of,
+            plan,
+            memories(tensors, [file.targets(placed.name) for placed in tensors]),
+            ahead=ahead,
             steps=steps,
-            groupings=groupings,
             also=int(digest is not None),  # the check of the file's digest
         )
         self._stop, self._digest = stop, digest
         self._file: ArrivingFile | None = file
-        self._numbers = {placed.name: number for number, placed in enumerate(source.tensors)}
+        self._numbers = {placed.name: number for number, placed in enumerate(tensors)}
         file.complete = self._arrivals.wait_for_all
 
     def before_stage(self, position: int, keys: Collection[str]) -> None:

@@ -12,26 +12,77 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
 
 from upriver._threads.background import BackgroundThread
 from upriver.coldstart import link_cache
-from upriver.coldstart.fetch.weight_stream import Sink, WeightStream
+from upriver.coldstart.fetch.strategy import Groupings, RequestPlan
+from upriver.coldstart.fetch.weight_stream import DEFAULT_LIMITS, StreamLimits, WeightStream
 from upriver.coldstart.format.checkpoint import WeightSource
-from upriver.coldstart.format.readahead import ENDING_S, reading
+from upriver.coldstart.format.readahead import ENDING_S, Readahead, reading
 from upriver.coldstart.grouping import grouping_cache
-from upriver.coldstart.load_history import FILLED, LoadEvent, moments
+from upriver.coldstart.grouping.groups import check_policy
 from upriver.coldstart.model.arrivals import Arrivals
 from upriver.coldstart.model.assignment import WeightMemory
-from upriver.errors import Cancelled, StoreError, UpriverError
-from upriver.types import MOST_SECONDS, require_finite
+from upriver.errors import Cancelled, ConfigError, StoreError, UpriverError
+from upriver.program.graph.devices import check_device
+from upriver.store import Store
+from upriver.types import MOST_SECONDS, require_finite, require_type
 
 log = logging.getLogger(__name__)
 
-Groupings: TypeAlias = Mapping[str, list[range]]
-"""Groupings by their keys in the cache."""
-
 Owner = TypeVar("Owner")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadEvent:
+    """Event of a load.
+
+    Attributes:
+        at_s: Seconds since the load began.
+        kind: ``found`` (the weights' location is known), ``constructed`` (the model), ``request``,
+            ``first_byte``, ``refetch`` and ``filled`` of the stream, ``touched`` (first read of a weight,
+            which waits if it has not arrived), ``loaded`` or ``failed``.
+        weights: Names of the first and the last weight concerned; empty if none is.
+        nbytes: Bytes of these weights.
+    """
+
+    at_s: float
+    kind: str
+    weights: tuple[str, ...] = ()
+    nbytes: int = 0
+
+
+def check_options(
+    store: Store | None,
+    options: Mapping[str, str] | None,
+    device: str | torch.device,
+    grouping: str,
+    limits: StreamLimits | None,
+) -> tuple[torch.device, StreamLimits]:
+    """Check the options that all loads have, before any lookup. Return the device and the limits.
+
+    Raises:
+        ConfigError: If torch cannot compute on the device, no such grouping exists, or another option has
+            another type.
+    """
+    if store is not None:
+        require_type("store", store, Store, "Store.open(URI)")
+    if options is not None:
+        texts = (*options.keys(), *options.values()) if isinstance(options, Mapping) else (options,)
+        others = [each for each in texts if not isinstance(each, str)]
+        if others or not isinstance(options, Mapping):  # values may be secret: the error names only the type
+            kind = type(others[0] if others else options).__name__
+            raise ConfigError(
+                f"store_options must be a mapping of texts to texts, got something of type {kind}"
+            )
+    check_policy(grouping)
+    if limits is not None:
+        require_type("limits", limits, StreamLimits, "coldstart.StreamLimits()")
+    return check_device(device), limits or DEFAULT_LIMITS
 
 
 class Handle(ABC, Generic[Owner]):
@@ -45,34 +96,32 @@ class Handle(ABC, Generic[Owner]):
 
     def __init__(
         self,
-        source: WeightSource,
+        plan: RequestPlan,
         memories: Sequence[WeightMemory],
-        stream_of: Callable[[Sink], WeightStream],
         *,
+        ahead: Readahead | None,
         steps: Mapping[str, float],
-        groupings: Groupings,
         also: int = 0,
     ) -> None:
         """Prepare the load without sending a request.
 
         Args:
-            source: Wanted weights.
+            plan: Requests of the wanted weights.
             memories: Memory of each weight.
-            stream_of: Function that makes the stream for a sink.
+            ahead: Readahead, if one was started.
             steps: Times of past events, ``began`` among them.
-            groupings: Groupings to store at the end of the load.
             also: Number of other tasks to wait for, besides the weights.
         """
-        self._source, self._memories = source, list(memories)
+        self._source, self._memories = plan.source, list(memories)
         self._steps, self._stream_s = dict(steps), 0.0
-        self._groupings = groupings
+        self._groupings = plan.groupings
         self._left = len(self._memories)
         self._arrivals = Arrivals(self._left + also)
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.nbytes = sum(placed.stop - placed.start for placed in source.tensors)
+        self.nbytes = plan.source.nbytes
         self.touched: dict[int, float] = {}
-        self._stream = stream_of(self)
+        self._stream = plan.stream(self, ahead)
 
     def start(self, owner: Owner) -> None:
         """Start the load.
@@ -126,8 +175,7 @@ class Handle(ABC, Generic[Owner]):
 
     def nbytes_here(self) -> int:
         """Return the bytes of the weights that have arrived."""
-        events = tuple(self._stream.events)
-        return sum(event.nbytes for event in events if event.kind == FILLED)
+        return sum(event.nbytes for event in tuple(self._stream.events) if event.kind == "filled")
 
     def names_between(self, first: str, last: str | None = None) -> list[str]:
         """Return the names of the weights from one to another, in execution order if it is known."""
@@ -136,14 +184,21 @@ class Handle(ABC, Generic[Owner]):
 
     def history(self) -> list[LoadEvent]:
         """Return the events so far, in order."""
-        return moments(
-            self._source,
-            began_s=self._steps["began"],
-            steps={kind: at for kind, at in dict(self._steps).items() if kind != "began"},
-            stream_s=self._stream_s,
-            events=tuple(self._stream.events),
-            touched=dict(self.touched),
-        )
+        began_s, tensors = self._steps["began"], self._source.tensors
+        steps = {kind: at for kind, at in dict(self._steps).items() if kind != "began"}
+        found = [LoadEvent(at_s=at - began_s, kind=kind) for kind, at in steps.items()]
+        for event in tuple(self._stream.events):
+            names = dict.fromkeys(tensors[at].name for at in (event.tensors[0], event.tensors[-1]))
+            at_s = self._stream_s + event.at_s - began_s
+            found.append(LoadEvent(at_s=at_s, kind=event.kind, weights=tuple(names), nbytes=event.nbytes))
+        for index, at in dict(self.touched).items():
+            read = tensors[index]
+            found.append(
+                LoadEvent(
+                    at_s=at - began_s, kind="touched", weights=(read.name,), nbytes=read.stop - read.start
+                )
+            )
+        return sorted(found, key=lambda event: event.at_s)
 
     # -------------------------------------------------------------------------- what the stream tells
 
@@ -244,16 +299,9 @@ def _left(until_s: float) -> float | None:
 
 
 def remember(source: WeightSource, stream: WeightStream, groupings: Groupings) -> None:
-    """Store the results that the next load can start with.
-
-    Args:
-        source: Loaded weights.
-        stream: Stream that brought them.
-        groupings: All groupings to store for these weights; empty if none is new.
-    """
-    nbytes = sum(placed.stop - placed.start for placed in source.tensors)
+    """Store the results of a stream that the next load can start with."""
     if not stream.bounded:
-        link_cache.keep(source.store, stream.measured, nbytes=nbytes)
+        link_cache.keep(source.store, stream.measured, nbytes=source.nbytes)
     if groupings:
         try:
             grouping_cache.keep(source, groupings)

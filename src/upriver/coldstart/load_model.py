@@ -18,36 +18,24 @@ import torch
 from torch import nn
 
 from upriver._threads.executor import DaemonExecutor
-from upriver.coldstart.arguments import check_store, checked
-from upriver.coldstart.fetch.strategy import asked_ahead, is_one_request, way_to
-from upriver.coldstart.fetch.weight_stream import Sink, StreamLimits, WeightStream
+from upriver.coldstart.fetch.strategy import Groupings, RequestPlan, asked_ahead, plan_requests, way_to
+from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format.checkpoint import WeightSource, find, keep_order
 from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.format.uris import opened
-from upriver.coldstart.grouping import grouping_cache
-from upriver.coldstart.grouping.groups import choose, joins_s, knows_stream
-from upriver.coldstart.grouping.timeline import Timeline
 from upriver.coldstart.link_cache import StoreLink
-from upriver.coldstart.load_handle import Groupings, Handle, under_way
+from upriver.coldstart.load_handle import Handle, check_options, under_way
 from upriver.coldstart.model.assignment import MatchedWeights, held, match, memories, move
 from upriver.coldstart.model.construction import construct
 from upriver.coldstart.model.lazy_module import WeightGuard
 from upriver.coldstart.model.load_hooks import check_loading_code
 from upriver.coldstart.model.weight_barrier import WeightGate
-from upriver.coldstart.roofline import layer_seconds, pace_of
 from upriver.errors import ConfigError, StoreError
 from upriver.program.graph.devices import make_ready
 from upriver.store import Store
 from upriver.types import require_type
 
 logger = logging.getLogger(__name__)
-
-LOAD_BYTES_PER_S = 2e9
-"""Speed at which one core loads bytes from the link: a checksum and a copy."""
-
-LAYER_BYTES = 1 << 18
-"""Fewest bytes of a layer, for grouping. Smaller weights form one layer with those after them: a bias is
-requested with the tensor to which it is added."""
 
 
 class Loading(Handle[nn.Module]):
@@ -58,10 +46,10 @@ class Loading(Handle[nn.Module]):
         model: nn.Module,
         source: WeightSource,
         matched: MatchedWeights,
-        stream_of: Callable[[Sink], WeightStream],
+        plan: RequestPlan,
         *,
+        ahead: Readahead | None,
         steps: Mapping[str, float],
-        groupings: Groupings,
     ) -> None:
         """Guard the model without sending a request.
 
@@ -69,18 +57,13 @@ class Loading(Handle[nn.Module]):
             model: Model whose accesses wait for weights from now on.
             source: All stored weights.
             matched: Stored weights that the model has.
-            stream_of: As for :class:`Handle`, like the following ones.
+            plan: As for :class:`Handle`, like ``ahead`` and ``steps``.
+            ahead: As there.
             steps: As there.
-            groupings: As there, for all stored weights.
         """
-        whole = len(matched.source.tensors) == len(source.tensors)
-        super().__init__(
-            matched.source,
-            memories(matched.source.tensors, matched.targets),
-            stream_of,
-            steps=steps,
-            groupings=groupings if whole else {},
-        )
+        if len(matched.source.tensors) < len(source.tensors):
+            plan = replace(plan, groupings={})
+        super().__init__(plan, memories(matched.source.tensors, matched.targets), ahead=ahead, steps=steps)
         self._all = source
         self._keeps, self._shown = threading.Lock(), False
         self._gate = WeightGate(self._arrivals, self._stream.hurry)
@@ -182,8 +165,7 @@ def begin(
     _check_builder(build_model)
     require_type("uri", uri, str, "of the weights, or with store a name in it")
     require_type("strict", strict, bool, "whether weights that the model does not have are an error")
-    check_store(store, store_options)
-    place, limits = checked(device, grouping, limits)
+    place, limits = check_options(store, store_options, device, grouping, limits)
     where, path = (store, uri) if store is not None else opened(uri, store_options)
     with asked_ahead(where, path, grouping, limits) as ahead:
         with DaemonExecutor(3, name="coldstart-find") as beside:
@@ -195,23 +177,8 @@ def begin(
             source, link, known, steps["found"] = found.result()
         matched = match(move(model, place), source, strict=strict)
         check_loading_code(model, source, converted=matched.converted)
-        groups, news = grouped(matched.source, link, grouping, limits, place, known)
-        loading = Loading(
-            model,
-            source,
-            matched,
-            lambda sink: WeightStream(
-                matched.source,
-                groups,
-                sink,
-                limits=limits,
-                link=link,
-                joins_s=joins_s(grouping),
-                ahead=ahead,
-            ),
-            steps=steps,
-            groupings=news,
-        )
+        plan = plan_requests(matched.source, link, grouping, limits, place, known)
+        loading = Loading(model, source, matched, plan, ahead=ahead, steps=steps)
         loading.start(model)
     return model, loading
 
@@ -237,71 +204,6 @@ def _found(
     near = source.tensors[0].path if source.tensors else path
     link, known = way_to(source, near, policy, limits, beside, ahead)
     return source, link, known, time.monotonic()
-
-
-def grouped(
-    source: WeightSource,
-    link: StoreLink,
-    policy: str,
-    limits: StreamLimits,
-    device: torch.device,
-    known: Groupings,
-) -> tuple[list[range], Groupings]:
-    """Decide which weights are requested together, and which groupings to store.
-
-    Args:
-        source: Wanted weights.
-        link: Link to the store.
-        policy: One of :data:`~upriver.coldstart.grouping.groups.GROUPINGS`.
-        limits: Limits of the stream.
-        device: Device of the model.
-        known: Stored groupings by key.
-
-    Returns:
-        The groups, and all groupings to store from now on; no groupings if nothing has changed.
-
-    Raises:
-        ConfigError: If no such policy exists.
-    """
-    if is_one_request(source, policy, limits):
-        return [range(len(source.tensors))] if source.tensors else [], {}
-    bandwidth = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
-    link = replace(link, bandwidth_bytes_per_s=bandwidth)
-    name, link, pace = grouping_cache.bucket(policy, link, limits.in_flight_bytes, pace_of(device))
-    name += "" if source.ordered else " as they lie"
-    groups = known.get(name)
-    if groups and groups[-1].stop == len(source.tensors):
-        return groups, {}
-    layers = _layers([placed.stop - placed.start for placed in source.tensors])
-    sizes = [
-        float(sum(p.stop - p.start for p in source.tensors[layer.start : layer.stop])) for layer in layers
-    ]
-    timeline = Timeline(
-        sizes,
-        [size / LOAD_BYTES_PER_S for size in sizes],
-        layer_seconds([placed.execution for placed in source.tensors], layers, pace),
-        latency_s=link.latency_s,
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s,
-        # Two things may be larger, and then come in parts: a layer, or a group of a policy without a cap.
-        memory_cap_bytes=max(
-            [float(limits.in_flight_bytes), *(sizes if knows_stream(policy) else [sum(sizes)])]
-        ),
-        one_core=True,
-    )
-    chosen = choose(policy, timeline)
-    groups = [range(layers[group.start].start, layers[group.stop - 1].stop) for group in chosen]
-    return groups, {**known, name: groups}
-
-
-def _layers(sizes: Sequence[int]) -> list[range]:
-    """Return the layers for grouping: each weight with the small ones before it."""
-    layers, start, filled = [], 0, 0
-    for stop, size in enumerate(sizes, start=1):
-        filled += size
-        if filled >= LAYER_BYTES:
-            layers.append(range(start, stop))
-            start, filled = stop, 0
-    return layers if start == len(sizes) else [*layers, range(start, len(sizes))]
 
 
 def _keep(source: WeightSource, names: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,21 +23,18 @@ from dataclasses import dataclass, replace
 import torch
 
 from upriver._threads.executor import DaemonExecutor
-from upriver.coldstart.arguments import check_store, checked
-from upriver.coldstart.fetch.strategy import asked_ahead, way_to
-from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
+from upriver.coldstart.fetch.strategy import Groupings, asked_ahead, plan_requests, way_to
+from upriver.coldstart.fetch.weight_stream import StreamLimits
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.format.checkpoint import WeightSource, published
 from upriver.coldstart.format.manifest import Manifest
 from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.format.uris import program_at
 from upriver.coldstart.garbage_collection import check_staying, note_use
-from upriver.coldstart.grouping.groups import joins_s
 from upriver.coldstart.grouping.stage_costs import stage_executions
 from upriver.coldstart.incoming_weights import Arriving, ArrivingFile, arriving
 from upriver.coldstart.link_cache import StoreLink
-from upriver.coldstart.load_handle import Groupings
-from upriver.coldstart.load_model import grouped
+from upriver.coldstart.load_handle import check_options
 from upriver.errors import (
     AccessDenied,
     ConfigError,
@@ -198,8 +195,7 @@ def begin(
     The handle is None if the weights had no manifest and were read whole.
     """
     steps = {"began": time.monotonic()}
-    check_store(store, store_options)
-    where, bounds = checked(device, grouping, limits)
+    where, bounds = check_options(store, store_options, device, grouping, limits)
     require_type("caps", caps, GraphCaps, "DEFAULT_CAPS")
     if stop is not None:
         require_type("stop", stop, int, "a cut's position")
@@ -230,25 +226,19 @@ def begin(
         steps["found"] = found.at_s
         _check_weights(graph, found.manifest)
         wanted = None if stop is None else keys_read(graph, stop)
-        source, link, known = found.of(wanted)
-        groups, news = grouped(source, link, grouping, bounds, where, known)
+        source, known = found.source, found.known
+        if wanted is not None:  # groupings are stored for whole files only
+            some = tuple(placed for placed in source.tensors if placed.name in wanted)
+            source, known = replace(source, tensors=some), {}
+        plan = plan_requests(source, found.link, grouping, bounds, where, known)
         file = ArrivingFile(found.manifest, wanted, where)
         coming = Arriving(
-            source,
+            plan if wanted is None else replace(plan, groupings={}),
             file,
-            lambda sink: WeightStream(
-                source,
-                groups,
-                sink,
-                limits=bounds,
-                link=link,
-                joins_s=joins_s(grouping),
-                ahead=ahead,
-            ),
+            ahead=ahead,
             stop=len(graph.stages) if stop is None else stop,
             digest=graph.weights_digest if wanted is None else None,
             steps=steps,
-            groupings=news if wanted is None else {},
         )
         program = Program(graph, file, device=where, caps=caps, before_stage=coming.before_stage)
         coming.start(program)
@@ -278,13 +268,6 @@ class FoundWeights:
     link: StoreLink
     known: Groupings
     at_s: float
-
-    def of(self, wanted: Collection[str] | None) -> tuple[WeightSource, StoreLink, Groupings]:
-        """Return the weights of these keys, or all. Groupings are stored only for all of them."""
-        if wanted is None:
-            return self.source, self.link, self.known
-        some = tuple(placed for placed in self.source.tensors if placed.name in wanted)
-        return replace(self.source, tensors=some), self.link, {}
 
 
 def find(

@@ -355,15 +355,6 @@ def test_a_group_that_lies_side_by_side_is_one_request() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [[], [range(2)], [range(1, 3)], [range(2), range(1, 3)], [range(3), range(3, 4)], [range(2, -1, -1)]],
-)
-def test_groups_have_every_tensor_once_and_in_order(groups: list[range]) -> None:
-    with pytest.raises(ConfigError, match="groups must"):
-        asked_for([("a", 0, 100), ("a", 100, 200), ("a", 200, 300)], groups)
-
-
 # ------------------------------------------------------------------------------------ times of requests
 
 
@@ -545,13 +536,6 @@ def test_a_capped_stream_is_the_same(tmp_path: Path) -> None:
 def test_limits_are_checked(limits: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem.replace("+", r"\+")):
         StreamLimits(**limits)
-
-
-@pytest.mark.parametrize("link", [{"latency_s": -1}, {"bandwidth_bytes_per_s": 0}, {"latency_s": math.nan}])
-def test_a_link_that_cannot_be_is_refused(link: dict[str, float]) -> None:
-    source = lying(None, [("a", 0, 1)])
-    with pytest.raises(ConfigError, match=next(iter(link))):
-        WeightStream(source, [range(1)], Memory(source), link=replace(LINK, **link))
 
 
 # ------------------------------------------------------------------------------------------ early ends

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.coldstart.ordered import Ordered, published
-from upriver.coldstart import load_model as under_test
+from upriver.coldstart.fetch import strategy
 from upriver.coldstart.load_model import load, loading
 
 
@@ -40,7 +40,7 @@ class Caller(threading.Thread):
 def held_back(monkeypatch: pytest.MonkeyPatch, lets: int = 0, order: tuple[int, ...] = ()) -> Ordered:
     """Return the next load's source of weights: it delivers ``lets`` of them, and more on command."""
     stream = Ordered(order, lets=threading.Semaphore(lets))
-    monkeypatch.setattr(under_test, "WeightStream", stream.of)
+    monkeypatch.setattr(strategy, "WeightStream", stream.of)
     return stream
 
 

@@ -89,7 +89,7 @@ def test_what_cannot_be_asked_for_is_an_error_of_all_who_wait(
 
     async def go() -> None:
         file = cold_file(store, program, StreamLimits(), [])
-        monkeypatch.setattr(cold, "grouped", fail)
+        monkeypatch.setattr(cold, "plan_requests", fail)
         file.ask([1])
         for waiting in (file.ready([1], [1], within_s=0.0), file.over(), file.checked()):
             with pytest.raises(UpriverError, match=str(error)):
@@ -220,7 +220,7 @@ def test_where_no_thread_can_check_it_all_who_wait_get_an_error(monkeypatch: pyt
 def test_what_is_asked_for_together_is_chosen_beside_the_loop(
     cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, grouped = wide(), cold.grouped
+    program, planned = wide(), cold.plan_requests
     store = Store.open("memory://cold")
     publish(program, store)
     threads, go_on = [], threading.Event()
@@ -228,11 +228,11 @@ def test_what_is_asked_for_together_is_chosen_beside_the_loop(
     def slow(*arguments: Any) -> Any:
         threads.append(threading.get_ident())
         assert go_on.wait(60)
-        return grouped(*arguments)
+        return planned(*arguments)
 
     async def go() -> None:
         file = cold_file(store, program, StreamLimits(), [])
-        monkeypatch.setattr(cold, "grouped", slow)
+        monkeypatch.setattr(cold, "plan_requests", slow)
         file.ask([1, 7])
         waiting = asyncio.create_task(file.ready([7], [7], within_s=0.0))
         await asyncio.sleep(0)  # urgent, before a stream exists

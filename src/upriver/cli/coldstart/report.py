@@ -10,7 +10,7 @@ from upriver.text import bytes_text, rate_text
 
 if TYPE_CHECKING:
     from upriver.coldstart import Arriving, Loading
-    from upriver.coldstart.load_history import LoadEvent
+    from upriver.coldstart.load_handle import LoadEvent
     from upriver.report.cold_plot import WeightSpans
 
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource
-from upriver.errors import ConfigError
 
 PADDING = -1
 """Tensor index of bytes that are read along and discarded."""
@@ -107,11 +106,7 @@ def requests_for(
         along_bytes: Largest gap between two tensors that is read along.
         join_bytes: Most bytes of a request that joins consecutive groups of an object; at most
             ``request_bytes``.
-
-    Raises:
-        ConfigError: If a tensor is in no group, in two groups, or out of order.
     """
-    _check_groups(groups, len(source.tensors))
     found: list[RangeRequest] = []
     for group in groups:
         requests = _requests_of(source, group, request_bytes=request_bytes, along_bytes=along_bytes)
@@ -243,13 +238,3 @@ def _as_they_lie(source: WeightSource, group: range, request_bytes: int) -> Iter
         yield from parts_of(
             index, tensors[index], chunk_bytes=source.chunk_bytes, request_bytes=request_bytes
         )
-
-
-def _check_groups(groups: Sequence[range], num_tensors: int) -> None:
-    expected = 0
-    for group in groups:
-        if group.step != 1 or group.start != expected or group.stop <= expected:
-            raise ConfigError(f"groups must follow each other from tensor 0 on, got {group} at {expected}")
-        expected = group.stop
-    if expected != num_tensors:
-        raise ConfigError(f"groups must have all {num_tensors} tensors, got {expected}")

@@ -1,21 +1,37 @@
-"""Look up what a load needs to know before it requests weights: the link and the cached groupings."""
+"""Look up what a load needs to know before it requests weights, and plan its requests."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
 
 from upriver.coldstart import link_cache
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch.weight_stream import Sink, StreamLimits, WeightStream
 from upriver.coldstart.format.checkpoint import WeightSource, object_at
 from upriver.coldstart.format.readahead import MOST_BYTES, Readahead
 from upriver.coldstart.grouping import grouping_cache
-from upriver.coldstart.grouping.groups import is_whole, knows_stream
+from upriver.coldstart.grouping.groups import GROUPINGS, JOIN_S, is_joining, is_whole
+from upriver.coldstart.grouping.timeline import Timeline
 from upriver.coldstart.link_cache import StoreLink
+from upriver.coldstart.roofline import layer_seconds, pace_of
 from upriver.store import Store
+
+Groupings: TypeAlias = Mapping[str, list[range]]
+"""Groupings by their keys in the cache."""
+
+LOAD_BYTES_PER_S = 2e9
+"""Speed at which one core loads bytes from the link: a checksum and a copy."""
+
+LAYER_BYTES = 1 << 18
+"""Fewest bytes of a layer, for grouping. Smaller weights form one layer with those after them: a bias is
+requested with the tensor to which it is added."""
 
 
 def way_to(
@@ -25,7 +41,7 @@ def way_to(
     limits: StreamLimits,
     beside: Executor,
     ahead: Readahead | None = None,
-) -> tuple[StoreLink, Mapping[str, list[range]]]:
+) -> tuple[StoreLink, Groupings]:
     """Return the link to a source, and the cached groupings of its weights.
 
     Neither is looked up if it would change nothing.
@@ -35,7 +51,7 @@ def way_to(
         near: Non-empty object in the same store.
         policy: Grouping policy of the load.
         limits: Limits of the stream.
-        beside: Executor for one lookup while the other waits for its response.
+        beside: Executor for one of the two lookups.
         ahead: Readahead of that store, if one was started.
 
     Raises:
@@ -63,19 +79,10 @@ def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> I
     which requests only what the paper says, or a bandwidth cap reserves the link for other uses. The
     readahead ends with the context, unless a stream has taken it over.
 
-    Args:
-        store: Store of the weights.
-        path: Path of the weights, see :func:`~upriver.coldstart.format.checkpoint.find`.
-        policy: Grouping policy of the load.
-        limits: Limits of the stream.
+    The path is as for :func:`~upriver.coldstart.format.checkpoint.find`.
     """
     name = object_at(path)
-    if (
-        name is None
-        or not knows_stream(policy)
-        or not store.is_far
-        or limits.bandwidth_bytes_per_s < math.inf
-    ):
+    if name is None or not is_joining(policy) or not store.is_far or limits.bandwidth_bytes_per_s < math.inf:
         yield None
         return
     num_bytes = min(MOST_BYTES, limits.request_bytes)
@@ -86,3 +93,100 @@ def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> I
     finally:
         if not ahead.taken:
             ahead.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestPlan:
+    """Which weights a load requests together.
+
+    Attributes:
+        source: Wanted weights.
+        groups: Ranges over them, in the order of the requests.
+        groupings: All groupings to store at the end of the load; empty if none is new.
+        link: Link to the store.
+        limits: Limits of the stream.
+        joins_s: Bytes that arrive within this time may be one request, even across groups.
+    """
+
+    source: WeightSource
+    groups: Sequence[range]
+    groupings: Groupings
+    link: StoreLink
+    limits: StreamLimits
+    joins_s: float
+
+    def stream(self, sink: Sink, ahead: Readahead | None = None) -> WeightStream:
+        """Return the stream of these requests, without sending any."""
+        return WeightStream(
+            self.source,
+            self.groups,
+            sink,
+            limits=self.limits,
+            link=self.link,
+            joins_s=self.joins_s,
+            ahead=ahead,
+        )
+
+
+def plan_requests(
+    source: WeightSource,
+    link: StoreLink,
+    policy: str,
+    limits: StreamLimits,
+    device: torch.device,
+    known: Groupings,
+) -> RequestPlan:
+    """Decide which weights are requested together, from stored groupings or by the policy.
+
+    Args:
+        source: Wanted weights.
+        link: Link to the store.
+        policy: One of :data:`~upriver.coldstart.grouping.groups.GROUPINGS`.
+        limits: Limits of the stream.
+        device: Device of the model.
+        known: Stored groupings.
+    """
+    plan = partial(
+        RequestPlan, source=source, link=link, limits=limits, joins_s=JOIN_S if is_joining(policy) else 0.0
+    )
+    if is_one_request(source, policy, limits):
+        return plan(groups=[range(len(source.tensors))] if source.tensors else [], groupings={})
+    bandwidth = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
+    name, typical, pace = grouping_cache.bucket(
+        policy, replace(link, bandwidth_bytes_per_s=bandwidth), limits.in_flight_bytes, pace_of(device)
+    )
+    name += "" if source.ordered else " as they lie"
+    groups = known.get(name)
+    if groups and groups[-1].stop == len(source.tensors):
+        return plan(groups=groups, groupings={})
+    layers = _layers([placed.stop - placed.start for placed in source.tensors])
+    sizes = [
+        float(sum(p.stop - p.start for p in source.tensors[layer.start : layer.stop])) for layer in layers
+    ]
+    timeline = Timeline(
+        sizes,
+        [size / LOAD_BYTES_PER_S for size in sizes],
+        layer_seconds([placed.execution for placed in source.tensors], layers, pace),
+        latency_s=typical.latency_s,
+        bandwidth_bytes_per_s=typical.bandwidth_bytes_per_s,
+        # Two things may be larger, and then come in parts: a layer, or a group of a policy without a cap.
+        memory_cap_bytes=max(
+            [float(limits.in_flight_bytes), *(sizes if is_joining(policy) else [sum(sizes)])]
+        ),
+        one_core=True,
+    )
+    groups = [
+        range(layers[group.start].start, layers[group.stop - 1].stop) for group in GROUPINGS[policy](timeline)
+    ]
+    return plan(groups=groups, groupings={**known, name: groups})
+
+
+def _layers(sizes: Sequence[int]) -> list[range]:
+    """Return the layers for grouping: each weight with the small ones before it."""
+    layers, start, filled = [], 0, 0
+    for stop, size in enumerate(sizes, start=1):
+        filled += size
+        if filled >= LAYER_BYTES:
+            layers.append(range(start, stop))
+            start, filled = stop, 0
+    return layers if start == len(sizes) else [*layers, range(start, len(sizes))]

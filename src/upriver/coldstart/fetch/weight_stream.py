@@ -41,7 +41,6 @@ from upriver.coldstart.fetch.range_planner import (
 )
 from upriver.coldstart.format.checkpoint import WeightSource, damaged_error
 from upriver.coldstart.format.readahead import Readahead
-from upriver.coldstart.grouping.timeline import check_link
 from upriver.coldstart.link_cache import StoreLink
 from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
 from upriver.link import TokenBucket
@@ -188,11 +187,7 @@ class WeightStream:
             link: Current estimate of the link.
             joins_s: Bytes that arrive within this time may be one request, even across groups.
             ahead: Readahead, if one was started. A started stream ends it.
-
-        Raises:
-            ConfigError: If the groups do not hold all tensors once and in order, or a number is out of range.
         """
-        check_link(link.latency_s, link.bandwidth_bytes_per_s)
         rate = min(link.bandwidth_bytes_per_s, limits.bandwidth_bytes_per_s)
         self.events: list[StreamEvent] = []
         self._source, self._sink, self._limits = source, sink, limits

@@ -41,24 +41,18 @@ def greedy(
         ConfigError: If a value is no number, negative or infinite.
     """
     check_link(latency_s, bandwidth_bytes_per_s)
-    least = latency_s * bandwidth_bytes_per_s
-    sizes = checked_sizes(sizes_bytes).tolist()
+    return _greedy(checked_sizes(sizes_bytes), latency_s * bandwidth_bytes_per_s)
+
+
+def _greedy(sizes_bytes: Array, least_bytes: float) -> list[range]:
+    sizes = sizes_bytes.tolist()
     groups, start, filled = [], 0, 0.0
     for stop, size in enumerate(sizes, start=1):
         filled += size
-        if filled >= least:
+        if filled >= least_bytes:
             groups.append(range(start, stop))
             start, filled = stop, 0.0
     return groups if start == len(sizes) else [*groups, range(start, len(sizes))]
-
-
-def layer_by_layer(sizes_bytes: Sequence[float] | Array) -> list[range]:
-    """Return a group for each layer, the baseline of PISeL's section 5.3.
-
-    Raises:
-        ConfigError: If a size is no number, negative or infinite.
-    """
-    return [range(layer, layer + 1) for layer in range(len(checked_sizes(sizes_bytes)))]
 
 
 def best(
@@ -103,52 +97,13 @@ def best(
     )
 
 
-def makespan(
-    groups: Sequence[range],
-    sizes_bytes: Sequence[float],
-    load_s: Sequence[float],
-    execute_s: Sequence[float],
-    *,
-    latency_s: float,
-    bandwidth_bytes_per_s: float,
-    memory_cap_bytes: float = math.inf,
-    one_core: bool = False,
-) -> float:
-    """Return the predicted makespan of a grouping, in seconds from the first request to the result.
-
-    Args:
-        groups: Groups of any policy.
-        sizes_bytes: This and the other arguments as for :func:`best`.
-
-    Returns:
-        The prediction of :meth:`Timeline.makespan`; infinite if a group exceeds the memory cap.
-
-    Raises:
-        ConfigError: If a value is no number, negative or infinite, or the groups do not hold every layer
-            once, in order.
-    """
-    timeline = Timeline(
-        sizes_bytes,
-        load_s,
-        execute_s,
-        latency_s=latency_s,
-        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
-        memory_cap_bytes=memory_cap_bytes,
-        one_core=one_core,
-    )
-    return timeline.makespan(groups)
-
-
 def _layer_by_layer(timeline: Timeline) -> list[range]:
-    return layer_by_layer(timeline.sizes_bytes)
+    """Return a group for each layer, the baseline of PISeL's section 5.3."""
+    return [range(layer, layer + 1) for layer in range(timeline.num_layers)]
 
 
 def _pisel(timeline: Timeline) -> list[range]:
-    return greedy(
-        timeline.sizes_bytes,
-        latency_s=timeline.latency_s,
-        bandwidth_bytes_per_s=timeline.bandwidth_bytes_per_s,
-    )
+    return _greedy(timeline.sizes_bytes, timeline.latency_s * timeline.bandwidth_bytes_per_s)
 
 
 def _best(timeline: Timeline) -> list[range]:
@@ -197,17 +152,8 @@ some milliseconds for any request. During these nothing arrives if a store has n
 next request. With more, a weight that a caller waits for out of turn would come late."""
 
 
-def joins_s(policy: str) -> float:
-    """Return the time whose bytes a policy joins into one request, across consecutive groups, in seconds.
-
-    Args:
-        policy: Name of the policy.
-    """
-    return JOIN_S if policy in _JOINING else 0.0
-
-
-def knows_stream(policy: str) -> bool:
-    """Return True if a policy allows readahead before grouping, and bounds groups to the bytes in flight."""
+def is_joining(policy: str) -> bool:
+    """Return True if a policy relies on the stream to write each weight as its bytes arrive."""
     return policy in _JOINING
 
 
@@ -221,20 +167,3 @@ def check_policy(policy: str) -> None:
         raise ConfigError(
             f"grouping must be one of {', '.join(GROUPINGS)}, got {printable(repr(policy), 60)}"
         )
-
-
-def choose(policy: str, timeline: Timeline) -> list[range]:
-    """Return the groups of the named policy.
-
-    Raises:
-        ConfigError: If no such policy exists, or one of its groups exceeds the memory cap.
-    """
-    check_policy(policy)
-    groups = GROUPINGS[policy](timeline)
-    largest = max((timeline.size_bytes(group) for group in groups), default=0.0)
-    if largest > timeline.memory_cap_bytes:
-        raise ConfigError(
-            f"grouping {policy} has a group of {bytes_text(largest)}, more than memory_cap_bytes allows in "
-            f"flight ({bytes_text(timeline.memory_cap_bytes)})"
-        )
-    return groups

@@ -121,10 +121,6 @@ class Timeline:
         alone = np.flatnonzero(sizes <= memory_cap_bytes)
         self.room[alone + 1] = np.minimum(self.room[alone + 1], alone)  # despite rounding
 
-    def size_bytes(self, group: range) -> float:
-        """Return the bytes of a group."""
-        return float(self.sizes_bytes[group.start : group.stop].sum())
-
     def makespan(self, groups: Sequence[range]) -> float:
         """Return the seconds from the first request to the result.
 
@@ -134,11 +130,7 @@ class Timeline:
         Returns:
             The recurrence's last ``executed``; infinite if a group exceeds the memory cap; 0 for a model
             without layers.
-
-        Raises:
-            ConfigError: If a layer is missing, in two groups, or out of order.
         """
-        self._check(groups)
         loaded = np.zeros(self.num_layers)
         free = self.latency_s  # time at which the next group can begin, if its request is sent in time
         busy, makespan = 0.0, 0.0
@@ -155,15 +147,6 @@ class Timeline:
             busy = begun + self.busy_s[stop]
             makespan = max(makespan, end + self.tail_s[start])
         return float(makespan)
-
-    def _check(self, groups: Sequence[range]) -> None:
-        expected = 0
-        for group in groups:
-            if group.step != 1 or group.start != expected or group.stop <= expected:
-                raise ConfigError(f"groups must follow each other from layer 0 on, got {group} at {expected}")
-            expected = group.stop
-        if expected != self.num_layers:
-            raise ConfigError(f"groups must have all {self.num_layers} layers, got {expected}")
 
 
 def check_link(latency_s: float, bandwidth_bytes_per_s: float) -> None:

@@ -24,12 +24,11 @@ import numpy as np
 import torch
 
 from upriver._threads.background import BackgroundThread
+from upriver.coldstart.fetch.strategy import Groupings, plan_requests
 from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
 from upriver.coldstart.format.manifest import Manifest
-from upriver.coldstart.grouping.groups import joins_s
 from upriver.coldstart.incoming_weights import step_back
-from upriver.coldstart.load_handle import Groupings, remember
-from upriver.coldstart.load_model import grouped
+from upriver.coldstart.load_handle import remember
 from upriver.coldstart.load_program import FoundWeights
 from upriver.coldstart.model.arrivals import Arrivals
 from upriver.errors import Cancelled, ProgramError, UpriverError
@@ -242,17 +241,10 @@ class ColdFile:
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
-        groups, news = grouped(some, self._found.link, GROUPING, self._limits, self._device, known)
-        stream = WeightStream(
-            some,
-            groups,
-            sink,
-            limits=self._limits,
-            link=self._found.link,
-            joins_s=joins_s(GROUPING),
-        )
+        plan = plan_requests(some, self._found.link, GROUPING, self._limits, self._device, known)
+        stream = plan.stream(sink)
         if some is self._found.source:
-            self._at_once, self._groupings = stream, news
+            self._at_once, self._groupings = stream, plan.groupings
         return stream
 
     def came(self, number: int, *, last: bool) -> None:
