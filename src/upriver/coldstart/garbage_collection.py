@@ -57,7 +57,6 @@ class Removed:
 
     Attributes:
         path: Path of the graph, or of the weights file.
-        digest: Digest of the program, or of the weights.
         nbytes: Bytes of all its objects.
         used_s: Time of its last use, in seconds since 1970.
     """
@@ -73,8 +72,6 @@ class ProgramFolder:
     """Content of one folder of programs.
 
     Attributes:
-        programs: Objects of each program, by digest.
-        weights: Objects of each weights file, by digest.
         uploads: Notes of uploads in progress, or interrupted ones.
         rests: Files of a file store that interrupted uploads left, or that uploads in progress are writing.
         used: Time of the last use, by digest.
@@ -101,8 +98,6 @@ def folders(store: Store, prefix: str, *, tenants: Collection[str] = (), shared:
     """Return the folders of programs in a store.
 
     Args:
-        store: The store.
-        prefix: Folder of upriver's own objects.
         tenants: Tenants whose folders are wanted; all tenants if empty.
         shared: If true, include the shared folder, of programs that were pushed or that servers without
             tenants hold.
@@ -122,11 +117,6 @@ def folders(store: Store, prefix: str, *, tenants: Collection[str] = (), shared:
 
 def survey(store: Store, prefix: str, *, used: bool = True) -> ProgramFolder:
     """List a folder of programs.
-
-    Args:
-        store: The store.
-        prefix: The folder.
-        used: If true, also list the times of last use.
 
     Raises:
         StoreError: If the store cannot be listed.
@@ -211,14 +201,8 @@ def begin_upload(
     for each. Close to that limit both may be refused.
 
     Args:
-        store: The store.
-        prefix: The folder of programs.
-        objects: Path and size of each object that will be written.
         check: Function of the stored bytes, the bytes of other uploads, and the bytes that these objects add.
             Its error ends the upload.
-
-    Returns:
-        The note, for `end_upload`.
 
     Raises:
         StoreError: If the store cannot be listed or written.
@@ -243,11 +227,7 @@ def check_upload(
     """Check an upload as `begin_upload` does, before its bytes arrive, without a note.
 
     Args:
-        store: The store.
-        prefix: The folder of programs.
         path: Path of the graph. A stored program adds nothing.
-        nbytes: Bytes of the upload.
-        check: As for `begin_upload`.
 
     Raises:
         StoreError: If the store cannot be listed.
@@ -299,8 +279,6 @@ def unused(
     """Decide which programs and weights to remove.
 
     Args:
-        programs: Time of each program's last use, by digest.
-        weights: Time of each weights file's last use, by digest.
         needs: Weights that each program's graph names. A graph that names none is damaged.
         before_s: Time of the oldest use that protects from removal.
         only: If not empty, remove only these programs, programs of these weights, and their weights.
@@ -354,11 +332,7 @@ def collect(
     """Remove programs and weights that were not used for long. Those that are used meanwhile stay.
 
     Args:
-        store: The store.
-        prefix: The folder of programs.
-        older_than_s: Seconds since the last use, at least `LEAST_AGE_S`.
         only: Digests of programs or weights; if not empty, only these are removed.
-        dry_run: If true, return the programs and weights to remove without removing them.
         on_progress: Function of the number of finished steps and of all steps.
 
     Returns:
@@ -407,13 +381,6 @@ def collect(
 
 def why_kept(store: Store, prefix: str, digest: str, *, looked_at: Sequence[str], older_than_s: float) -> str:
     """Explain why `collect` removed nothing of a digest, and name the option that would help.
-
-    Args:
-        store: The store.
-        prefix: Folder of upriver's own objects.
-        digest: Digest of a program or weights file.
-        looked_at: Folders for which `collect` was called.
-        older_than_s: As for `collect`.
 
     Raises:
         StoreError: If the store cannot be listed or read.

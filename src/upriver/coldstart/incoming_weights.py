@@ -36,9 +36,7 @@ class ArrivingFile(Stored):
     kept in main memory only if it is wanted whole.
 
     Args:
-        manifest: Manifest of the file.
         wanted: Keys of the wanted tensors; None for all of them and so for the file.
-        device: Device on which the program computes.
     """
 
     def __init__(self, manifest: Manifest, wanted: Collection[str] | None, device: torch.device) -> None:
@@ -110,16 +108,7 @@ class Arriving(Handle[Program]):
         digest: str | None,
         steps: Mapping[str, float],
     ) -> None:
-        """Prepare the load without sending a request.
-
-        Args:
-            plan: As for :class:`Handle`, like ``ahead`` and ``steps``.
-            file: Memory of the weights.
-            ahead: As there.
-            stop: Position before which stages may run.
-            digest: Digest of the whole file; None if only a part is wanted.
-            steps: As there.
-        """
+        """Prepare the load without sending a request."""
         tensors = plan.source.tensors
         super().__init__(
             plan,

@@ -63,9 +63,7 @@ def link_to(store: Store, path: str, *, clock: Callable[[], float] = time.perf_c
     """Measure the latency of a store, and return its link.
 
     Args:
-        store: The store.
         path: Object with at least one byte.
-        clock: Clock, in seconds.
 
     Raises:
         StoreError: If the store cannot be read.

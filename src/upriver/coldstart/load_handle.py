@@ -107,8 +107,6 @@ class Handle(ABC, Generic[Owner]):
 
         Args:
             plan: Requests of the wanted weights.
-            memories: Memory of each weight.
-            ahead: Readahead, if one was started.
             steps: Times of past events, ``began`` among them.
             also: Number of other tasks to wait for, besides the weights.
         """
@@ -125,9 +123,6 @@ class Handle(ABC, Generic[Owner]):
 
     def start(self, owner: Owner) -> None:
         """Start the load.
-
-        Args:
-            owner: Model or program of the weights. After its deletion the load ends.
 
         Raises:
             UpriverError: If no thread can be started.

@@ -51,16 +51,7 @@ class Loading(Handle[nn.Module]):
         ahead: Readahead | None,
         steps: Mapping[str, float],
     ) -> None:
-        """Guard the model without sending a request.
-
-        Args:
-            model: Model whose accesses wait for weights from now on.
-            source: All stored weights.
-            matched: Stored weights that the model has.
-            plan: As for :class:`Handle`, like ``ahead`` and ``steps``.
-            ahead: As there.
-            steps: As there.
-        """
+        """Guard the model without sending a request."""
         if len(matched.source.tensors) < len(source.tensors):
             plan = replace(plan, groupings={})
         super().__init__(plan, memories(matched.source.tensors, matched.targets), ahead=ahead, steps=steps)

@@ -73,9 +73,6 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX, rew
     software, is stored unchanged and without a manifest. It is read whole.
 
     Args:
-        program: The program.
-        store: Destination store.
-        prefix: Folder of programs in the store.
         rewrite: If true, write all objects even if they exist, since a store does not report a damaged
             object. A concurrent load may have to start again.
 
@@ -253,15 +250,7 @@ def begin(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoundWeights:
-    """Result of looking up a program's weights.
-
-    Attributes:
-        manifest: Manifest of the weights.
-        source: All weights.
-        link: Link to the store.
-        known: Stored groupings.
-        at_s: Time of the lookup's end, by ``time.monotonic``.
-    """
+    """Result of looking up a program's weights."""
 
     manifest: Manifest
     source: WeightSource
@@ -283,17 +272,6 @@ def find(
     ahead: Readahead | None = None,
 ) -> FoundWeights | None:
     """Look up a program's weights. Return None if they have no manifest.
-
-    Args:
-        store: Store of the program.
-        prefix: Folder of programs.
-        digest: Digest of the graph.
-        weights_digest: Digest of the weights.
-        grouping: Grouping policy.
-        limits: Limits of the stream.
-        beside: Executor for parallel lookups.
-        caps: Upper bounds on the weights.
-        ahead: Readahead of the weights, if one was started.
 
     Raises:
         ProgramError: If the manifest is invalid.

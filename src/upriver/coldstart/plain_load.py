@@ -38,12 +38,6 @@ def load_plainly(
 ) -> nn.Module:
     """Return a model with its weights, loaded step by step. Memory holds the weights twice meanwhile.
 
-    Args:
-        build_model: Function that makes the model.
-        uri: As for :func:`upriver.coldstart.load`.
-        store: As there.
-        store_options: As there.
-
     Raises:
         ModelError: If the weights are for another model.
         ProgramError: If the file is invalid.

@@ -48,7 +48,6 @@ class Execution(NamedTuple):
 
     Attributes:
         flops: Floating-point operations, as torch counts them: two for a product and its sum.
-        moved_bytes: Bytes that operators read and write.
     """
 
     flops: Count
@@ -134,11 +133,6 @@ def layer_seconds(executions: Sequence[Execution], layers: Sequence[range], pace
 
     The work of a weight counts with the last layer that has ended by then. Small weights follow a layer, such
     as its bias or a norm. They are requested with the next layer and arrive at once.
-
-    Args:
-        executions: Work of each weight.
-        layers: Consecutive ranges that cover all weights.
-        pace: Rates of the device.
     """
     found, layer = [0.0] * len(layers), 0
     for number, execution in enumerate(executions):

@@ -30,12 +30,7 @@ _trim = _trimming()
 
 
 class HeapTrimmer:
-    """Trim the heaps during one load, from one thread.
-
-    Args:
-        trim: Function that trims; None if there is none.
-        clock: Clock, in seconds.
-    """
+    """Trim the heaps during one load, from one thread."""
 
     def __init__(
         self,

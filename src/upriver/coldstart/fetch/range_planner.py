@@ -44,11 +44,8 @@ class RangeRequest:
     """Request for one range of one object.
 
     Attributes:
-        path: The object.
         start: First requested byte of the object.
         parts: Consecutive parts from there on.
-        tensors: Tensors with bytes in the range.
-        nbytes: Number of bytes.
     """
 
     path: str
@@ -100,9 +97,6 @@ def requests_for(
     """Return the requests for all tensors, group by group; within a group the first tensors come first.
 
     Args:
-        source: Location of the tensors.
-        groups: Consecutive ranges that cover all tensors.
-        request_bytes: Most bytes of one request.
         along_bytes: Largest gap between two tensors that is read along.
         join_bytes: Most bytes of a request that joins consecutive groups of an object; at most
             ``request_bytes``.
@@ -121,7 +115,6 @@ def apart(
 
     Args:
         requests: Requests that each begin and end with a tensor.
-        path: The object.
         stop: Byte after the object's first bytes.
     """
     among: list[RangeRequest] = []

@@ -47,10 +47,7 @@ def way_to(
     Neither is looked up if it would change nothing.
 
     Args:
-        source: All weights of the model.
         near: Non-empty object in the same store.
-        policy: Grouping policy of the load.
-        limits: Limits of the stream.
         beside: Executor for one of the two lookups.
         ahead: Readahead of that store, if one was started.
 
@@ -103,8 +100,6 @@ class RequestPlan:
         source: Wanted weights.
         groups: Ranges over them, in the order of the requests.
         groupings: All groupings to store at the end of the load; empty if none is new.
-        link: Link to the store.
-        limits: Limits of the stream.
         joins_s: Bytes that arrive within this time may be one request, even across groups.
     """
 
@@ -136,16 +131,7 @@ def plan_requests(
     device: torch.device,
     known: Groupings,
 ) -> RequestPlan:
-    """Decide which weights are requested together, from stored groupings or by the policy.
-
-    Args:
-        source: Wanted weights.
-        link: Link to the store.
-        policy: One of :data:`~upriver.coldstart.grouping.groups.GROUPINGS`.
-        limits: Limits of the stream.
-        device: Device of the model.
-        known: Stored groupings.
-    """
+    """Decide which weights are requested together, from stored groupings or by the policy."""
     plan = partial(
         RequestPlan, source=source, link=link, limits=limits, joins_s=JOIN_S if is_joining(policy) else 0.0
     )

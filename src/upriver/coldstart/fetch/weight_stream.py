@@ -150,7 +150,6 @@ class StreamEvent:
             filled.
         tensors: Indices in the source, from the first to the last tensor of these bytes.
         at_s: Seconds since the start; negative if the request was sent earlier.
-        nbytes: Number of bytes.
     """
 
     kind: Kind
@@ -160,11 +159,7 @@ class StreamEvent:
 
 
 class WeightStream:
-    """Stream the tensors of a source to a sink.
-
-    Attributes:
-        events: Events so far.
-    """
+    """Stream the tensors of a source to a sink."""
 
     def __init__(
         self,
@@ -180,11 +175,7 @@ class WeightStream:
         """Plan the requests without sending any.
 
         Args:
-            source: Location of the weights.
             groups: Ranges over the tensors, in the order in which they are requested.
-            sink: Receiver of the tensors.
-            limits: Bounds on link and memory.
-            link: Current estimate of the link.
             joins_s: Bytes that arrive within this time may be one request, even across groups.
             ahead: Readahead, if one was started. A started stream ends it.
         """
@@ -253,11 +244,7 @@ class WeightStream:
         self._tell(partial(self._prefer, index))
 
     def cancel(self, error: UpriverError | None = None) -> None:
-        """End soon. A stream that was not started ends when it is.
-
-        Args:
-            error: Error for the sink, unless all tensors have arrived.
-        """
+        """End soon. A stream that was not started ends when it is."""
         told = error or Cancelled(f"the load of {self._source.path!r} was cancelled")
         self._tell(partial(self._break_off, told))
 
@@ -529,12 +516,10 @@ class _Body:
     """Track the bytes of one request.
 
     Attributes:
-        request: The request.
         piece_bytes: Fewest bytes that are written at once.
         urgent: True if a caller waits for this request.
         ahead: Readahead that brings the bytes, if they were requested earlier.
         sent_s: Time at which the request was sent.
-        begun: True after the response began.
         left: Bytes that are not written yet.
     """
 

@@ -77,7 +77,6 @@ def counted(
     Args:
         model: Model in any mode. It is called in eval mode, without gradients.
         args: Positional arguments of the call. Where tensors without data suffice, only their form matters.
-        kwargs: Keyword arguments of the call.
 
     Returns:
         All names, each with the work until the next one is touched. Names that are never touched come last,
@@ -117,12 +116,9 @@ def publish_model(
     """Write a model's weights, in the order in which a call touches them.
 
     Args:
-        model: Model that does not change during the call.
-        store: Destination store.
         path: Name of the object; it ends in ``.safetensors``.
         args: Positional arguments of the call, as for :func:`counted`. Best is the first request after a
             load, because its seconds are predicted.
-        kwargs: Keyword arguments of the call.
 
     Raises:
         ModelError: If the order cannot be recorded.

@@ -73,10 +73,7 @@ class TensorLocation:
     """Position of one tensor in a store, in row-major order.
 
     Attributes:
-        name: Name in the model's state dict.
         dtype: One of :data:`~upriver.program.graph.schema.DTYPES`.
-        shape: Sizes of the tensor.
-        path: Object that holds the tensor.
         start: First byte, counted from the start of the object.
         stop: Byte after the last one.
         crc32c: Checksum of each chunk of :attr:`WeightSource.chunk_bytes`, counted from ``start``; empty if
@@ -99,7 +96,6 @@ class WeightSource:
     """A model's weights in a store.
 
     Attributes:
-        store: Store that holds the weights.
         path: Requested path.
         tensors: Tensors, in execution order if ``ordered``, else in file order.
         ties: Alias of a tensor to its name in ``tensors``.
@@ -141,13 +137,11 @@ def find(
     """Find a model's weights without reading any of them.
 
     Args:
-        store: Store to search.
         path: ``NAME.safetensors``, published here or written by other software;
             ``NAME.safetensors.index.json`` of several such files; or ``NAME``. ``NAME`` stands for the first
             that exists of ``NAME.safetensors``, ``NAME/model.safetensors`` and
             ``NAME/model.safetensors.index.json``. An index that names the file ``NAME/model.safetensors``
             precedes that file.
-        caps: Upper bounds on sizes that the files may claim.
         ahead: Readahead of :func:`object_at`, if one was started.
 
     Raises:
@@ -283,8 +277,6 @@ def damaged_error(source: WeightSource, tensor: TensorLocation, found: range) ->
     """Return the error for bytes that differ from the published ones.
 
     Args:
-        source: Source of the bytes.
-        tensor: Tensor that holds them.
         found: Damaged bytes, counted from the first byte of the tensor.
     """
     start, stop = tensor.start + found.start, tensor.start + found.stop
@@ -341,11 +333,7 @@ def _unordered(
 def _foreign(
     store: Store, path: str, caps: GraphCaps, ahead: Readahead | None = None
 ) -> tuple[ObjectInfo, list[TensorLocation], Literal["no", "perhaps", "certainly"]]:
-    """Read the header of an untrusted file.
-
-    Returns:
-        The object's info, its tensors in file order, and whether upriver wrote the file.
-    """
+    """Read the header of an untrusted file."""
     info = (ahead or store).head(path)
     try:
         head, entries = _header(ahead or store, info, caps)
@@ -535,7 +523,6 @@ class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Content of ``NAME.order.json``.
 
     Attributes:
-        schema: Name and version of the format.
         etags: ETags of the objects for which the order was recorded.
         names: Names of all tensors of these objects, in execution order.
     """
@@ -554,7 +541,6 @@ def in_order(source: WeightSource, names: Iterable[str]) -> WeightSource:
     """Return the same weights in a recorded execution order.
 
     Args:
-        source: Weights to order.
         names: Tensor names in order. Unknown names are skipped. Tensors without a name here go last.
     """
     by_name = {tensor.name: tensor for tensor in source.tensors}
@@ -565,10 +551,6 @@ def in_order(source: WeightSource, names: Iterable[str]) -> WeightSource:
 
 def keep_order(source: WeightSource, names: Iterable[str]) -> None:
     """Store an execution order for later loads of these files.
-
-    Args:
-        source: Result of :func:`find`.
-        names: As for :func:`in_order`.
 
     Raises:
         StoreError: If the store refuses. The caller may ignore this: nothing depends on the order.

@@ -62,9 +62,7 @@ class StoredTensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """One tensor of the file, in row-major order.
 
     Attributes:
-        name: Name in the model's state dict.
         dtype: One of :data:`~upriver.program.graph.schema.DTYPES`.
-        shape: Sizes of the tensor.
         start: First byte, counted from the start of the object.
         stop: Byte after the last one.
         crc32c: Checksum of each chunk, counted from ``start``; the last chunk may be shorter.
@@ -82,9 +80,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Manifest of a weights file.
 
     Attributes:
-        schema: Name and version of the format.
         etag: ETag of the object when it was published; empty if the store has none.
-        nbytes: Size of the object.
         chunk_bytes: Bytes of a tensor that one checksum covers.
         tensors: Tensors in file order, which is that of execution.
         ties: Alias of a tensor to its name in ``tensors``.
@@ -143,14 +139,11 @@ def publish(
 
     Args:
         tensors: State dict in execution order. Its tensors must not change during the call.
-        store: Destination store.
-        path: Name of the object; it ends in ``.safetensors``.
         chunk_bytes: Bytes of a tensor that one checksum covers.
         tied: If true, a tensor with several names is stored once, under the first; else under each, as a
             program's weights are.
         execution: Work between the first use of a tensor and that of the next one, by name; None if not
             counted.
-        caps: Upper bounds that a reader accepts.
 
     Raises:
         ConfigError: If the path cannot name a weights file.
@@ -214,11 +207,6 @@ def describe(
     tensors: Mapping[str, torch.Tensor], digest: str, *, caps: GraphCaps = DEFAULT_CAPS
 ) -> Manifest | None:
     """Return the manifest of an existing weights file, without its ETag.
-
-    Args:
-        tensors: Tensors of the file by name, in file order.
-        digest: SHA-256 of the file.
-        caps: Upper bounds that a reader accepts.
 
     Returns:
         The manifest, or None if the file has another layout than this module writes.
@@ -359,10 +347,6 @@ def read(
     they refer to the same object.
 
     Args:
-        store: Store that holds the file.
-        path: Name of the weights file.
-        caps: Upper bounds on sizes.
-        ahead: Readahead, if one was started.
         copies: If true, accept an object with another ETag but the manifest's size and header, as a copy of
             the file has. Its other bytes are left to the checksums.
 
@@ -428,11 +412,6 @@ def damaged(
     tensor: StoredTensor | TensorLocation, data: bytes | memoryview, *, chunk_bytes: int
 ) -> list[range]:
     """Return the byte ranges of a tensor that its checksums prove wrong, counted from its first byte.
-
-    Args:
-        tensor: Tensor of a manifest, or the location made from one.
-        data: All bytes of the tensor.
-        chunk_bytes: Chunk size of the manifest.
 
     Raises:
         ProgramError: If the data has another size than the tensor.

@@ -47,23 +47,14 @@ class Readahead:
     """Read the first bytes of an object in a separate thread.
 
     Attributes:
-        path: The object.
         info: The store's answer about the object; None until it has arrived.
         sent_s: Time of the request, by ``time.monotonic``.
         first_s: Time at which the response began.
-        come: Number of bytes that have arrived.
         taken: True if a stream ends the readahead instead of its creator.
     """
 
     def __init__(self, store: Store, path: str, most_bytes: int, *, timeout_s: float) -> None:
-        """Create a readahead without sending a request.
-
-        Args:
-            store: Store that may hold the object.
-            path: Name of the object.
-            most_bytes: Number of bytes to request.
-            timeout_s: Longest wait for a byte here before the caller asks the store instead.
-        """
+        """Create a readahead without sending a request."""
         self.path = path
         self.info: ObjectInfo | None = None
         self.sent_s = self.first_s = 0.0
@@ -151,11 +142,7 @@ class Readahead:
     # --------------------------------------------------------------------------------- for a stream
 
     def stop_of(self, etags: Mapping[str, str]) -> int:
-        """Return how many first bytes of the object the readahead supplies; 0 if the objects may differ.
-
-        Args:
-            etags: ETags of the wanted objects.
-        """
+        """Return how many first bytes of the object the readahead supplies; 0 if the objects may differ."""
         if self.info is None or not self.info.etag or etags.get(self.path) != self.info.etag:
             return 0
         return min(self._most_bytes, self.info.size)

@@ -33,10 +33,6 @@ def is_pretrained(model: nn.Module) -> bool:
 def as_saved(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None] | None:
     """Return a model's own memory under the names that ``save_pretrained`` writes.
 
-    Args:
-        model: Any model.
-        state: Its state dict.
-
     Returns:
         For each name the part of the model that is stored under it; None for a computed value, or if nothing
         is stored. None for the whole mapping if names and forms are those of the state dict.

@@ -18,7 +18,6 @@ def opened(uri: str, options: Mapping[str, str] | None = None) -> tuple[Store, s
 
     Args:
         uri: ``s3://BUCKET/NAME`` or ``file:///FOLDER/NAME``.
-        options: Options of an S3 store.
 
     Raises:
         ConfigError: If the URI cannot name an object.
@@ -38,9 +37,6 @@ def file_at(path: Path) -> tuple[Store, str]:
     """Open a store that holds local weights and the targets of their links. Return it and the weights' name.
 
     The cache of Hugging Face's libraries holds links from a model's folder to files in another.
-
-    Args:
-        path: File or folder, as for :func:`~upriver.coldstart.format.checkpoint.find`.
 
     Raises:
         StoreError: If the folder does not exist.

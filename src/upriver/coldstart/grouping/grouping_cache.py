@@ -38,9 +38,7 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Content of ``NAME.groupings.json``.
 
     Attributes:
-        schema: Name and version of the format.
         etags: ETags of the objects that the groupings are for.
-        num_tensors: Number of tensors in these objects.
         stops: End of each group, by the tensors' positions in the file, for each :func:`bucket`.
     """
 
@@ -58,14 +56,7 @@ def path_of(source: WeightSource) -> str:
 def bucket(
     policy: str, link: StoreLink, in_flight_bytes: int, pace: DevicePace
 ) -> tuple[str, StoreLink, DevicePace]:
-    """Return the key of a grouping, and the link and the machine for which it is found.
-
-    Args:
-        policy: Name of the grouping policy.
-        link: Estimate of the link.
-        in_flight_bytes: Most bytes that the load may request at once.
-        pace: Rates of the machine.
-    """
+    """Return the key of a grouping, and the link and the machine for which it is found."""
     latency = _bucket_of(max(LEAST_LATENCY_S, link.latency_s))
     bandwidth = _bucket_of(link.bandwidth_bytes_per_s)
     flops, moved = _bucket_of(pace.flops_per_s), _bucket_of(pace.moved_bytes_per_s)

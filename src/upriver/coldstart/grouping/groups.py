@@ -136,13 +136,7 @@ larger than the bytes in flight. The other policies follow their papers."""
 
 
 def is_whole(policy: str, nbytes: int, request_bytes: int) -> bool:
-    """Return True if a policy makes one group of these bytes, for any link and machine.
-
-    Args:
-        policy: Name of the policy.
-        nbytes: Bytes of all weights, in one object.
-        request_bytes: Most bytes of one request.
-    """
+    """Return True if a policy makes one group of these bytes, for any link and machine."""
     return policy in _JOINING and nbytes <= min(SMALL_BYTES, request_bytes)
 
 

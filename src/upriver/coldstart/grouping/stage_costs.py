@@ -20,10 +20,6 @@ def stage_executions(graph: Graph, keys: Sequence[str]) -> dict[str, Execution]:
     A stage begins when all weights that it is the first to read have arrived. So it counts with the last of
     them in file order. A stage that reads no new weight counts with the last weight before. Work before the
     first weight waits for none.
-
-    Args:
-        graph: Graph of the program.
-        keys: Keys of all weights, in file order.
     """
     place = {key: number for number, key in enumerate(keys)}
     number_of = {weight.name: place[weight.key] for weight in graph.weights}
@@ -41,11 +37,7 @@ def stage_executions(graph: Graph, keys: Sequence[str]) -> dict[str, Execution]:
 
 
 class _Moved:
-    """Count the bytes that nodes read and write, for one sample.
-
-    Args:
-        graph: Graph of the nodes.
-    """
+    """Count the bytes that nodes read and write, for one sample."""
 
     def __init__(self, graph: Graph) -> None:
         given: list[Value | Weight] = [*graph.inputs, *graph.weights]

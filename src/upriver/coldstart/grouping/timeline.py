@@ -82,15 +82,6 @@ class Timeline:
     ) -> None:
         """Compute the totals from the costs of each layer, in execution order.
 
-        Args:
-            sizes_bytes: Bytes of each layer's weights.
-            load_s: Seconds to load each layer: checksum, conversion, copy to a device.
-            execute_s: Seconds to run each layer on the first input.
-            latency_s: Seconds from a request to its first byte.
-            bandwidth_bytes_per_s: Bandwidth of the link.
-            memory_cap_bytes: Most bytes in flight.
-            one_core: True if loading and executing share a core.
-
         Raises:
             ConfigError: If a value is no number, negative or infinite, or a layer lacks one of the three.
         """

@@ -14,9 +14,6 @@ class Arrivals:
     """Track numbered tensors, each of which arrives once, and the callers that wait for them.
 
     If a tensor never arrives, all waiting callers get the same error.
-
-    Args:
-        count: Number of tensors.
     """
 
     def __init__(self, count: int) -> None:
@@ -86,9 +83,7 @@ class Arrivals:
         """Wait until these tensors have arrived. Return False after a timeout.
 
         Args:
-            indices: Tensors that an operator is about to read.
             hurry: Function to call with each tensor that has not arrived.
-            timeout_s: Longest wait; None for no limit.
 
         Raises:
             UpriverError: If the load has failed. A failed model computes nothing, even if the tensors that it

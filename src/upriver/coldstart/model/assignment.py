@@ -88,8 +88,6 @@ def match(model: nn.Module, source: WeightSource, *, strict: bool = True) -> Mat
     that are stored apart, the last one counts. A file that transformers wrote may have other names.
 
     Args:
-        model: Constructed model.
-        source: Its stored weights.
         strict: If false, stored weights that the model lacks are ignored.
 
     Raises:
@@ -256,8 +254,6 @@ class WeightMemory:
     Otherwise they go through a buffer, which lives from the first byte to the last.
 
     Args:
-        placed: The stored tensor.
-        targets: Tensors of the model that get its values; at least one.
         after: Work on accelerators that must end before these tensors are written.
     """
 
@@ -320,10 +316,6 @@ def memories(
 
     The thread that allocated the targets must call this. Work that it has queued on accelerators may still
     use or fill that memory. The work ends before weights are written.
-
-    Args:
-        placed: Stored tensors.
-        targets: Targets of each.
     """
     devices = {target.device for each in targets for target in each if target.device.type == "cuda"}
     queued = {device: torch.cuda.current_stream(device).record_event() for device in devices}

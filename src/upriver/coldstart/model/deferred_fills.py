@@ -35,11 +35,7 @@ def weak(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 class StorageView:
-    """View of a storage that does not keep the storage alive.
-
-    Attributes:
-        key: Key of the storage, as :func:`storage_key` returns it.
-    """
+    """View of a storage that does not keep the storage alive."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = weak(tensor)
@@ -72,7 +68,6 @@ class DeferredCall:
     """One deferred call.
 
     Attributes:
-        place: View that the call writes.
         call: Function of that view, and for a copy of the source.
         source: For a copy, its source. The note keeps that storage alive.
         generator: For a random fill, its generator.
@@ -112,7 +107,6 @@ class DeferredFills:
         """Defer a call that reads nothing but its target.
 
         Args:
-            target: Tensor that the call writes.
             call: Function of the target, or of another tensor of its form.
             generator: Generator that the call draws from.
         """
@@ -145,7 +139,6 @@ class DeferredFills:
         """Run the notes that a storage needs.
 
         Args:
-            key: Key of the storage.
             written: True if an operator will write the storage. Copies from it run first then.
         """
         while self._written[key] or (written and self._copied[key]):
@@ -161,11 +154,7 @@ class DeferredFills:
                     self._lose(note)
 
     def catch_up(self, generator: torch.Generator | None = None) -> None:
-        """Bring generators to their right positions before a draw.
-
-        Args:
-            generator: Generator of the user, besides those that notes draw from.
-        """
+        """Bring generators to their right positions before a draw."""
         given = {} if generator is None else {id(generator): generator}
         for behind in (self._generators | given).values():
             token = behind.initial_seed()
@@ -181,11 +170,7 @@ class DeferredFills:
         self.catch_up()
 
     def finish(self, free: Container[int] = ()) -> None:
-        """Run the notes whose results may still be read, except for some storages.
-
-        Args:
-            free: Storages that may hold anything.
-        """
+        """Run the notes whose results may still be read, except for some storages."""
         wanted: set[int] = set()
         is_drawn = False
         needed: list[DeferredCall] = []

@@ -95,7 +95,6 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Defer fills of memory that was allocated during the watch.
 
     Attributes:
-        notes: Deferred calls.
         left: Function to call when deferring ends, because unseen code is about to run.
     """
 
@@ -272,7 +271,6 @@ class FillWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Defer ``trunc_normal_``, which reads what it has drawn.
 
         Args:
-            target: Tensor to fill.
             values: Mean, deviation, lower and upper bound.
             generator: Generator to draw from, if not the default one.
             fill: Function that fills any tensor in this way.

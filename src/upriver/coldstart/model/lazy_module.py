@@ -29,13 +29,7 @@ overrides one and reads weights there, it waits for these."""
 
 
 class WeightGuard:
-    """Prevent reads of a model's weights before they arrive.
-
-    Args:
-        model: Model whose class is replaced.
-        gate: Gate for its operators.
-        after_call: Function to call after each call of the model.
-    """
+    """Prevent reads of a model's weights before they arrive."""
 
     def __init__(
         self, model: nn.Module, gate: WeightGate, *, after_call: Callable[[], object] = lambda: None

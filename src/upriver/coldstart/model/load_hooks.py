@@ -36,7 +36,6 @@ def check_loading_code(model: nn.Module, source: WeightSource, *, converted: boo
 
     Args:
         model: Constructed model. Its code runs as in a load, and changes that it makes to attributes stay.
-        source: Its stored weights.
         converted: True if the names are those that transformers saves, which it converts before it loads.
 
     Raises:

@@ -41,12 +41,7 @@ does."""
 class WeightGate:
     """Map operator arguments to the tensors that must have arrived.
 
-    Args:
-        arrivals: Arrivals of the tensors.
-        hurry: Function to call with a tensor that an operator waits for.
-
     Attributes:
-        arrivals: As given.
         touched: Tensors in the order of their first read, and its time in seconds of ``time.monotonic``.
     """
 
@@ -104,7 +99,6 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Make operators of one thread wait for what they read. Views read nothing and do not wait.
 
     Args:
-        gate: Gate for the operators.
         caches: True if autocast caches when no operator waits.
     """
 
