@@ -84,10 +84,14 @@ class ProgramFolder:
     used: dict[str, float] = field(default_factory=dict)
 
     @property
+    def objects(self) -> list[ObjectInfo]:
+        """All objects of programs and weights."""
+        return [info for each in (self.programs, self.weights) for infos in each.values() for info in infos]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all programs and weights, and of unfinished files."""
-        whole = (info for each in (self.programs, self.weights) for infos in each.values() for info in infos)
-        return sum(info.size for info in (*whole, *self.rests))
+        return sum(info.size for info in (*self.objects, *self.rests))
 
     def last_use(self, digest: str, infos: Sequence[ObjectInfo]) -> float:
         """Return the time at which a program or weights file was last used or written."""
@@ -233,7 +237,7 @@ def check_upload(
         StoreError: If the store cannot be listed.
     """
     found = survey(store, prefix, used=False)
-    is_there = any(info.path == path for infos in found.programs.values() for info in infos)
+    is_there = any(info.path == path for info in found.objects)
     check(found.nbytes, _coming(found), 0 if is_there else nbytes)
 
 
@@ -256,12 +260,7 @@ def _coming(found: ProgramFolder, *, but: str = "") -> int:
 
 
 def _added(found: ProgramFolder, objects: Mapping[str, int]) -> int:
-    sizes = {
-        info.path: info.size
-        for each in (found.programs, found.weights)
-        for infos in each.values()
-        for info in infos
-    }
+    sizes = {info.path: info.size for info in found.objects}
     return sum(max(0, nbytes - sizes.get(path, 0)) for path, nbytes in objects.items())
 
 
@@ -344,37 +343,31 @@ def collect(
     """
     before_s = time.time() - older_than_s
     place = survey(store, prefix)
-    found = {
-        kind: {digest: infos for digest, infos in each.items() if is_digest(digest)}
-        for kind, each in (("programs", place.programs), ("weights", place.weights))
-    }
-    last = {
-        kind: {digest: place.last_use(digest, infos) for digest, infos in each.items()}
-        for kind, each in found.items()
-    }
-    needs = _needs(store, prefix, found["programs"], on_progress)
-    gone = unused(last["programs"], last["weights"], needs, before_s=before_s, only=only)
-    going = [
-        (
-            Removed(
-                path=(graph_path if kind == "programs" else weights_path)(prefix, digest),
-                digest=digest,
-                nbytes=sum(info.size for info in found[kind][digest]),
-                used_s=last[kind][digest],
-            ),
-            found[kind][digest],
-        )
-        for kind, digests in zip(found, gone, strict=True)
-        for digest in sorted(digests)
+    kinds = (place.programs, place.weights)
+    last = [
+        {digest: place.last_use(digest, infos) for digest, infos in each.items() if is_digest(digest)}
+        for each in kinds
     ]
+    needs = _needs(store, prefix, last[0], on_progress)
+    gone = unused(*last, needs, before_s=before_s, only=only)
+    going = []
+    for digests, used_s, each, path_of in zip(gone, last, kinds, (graph_path, weights_path), strict=True):
+        for digest in sorted(digests):
+            removed = Removed(
+                path=path_of(prefix, digest),
+                digest=digest,
+                nbytes=sum(info.size for info in each[digest]),
+                used_s=used_s[digest],
+            )
+            going.append((removed, each[digest]))
     if dry_run:
         return [removed for removed, _ in going]
     done = _remove(store, prefix, going, before_s, on_progress)
     for info in (*place.uploads, *place.rests):
         if info.modified_s < before_s:
             _delete(store, info.path)
-    for digest, used_s in place.used.items():
-        if used_s < before_s and digest not in found["programs"] and digest not in found["weights"]:
+    for digest, last_s in place.used.items():
+        if last_s < before_s and not any(digest in each for each in kinds):
             _delete(store, f"{prefix}/used/{digest}")
     return done
 
@@ -386,7 +379,8 @@ def why_kept(store: Store, prefix: str, digest: str, *, looked_at: Sequence[str]
         StoreError: If the store cannot be listed or read.
     """
     every = folders(store, prefix, shared=True)
-    holding = [folder for folder in every if _holds(store, folder, digest)]
+    paths = (graph_path, weights_path)
+    holding = [each for each in every if any(store.exists(path(each, digest)) for path in paths)]
     seen = [folder for folder in holding if folder in looked_at]
     if seen:
         return _why_kept_there(store, seen[0], digest, older_than_s)
@@ -395,10 +389,6 @@ def why_kept(store: Store, prefix: str, digest: str, *, looked_at: Sequence[str]
     missed = holding[-1]
     how = "--shared" if missed == prefix else f"--tenant {missed.rpartition('/')[2]}"
     return f"{digest} lies under {missed!r}, which was not looked at; add {how}"
-
-
-def _holds(store: Store, folder: str, digest: str) -> bool:
-    return any(store.exists(path(folder, digest)) for path in (graph_path, weights_path))
 
 
 def _why_kept_there(store: Store, folder: str, digest: str, older_than_s: float) -> str:

@@ -659,19 +659,6 @@ def test_a_sink_may_cancel_and_join(tmp_path: Path) -> None:
     assert 0 < len(sink.got) < len(source.tensors)
 
 
-@pytest.mark.parametrize("nbytes", [11, 13])
-def test_room_of_another_size_is_refused(tmp_path: Path, nbytes: int) -> None:
-    source = publish(Store.open(f"memory://{tmp_path.name}"))
-
-    class Wrong(Memory):
-        def room(self, index: int) -> memoryview:
-            return memoryview(bytearray(nbytes))
-
-    sink, _ = run(source, sink=Wrong(source))
-    assert isinstance(sink.error, ConfigError)
-    assert f"weight 'of.0' has 12 bytes, and there is room for {nbytes}" in str(sink.error)
-
-
 def test_a_failure_holds_on_to_no_memory() -> None:
     run = Scripted(hidden=10**6)
     rooms = []

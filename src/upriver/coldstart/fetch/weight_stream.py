@@ -349,7 +349,7 @@ class WeightStream:
     def _open(self, request: RangeRequest, *, urgent: bool) -> _Body:
         """Reserve memory for the bytes of a request."""
         for index in sorted(request.tensors - self._rooms.keys()):
-            self._rooms[index] = self._room(index)
+            self._rooms[index] = self._sink.room(index).cast("B")
         ahead = self._ahead if request in self._there else None
         body = _Body(request, self._piece_bytes(), urgent=urgent, ahead=ahead)
         self._note("request", request.span, request.nbytes, body.sent_s)
@@ -362,13 +362,6 @@ class WeightStream:
         if self._flow.known:
             most = max(most, MOST_PIECE_BYTES // self._flow.wanted)
         return int(min(max(self._flow.link.bandwidth_bytes_per_s * PIECE_S, FEWEST_PIECE_BYTES), most))
-
-    def _room(self, index: int) -> memoryview:
-        room, nbytes = self._sink.room(index), self._missing[index]
-        if room.nbytes != nbytes:
-            name = self._source.tensors[index].name
-            raise ConfigError(f"weight {name!r} has {nbytes} bytes, and there is room for {room.nbytes}")
-        return room.cast("B")
 
     async def _fetch(self, body: _Body) -> None:
         request, store, timeout_s = body.request, self._source.store, self._limits.timeout_s

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -96,8 +96,6 @@ def _guarded(model: nn.Module, guard: WeightGuard) -> type[nn.Module]:
 
     # Never `super()`: after a wait the object may be of its own class again.
     class Guarded(kind):  # type: ignore[valid-type, misc]
-        _upriver_guard: ClassVar[WeightGuard] = guard
-
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             with guard.call():
                 return guard.given(kind.__call__(self, *args, **kwargs))
@@ -121,9 +119,3 @@ def _called(method: Callable[..., Any], guard: WeightGuard) -> Callable[..., Any
             return method(*args, **kwargs)
 
     return within
-
-
-def guard_of(model: nn.Module) -> WeightGuard | None:
-    """Return the guard of a loading model, or None for any other."""
-    found: WeightGuard | None = vars(type(model)).get("_upriver_guard")
-    return found
