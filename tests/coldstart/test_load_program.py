@@ -591,12 +591,13 @@ def test_a_program_that_is_dropped_ends_its_load(monkeypatch: pytest.MonkeyPatch
     assert file() is None
 
 
-def test_a_store_on_a_bad_day_gives_the_right_answer_or_a_typed_error() -> None:
+@pytest.mark.parametrize("num_days", [15, pytest.param(40, marks=pytest.mark.full)])
+def test_a_store_on_a_bad_day_gives_the_right_answer_or_a_typed_error(num_days: int) -> None:
     program, inputs = made("small")
     expected = whole("small").run(inputs, 0, program.num_stages)
     kinds: list[Any] = ["flipped", "short", "reset", "cut", "stalled", "changed", 503, 403]
     outcomes = Counter[str]()
-    for seed in range(40):
+    for seed in range(num_days):
         chance = random.Random(seed)
         with FaultyServer() as server:
             store = connected(server, read_timeout_s="0.3")
@@ -615,7 +616,7 @@ def test_a_store_on_a_bad_day_gives_the_right_answer_or_a_typed_error() -> None:
                 assert same(found, expected)
                 outcomes["right"] += 1
             server.faults.clear()
-    assert outcomes["right"] > 5 and len(outcomes) > 2
+    assert outcomes["right"] > num_days // 8 and len(outcomes) > 1
 
 
 # ------------------------------------------------------------------------------------------- publishing

@@ -344,14 +344,16 @@ def collect(
     before_s = time.time() - older_than_s
     place = survey(store, prefix)
     kinds = (place.programs, place.weights)
-    last = [
+    programs, weights = [
         {digest: place.last_use(digest, infos) for digest, infos in each.items() if is_digest(digest)}
         for each in kinds
     ]
-    needs = _needs(store, prefix, last[0], on_progress)
-    gone = unused(*last, needs, before_s=before_s, only=only)
+    needs = _needs(store, prefix, programs, on_progress)
+    gone = unused(programs, weights, needs, before_s=before_s, only=only)
     going = []
-    for digests, used_s, each, path_of in zip(gone, last, kinds, (graph_path, weights_path), strict=True):
+    for digests, used_s, each, path_of in zip(
+        gone, (programs, weights), kinds, (graph_path, weights_path), strict=True
+    ):
         for digest in sorted(digests):
             removed = Removed(
                 path=path_of(prefix, digest),

@@ -777,7 +777,7 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
 @pytest.mark.parametrize("fault", ["cut", "reset", "stalled", "silent", 503, 500])
 def test_what_a_store_mends_is_not_noticed(server: FaultyServer, fault: int | str) -> None:
     source = publish(connect(server))
-    for before in range(5):
+    for before in (0, 3):
         server.faults = [*[""] * before, fault]
         sink, _ = run(source)
         assert sink.error is None
@@ -826,7 +826,7 @@ def test_what_is_one_request_opens_no_connection(
 def test_a_wrong_bit_is_fetched_again(server: FaultyServer) -> None:
     source = publish(connect(server))
     num_requests = len(kinds(run(source)[1], "request"))
-    for before in range(0, num_requests, 5):
+    for before in (0, num_requests // 2, num_requests - 1):
         server.faults = [*[""] * before, "flipped"]
         sink, stream = run(source)
         assert sink.error is None
@@ -1027,7 +1027,7 @@ def test_no_descriptor_is_left() -> None:
                 server.faults = ["", fault]
                 run(source)
             source = publish(store)
-            for _ in range(5):
+            for _ in range(2):
                 server.faults = ["stalled"] * 3
                 sink = Memory(source)
                 stream = WeightStream(source, grouped(len(source.tensors), 4), sink, limits=SMALL, link=LINK)
@@ -1038,8 +1038,7 @@ def test_no_descriptor_is_left() -> None:
     loads()  # set up once per process
     gc.collect()
     before = num_descriptors()
-    for _ in range(2):
-        loads()
+    loads()
     gc.collect()
     until(lambda: num_descriptors() <= before)
 

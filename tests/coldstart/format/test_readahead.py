@@ -58,7 +58,7 @@ def connected(server: FaultyServer) -> Store:
         "access_key_id": "KEY",
         "secret_access_key": "SECRET",
         "max_retries": "0",
-        "read_timeout_s": "2",
+        "read_timeout_s": "0.5",
     }
     return Store.open("s3://bucket/p", options=options)
 

@@ -26,10 +26,8 @@ from typing import Literal, Protocol
 from crc32c import crc32c
 
 from upriver._threads.background import BackgroundThread
-from upriver.coldstart.event_loop import Loop
+from upriver.coldstart.fetch.c_runtime import HeapTrimmer, sleep_sooner
 from upriver.coldstart.fetch.concurrency import ConcurrencySearch
-from upriver.coldstart.fetch.heap_trim import HeapTrimmer
-from upriver.coldstart.fetch.openmp_wait import sleep_sooner
 from upriver.coldstart.fetch.range_planner import (
     PADDING,
     RangeRequest,
@@ -40,7 +38,7 @@ from upriver.coldstart.fetch.range_planner import (
     requests_for,
 )
 from upriver.coldstart.format.checkpoint import WeightSource, damaged_error
-from upriver.coldstart.format.readahead import Readahead
+from upriver.coldstart.format.readahead import Loop, Readahead
 from upriver.coldstart.link_cache import StoreLink
 from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
 from upriver.link import TokenBucket

@@ -12,11 +12,11 @@ next to the files. It is a hint: an order that does not match is ignored.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, repeat
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -107,10 +107,10 @@ class WeightSource:
     store: Store
     path: str
     tensors: tuple[TensorLocation, ...]
-    ties: Mapping[str, str]
+    ties: Mapping[str, str] = field(default_factory=dict)
     etags: Mapping[str, str]
-    chunk_bytes: int
-    ordered: bool
+    chunk_bytes: int = CHUNK_BYTES
+    ordered: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -260,7 +260,7 @@ def _file(store: Store, path: str, caps: GraphCaps, ahead: Readahead | None = No
             "the store refuses" if absent.refused else "there is no",
             manifest_path(path),
         )
-    return _unordered(store, path, {path: info.etag}, tensors)
+    return WeightSource(store=store, path=path, etags={path: info.etag}, tensors=tuple(tensors))
 
 
 def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> WeightSource:
@@ -270,7 +270,7 @@ def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Weig
         ProgramError: If the file is not a safetensors file. Other errors as in :func:`find`.
     """
     info, tensors, _ = _foreign(store, check_name(path), caps)
-    return _unordered(store, path, {path: info.etag}, tensors)
+    return WeightSource(store=store, path=path, etags={path: info.etag}, tensors=tuple(tensors))
 
 
 def damaged_error(source: WeightSource, tensor: TensorLocation, found: range) -> Damaged:
@@ -313,20 +313,6 @@ def published(store: Store, path: str, manifest: Manifest) -> WeightSource:
         etags={path: manifest.etag},
         chunk_bytes=manifest.chunk_bytes,
         ordered=True,
-    )
-
-
-def _unordered(
-    store: Store, path: str, etags: Mapping[str, str], tensors: Iterable[TensorLocation]
-) -> WeightSource:
-    return WeightSource(
-        store=store,
-        path=path,
-        tensors=tuple(tensors),
-        ties={},
-        etags=etags,
-        chunk_bytes=CHUNK_BYTES,
-        ordered=False,
     )
 
 
@@ -410,7 +396,8 @@ def _shards(store: Store, path: str, index: bytes, caps: GraphCaps) -> WeightSou
         shards = list(pool.map(lambda shard: _shard(store, path, shard, caps), paths))
     tensors = _chosen(path, places, [tensor for _, placed in shards for tensor in placed])
     _check_size(path, len(tensors), sum(info.size for info, _ in shards), caps)
-    return _unordered(store, path, {info.path: info.etag for info, _ in shards}, tensors)
+    etags = {info.path: info.etag for info, _ in shards}
+    return WeightSource(store=store, path=path, etags=etags, tensors=tuple(tensors))
 
 
 def _shard(store: Store, index: str, path: str, caps: GraphCaps) -> tuple[ObjectInfo, list[TensorLocation]]:
@@ -519,16 +506,20 @@ def _refuse_object(store: Store, path: str) -> None:
 # ------------------------------------------------------------------------------------------ the order
 
 
-class _Order(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Content of ``NAME.order.json``.
+class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Document that a load stores next to the weights for later loads.
 
     Attributes:
-        etags: ETags of the objects for which the order was recorded.
-        names: Names of all tensors of these objects, in execution order.
+        etags: ETags of the objects that it is for.
     """
 
     schema: str
     etags: dict[str, str]
+
+
+class _Order(Hint, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Content of ``NAME.order.json``: names of all tensors of the objects, in execution order."""
+
     names: list[str]
 
 
@@ -566,20 +557,46 @@ def keep_order(source: WeightSource, names: Iterable[str]) -> None:
 def _as_kept(source: WeightSource, caps: GraphCaps) -> WeightSource:
     """Return the weights in their stored order, if that order is for these tensors of these objects."""
     beside = order_path(source.path)
-    try:
-        return in_order(source, _kept(source, beside, caps))
-    except ObjectNotFound:
-        return source
-    # msgspec raises its own errors and, for some text, Python's.
-    except (StoreError, ProgramError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-        log.info("the order kept in %s is not used: %s", beside, error)
-        return source
+    order = read_hint(source, beside, _Order, ORDER_SCHEMA, lambda found: _names(source, found), caps=caps)
+    return source if order is None else in_order(source, order)
 
 
-def _kept(source: WeightSource, beside: str, caps: GraphCaps) -> list[str]:
-    order = msgspec.json.decode(get_at_most(source.store, beside, caps.header_bytes), type=_Order)
-    if order.schema != ORDER_SCHEMA:
-        raise ProgramError(f"order of schema {order.schema[:80]!r}; this version reads {ORDER_SCHEMA!r}")
-    if order.etags != source.etags or sorted(order.names) != sorted(t.name for t in source.tensors):
+def _names(source: WeightSource, order: _Order) -> list[str]:
+    if sorted(order.names) != sorted(tensor.name for tensor in source.tensors):
         raise ProgramError("it is that of other files")
     return order.names
+
+
+_Hint = TypeVar("_Hint", bound=Hint)
+_Read = TypeVar("_Read")
+
+
+def read_hint(
+    source: WeightSource,
+    path: str,
+    kind: type[_Hint],
+    schema: str,
+    use: Callable[[_Hint], _Read],
+    *,
+    caps: GraphCaps = DEFAULT_CAPS,
+) -> _Read | None:
+    """Read what an earlier load has stored next to these weights; None if there is nothing of use.
+
+    A hint decides when bytes arrive and never which, so one that cannot be read is only logged.
+
+    Args:
+        use: Function of the document. A `ProgramError` refuses it.
+    """
+    try:
+        found = msgspec.json.decode(get_at_most(source.store, path, caps.header_bytes), type=kind)
+        if found.schema != schema:
+            raise ProgramError(f"schema {found.schema[:80]!r}; this version reads {schema!r}")
+        if found.etags != source.etags:
+            raise ProgramError("it is that of other files")
+        return use(found)
+    except ObjectNotFound:
+        return None
+    # msgspec raises its own errors and, for some text, Python's.
+    except (StoreError, ProgramError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        log.info("%s is not used: %s", path, error)
+        return None

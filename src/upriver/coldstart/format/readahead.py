@@ -18,14 +18,17 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from contextvars import Context
+from typing import TypeVarTuple
 
 from upriver._threads.background import BackgroundThread
-from upriver.coldstart.event_loop import Loop
 from upriver.errors import UpriverError
 from upriver.store import ObjectInfo, Store
 from upriver.text import error_text
 
 log = logging.getLogger(__name__)
+
+Arguments = TypeVarTuple("Arguments")
 
 MOST_BYTES = 4 << 20
 """Bytes to request: what a fast link brings before a model is constructed. More delays the small requests
@@ -39,8 +42,19 @@ ENDING_S = 2.0
 """Longest wait of a caller that cancels a readahead, and of the exiting process for all of them."""
 
 
-def _nobody() -> None:
-    """Ignore a notification."""
+class Loop(asyncio.SelectorEventLoop):
+    """Event loop that ignores callbacks after its end, such as responses to cancelled requests."""
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Arguments], object], *args: *Arguments, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Schedule a callback as any loop does, but raise no error on a closed loop."""
+        try:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        except RuntimeError:
+            if not self.is_closed():
+                raise
+            return asyncio.Handle(callback, args, self, context)
 
 
 class Readahead:
@@ -65,7 +79,7 @@ class Readahead:
         self._starts: list[int] = []
         self._changed = threading.Condition()
         self._over = self._closed = False
-        self._tell: Callable[[], object] = _nobody
+        self._tell: Callable[[], object] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._thread = BackgroundThread(self._work, name="coldstart-ahead")
@@ -83,7 +97,7 @@ class Readahead:
     def cancel(self) -> None:
         """Stop reading and release all bytes."""
         with self._changed:
-            self._closed, self._tell = True, _nobody
+            self._closed, self._tell = True, lambda: None
             self._let_go()
             if self._loop is not None and self._task is not None:
                 self._loop.call_soon_threadsafe(self._task.cancel)

@@ -7,20 +7,15 @@ finds groupings ahead of time (CIKM 2024, section 3.1). Here the loading process
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from upriver.coldstart.format.checkpoint import WeightSource, order_path
+from upriver.coldstart.format.checkpoint import Hint, WeightSource, order_path, read_hint
 from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.roofline import DevicePace
-from upriver.errors import ObjectNotFound, ProgramError, StoreError
-from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
-from upriver.program.graph.fetch import get_at_most
-
-log = logging.getLogger(__name__)
+from upriver.errors import ProgramError
 
 SCHEMA = "upriver.groupings/1"
 
@@ -34,16 +29,13 @@ MOST_KEPT = 200
 """Most groupings in one file. A grouping beyond that is not stored."""
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Kept(Hint, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of ``NAME.groupings.json``.
 
     Attributes:
-        etags: ETags of the objects that the groupings are for.
         stops: End of each group, by the tensors' positions in the file, for each :func:`bucket`.
     """
 
-    schema: str
-    etags: dict[str, str]
     num_tensors: int
     stops: dict[str, list[int]]
 
@@ -75,25 +67,16 @@ def _middle(number: int) -> float:
     return math.exp2(number / PER_DOUBLING)
 
 
-def kept(source: WeightSource, *, caps: GraphCaps = DEFAULT_CAPS) -> dict[str, list[range]]:
-    """Return the stored groupings by bucket; none if they are invalid or for other weights.
+def kept(source: WeightSource) -> dict[str, list[range]]:
+    """Return the stored groupings by bucket; none if they are invalid or for other weights."""
+    known = read_hint(source, path_of(source), _Kept, SCHEMA, lambda found: _known(source, found))
+    return known or {}
 
-    A grouping decides when bytes arrive and never which, so a wrong one only costs time.
-    """
-    beside = path_of(source)
-    try:
-        found = msgspec.json.decode(get_at_most(source.store, beside, caps.header_bytes), type=_Kept)
-        if found.schema != SCHEMA:
-            raise ProgramError(f"schema {found.schema[:80]!r}; this version reads {SCHEMA!r}")
-        if found.etags != dict(source.etags) or found.num_tensors != len(source.tensors):
-            raise ProgramError("it is for other weights")
-        return {name: _groups(stops, found.num_tensors) for name, stops in found.stops.items()}
-    except ObjectNotFound:
-        return {}
-    # msgspec raises its own errors and, for some text, Python's.
-    except (StoreError, ProgramError, msgspec.MsgspecError, ValueError, RecursionError) as error:
-        log.info("the groupings kept in %s are not used: %s", beside, error)
-        return {}
+
+def _known(source: WeightSource, found: _Kept) -> dict[str, list[range]]:
+    if found.num_tensors != len(source.tensors):
+        raise ProgramError("it is for other weights")
+    return {name: _groups(stops, found.num_tensors) for name, stops in found.stops.items()}
 
 
 def keep(source: WeightSource, known: Mapping[str, Sequence[range]]) -> None:

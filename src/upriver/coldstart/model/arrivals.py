@@ -22,6 +22,7 @@ class Arrivals:
         self._error: UpriverError | None = None
         self._changed = threading.Condition()
         self._waited: Counter[int] = Counter()
+        self._all_waited = 0
 
     def filled(self, index: int) -> bool:
         """Mark a tensor as arrived. Return True if it was the last.
@@ -33,7 +34,7 @@ class Arrivals:
                 return False
             self._here[index] = True
             self._left -= 1
-            if index in self._waited or not self._left:
+            if index in self._waited or (self._all_waited and not self._left):
                 self._changed.notify_all()
             return not self._left
 
@@ -50,6 +51,7 @@ class Arrivals:
         """Reset lock and waiting callers in a forked child, where no thread holds or releases them."""
         self._changed = threading.Condition()
         self._waited.clear()
+        self._all_waited = 0
 
     @property
     def over(self) -> bool:
@@ -110,7 +112,11 @@ class Arrivals:
             UpriverError: If the load fails.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self.over)
+            self._all_waited += 1
+            try:
+                self._changed.wait_for(lambda: self.over)
+            finally:
+                self._all_waited -= 1
             self.check()
 
     def check(self) -> None:
