@@ -94,7 +94,7 @@ def asked_ahead(store: Store, path: str, policy: str, limits: StreamLimits) -> I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestPlan:
-    """Which weights a load requests together.
+    """Requests of a load, group by group.
 
     Attributes:
         source: Wanted weights.
