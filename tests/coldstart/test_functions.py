@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.coldstart.ordered import Awaited, published
 from upriver.coldstart.fetch import strategy
-from upriver.coldstart.format.access_order import recorded
+from upriver.coldstart.format.access_order import counted
 from upriver.coldstart.load_model import load
 from upriver.coldstart.model.construction import construct
 from upriver.errors import Cancelled
@@ -305,7 +305,7 @@ def test_construct_of_a_model_that_runs_functions_computes_what_its_constructor_
 )
 def test_recorded_order_has_what_functions_read_before_all_else(way: str, expected: set[str]) -> None:
     model, other, x = _known(way)
-    names = recorded(model, (x,))
+    names = list(counted(model, (x,)))
     assert set(names[: len(expected)]) == expected
     with torch.no_grad():
         assert torch.equal(model(x), other(x))

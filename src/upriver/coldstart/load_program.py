@@ -88,7 +88,7 @@ def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX, rew
     check_staying(store, prefix, digests)
     path = weights_path(prefix, program.weights_digest)
     if rewrite or not _has_manifest(store, path):
-        if _is_ours(program):
+        if WeightsFile(program.weight_tensors).digest == program.weights_digest:
             execution = stage_executions(program.graph, list(program.weight_tensors))
             layout.publish(program.weight_tensors, store, path, tied=False, execution=execution)
         elif rewrite:
@@ -108,11 +108,6 @@ def _has_manifest(store: Store, path: str) -> bool:
     except StoreError as error:
         raise StoreError(f"cannot write a program: looking whether it is there failed: {error}") from None
     return True
-
-
-def _is_ours(program: Program) -> bool:
-    """Return True if writing the weights here gives the file that the graph names."""
-    return WeightsFile(program.weight_tensors).digest == program.weights_digest
 
 
 # ----------------------------------------------------------------------------------------- reading

@@ -15,11 +15,11 @@ from upriver.coldstart.format.checkpoint import (
     INDEX_ENDING,
     TensorLocation,
     WeightSource,
-    damaged_error,
+    check_bytes,
     find,
     find_any,
 )
-from upriver.coldstart.format.manifest import ENDING, damaged
+from upriver.coldstart.format.manifest import ENDING
 from upriver.coldstart.format.saved_names import is_pretrained
 from upriver.coldstart.format.uris import file_at, opened
 from upriver.coldstart.model.assignment import WeightMemory, match, memories
@@ -52,8 +52,7 @@ def load_plainly(
         matched.source.tensors, memories(matched.source.tensors, matched.targets), strict=True
     ):
         found = files[placed.path][placed.start : placed.stop]
-        if placed.crc32c and (wrong := damaged(placed, found, chunk_bytes=source.chunk_bytes)):
-            raise damaged_error(source, placed, wrong[0])
+        check_bytes(source, placed, found)
         memory.room()[:] = found
         memory.settle()
     return model
@@ -111,7 +110,6 @@ def _read(source: WeightSource, placed: TensorLocation) -> torch.Tensor:
     room = memory.room()
     if room.nbytes:
         source.store.read_into(placed.path, placed.start, room, etag=source.etags[placed.path] or None)
-    if placed.crc32c and (wrong := damaged(placed, room, chunk_bytes=source.chunk_bytes)):
-        raise damaged_error(source, placed, wrong[0])
+    check_bytes(source, placed, room)
     memory.settle()
     return tensor

@@ -17,13 +17,17 @@ from safetensors.torch import save
 from torch import nn
 
 from upriver._torchvision import ensure_torchvision
-from upriver.coldstart.format.access_order import publish_model, recorded, with_data, without_data
+from upriver.coldstart.format.access_order import counted, publish_model, with_data, without_data
 from upriver.coldstart.format.checkpoint import find, keep_order
 from upriver.errors import ModelError, ProgramError
 from upriver.program.eval_mode import no_fast_path
 from upriver.store import Store
 
 X = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+
+
+def recorded(model: nn.Module, *call: Any) -> list[str]:
+    return list(counted(model, *call))
 
 
 @pytest.fixture

@@ -61,11 +61,6 @@ _VIEWS = frozenset({torch.ops.aten._unsafe_view})
 """Views whose signatures do not mark them as views."""
 
 
-def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the names of a model's state dict, in the order of :func:`counted`."""
-    return list(counted(model, args, kwargs))
-
-
 def counted(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Execution]:

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from upriver._threads.executor import DaemonExecutor
-from upriver.coldstart.format.manifest import CHUNK_BYTES, ENDING, Manifest, manifest_path, read
+from upriver.coldstart.format.manifest import CHUNK_BYTES, ENDING, Manifest, damaged, manifest_path, read
 from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.roofline import NOTHING, Execution
 from upriver.errors import (
@@ -274,17 +274,23 @@ def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> Weig
 
 
 def damaged_error(source: WeightSource, tensor: TensorLocation, found: range) -> Damaged:
-    """Return the error for bytes that differ from the published ones.
-
-    Args:
-        found: Damaged bytes, counted from the first byte of the tensor.
-    """
+    """Return the error for bytes of a tensor that differ from the published ones."""
     start, stop = tensor.start + found.start, tensor.start + found.stop
     return Damaged(
         f"weight {tensor.name!r}: bytes {start} to {stop} of object {tensor.path!r} in store "
         f"{source.store.name!r} have another checksum than was published; publish it again, a program with "
         "upriver push --rewrite"
     )
+
+
+def check_bytes(source: WeightSource, tensor: TensorLocation, data: memoryview) -> None:
+    """Check all bytes of a tensor against its checksums, if it has any.
+
+    Raises:
+        Damaged: If they differ.
+    """
+    if tensor.crc32c and (wrong := damaged(tensor, data, chunk_bytes=source.chunk_bytes)):
+        raise damaged_error(source, tensor, wrong[0])
 
 
 def published(store: Store, path: str, manifest: Manifest) -> WeightSource:

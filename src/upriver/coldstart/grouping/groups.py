@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -118,9 +117,7 @@ def _best(timeline: Timeline) -> list[range]:
     return shortest(timeline, (_pisel(timeline), _layer_by_layer(timeline)))
 
 
-GROUPINGS: Mapping[str, Grouping] = MappingProxyType(
-    {"layer_by_layer": _layer_by_layer, "pisel": _pisel, "upriver": _best}
-)
+GROUPINGS: Mapping[str, Grouping] = {"layer_by_layer": _layer_by_layer, "pisel": _pisel, "upriver": _best}
 """Grouping policies by name."""
 
 SMALL_BYTES = 8 << 20
