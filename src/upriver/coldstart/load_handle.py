@@ -187,12 +187,8 @@ class Handle(ABC, Generic[Owner]):
             at_s = self._stream_s + event.at_s - began_s
             found.append(LoadEvent(at_s=at_s, kind=event.kind, weights=tuple(names), nbytes=event.nbytes))
         for index, at in dict(self.touched).items():
-            read = tensors[index]
-            found.append(
-                LoadEvent(
-                    at_s=at - began_s, kind="touched", weights=(read.name,), nbytes=read.stop - read.start
-                )
-            )
+            read, at_s = tensors[index], at - began_s
+            found.append(LoadEvent(at_s=at_s, kind="touched", weights=(read.name,), nbytes=read.nbytes))
         return sorted(found, key=lambda event: event.at_s)
 
     # -------------------------------------------------------------------------- what the stream tells

@@ -151,18 +151,17 @@ def parts_of(
     index: int, tensor: TensorLocation, *, chunk_bytes: int, request_bytes: int
 ) -> Iterator[TensorPart]:
     """Cut a tensor into parts at its checksum chunks, and where a part would exceed a request."""
-    nbytes = tensor.stop - tensor.start
     if not tensor.crc32c:
-        yield from cut(TensorPart(index, 0, nbytes), request_bytes)
+        yield from cut(TensorPart(index, 0, tensor.nbytes), request_bytes)
         return
-    for chunk in range(-(-nbytes // chunk_bytes)):
+    for chunk in range(len(tensor.crc32c)):
         yield from cut(chunk_of(index, tensor, chunk, chunk_bytes=chunk_bytes), request_bytes)
 
 
 def chunk_of(index: int, tensor: TensorLocation, chunk: int, *, chunk_bytes: int) -> TensorPart:
     """Return the part of a tensor that one checksum covers."""
     start = chunk * chunk_bytes
-    return TensorPart(index, start, min(start + chunk_bytes, tensor.stop - tensor.start))
+    return TensorPart(index, start, min(start + chunk_bytes, tensor.nbytes))
 
 
 def cut(part: TensorPart, most_bytes: int) -> Iterator[TensorPart]:

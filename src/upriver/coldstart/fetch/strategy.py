@@ -17,7 +17,7 @@ from upriver.coldstart.fetch.weight_stream import Sink, StreamLimits, WeightStre
 from upriver.coldstart.format.checkpoint import WeightSource, object_at
 from upriver.coldstart.format.readahead import MOST_BYTES, Readahead
 from upriver.coldstart.grouping import grouping_cache
-from upriver.coldstart.grouping.groups import GROUPINGS, JOIN_S, is_joining, is_whole
+from upriver.coldstart.grouping.groups import GROUPINGS, JOIN_S, is_joining, is_whole, of_at_least
 from upriver.coldstart.grouping.timeline import Timeline
 from upriver.coldstart.link_cache import StoreLink
 from upriver.coldstart.roofline import layer_seconds, pace_of
@@ -145,10 +145,9 @@ def plan_requests(
     groups = known.get(name)
     if groups and groups[-1].stop == len(source.tensors):
         return plan(groups=groups, groupings={})
-    layers = _layers([placed.stop - placed.start for placed in source.tensors])
-    sizes = [
-        float(sum(p.stop - p.start for p in source.tensors[layer.start : layer.stop])) for layer in layers
-    ]
+    nbytes = [float(placed.nbytes) for placed in source.tensors]
+    layers = of_at_least(nbytes, LAYER_BYTES)
+    sizes = [sum(nbytes[layer.start : layer.stop]) for layer in layers]
     timeline = Timeline(
         sizes,
         [size / LOAD_BYTES_PER_S for size in sizes],
@@ -165,14 +164,3 @@ def plan_requests(
         range(layers[group.start].start, layers[group.stop - 1].stop) for group in GROUPINGS[policy](timeline)
     ]
     return plan(groups=groups, groupings={**known, name: groups})
-
-
-def _layers(sizes: Sequence[int]) -> list[range]:
-    """Return the layers for grouping: each weight with the small ones before it."""
-    layers, start, filled = [], 0, 0
-    for stop, size in enumerate(sizes, start=1):
-        filled += size
-        if filled >= LAYER_BYTES:
-            layers.append(range(start, stop))
-            start, filled = stop, 0
-    return layers if start == len(sizes) else [*layers, range(start, len(sizes))]

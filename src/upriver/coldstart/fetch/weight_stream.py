@@ -205,7 +205,7 @@ class WeightStream:
         self._cap, self._heap = TokenBucket(cap, burst_bytes=CAP_BURST_S * cap), HeapTrimmer()
         self._padding = memoryview(bytearray(along_bytes))
         self._rooms: dict[int, memoryview] = {}
-        self._missing = [tensor.stop - tensor.start for tensor in source.tensors]
+        self._missing = [tensor.nbytes for tensor in source.tensors]
         self._num_unfilled = len(source.tensors)
         self._partly: dict[tuple[int, int], int] = {}
         self._refetched: set[TensorPart] = set()
@@ -490,12 +490,11 @@ class WeightStream:
             self._fill(part.tensor)
 
     def _fill(self, index: int) -> None:
-        tensor = self._source.tensors[index]
         self._rooms.pop(index, None)
         self._num_unfilled -= 1
         if not self._num_unfilled:
             self._heap.ended()  # a call that waits for the last weight may need the most memory then
-        self._note("filled", range(index, index + 1), tensor.stop - tensor.start)
+        self._note("filled", range(index, index + 1), self._source.tensors[index].nbytes)
         self._sink.filled(index)
 
     def _note(self, kind: Kind, tensors: range, nbytes: int, at_s: float | None = None) -> None:

@@ -90,6 +90,11 @@ class TensorLocation:
     crc32c: tuple[int, ...] = ()
     execution: Execution = NOTHING
 
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.stop - self.start
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightSource:
@@ -115,7 +120,7 @@ class WeightSource:
     @property
     def nbytes(self) -> int:
         """Size of all tensors, in bytes."""
-        return sum(tensor.stop - tensor.start for tensor in self.tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def is_checked(self) -> bool:

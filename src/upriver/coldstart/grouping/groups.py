@@ -40,18 +40,18 @@ def greedy(
         ConfigError: If a value is no number, negative or infinite.
     """
     check_link(latency_s, bandwidth_bytes_per_s)
-    return _greedy(checked_sizes(sizes_bytes), latency_s * bandwidth_bytes_per_s)
+    return of_at_least(checked_sizes(sizes_bytes).tolist(), latency_s * bandwidth_bytes_per_s)
 
 
-def _greedy(sizes_bytes: Array, least_bytes: float) -> list[range]:
-    sizes = sizes_bytes.tolist()
+def of_at_least(sizes_bytes: Sequence[float], least_bytes: float) -> list[range]:
+    """Return the most consecutive groups of which each but the last has that many bytes."""
     groups, start, filled = [], 0, 0.0
-    for stop, size in enumerate(sizes, start=1):
+    for stop, size in enumerate(sizes_bytes, start=1):
         filled += size
         if filled >= least_bytes:
             groups.append(range(start, stop))
             start, filled = stop, 0.0
-    return groups if start == len(sizes) else [*groups, range(start, len(sizes))]
+    return groups if start == len(sizes_bytes) else [*groups, range(start, len(sizes_bytes))]
 
 
 def best(
@@ -102,7 +102,7 @@ def _layer_by_layer(timeline: Timeline) -> list[range]:
 
 
 def _pisel(timeline: Timeline) -> list[range]:
-    return _greedy(timeline.sizes_bytes, timeline.latency_s * timeline.bandwidth_bytes_per_s)
+    return of_at_least(timeline.sizes_bytes.tolist(), timeline.latency_s * timeline.bandwidth_bytes_per_s)
 
 
 def _best(timeline: Timeline) -> list[range]:
