@@ -291,12 +291,7 @@ def _named(
     digest: str | None,
     options: Mapping[str, str] | None,
 ) -> tuple[Store, str, str]:
-    """Return store, prefix and digest of a program.
-
-    Raises:
-        ConfigError: If it is not named exactly once.
-        StoreError: If no such store exists.
-    """
+    """Return store, prefix and digest of a program, which is named exactly once."""
     if uri is None:
         if store is None or digest is None:
             raise ConfigError("a program is named by its URI, or by a store and a digest")
@@ -325,11 +320,7 @@ def _graph_bytes(store: Store, path: str, digest: str, caps: GraphCaps) -> bytes
 
 
 def _check_weights(graph: Graph, manifest: Manifest) -> None:
-    """Compare the manifest's form of each weight with the graph's.
-
-    Raises:
-        ProgramError: If a weight is missing, or has another form.
-    """
+    """Compare the manifest's form of each weight with the graph's."""
     stored = {tensor.name: tensor for tensor in manifest.tensors}
     for weight in graph.weights:
         found = stored.get(weight.key)

@@ -240,11 +240,7 @@ class _Absent:
 
 
 def _file(store: Store, path: str, caps: GraphCaps, ahead: Readahead | None = None) -> WeightSource:
-    """Find the weights of one file, by its manifest or else by its header.
-
-    Raises:
-        ObjectNotFound: If the object does not exist. Other errors as in :func:`find`.
-    """
+    """Find the weights of one file, by its manifest or else by its header."""
     absent = _Absent()
     with absent:  # the manifest, or both
         return published(store, path, read(store, path, caps=caps, ahead=ahead, copies=True))
@@ -269,11 +265,7 @@ def _file(store: Store, path: str, caps: GraphCaps, ahead: Readahead | None = No
 
 
 def find_any(store: Store, path: str, *, caps: GraphCaps = DEFAULT_CAPS) -> WeightSource:
-    """Find the weights of a file of any name, by its header alone.
-
-    Raises:
-        ProgramError: If the file is not a safetensors file. Other errors as in :func:`find`.
-    """
+    """Find the weights of a file of any name, by its header alone. Errors are those of :func:`find`."""
     info, tensors, _ = _foreign(store, check_name(path), caps)
     return WeightSource(store=store, path=path, etags={path: info.etag}, tensors=tuple(tensors))
 
@@ -498,9 +490,6 @@ def _refuse_object(store: Store, path: str) -> None:
     """Check that a name without an ending is not an object with content.
 
     Some stores represent a directory as an empty object.
-
-    Raises:
-        ProgramError: If the name is an object with content.
     """
     try:
         info = store.head(path)

@@ -235,11 +235,7 @@ def _summed(planned: Manifest, sums: Sequence[list[int]]) -> Manifest:
 def _untied(
     tensors: Mapping[str, torch.Tensor], *, tied: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return the tensors to store, and the aliases of tied tensors.
-
-    Raises:
-        ProgramError: See `check_dense`.
-    """
+    """Return the tensors to store, and the aliases of tied tensors."""
     stored: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
     first: dict[object, str] = {}

@@ -123,21 +123,13 @@ class Readahead:
         return None if self.info is None else self.first_s - self.sent_s
 
     def head(self, path: str) -> ObjectInfo:
-        """Return `Store.head`, from the readahead's response if possible.
-
-        Raises:
-            StoreError: As in `Store.head`.
-        """
+        """Return `Store.head`, from the readahead's response if possible."""
         if path == self.path and self._wait(lambda: self.info is not None) and self.info is not None:
             return self.info
         return self._store.head(path)
 
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """Return `Store.get_range`, from the readahead's bytes if possible.
-
-        Raises:
-            StoreError: As in `Store.get_range`.
-        """
+        """Return `Store.get_range`, from the readahead's bytes if possible."""
         if path == self.path and stop <= self._most_bytes and self._is(etag):
             self._wait(lambda: self.come >= stop)
             with self._changed:

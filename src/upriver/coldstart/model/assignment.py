@@ -112,11 +112,7 @@ def match(model: nn.Module, source: WeightSource, *, strict: bool = True) -> Mat
 def _wanted(
     model: nn.Module, source: WeightSource, number_of: Mapping[str, int], *, strict: bool
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return the model's memory under the names of a file, and whether these are transformers' own.
-
-    Raises:
-        ModelError: If the file is for another model, or does not determine the form of a weight.
-    """
+    """Return the model's memory under the names of a file, and whether these are transformers' own."""
     state = _weights_of(model)
     problems = _problems(state, source, number_of, _needless(model), strict=strict)
     if (source.is_checked and not any(problems.values())) or (saved := as_saved(model, state)) is None:
@@ -180,11 +176,7 @@ def _needless(model: nn.Module) -> set[str]:
 
 
 def _weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict, whose tensors are the model's own memory.
-
-    Raises:
-        ModelError: If an entry is not the model's own dense tensor.
-    """
+    """Return the state dict, whose tensors are the model's own memory."""
     state: Mapping[str, Any] = model.state_dict(keep_vars=True)
     own = {
         tensor.untyped_storage()._cdata

@@ -23,10 +23,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from upriver.coldstart.model.deferred_fills import storage_key
 from upriver.coldstart.model.deferred_init import FillWatch, is_plain, span_of
+from upriver.coldstart.model.weight_barrier import pushed
 from upriver.errors import ModelError
 from upriver.program.compiled_code import entering
 
@@ -59,7 +60,7 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_truncation_seen())
         stack.callback(watch.notes.close)
-        stack.enter_context(_watching(watch))
+        stack.enter_context(pushed(watch))
         stack.enter_context(_RawReads(watch))
         stack.enter_context(entering(watch.ignore_compile_internals))
         try:
@@ -78,16 +79,6 @@ def construct(build: Callable[[], nn.Module] | str) -> nn.Module:
         with watch.aside():
             watch.notes.finish(_loaded(model, state))
     return model
-
-
-@contextlib.contextmanager
-def _watching(watch: FillWatch) -> Iterator[None]:
-    """Push the watch as a dispatch mode. Its own ``with`` would store flags of the whole process."""
-    _push_mode(watch)
-    try:
-        yield
-    finally:
-        _pop_mode()
 
 
 def _named(name: str) -> nn.Module:

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 from torch._C._dynamo import guards
-
-# The `with` of torch's modes stores flags of the whole process, which two threads in a model would corrupt.
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -36,6 +34,19 @@ from upriver.program.compiled_code import as_written, entering, runs_functions, 
 _tell_compiled_code = getattr(guards, "set_is_in_mode_without_ignore_compile_internals", lambda _is: None)
 """Tell code that torch.compile has cached whether to see a thread's modes; before torch 2.10 it always
 does."""
+
+
+@contextmanager
+def pushed(mode: TorchDispatchMode) -> Iterator[None]:
+    """Push a dispatch mode in this thread.
+
+    The mode's own ``with`` stores flags of the whole process, which two threads in a model would corrupt.
+    """
+    _push_mode(mode)  # referenced until popped: some torch versions pop modes without a reference
+    try:
+        yield
+    finally:
+        _pop_mode()
 
 
 class WeightGate:
@@ -81,16 +92,12 @@ class WeightGate:
         # Autocast fills its cache under a lock that all models share, so no thread should wait there. With
         # gradients the cache stays on: gradients of a weight that is cast once are summed in the lower type.
         torch.set_autocast_cache_enabled(caches and torch.is_grad_enabled())
-        mode = _Waits(
-            self, caches
-        )  # referenced until popped: some torch versions pop modes without a reference
-        _push_mode(mode)
-        _tell_compiled_code(True)  # compiled code reads weights unseen, and does not run where it sees a mode
+        mode = _Waits(self, caches)
         try:
-            with entering(mode.lets_compile):
+            with pushed(mode), entering(mode.lets_compile):
+                _tell_compiled_code(True)  # it reads weights unseen, and does not run where it sees a mode
                 yield
         finally:
-            _pop_mode()
             _tell_of_modes()
             torch.set_autocast_cache_enabled(caches)
 
