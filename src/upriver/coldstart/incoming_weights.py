@@ -48,7 +48,11 @@ class ArrivingFile(Stored):
         if self._whole:
             self._write_between(manifest)
         self._held = {tensor.name: self._view(tensor) for tensor in held}
-        self.tensors = self._held if self._here else {each.name: _empty(each, device) for each in chosen}
+        self.tensors = self._held
+        if not self._here:
+            self.tensors = {
+                each.name: torch.empty(each.shape, dtype=DTYPES[each.dtype], device=device) for each in chosen
+            }
         self.nbytes = end if self._whole else sum(tensor.stop - tensor.start for tensor in chosen)
         self.complete: Callable[[], object] = lambda: None
         """Wait until all weights have arrived; raise if they will not arrive."""
@@ -89,10 +93,6 @@ class ArrivingFile(Stored):
 
     def _view(self, tensor: StoredTensor) -> torch.Tensor:
         return self._data[tensor.start : tensor.stop].view(DTYPES[tensor.dtype]).view(tensor.shape)
-
-
-def _empty(tensor: StoredTensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype], device=device)
 
 
 class Arriving(Handle[Program]):

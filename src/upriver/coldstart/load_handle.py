@@ -159,8 +159,7 @@ class Handle(ABC, Generic[Owner]):
         self._stream.join(_left(until_s))
         for thread in self._threads:
             thread.join(_left(until_s))
-        if (error := self._arrivals.error) is not None:
-            raise error
+        self._arrivals.check()
         return True
 
     def cancel(self) -> None:

@@ -125,11 +125,6 @@ class Arrivals:
         Raises:
             UpriverError: If the load has failed.
         """
-        error = self.error
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del (
-                error
-            )  # its traceback holds this frame, and keeps the callers' objects until a garbage collection
+        if self._error is not None:
+            # Without a name here: the traceback holds this frame, and with it the callers' objects.
+            raise copy.copy(self._error)

@@ -55,8 +55,7 @@ class WeightGuard:
         if self.inside or self._gate.arrivals.complete:
             yield
             return
-        if (error := self._gate.arrivals.error) is not None:
-            raise error
+        self._gate.arrivals.check()
         self._inside.now = True
         try:
             with self._gate.guarded():
