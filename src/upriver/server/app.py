@@ -20,6 +20,7 @@ from starlette.types import Send
 
 import upriver
 from upriver import errors
+from upriver.control.admission_queue import QueueFull
 from upriver.errors import (
     Overloaded,
     ProgramNotFound,
@@ -56,7 +57,6 @@ from upriver.server.observability.tracing import TracingMiddleware, traced
 from upriver.server.observability.utilisation import look_at, watch
 from upriver.server.profile_handler import BODY_BYTES, ProfileHandler
 from upriver.server.programs.datasets import Datasets
-from upriver.server.scheduling.admission_queue import QueueFull
 from upriver.server.scheduling.footprint import StageRange
 from upriver.server.snapshot_rows import program_rows, tenant_rows
 from upriver.server.tenants import ANYONE, Tenant, missing_folders
@@ -391,8 +391,8 @@ class Front:
         units = list(self.units)
         return self._load.load(
             running=sum(unit.runner.running for unit in units),
-            waiting=sum(unit.line.waiting for unit in units),
-            waiting_bytes=sum(unit.line.waiting_bytes for unit in units),
+            waiting=sum(unit.line.queue.waiting for unit in units),
+            waiting_bytes=sum(unit.line.queue.waiting_bytes for unit in units),
             reserved_bytes=sum(unit.budget.reserved_bytes for unit in units),
             budget_bytes=sum(unit.budget.total_bytes for unit in units),
             draining=self.draining,

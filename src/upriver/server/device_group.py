@@ -10,7 +10,8 @@ from functools import cached_property
 
 import torch
 
-from upriver.control.batch_adaptation import adaptive, static
+from upriver.control.admission_queue import AdmissionQueue
+from upriver.control.batch_adaptation import POLICIES
 from upriver.control.fair_queue import FairQueue
 from upriver.control.memory_budget import BASE, INDEXES, MemoryBudget, MemoryHold
 from upriver.errors import ConfigError, Overloaded
@@ -29,7 +30,7 @@ from upriver.server.programs.registry import ProgramRegistry
 from upriver.server.run_handler import RunHandler
 from upriver.server.sandbox.bubblewrap import enclose
 from upriver.server.sandbox.rlimits import on_cpu
-from upriver.server.scheduling.admission_queue import AdmissionQueue
+from upriver.server.scheduling.admission_gate import AdmissionGate
 from upriver.server.scheduling.footprint import DECODING_BYTES, GRAPH_FACTOR, WEIGHED_BYTES
 from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import Tenant
@@ -122,17 +123,17 @@ class DeviceGroup:
             metrics=metrics,
         )
         by_memory = config.admission == "adaptive"
-        self.line = AdmissionQueue(
+        queue = AdmissionQueue(
             self.budget,
             self.shelf,
-            adaptive if by_memory else static,
+            POLICIES[config.admission],
             most=config.max_admitted,
             most_waiting=config.max_waiting,
             most_waiting_bytes=config.max_waiting_bytes,
             min_batch=config.min_batch if by_memory else 1,
-            collect_s=config.collect_s if by_memory else 0.0,
             spare=datasets.drop_oldest,
         )
+        self.line = AdmissionGate(queue, self.budget, collect_s=config.collect_s if by_memory else 0.0)
         self.turns = TurnGate(FairQueue(config.workers, one_each=True))
         self.runner = RunHandler(
             config,

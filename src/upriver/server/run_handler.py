@@ -15,6 +15,7 @@ from functools import partial
 
 import msgspec
 
+from upriver.control.admission_queue import Admission, AdmissionRequest, QueueFull
 from upriver.control.body_memory import BodyMemory, IncomingBodyMemory
 from upriver.control.concurrency_limit import ConcurrencyLimit
 from upriver.control.memory_budget import MemoryBudget
@@ -48,7 +49,7 @@ from upriver.server.programs.datasets import Datasets
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.registry import KnownProgram, ProgramRegistry
 from upriver.server.programs.streaming_weights import ColdFile
-from upriver.server.scheduling.admission_queue import Admission, AdmissionQueue, AdmissionRequest, QueueFull
+from upriver.server.scheduling.admission_gate import AdmissionGate
 from upriver.server.scheduling.footprint import (
     END,
     TAIL_BYTES,
@@ -95,7 +96,7 @@ class RunHandler:
         programs: ProgramRegistry,
         datasets: Datasets,
         budget: MemoryBudget,
-        line: AdmissionQueue,
+        line: AdmissionGate,
         turns: TurnGate,
         metrics: ServerMetrics,
         wording: ErrorWording,
@@ -212,7 +213,7 @@ class RunHandler:
             )
             admitted = await self._line.wait(wanted)
             waited_s = time.perf_counter() - began
-            use = self._used(admitted, asked.tenant, stack, body=asked.body)
+            use = self._used(admitted, stack, body=asked.body)
             tracing.admitted(waited_s)
             known = asked.known.get(admitted.size)
             stretch, program = weighed.get(admitted.size), None
@@ -242,7 +243,7 @@ class RunHandler:
         return program
 
     def _used(
-        self, admitted: Admission, tenant: Tenant, stack: AsyncExitStack, *, body: MemoryUse | None = None
+        self, admitted: Admission, stack: AsyncExitStack, *, body: MemoryUse | None = None
     ) -> MemoryUse:
         """Release all memory when neither the request nor a worker needs it."""
         if body is not None:
@@ -251,9 +252,7 @@ class RunHandler:
         def release() -> None:
             if body is not None:
                 body.leave()
-            admitted.hold.release()
-            self._line.leave(admitted, tenant)
-            self._line.freed(admitted.nbytes)
+            self._line.leave(admitted)
 
         return stack.enter_context(MemoryUse(release))
 
@@ -331,7 +330,7 @@ class RunHandler:
             admitted = await self._line.wait(
                 AdmissionRequest(tenant=tenant, nbytes={1: weighed.peak_bytes}, programs={1: program})
             )
-            use = self._used(admitted, tenant, stack)
+            use = self._used(admitted, stack)
             file = await self._come(tenant, known, weighed, self._costs.of(stretch))
             async with self.turn(tenant, stretch):
                 yield file, use

@@ -23,8 +23,8 @@ def tenant_rows(
         TenantRow(
             name=tenant.name,
             weight=tenant.weight,
-            admitted=sum(unit.line.admitted_of(tenant.name) for unit in units),
-            waiting=sum(unit.line.waiting_of(tenant.name) for unit in units),
+            admitted=sum(unit.line.queue.admitted_of(tenant.name) for unit in units),
+            waiting=sum(unit.line.queue.waiting_of(tenant.name) for unit in units),
             reserved_bytes=sum(unit.budget.held_by(tenant.name) for unit in units),
             micro_batches=done.get(tenant.name, 0),
         )

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from upriver.control.admission_queue import TenantShare
 from upriver.errors import ConfigError, Forbidden
 from upriver.pipeline import Dataset
 from upriver.protocol import valid_digest, valid_store_name
@@ -55,31 +56,21 @@ def check_tenant_name(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tenant:
+class Tenant(TenantShare):
     """One user of a server: a team, a project, a person.
 
     Attributes:
-        name: Name in metrics, logs and the audit log; it has the form of a store's name.
         token_hashes: SHA-256 of its tokens, in hex. Several allow a token to be replaced without
             interruption.
         certificates: Names in client certificates that identify it.
         stores: Folders or objects that it may read, by store ("" for all of the store); None: every store.
-        weight: Share of the workers relative to others', in [`LEAST_WEIGHT`, `MOST_WEIGHT`].
-        max_requests: Run requests admitted and waiting at once; None: the server's limit.
-        max_waiting_bytes: Bytes that its waiting requests may ask for together; None: the server's limit.
-        memory_share: Most of the memory budget that its admitted requests may hold, in (0, 1].
         program_bytes: Programs kept for it between requests; None: the server's limit.
         stored_bytes: Programs and weights that it may have in a store; None: the server's limit.
     """
 
-    name: str
     token_hashes: tuple[str, ...] = field(default=(), repr=False)
     certificates: tuple[str, ...] = ()
     stores: Mapping[str, tuple[str, ...]] | None = field(default=None, hash=False)
-    weight: float = 1.0
-    max_requests: int | None = None
-    max_waiting_bytes: int | None = None
-    memory_share: float = 1.0
     program_bytes: int | None = None
     stored_bytes: int | None = None
 

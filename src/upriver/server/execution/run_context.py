@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+from upriver.control.admission_queue import Admission
 from upriver.engine.clock import Clock
 from upriver.errors import DeadlineExceeded
 from upriver.pipeline import Dataset
@@ -16,7 +17,6 @@ from upriver.server.execution.worker_process import Job, Result
 from upriver.server.observability import tracing
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.registry import KnownProgram
-from upriver.server.scheduling.admission_queue import Admission
 from upriver.server.scheduling.memory_hold import MemoryUse
 from upriver.server.tenants import Tenant
 from upriver.types import MicroBatch, Timings

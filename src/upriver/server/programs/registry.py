@@ -30,6 +30,7 @@ from upriver.coldstart.garbage_collection import (
     note_use,
 )
 from upriver.coldstart.load_program import FoundWeights, find
+from upriver.control.admission_queue import NeededProgram
 from upriver.control.memory_budget import MemoryHold
 from upriver.errors import (
     Forbidden,
@@ -51,7 +52,6 @@ from upriver.server.programs.cache import ProgramCache
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.streaming_weights import ColdFile, kept_bytes
 from upriver.server.programs.upload_builder import ProgramBuilder, fill
-from upriver.server.scheduling.admission_queue import NeededProgram
 from upriver.server.scheduling.footprint import program_bytes
 from upriver.server.scheduling.memory_hold import MemoryUse
 from upriver.server.tenants import ANYONE, Tenant

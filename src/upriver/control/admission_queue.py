@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import math
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
-from upriver.control.batch_adaptation import Ask, Grant
+from upriver.control.batch_adaptation import Ask, Policy
 from upriver.control.memory_budget import MemoryBudget, MemoryHold
+from upriver.control.retry_times import RetryTimes
 from upriver.errors import DoesNotFit, Overloaded, QuotaExceeded
-from upriver.server.tenants import Tenant
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TenantShare:
+    """A tenant's share of a server.
+
+    Attributes:
+        name: Name in metrics, logs and the audit log; it has the form of a store's name.
+        weight: Share of the workers and of the memory relative to others'.
+        max_requests: Run requests admitted and waiting at once; None: the server's limit.
+        max_waiting_bytes: Bytes that its waiting requests may ask for together; None: the server's limit.
+        memory_share: Most of the memory budget that its admitted requests may hold, in (0, 1].
+    """
+
+    name: str
+    weight: float = 1.0
+    max_requests: int | None = None
+    max_waiting_bytes: int | None = None
+    memory_share: float = 1.0
 
 
 class EvictablePrograms(Protocol):
@@ -49,37 +65,15 @@ bytes still count: among many requests that waited long, none precedes the first
 MAX_WAIT_S = 30.0
 """Longest wait of a request, which must then retry: well below a client's timeout (120 s of silence)."""
 
-DRAIN_WINDOW_S = 30.0
-"""Window over which the rate is computed at which memory comes free."""
-
-MAX_FREED = 1024
-"""Most requests that enter the rate at which memory comes free."""
-
 WAY_S = 0.1
 """Pause before another request is sent back for the same memory.
 
 The memory of the one sent back comes free within milliseconds.
 """
 
-LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
-"""Bounds of ``Retry-After``."""
-
-SPREAD = 4.0
-"""Multiple of the time that the waiting requests need, over which retries are spread.
-
-Sooner, most retries would be refused again. Later, an idle server would wait for them.
-"""
-
 
 class QueueFull(Exception):
     """Signal, as the cause of `Overloaded`, that the queue is full."""
-
-
-class Policy(Protocol):
-    """Decide which requests are admitted, and how many samples each may run at once."""
-
-    def __call__(self, asks: list[Ask], free_bytes: int, *, loaded: frozenset[str], most: int) -> list[Grant]:
-        """Return grants in the order of ``asks``, oldest first; a program in ``loaded`` needs no memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +99,7 @@ class AdmissionRequest:
         body_nbytes: Bytes sent along. They are held already, until the request ends.
     """
 
-    tenant: Tenant
+    tenant: TenantShare
     nbytes: Mapping[int, int]
     programs: Mapping[int, NeededProgram]
     body_nbytes: int = 0
@@ -125,6 +119,7 @@ class Admission:
     """Hold the memory of an admitted request.
 
     Attributes:
+        tenant: Name of its tenant.
         hold: Its memory.
         nbytes: Bytes at admission.
         size: Samples of one forward pass.
@@ -132,6 +127,7 @@ class Admission:
         waited_s: Seconds that it waited for the requests of other tenants.
     """
 
+    tenant: str
     hold: MemoryHold
     nbytes: int
     size: int
@@ -139,23 +135,24 @@ class Admission:
     waited_s: float = 0.0
 
 
-@dataclass(eq=False, slots=True)
-class _Waiter:
-    """Hold a waiting request.
+@dataclass(eq=False, kw_only=True, slots=True)
+class Waiter:
+    """A request in the queue.
 
     Attributes:
-        ask: The request in the policy's form; its key is ``number``.
+        since: Time at which it came.
+        ask: The request in the policy's form.
         nbytes: Least bytes that it asks for besides its program.
         others: Share of other tenants in the memory that was held or asked for when it came.
+        outcome: Decision on it; None while it waits.
     """
 
-    number: int
     since: float
     wanted: AdmissionRequest
     ask: Ask
     nbytes: int
     others: float
-    future: asyncio.Future[Admission] = field(repr=False)
+    outcome: Admission | Overloaded | None = None
 
     @property
     def keys(self) -> frozenset[str]:
@@ -163,8 +160,22 @@ class _Waiter:
         return frozenset(program.key for program in self.wanted.programs.values())
 
 
+class Round(NamedTuple):
+    """Result of one decision.
+
+    Attributes:
+        decided: Requests that were admitted, or sent back.
+        again_s: Seconds after which to decide again; None if nothing changes by waiting.
+    """
+
+    decided: list[Waiter]
+    again_s: float | None
+
+
 class AdmissionQueue:
-    """Hold all waiting requests. All methods belong to the event loop's thread.
+    """Decide on all waiting requests.
+
+    The caller calls `decide` soon after a request came or left, and after the budget's listeners were called.
 
     Args:
         budget: The memory.
@@ -175,7 +186,6 @@ class AdmissionQueue:
         most_waiting: Requests that may wait.
         most_waiting_bytes: Bytes that waiting requests may ask for together.
         min_batch: Fewest samples of a forward pass if there is a choice.
-        collect_s: Seconds that a round waits for further requests.
         spare: Frees other memory that is only kept for later, and returns whether there was any. Called if no
             request could be admitted otherwise.
     """
@@ -190,23 +200,16 @@ class AdmissionQueue:
         most_waiting: int,
         most_waiting_bytes: int,
         min_batch: int = 1,
-        collect_s: float = 0.0,
         spare: Callable[[], bool] = lambda: False,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._budget, self._shelf, self._policy = budget, shelf, policy
         self._most, self._most_waiting, self._most_waiting_bytes = most, most_waiting, most_waiting_bytes
-        self._min_batch, self._collect_s = min_batch, collect_s
-        self._spare, self._now = spare, now
-        self._numbers = itertools.count()
-        self._waiting: list[_Waiter] = []
+        self._min_batch, self._spare = min_batch, spare
+        self._waiting: list[Waiter] = []  # in order of arrival
         self._admitted: Counter[str] = Counter()
         self._holding: Counter[str] = Counter()  # bytes of the admitted requests, by tenant
-        self._freed: deque[tuple[float, int]] = deque(maxlen=MAX_FREED)
-        self._round: asyncio.TimerHandle | None = None
+        self._retries = RetryTimes()
         self._sent_back = -math.inf  # time at which a request was last sent back for others
-        self._next_place = -math.inf  # time at which all requests that were told to retry would be done
-        budget.add_listener(self._soon)
 
     @property
     def waiting(self) -> int:
@@ -226,65 +229,47 @@ class AdmissionQueue:
         """Return the number of a tenant's requests that are admitted and not done."""
         return self._admitted[tenant]
 
-    async def wait(self, wanted: AdmissionRequest) -> Admission:
-        """Wait for memory. The caller calls `leave` after admission.
+    def retry_after_s(self, now: float) -> float:
+        """Return the seconds until the waiting requests are done, at the recent rate."""
+        return self._retries.soonest_s(self.waiting_bytes, self._longest_wait_s(now), now)
+
+    # ------------------------------------------------------------------------------ coming and going
+
+    def enter(self, wanted: AdmissionRequest, now: float) -> tuple[Waiter, list[Waiter]]:
+        """Let a request wait; return it, and the requests that were sent back to make a place for it.
 
         Raises:
             DoesNotFit: If the request can never be admitted.
             QuotaExceeded: If its tenant has reached its quota.
-            Overloaded: If the queue is full, or the wait took too long.
+            Overloaded: If the queue is full.
         """
-        waiter = self._waiter(wanted)
-        self._check_quota(wanted.tenant, waiter.nbytes)
-        self._make_place(wanted.tenant, waiter.nbytes)
+        waiter = self._waiter(wanted, now)
+        self._check_quota(wanted.tenant, waiter.nbytes, now)
+        sent_back = self._make_place(wanted.tenant, waiter.nbytes, now)
         self._waiting.append(waiter)
-        self._soon(self._collect_s)
-        try:
-            async with asyncio.timeout(MAX_WAIT_S):
-                return await self._turn(waiter)
-        except TimeoutError:
-            raise self._overloaded(waiter.nbytes, f"no memory came free within {MAX_WAIT_S:g} s") from None
-        finally:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-                self._soon()
+        return waiter, sent_back
 
-    def leave(self, admitted: Admission, tenant: Tenant) -> None:
-        """Record that a request is done and no work runs for it. Its memory is released separately."""
-        self._admitted[tenant.name] -= 1
-        self._holding[tenant.name] -= admitted.nbytes
+    def time_out(self, waiter: Waiter, now: float) -> Overloaded:
+        """Return the error of a request that has waited for `MAX_WAIT_S`, and stop it from waiting."""
+        error = self._overloaded(waiter.nbytes, f"no memory came free within {MAX_WAIT_S:g} s", now)
+        self.give_up(waiter)
+        return error
+
+    def give_up(self, waiter: Waiter) -> None:
+        """Stop a request from waiting; may be called again."""
+        if waiter in self._waiting:
+            self._waiting.remove(waiter)
+
+    def leave(self, admitted: Admission, now: float) -> None:
+        """Release the memory of a request that is done, and for which no work runs."""
+        admitted.hold.release()
+        self._admitted[admitted.tenant] -= 1
+        self._holding[admitted.tenant] -= admitted.nbytes
         if admitted.program is not None:
             self._shelf.give_back(admitted.program)
-        self._soon()
+        self._retries.freed(admitted.nbytes, now)
 
-    def freed(self, nbytes: int) -> None:
-        """Record bytes that came free; their rate determines how long others are told to wait."""
-        self._freed.append((self._now(), nbytes))
-
-    def retry_after_s(self) -> float:
-        """Return the seconds until the waiting requests are done, at the recent rate.
-
-        If nothing came free of late, return the longest wait so far.
-        """
-        seconds_per_byte = self._seconds_per_byte()
-        if seconds_per_byte is not None:
-            seconds = self.waiting_bytes * seconds_per_byte
-        else:
-            now = self._now()
-            seconds = max((now - waiter.since for waiter in self._waiting), default=0.0)
-        return min(MOST_RETRY_S, max(LEAST_RETRY_S, seconds))
-
-    def _seconds_per_byte(self) -> float | None:
-        """Return the seconds in which a byte comes free of late; None if no memory came free."""
-        now = self._now()
-        while self._freed and self._freed[0][0] < now - DRAIN_WINDOW_S:
-            self._freed.popleft()
-        freed = sum(nbytes for _, nbytes in self._freed)
-        return max(now - self._freed[0][0], 1.0) / freed if freed else None
-
-    # ------------------------------------------------------------------------------------ coming in
-
-    def _waiter(self, wanted: AdmissionRequest) -> _Waiter:
+    def _waiter(self, wanted: AdmissionRequest, now: float) -> Waiter:
         """Return a waiter with the sizes from the fewest sensible samples on, or smaller if only they fit.
 
         Raises:
@@ -299,13 +284,11 @@ class AdmissionQueue:
                 "micro-batches or another cut"
             )
         sizes = [size for size in fitting if size >= wanted.least(self._min_batch)] or fitting[-1:]
-        number, nbytes = next(self._numbers), wanted.nbytes[sizes[0]]
-        ask = ask_for(number, wanted, sizes)
+        ask = ask_for(object(), wanted, sizes)
         if ask.fixed_bytes + ask.least * ask.bytes_per_sample + ask.program_bytes > most:
-            ask = ask_for(number, wanted, sizes[:1])  # it would wait for more than the server has
-        future: asyncio.Future[Admission] = asyncio.get_running_loop().create_future()
+            ask = ask_for(ask.key, wanted, sizes[:1])  # it would wait for more than the server has
         others = self._others_share(wanted.tenant.name)
-        return _Waiter(number, self._now(), wanted, ask, nbytes, others, future)
+        return Waiter(since=now, wanted=wanted, ask=ask, nbytes=wanted.nbytes[sizes[0]], others=others)
 
     def _others_share(self, tenant: str) -> float:
         """Return the share of other tenants in the memory that requests hold and wait for."""
@@ -315,12 +298,12 @@ class AdmissionQueue:
         total = asked.total()
         return 1 - asked[tenant] / total if total else 0.0
 
-    def _check_quota(self, tenant: Tenant, nbytes: int) -> None:
+    def _check_quota(self, tenant: TenantShare, nbytes: int, now: float) -> None:
         held = self._admitted[tenant.name] + self.waiting_of(tenant.name)
         if tenant.max_requests is not None and held >= tenant.max_requests:
             raise QuotaExceeded(
                 f"{held} requests of {tenant.name} are here, and at most {tenant.max_requests} may be",
-                retry_after_s=self.retry_after_s(),
+                retry_after_s=self.retry_after_s(now),
             )
         waiting = sum(each.nbytes for each in self._waiting if each.wanted.tenant.name == tenant.name)
         if tenant.max_waiting_bytes is not None and waiting + nbytes > tenant.max_waiting_bytes:
@@ -332,10 +315,10 @@ class AdmissionQueue:
             raise QuotaExceeded(
                 f"waiting requests of {tenant.name} ask for {waiting} bytes; with this one's {nbytes} it "
                 f"would be more than {tenant.max_waiting_bytes}",
-                retry_after_s=self.retry_after_s(),
+                retry_after_s=self.retry_after_s(now),
             )
 
-    def _make_place(self, tenant: Tenant, nbytes: int) -> None:
+    def _make_place(self, tenant: TenantShare, nbytes: int, now: float) -> list[Waiter]:
         """Make a place in the queue; if it is full, send back the last request of the largest tenant.
 
         The largest tenant has the largest part of the queue, divided by its weight. If the new request's
@@ -348,15 +331,17 @@ class AdmissionQueue:
         while (why := self._full(staying, nbytes)) is not None:
             last = self._last_of_most(staying, tenant, nbytes)
             if last is None:
-                raise self._overloaded(nbytes, why) from QueueFull()
+                raise self._overloaded(nbytes, why, now) from QueueFull()
             staying.remove(last)
-        for waiter in [each for each in self._waiting if each not in staying]:
+        sent_back = [each for each in self._waiting if each not in staying]
+        for waiter in sent_back:
             why = "others have a right to the places of so many requests"
-            error = self._overloaded(waiter.nbytes, why)
+            error = self._overloaded(waiter.nbytes, why, now)
             error.__cause__ = QueueFull()
             self._send_back(waiter, error)
+        return sent_back
 
-    def _full(self, waiting: Sequence[_Waiter], nbytes: int) -> str | None:
+    def _full(self, waiting: Sequence[Waiter], nbytes: int) -> str | None:
         """Return why a request of this many bytes may not wait with these; None if it may."""
         if len(waiting) >= self._most_waiting:
             return f"{len(waiting)} requests wait for memory, and no more may"
@@ -365,7 +350,7 @@ class AdmissionQueue:
             return f"waiting requests ask for {there} bytes, and no more may be"
         return None
 
-    def _last_of_most(self, waiting: Sequence[_Waiter], tenant: Tenant, nbytes: int) -> _Waiter | None:
+    def _last_of_most(self, waiting: Sequence[Waiter], tenant: TenantShare, nbytes: int) -> Waiter | None:
         """Return the last request of the tenant with the largest part of the queue, divided by weight.
 
         Return None if no part is larger than the one that ``tenant`` would have.
@@ -378,116 +363,104 @@ class AdmissionQueue:
         most = max(parts, key=parts.__getitem__, default=None)
         if most is None or parts[most] <= own:
             return None
-        theirs = (each for each in reversed(waiting) if each.wanted.tenant.name == most)
-        return next((each for each in theirs if not each.future.done()), None)
+        return next(each for each in reversed(waiting) if each.wanted.tenant.name == most)
 
     def _part(self, nbytes: int) -> float:
         """Return the part of the queue that a request fills: of its places or bytes, the larger one."""
         return max(1 / self._most_waiting, nbytes / self._most_waiting_bytes)
 
-    def _overloaded(self, nbytes: int, why: str) -> Overloaded:
+    def _overloaded(self, nbytes: int, why: str, now: float) -> Overloaded:
         """Return the error for a request that must retry, after those that were told so before are done."""
-        now, soonest_s = self._now(), self.retry_after_s()
-        latest_s = min(MOST_RETRY_S, SPREAD * soonest_s)
-        seconds = min(latest_s, max(soonest_s, self._next_place - now))
-        self._next_place = now + seconds + nbytes * (self._seconds_per_byte() or 0.0)
+        seconds = self._retries.next_s(nbytes, self.waiting_bytes, self._longest_wait_s(now), now)
         return Overloaded(why, retry_after_s=math.ceil(seconds))
 
-    async def _turn(self, waiter: _Waiter) -> Admission:
-        """Wait for admission. If the caller is cancelled at that very moment, release everything."""
-        try:
-            return await waiter.future
-        except BaseException:
-            future = waiter.future
-            if future.done() and not future.cancelled() and future.exception() is None:
-                admitted = future.result()
-                admitted.hold.release()
-                self.leave(admitted, waiter.wanted.tenant)
-            raise
+    def _longest_wait_s(self, now: float) -> float:
+        return now - self._waiting[0].since if self._waiting else 0.0
 
     # --------------------------------------------------------------------------------------- rounds
 
-    def _soon(self, seconds: float = 0.0) -> None:
-        """Schedule a round, one for all events until then."""
-        if self._waiting and self._round is None:
-            self._round = asyncio.get_running_loop().call_later(seconds, self._go)
-
-    def _go(self) -> None:
-        self._round = None
-        waiters = self._in_order()
+    def decide(self, now: float) -> Round:
+        """Admit requests for which there is memory; if there is none to come, send one back."""
+        waiters = self._in_order(now)
         most = self._most - sum(self._admitted.values())
         if most <= 0:
             waiters = self._first_ones(waiters)
             most = len(waiters)
         if not waiters:
-            return
+            return Round([], None)
         wanted = frozenset[str]().union(*(waiter.keys for waiter in waiters))
         # Idle programs that other requests wait for must not block the first in the queue forever.
-        went = self._deal(waiters, most, but=wanted) or self._deal(waiters[:1], most, but=waiters[0].keys)
+        went = self._deal(waiters, most, now, but=wanted) or self._deal(
+            waiters[:1], most, now, but=waiters[0].keys
+        )
         if not went and not sum(self._admitted.values()) and not self._spare():
-            self._make_way()  # no admitted request frees memory; any that comes free starts a round
+            return self._make_way(now)  # no admitted request frees memory
+        return Round(went, None)
 
-    def _deal(self, waiters: Sequence[_Waiter], most: int, *, but: Collection[str]) -> bool:
-        """Admit the requests that the policy grants; return whether any was admitted.
+    def _deal(
+        self, waiters: Sequence[Waiter], most: int, now: float, *, but: Collection[str]
+    ) -> list[Waiter]:
+        """Admit the requests that the policy grants, and return them.
 
         Idle programs are evicted for them, except those in ``but``.
         """
         free = self._budget.free_bytes + self._shelf.idle_bytes(but=but)
         asks = [waiter.ask for waiter in waiters]
-        by_number = {waiter.number: waiter for waiter in waiters}
+        by_key = {waiter.ask.key: waiter for waiter in waiters}
         grants = self._policy(asks, free, loaded=self._shelf.keys, most=most)
-        went = [self._admit(by_number[int(str(grant.key))], grant.batch, but) for grant in grants]
-        return any(went)
+        granted = [(by_key[grant.key], grant.batch) for grant in grants]
+        return [waiter for waiter, size in granted if self._admit(waiter, size, now, but)]
 
-    def _make_way(self) -> None:
+    def _make_way(self, now: float) -> Round:
         """Send back the youngest of requests that wait for the memory of each other's bodies."""
-        if self._now() - self._sent_back < WAY_S:
-            return self._soon(WAY_S)
+        if now - self._sent_back < WAY_S:
+            return Round([], WAY_S)
         for older, waiter in enumerate(self._waiting, start=1):
             younger = [each for each in self._waiting[older:] if each.wanted.body_nbytes]
             if younger and self._missing(waiter) <= sum(each.wanted.body_nbytes for each in younger):
-                self._sent_back = self._now()
+                self._sent_back = now
                 why = "requests that came first wait for the memory of this one's body"
-                return self._send_back(younger[-1], self._overloaded(younger[-1].nbytes, why))
+                self._send_back(younger[-1], self._overloaded(younger[-1].nbytes, why, now))
+                return Round(younger[-1:], None)
+        return Round([], None)
 
-    def _missing(self, waiter: _Waiter) -> int:
+    def _missing(self, waiter: Waiter) -> int:
         """Return the bytes, besides idle programs, that must come free before a request is admitted."""
         size, wanted = waiter.ask.smallest, waiter.wanted
         needed = wanted.nbytes[size] + self._new_bytes(wanted.programs.get(size))
         return needed - self._budget.free_bytes - self._shelf.idle_bytes(but=waiter.keys)
 
-    def _send_back(self, waiter: _Waiter, error: Overloaded) -> None:
+    def _send_back(self, waiter: Waiter, error: Overloaded) -> None:
         """Refuse a waiting request, which holds nothing yet."""
         self._waiting.remove(waiter)
-        waiter.future.set_exception(error)
+        waiter.outcome = error
 
-    def _first_ones(self, waiters: Sequence[_Waiter]) -> list[_Waiter]:
+    def _first_ones(self, waiters: Sequence[Waiter]) -> list[Waiter]:
         """Return the next request of each tenant that has none admitted."""
-        first: dict[str, _Waiter] = {}
+        first: dict[str, Waiter] = {}
         for waiter in waiters:
             first.setdefault(waiter.wanted.tenant.name, waiter)
         return [waiter for tenant, waiter in first.items() if not self._admitted[tenant]]
 
-    def _in_order(self) -> list[_Waiter]:
+    def _in_order(self, now: float) -> list[Waiter]:
         """Return the waiters, ordered by the bytes that their tenants would then hold, over their weights.
 
         See `PATIENCE_S`. Programs do not count: a tenant with large networks would always come last, and idle
         programs are evicted.
         """
-        now, promised = self._now(), Counter[str]()
-        ranked: list[tuple[tuple[float, float, int], _Waiter]] = []
+        promised = Counter[str]()
+        ranked: list[tuple[float, float, Waiter]] = []
         for waiter in self._waiting:
             tenant, size = waiter.wanted.tenant, waiter.ask.smallest
-            if waiter.future.done() or not self._may_hold(waiter, size, promised[tenant.name]):
+            if not self._may_hold(waiter, size, promised[tenant.name]):
                 continue
             before = self._holding[tenant.name] + promised[tenant.name]
             promised[tenant.name] += waiter.nbytes
             own = 0 if now - waiter.since >= PATIENCE_S else waiter.nbytes
-            share, without = (before + own) / tenant.weight, before / tenant.weight
-            ranked.append(((share, without, waiter.number), waiter))
-        return [waiter for _, waiter in sorted(ranked, key=lambda each: each[0])]
+            ranked.append(((before + own) / tenant.weight, before / tenant.weight, waiter))
+        return [waiter for _, _, waiter in sorted(ranked, key=lambda each: each[:2])]
 
-    def _may_hold(self, waiter: _Waiter, size: int, promised: int = 0) -> bool:
+    def _may_hold(self, waiter: Waiter, size: int, promised: int = 0) -> bool:
         """Return whether the tenant's memory share allows it. A tenant with nothing gets the smallest size.
 
         Idle programs do not count, except the one that the request would use.
@@ -504,7 +477,7 @@ class AdmissionQueue:
         """Return the bytes of a program that is not in the cache yet; else 0."""
         return program.nbytes if program is not None and program.key not in self._shelf else 0
 
-    def _admit(self, waiter: _Waiter, granted: int, but: Collection[str]) -> bool:
+    def _admit(self, waiter: Waiter, granted: int, now: float, but: Collection[str]) -> bool:
         """Take memory for the granted size, or for the next smaller one; return whether any was free.
 
         The granted size may fail: at another size it is another program, which has to be loaded.
@@ -513,30 +486,32 @@ class AdmissionQueue:
             program, nbytes = waiter.wanted.programs.get(size), waiter.wanted.nbytes[size]
             room = nbytes + self._new_bytes(program)
             if self._may_hold(waiter, size) and self._shelf.make_room(room, but=but):
-                self._begin(waiter, size, nbytes, program)
+                self._begin(waiter, size, program, now)
                 return True
         return False
 
-    def _begin(self, waiter: _Waiter, size: int, nbytes: int, program: NeededProgram | None) -> None:
-        tenant = waiter.wanted.tenant
+    def _begin(self, waiter: Waiter, size: int, program: NeededProgram | None, now: float) -> None:
+        tenant, nbytes = waiter.wanted.tenant.name, waiter.wanted.nbytes[size]
         if program is not None:
-            self._shelf.take(program.key, program.nbytes, owner=tenant.name)
-        hold = self._budget.hold(nbytes, owner=tenant.name)
-        self._admitted[tenant.name] += 1
-        self._holding[tenant.name] += nbytes
+            self._shelf.take(program.key, program.nbytes, owner=tenant)
+        self._admitted[tenant] += 1
+        self._holding[tenant] += nbytes
         self._waiting.remove(waiter)
-        key = None if program is None else program.key
-        waited_s = (self._now() - waiter.since) * waiter.others
-        waiter.future.set_result(
-            Admission(hold=hold, nbytes=nbytes, size=size, program=key, waited_s=waited_s)
+        waiter.outcome = Admission(
+            tenant=tenant,
+            hold=self._budget.hold(nbytes, owner=tenant),
+            nbytes=nbytes,
+            size=size,
+            program=None if program is None else program.key,
+            waited_s=(now - waiter.since) * waiter.others,
         )
 
 
-def ask_for(number: int, wanted: AdmissionRequest, sizes: Sequence[int]) -> Ask:
+def ask_for(key: Hashable, wanted: AdmissionRequest, sizes: Sequence[int]) -> Ask:
     """Return a request in the policy's form: a line in the samples that never lies below the sizes' bytes.
 
     Args:
-        number: Its key.
+        key: Its key.
         sizes: Sizes that it may get, ascending.
     """
     first, *larger = sizes
@@ -545,7 +520,7 @@ def ask_for(number: int, wanted: AdmissionRequest, sizes: Sequence[int]) -> Ask:
     per_sample = max(1, *(steps or [nbytes[first] // first]))
     programs = [wanted.programs[size] for size in sizes if size in wanted.programs]
     return Ask(
-        key=number,
+        key=key,
         fixed_bytes=max(0, nbytes[first] - first * per_sample),
         bytes_per_sample=per_sample,
         program=programs[0].key if programs else None,
