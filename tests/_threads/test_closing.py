@@ -69,7 +69,16 @@ del dropped
 """
 
 
-@pytest.mark.parametrize("more", ["", "import sys; sys.exit(0)"])
+FORK = """
+import warnings
+warnings.simplefilter("ignore")
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize("more", ["", "import sys; sys.exit(0)", FORK])
 def test_the_end_of_the_process_closes_what_asks_for_it_and_all_that_waits(more: str) -> None:
     done = subprocess.run([sys.executable, "-c", AT_EXIT + more], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and not done.stderr

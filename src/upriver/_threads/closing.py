@@ -14,7 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from upriver._threads.background import BackgroundThread
-from upriver._threads.forks import reset_in_child
+from upriver._threads.forks import reset_in_child, unless_forked
 
 log = logging.getLogger("upriver")
 
@@ -71,7 +71,7 @@ _closer = _Closer()
 
 
 def close_later(owner: object, close: Callable[[], object], *, at_exit: bool = False) -> None:
-    """Have a separate thread close something once ``owner`` is gone.
+    """Have a separate thread close something once ``owner`` is gone, unless this is a fork by then.
 
     Args:
         owner: Object whose end triggers the call.
@@ -79,4 +79,4 @@ def close_later(owner: object, close: Callable[[], object], *, at_exit: bool = F
         at_exit: Whether to call it also at the end of the process, if the owner is still alive.
     """
     _closer.start()
-    weakref.finalize(owner, _closer.put, close).atexit = at_exit
+    weakref.finalize(owner, _closer.put, unless_forked(close)).atexit = at_exit

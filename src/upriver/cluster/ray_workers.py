@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -111,10 +112,8 @@ def ray_workers(
         raise ConfigError(
             f"address must be 'auto', HOST:PORT, ray://HOST:PORT, 'local' or None, got {_shown(address)}"
         )
-    if isinstance(start_timeout_s, bool) or not isinstance(start_timeout_s, int | float):
-        raise ConfigError(f"start_timeout_s must be a number > 0, got {_shown(start_timeout_s)}")
-    if not 0 < start_timeout_s < float("inf"):
-        raise ConfigError(f"start_timeout_s must be a finite number > 0, got {start_timeout_s!r}")
+    if type(start_timeout_s) not in (int, float) or not 0 < start_timeout_s < math.inf:
+        raise ConfigError(f"start_timeout_s must be a finite number > 0, got {_shown(start_timeout_s)}")
     return RayWorkers(
         number=None if number == "auto" else number,
         most=(most or MOST) if number == "auto" else number,
@@ -148,9 +147,9 @@ def connected(address: str | None, *, num_cpus: int) -> Any:
     Raises:
         ConfigError: If there is no cluster, Ray is not installed, or the process is on another cluster.
     """
-    if address is None and "ray" not in sys.modules:
-        raise _no_cluster()
     if "ray" not in sys.modules:
+        if address is None:
+            raise _no_cluster()
         before_import(local=address == LOCAL)
     try:
         ray: Any = importlib.import_module("ray")

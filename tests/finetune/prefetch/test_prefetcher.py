@@ -1,5 +1,7 @@
 import gc
 import random
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -727,3 +729,28 @@ def test_two_loaders_share_a_pool():
             pairs = list(zip(one, two, strict=True))
     check([batch for batch, _ in pairs], micro_batches)
     check([batch for _, batch in pairs], micro_batches)
+
+
+LEFT_OPEN = """
+import threading, time
+from tests.rpc.scripted_transport import make_batch
+from upriver.finetune.prefetch.prefetcher import Prefetcher
+from upriver.types import Timings
+
+begun = threading.Event()
+
+def local(ids):
+    begun.set()
+    time.sleep(0.3)
+    print("made", flush=True)
+    return make_batch(ids), Timings()
+
+prefetcher = Prefetcher([(number,) for number in range(50)], local=local)
+begun.wait()
+"""
+
+
+@pytest.mark.full  # imports torch anew
+def test_the_end_of_the_process_waits_for_what_is_being_made_and_begins_no_more():
+    done = subprocess.run([sys.executable, "-c", LEFT_OPEN], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", "")
