@@ -20,14 +20,13 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import torch
 
 from upriver.cache import Cache
 from upriver.program.graph.schema import Count
-from upriver.types import Limits
 
 SCHEMA: Literal["upriver.pace/1"] = "upriver.pace/1"
 
@@ -39,8 +38,8 @@ CAUTION = 2.0
 little. A plan for a slower one loses much: small groups, each of which costs a latency, then seem to be
 hidden behind layers that in truth end soon."""
 
-_RATE = Limits(least=1e6, most=1e18)
-"""Bounds of a device's rates. A value outside is no rate, or the device is broken."""
+_Rate = Annotated[float, msgspec.Meta(ge=1e6, le=1e18)]
+"""Rate of a device. A value outside is no rate, or the device is broken."""
 
 
 class Execution(NamedTuple):
@@ -84,8 +83,9 @@ ACCELERATOR = DevicePace(flops_per_s=6e12, moved_bytes_per_s=240e9)
 
 def pace_of(device: torch.device) -> DevicePace:
     """Return the rates of a device of this machine, as calibrated or else by default."""
-    if (kept := _kept(device)) is not None:
-        return kept
+    name = _name_of(device, torch.get_num_threads())
+    if (kept := _PACES.load(name, msgspec.json.Decoder(_Kept).decode)) is not None:
+        return DevicePace(flops_per_s=kept.flops_per_s, moved_bytes_per_s=kept.moved_bytes_per_s)
     if device.type != "cpu":
         return ACCELERATOR
     return replace(CORE, flops_per_s=CORE.flops_per_s * torch.get_num_threads())
@@ -98,8 +98,8 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Content of a device's cache file."""
 
     schema: Literal["upriver.pace/1"]
-    flops_per_s: float
-    moved_bytes_per_s: float
+    flops_per_s: _Rate
+    moved_bytes_per_s: _Rate
 
 
 def keep_pace(device: torch.device, pace: DevicePace, *, threads: int) -> None:
@@ -110,17 +110,6 @@ def keep_pace(device: torch.device, pace: DevicePace, *, threads: int) -> None:
     """
     kept = _Kept(schema=SCHEMA, **asdict(pace))
     _PACES.write(_name_of(device, threads), msgspec.json.encode(kept).decode() + "\n")
-
-
-def _kept(device: torch.device) -> DevicePace | None:
-    return _PACES.load(_name_of(device, torch.get_num_threads()), _pace_from)
-
-
-def _pace_from(data: bytes) -> DevicePace:
-    found = msgspec.json.decode(data, type=_Kept)
-    for name in ("flops_per_s", "moved_bytes_per_s"):
-        _RATE.check(name, getattr(found, name))
-    return DevicePace(flops_per_s=found.flops_per_s, moved_bytes_per_s=found.moved_bytes_per_s)
 
 
 def _name_of(device: torch.device, threads: int) -> str:
