@@ -65,7 +65,7 @@ for any call without one, such as a call just after the end of ours.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployment:
-    """Describe a deployment.
+    """Servers to deploy on a cluster, and the address of their directory.
 
     Attributes:
         document: Configuration of each server; holds no secrets.
@@ -95,7 +95,7 @@ class Deployment:
 
 
 class ShutdownRequest:
-    """Track whether this process was asked to end, and how.
+    """Request to end this process, by a signal or a call.
 
     Ray sets signal handlers of its own when it starts, which end the cluster at once. `install` puts ours
     back.

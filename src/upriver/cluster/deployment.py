@@ -41,7 +41,7 @@ STOP_MARGIN_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaSettings:
-    """Configure a replica, in addition to its server's document.
+    """Settings of a replica that its server's document does not hold.
 
     Attributes:
         book: Name of the address book.
@@ -58,7 +58,7 @@ class ReplicaSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """Set the number of replicas, and the resources of each.
+    """Number of replicas, and the resources of each.
 
     Attributes:
         least: Fewest replicas, and the number at the start.
@@ -85,7 +85,7 @@ class Scale:
 
 
 class ReplicaServer:
-    """Keep one server in a replica, register its address, and end it in order.
+    """Replica that keeps one server, registers its address, and ends it in order.
 
     Ray Serve creates the replica, checks it, and calls ``__del__`` to stop it.
 
@@ -129,7 +129,7 @@ class ReplicaServer:
 
 
 class ScaledReplicaServer(ReplicaServer):
-    """Report, in addition, the bytes that wait at the replica's server.
+    """Replica that also reports the bytes that wait at its server.
 
     It is a separate class: Ray Serve asks every class that can report, even if the number of replicas is
     fixed.
@@ -147,7 +147,7 @@ class ScaledReplicaServer(ReplicaServer):
 
 
 class Directory:
-    """Answer ``GET …/servers`` with the addresses of all servers, and no other request.
+    """Endpoint that answers ``GET …/servers`` with the addresses of all servers, and no other request.
 
     Args:
         servers: The replicas; an argument so that they belong to the same application.

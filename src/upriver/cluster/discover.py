@@ -53,7 +53,7 @@ class ReplicaEntry(NamedTuple):
 
 
 class AddressBook:
-    """Hold entries with leases. Not thread-safe: an actor runs one call at a time.
+    """Entries with leases. Not thread-safe: an actor runs one call at a time.
 
     Args:
         lease_s: Seconds for which an entry is valid.
@@ -83,7 +83,7 @@ class AddressBook:
 
 
 class RayBook:
-    """Access the address book of a cluster by its name.
+    """Address book of a cluster, found by its name.
 
     Args:
         name: Name of the actor that `create` made.
@@ -140,7 +140,7 @@ class RayBook:
 
 
 class Membership:
-    """Keep one server in the book, while the server lives and this object is not closed.
+    """Membership of one server in the book, while the server lives and this object is not closed.
 
     Args:
         alive: Returns whether the server's process has not ended; called every ``look_s``.

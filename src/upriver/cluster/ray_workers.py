@@ -52,7 +52,7 @@ ADMITTED, ADMITTED_EACH = 8, 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayWorkers(Provider):
-    """Provide workers on a Ray cluster for a loader's ``workers``; `ray_workers` explains the fields."""
+    """Provider of a loader's ``workers`` on a Ray cluster; `ray_workers` explains the fields."""
 
     number: int | None
     most: int
@@ -197,7 +197,7 @@ def _end_here(ray: Any, folder: str) -> None:
 
 
 class RayWorker:
-    """Keep one ``upriver worker`` in an actor; it ends with the actor's process.
+    """Actor that keeps one ``upriver worker``, which ends with the actor's process.
 
     Raises:
         ServerUnavailable: If the server does not start.
@@ -226,7 +226,7 @@ class RayWorker:
 
 
 class RayFleet(Fleet):
-    """Manage the workers of one loader on a Ray cluster."""
+    """Workers of one loader on a Ray cluster."""
 
     def __init__(self, ray: Any, allow: Sequence[str], *, cpus: int, start_timeout_s: float) -> None:
         self._ray, self._cpus, self._start_timeout_s = ray, cpus, start_timeout_s
