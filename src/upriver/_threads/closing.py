@@ -26,7 +26,6 @@ class _Closer:
     """Thread that closes what is no longer used, started once in each process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._ended = False
         self.forked()
         reset_in_child(self)
@@ -42,8 +41,9 @@ class _Closer:
         """Start the thread, unless it runs."""
         with self._lock:
             if self._thread is None:
-                self._thread = BackgroundThread(self._close_all, name="closing")
-                self._thread.start()
+                thread = BackgroundThread(self._close_all, name="closing")
+                thread.start()
+                self._thread = thread
 
     def put(self, close: Callable[[], object]) -> None:
         """Have the thread close something; reentrant."""
