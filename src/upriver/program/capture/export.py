@@ -15,6 +15,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TextIO, cast
 
 import torch
@@ -50,6 +51,7 @@ class _Left(BaseException):
     """
 
 
+@dataclass(slots=True)
 class ExportNotes:
     """Facts recorded next to the graph. Not plain attributes, because export restores those of a module.
 
@@ -58,9 +60,8 @@ class ExportNotes:
         num_answers: Number of tensors in the model's result.
     """
 
-    def __init__(self) -> None:
-        self.entered: list[str] = []
-        self.num_answers = 0
+    entered: list[str] = field(default_factory=list)
+    num_answers: int = 0
 
 
 class Observed(nn.Module):

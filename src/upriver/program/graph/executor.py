@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import threading
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,7 +21,6 @@ from upriver.program.graph.devices import check_device, moved
 from upriver.program.graph.parser import check_weight, decode
 from upriver.program.graph.schedule import ScheduledNode, Values, bind, mark_last_uses, schedule
 from upriver.program.graph.schema import Graph, Value, Weight, digest_of
-from upriver.program.graph.stage_clock import StageClock
 from upriver.program.graph.validator import check
 from upriver.program.graph.weights_file import FileInMemory, Stored
 from upriver.text import printable
@@ -167,7 +167,7 @@ class Program:
         borrowed = frozenset(values)
         with no_fast_path(), autocasting(self.device, self._autocast):
             # While weights load, those of the next stage are copied to an accelerator during its computation.
-            laps = StageClock(on_stage, self.device, at_the_end=self.before_stage is not None)
+            laps = _StageClock(on_stage, self.device, at_the_end=self.before_stage is not None)
             for position in range(start + 1, stop + 1):
                 steps = self._ready(position)
                 laps.begin()
@@ -263,7 +263,14 @@ class Program:
         ]
 
     def _bind_weights(self, names: Iterable[str]) -> None:
-        self._weights |= _bind(self._unbound(names), self._file.tensors, self.device)
+        there: dict[str, torch.Tensor] = {}
+        bound: Values = {}
+        for weight in self._unbound(names):
+            check_weight(weight, self._file.tensors.get(weight.key))
+            if weight.key not in there:  # once, even with several names
+                there[weight.key] = moved(self._file.tensors[weight.key].reshape(-1), self.device)
+            bound[weight.name] = there[weight.key].as_strided(weight.spec.shape, weight.spec.stride)
+        self._weights |= bound
 
 
 def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torch.Tensor:
@@ -284,17 +291,6 @@ def _as_tensor(data: bytes | memoryview | torch.Tensor, caps: GraphCaps) -> torc
     return tensor
 
 
-def _bind(weights: Sequence[Weight], file: Mapping[str, torch.Tensor], device: torch.device) -> Values:
-    there: dict[str, torch.Tensor] = {}
-    bound: Values = {}
-    for weight in weights:
-        check_weight(weight, file.get(weight.key))
-        if weight.key not in there:  # once, even with several names
-            there[weight.key] = moved(file[weight.key].reshape(-1), device)
-        bound[weight.name] = there[weight.key].as_strided(weight.spec.shape, weight.spec.stride)
-    return bound
-
-
 def live_values(graph: Graph) -> list[list[Value]]:
     """Return the tensors that cross the cut at each position, in the order of :meth:`Program.run`."""
     made = {value.name: value for node in graph.nodes for value in node.made}
@@ -308,3 +304,50 @@ def _position(name: str, value: object) -> int:
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ConfigError(f"{name} must be a whole number, a cut's position, got {value!r}") from None
+
+
+class _StageClock:
+    """Report the seconds of each stage when it is over.
+
+    Args:
+        tell: Called with the position after each stage and the stage's seconds. None for no report.
+        at_the_end: On an accelerator, report all stages at the end instead of waiting for each.
+    """
+
+    def __init__(
+        self, tell: Callable[[int, float], None] | None, device: torch.device, *, at_the_end: bool
+    ) -> None:
+        self._tell, self._device = tell, device
+        self._at_the_end = at_the_end and device.type == "cuda"
+        self._began: Any = None
+        self._laps: list[tuple[int, Any, Any]] = []
+
+    def begin(self) -> None:
+        """Record the start of a stage."""
+        if self._tell is not None:
+            self._began = self._now()
+
+    def end(self, position: int) -> None:
+        """Record the end of a stage, after all its operators were called."""
+        if self._tell is not None:
+            self._laps.append((position, self._began, self._now()))
+            if not self._at_the_end:
+                self.tell()
+
+    def tell(self) -> None:
+        """Report the stages not reported yet. Wait until they are over."""
+        while self._tell is not None and self._laps:
+            position, began, ended = self._laps.pop(0)
+            self._tell(position, self._between(began, ended))
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.current_stream(self._device).record_event(event)
+
+    def _between(self, began: Any, ended: Any) -> float:
+        if self._device.type != "cuda":
+            return float(ended - began)
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1000

@@ -52,7 +52,10 @@ def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Graph:
         if schema != SCHEMA:
             raise ProgramError(f"graph schema {schema[:80]!r}; this version reads {SCHEMA!r}")
         graph = msgspec.json.decode(data, type=Graph)
-        _check(graph, caps)
+        _check_head(graph, caps)
+        _check_names(graph, caps)
+        check_fingerprints(graph.operators, {node.op for node in graph.nodes})
+        _check_stages(graph, caps)
         canonical = graph.encode() == data
     # msgspec raises its own errors and, for some text, Python's.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -61,13 +64,6 @@ def decode(data: bytes | memoryview, caps: GraphCaps = DEFAULT_CAPS) -> Graph:
         # One graph has one digest: no other spelling, no repeated field.
         raise ProgramError("graph.json is not written as this version writes it")
     return graph
-
-
-def _check(graph: Graph, caps: GraphCaps) -> None:
-    _check_head(graph, caps)
-    _check_names(graph, caps)
-    check_fingerprints(graph.operators, {node.op for node in graph.nodes})
-    _check_stages(graph, caps)
 
 
 def _check_head(graph: Graph, caps: GraphCaps) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -100,19 +100,6 @@ class _Feed:
         for each in self.results:
             each.next = 0
 
-    @staticmethod
-    def refuse(path: str) -> NoReturn:
-        """Refuse a call of a skipped module from outside the tail's forward.
-
-        Raises:
-            CaptureError: Always, because no tensor has crossed the cut.
-        """
-        raise CaptureError(
-            "a skipped module was called outside of the tail's forward: the cut lies in a region that "
-            "activation checkpointing runs again",
-            module=path,
-        )
-
     def take(self, item: Any) -> Any:
         """Return a stub's result, or an input, for this call."""
         values = self.values
@@ -140,7 +127,11 @@ class _Results:
         """Return the next result. Run a call that is not skipped."""
         feed = self._feed
         if feed.values is None:
-            feed.refuse(self._path)
+            raise CaptureError(
+                "a skipped module was called outside of the tail's forward: the cut lies in a region that "
+                "activation checkpointing runs again",
+                module=self._path,
+            )
         number = self.next
         self.next = number + 1
         leaves, spec = self._results[number] if number < len(self._results) else (None, None)
