@@ -57,19 +57,6 @@ def check_audio(value: torch.Tensor) -> tuple[int, int]:
     return value.shape[0], value.shape[1]
 
 
-def check_spectrum(value: torch.Tensor) -> None:
-    """Check a value that must be a spectrum.
-
-    Raises:
-        SampleError: If the value is not a spectrum.
-    """
-    if value.dtype is not torch.complex64 or value.dim() not in (2, 3) or value.numel() == 0:
-        raise SampleError(
-            "a spectrum is complex64 of shape (channels, frequencies) or (channels, frequencies, frames), "
-            f"got {value.dtype} of {tuple(value.shape)}"
-        )
-
-
 def check_bytes(what: str, nbytes: int) -> None:
     """Check the size of an output before it is made.
 
@@ -284,7 +271,11 @@ def spectrogram(value: torch.Tensor, power: float, *, log: bool) -> torch.Tensor
     Raises:
         SampleError: If the value is not a spectrum.
     """
-    check_spectrum(value)
+    if value.dtype is not torch.complex64 or value.dim() not in (2, 3) or value.numel() == 0:
+        raise SampleError(
+            "a spectrum is complex64 of shape (channels, frequencies) or (channels, frequencies, frames), "
+            f"got {value.dtype} of {tuple(value.shape)}"
+        )
     out = torch.empty(value.shape, dtype=torch.float32, device="cpu")
     found, parts = _flat(out), value.contiguous().numpy().reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):

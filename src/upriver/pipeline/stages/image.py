@@ -44,18 +44,6 @@ def sides(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-def checked_size(name: str, value: object) -> int | tuple[int, int]:
-    """Return a field that is one side or two.
-
-    Raises:
-        ConfigError: If it is neither, or a side is too long; the message names the field.
-    """
-    size = value if isinstance(value, int) else pair(name, value)
-    for side in sides(size):
-        check_int(name, side, MAX_SIDE)
-    return size
-
-
 @dataclass(frozen=True, slots=True)
 class SizedStage(InputStage):
     """Stage whose pixels have one size for all samples.
@@ -70,7 +58,11 @@ class SizedStage(InputStage):
     size: int | tuple[int, int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", checked_size(f"{self.name}.size", self.size))
+        name = f"{self.name}.size"
+        size = self.size if isinstance(self.size, int) else pair(name, self.size)
+        for side in sides(size):
+            check_int(name, side, MAX_SIDE)
+        object.__setattr__(self, "size", size)
 
     def spec(self, before: Spec | None) -> Spec | None:
         """Return the requested size."""

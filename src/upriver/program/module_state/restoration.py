@@ -57,7 +57,8 @@ def state_kept(model: nn.Module, *, idle: Iterable[str] = (), values: bool = Tru
         used = [each.tensor for each in held.tensors if values and id(each.tensor) not in unused]
         kept = SavedState(held, tensors, _Values(used))
         for tensor in tensors:
-            tensor.set_gradient_aside()
+            if tensor.grad is not None:  # else a backward pass would add to it
+                tensor.tensor.grad = None
         try:
             try:
                 yield kept
@@ -221,11 +222,6 @@ class _Tensor:
         self.place = tensor.data if _has_place(tensor) else None
         held = [(name, getattr(tensor, name)) for name in _GRADIENT_HOOKS if self.leaf]
         self.hooks = [(name, hooks, None if hooks is None else dict(hooks)) for name, hooks in held]
-
-    def set_gradient_aside(self) -> None:
-        """Remove the gradient, so that a backward pass does not add to it."""
-        if self.grad is not None:
-            self.tensor.grad = None
 
     def moved(self) -> bool:
         """Return whether the tensor has other memory or another shape or layout."""
