@@ -103,7 +103,7 @@ class Follower(Trainer):
         """
         profile, cluster = self._job._replanner._live.now()
         link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
-        live = CostModel(profile, replace(cluster, link=link), self._job._replanner._workload)
+        live = CostModel(profile, replace(cluster, link=link), self._job._replanner.switcher.workload)
         found = {"live": self._judged(live, plans)}
         _forget_profiles()
         with self.near.finetune(

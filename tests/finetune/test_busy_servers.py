@@ -22,11 +22,11 @@ from tests.finetune.training import BATCH, MICRO, optimizer_of, same, train
 from tests.planning import alexnet, cluster
 from tests.program.nets import frozen_small
 from tests.rpc.scripted_transport import ScriptedServer
+from upriver.control.plan_switching import PlanSwitcher
 from upriver.errors import Overloaded, ServerUnavailable
 from upriver.finetune.calibration import measurement, time_budget
 from upriver.finetune.planner import Planner
 from upriver.finetune.planning.idle_waits import IdleWaits
-from upriver.finetune.replanner import Replanner, Replanning
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.profile.live_profile import AtServers, LiveProfile
@@ -64,22 +64,13 @@ def wait_s(slowed: float) -> float:
 
 
 class Job:
-    """A replanner that gets responses whose waits a test sets."""
+    """A job's decisions, which get responses whose waits a test sets."""
 
     def __init__(self) -> None:
         at = AtServers(in_flight=IN_FLIGHT, micro_batch_s=TOOK_S)
         machines = cluster(bandwidth=BANDWIDTH, micro_batch=16)
         self.live = LiveProfile(machine(), machines, samples=16, at_servers=at)
-        self.replanning = Replanning(gain=0.05)
-        self.replanner = Replanner(
-            "upriver",
-            fresh(1.0),
-            self.live,
-            WORK,
-            replanning=self.replanning,
-            prove=lambda cuts: None,
-            bandwidth=lambda: BANDWIDTH,
-        )
+        self.switcher = PlanSwitcher("upriver", fresh(1.0), self.live, WORK, gain=0.05, patience=3)
 
     def iterations(self, most: int, slowed: float | None) -> list[int]:
         """Return the iterations that leave the plan; no responses come if ``slowed`` is None."""
@@ -87,10 +78,10 @@ class Job:
         for number in range(most):
             for _ in range(PER_STEP if slowed is not None else 0):
                 waited = Timings(phases={"forward": TOOK_S}, expected_wait_s=wait_s(slowed or 1.0))
-                self.replanner.saw(Tier.STORAGE, waited)
-            if self.replanner.consider() is not None:
+                self.live.saw(Tier.STORAGE, waited)
+            if self.switcher.consider(BANDWIDTH, now=number).switch is not None:
                 left.append(number)
-            self.replanner.close()
+            self.switcher.proof_ended(None, number)
         return left
 
 
@@ -106,10 +97,10 @@ def test_the_plan_moves_to_this_side_and_back_as_servers_are_busy_and_are_not(sl
     job = Job()
     assert job.iterations(20, 1.0) == [], "alone, whatever waits is this job's own"
     left = job.iterations(10, slowed)
-    assert len(left) == 1 and alike(job.replanner.plan, fresh(slowed))
+    assert len(left) == 1 and alike(job.switcher.plan, fresh(slowed))
     assert job.iterations(20, slowed) == []
     assert len(job.iterations(10, 1.0)) == 1
-    assert alike(job.replanner.plan, fresh(1.0))
+    assert alike(job.switcher.plan, fresh(1.0))
 
 
 def test_a_short_rush_changes_nothing() -> None:
@@ -124,12 +115,12 @@ def test_a_plan_that_asks_no_server_comes_back_by_what_they_say_unasked() -> Non
     job = Job()
     job.iterations(10, 1.0)
     job.iterations(10, 10.0)
-    assert alike(job.replanner.plan, fresh(10.0))
+    assert alike(job.switcher.plan, fresh(10.0))
     assert job.iterations(20, None) == [], "nothing has been heard"
     for _ in range(3):
-        job.replanner.waits(0.0)
+        job.live.waits(0.0)
     assert len(job.iterations(10, None)) == 1
-    assert alike(job.replanner.plan, fresh(1.0))
+    assert alike(job.switcher.plan, fresh(1.0))
 
 
 # ------------------------------------------------------------------------------- servers that refuse

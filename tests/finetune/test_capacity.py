@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.planning import alexnet, cluster
-from upriver.finetune.replanner import Replanner, Replanning
+from upriver.control.plan_switching import PlanSwitcher
 from upriver.policies import POLICIES
 from upriver.profile.live_profile import LiveProfile
 from upriver.types import Plan, Profile, Workload
@@ -25,24 +25,14 @@ def fresh(load: float) -> Plan:
 
 class Job:
     def __init__(self) -> None:
-        self.capacity = 1.0
-        self.replanner = Replanner(
-            "upriver",
-            fresh(1.0),
-            LiveProfile(machine(), cluster(bandwidth=BANDWIDTH, micro_batch=16), samples=16),
-            WORK,
-            replanning=Replanning(gain=0.05),
-            prove=lambda cuts: None,
-            bandwidth=lambda: BANDWIDTH,
-            capacity=lambda: self.capacity,
-        )
+        live = LiveProfile(machine(), cluster(bandwidth=BANDWIDTH, micro_batch=16), samples=16)
+        self.switcher = PlanSwitcher("upriver", fresh(1.0), live, WORK, gain=0.05, patience=3)
 
     def plan_after(self, iterations: int, capacity: float) -> Plan:
-        self.capacity = capacity
-        for _ in range(iterations):
-            self.replanner.consider()
-            self.replanner.close()
-        return self.replanner.plan
+        for now in range(iterations):
+            self.switcher.consider(BANDWIDTH, capacity=capacity, now=now)
+            self.switcher.proof_ended(None, now)
+        return self.switcher.plan
 
 
 @pytest.mark.parametrize("left", [0.25, 0.1])

@@ -101,7 +101,7 @@ def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(replanner, "_prove", prove)
         quiet._after_s = 0.0
         quiet.look()
-        assert not replanner._proved(frozenset({99}))
+        replanner._begin_proof(frozenset({99}))
         names = {thread.name for thread in threading.enumerate()}
         assert {"upriver-probe", "upriver-replan"} <= names
         job.close()

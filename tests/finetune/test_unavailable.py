@@ -258,7 +258,7 @@ def test_a_plan_of_no_servers_turns_to_them_once_they_pass_the_canary(
     apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unsplit = {**POLICIES, "hapi": POLICIES["nosplit"]}
-    for module in ("upriver.policies", "upriver.finetune.replanner"):
+    for module in ("upriver.policies", "upriver.control.plan_switching"):
         monkeypatch.setattr(f"{module}.POLICIES", unsplit)
     model = frozen_small()
     with apart.near.finetune(model, apart.data, policy="hapi", **SMALL) as job:

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
+from upriver.control.plan_switching import PlanSwitcher
 from upriver.cost import CostModel, route_between
 from upriver.errors import ConfigError, DoesNotFit, UpriverError
 from upriver.finetune.calibration import batched_capture
@@ -351,12 +352,10 @@ class Planner:
             at_servers=self._at_servers(measured, gate),
         )
 
+        rule = self.options.replanning
         return Replanner(
-            self.policy,
-            plan,
+            PlanSwitcher(self.policy, plan, live, model.workload, gain=rule.gain, patience=rule.patience),
             live,
-            model.workload,
-            replanning=self.options.replanning,
             prove=prove,
             bandwidth=self.bandwidth,
             capacity=lambda: self._capacity(pool.status()),

@@ -1,10 +1,4 @@
-"""Ask the policy again while a job runs, and switch plans when the gain lasts.
-
-The job leaves a plan only for one with a clearly shorter predicted epoch, for several consecutive iterations.
-Measurements jitter, and a switch that does not last costs more than it gains. A server must pass the canary
-at a cut before a job asks it there for the first time. The canary runs in a background thread during
-training, and the switch waits for it.
-"""
+"""Ask for another plan after training steps; run the canaries that it needs in a background thread."""
 
 from __future__ import annotations
 
@@ -12,42 +6,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from upriver._threads.background import BackgroundThread
-from upriver.cost import CostModel
+from upriver.control.plan_switching import PROOF_REST_S, PlanSwitcher
 from upriver.errors import NotExact, UpriverError
-from upriver.link import CHANGED
-from upriver.policies import POLICIES
 from upriver.profile.live_profile import LiveProfile
-from upriver.types import (
-    Cluster,
-    Cost,
-    Plan,
-    Profile,
-    Route,
-    Tier,
-    Timings,
-    Workload,
-    require_finite,
-    require_type,
-)
+from upriver.types import Cost, Plan, Route, Tier, Timings, require_finite, require_type
 
 log = logging.getLogger("upriver")
-
-DEAD_BAND = 0.2
-"""Relative change of bandwidth, from the one the plan was made for, that still counts as unchanged."""
 
 PLANNING_SHARE = 0.02
 """Largest share of a job's time spent on planning; steps of a few milliseconds are not all followed by it."""
 
-STEADY = 6
-"""Recent bandwidths that must each show the gain, since occasional jitter passes any average. If the link
-clearly differs from the one the plan was made for, the patience alone decides."""
-
-
-PROOF_REST_S = 15.0
-"""Seconds before servers that could not run the canary at some cut are asked again."""
 
 Prove = Callable[[Sequence[int]], None]
 
@@ -99,9 +70,8 @@ class Replanner:
     """Ask a policy again during a job. The training thread owns it; canaries run in a background thread.
 
     Args:
-        policy: Name of the policy.
-        plan: The running plan.
-        live: The current profile and cluster, updated through the methods below.
+        switcher: Decides when to leave the plan.
+        live: The switcher's profile and cluster, updated through the methods below.
         prove: Runs the canary on the servers at some cuts; raises if they do not pass.
         bandwidth: Returns the link's recent bandwidth; None if nothing crossed it.
         capacity: Returns the servers' present capacity over that at the start of the job.
@@ -109,24 +79,17 @@ class Replanner:
 
     def __init__(
         self,
-        policy: str,
-        plan: Plan,
+        switcher: PlanSwitcher,
         live: LiveProfile,
-        workload: Workload,
         *,
-        replanning: Replanning,
         prove: Prove,
         bandwidth: Callable[[], float | None],
         capacity: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        self.plan, self._capacity = plan, capacity
-        self._policy, self._live, self._workload = policy, live, workload
-        self._rule, self._prove, self._bandwidth = replanning, _in_turn(prove), bandwidth
-        self._better, self._again_at = 0, 0.0
-        self._planned_for = live.now()[1].link.bandwidth_bytes_per_s
+        self.switcher, self._live = switcher, live
+        self._prove, self._bandwidth, self._capacity = _in_turn(prove), bandwidth, capacity
+        self._again_at = 0.0
         self._proof: _Proof | None = None
-        self._proof_again_at = 0.0
-        self._known, self._refused = set(_cuts(plan)), set[int]()
         self._opening, self._opened = threading.Lock(), dict[int, tuple[bool, float]]()
 
     def saw(self, tier: Tier, timings: Timings, *, sent_bytes: float = 0.0) -> None:
@@ -154,45 +117,17 @@ class Replanner:
 
     def consider(self) -> tuple[Plan, Cost, Cost] | None:
         """Return the plan to switch to and both costs (old, new), or None to keep the plan."""
-        bandwidth = self._bandwidth()
-        if bandwidth is not None:
-            self._live.carried(bandwidth)
-        profile, cluster = self._live.now()
-        cluster = self._with_capacity(cluster)
-        if bandwidth is not None and _another(bandwidth, self._planned_for):
-            self._prepare(profile, cluster, bandwidth)
-        cluster = self._unchanged(cluster)
-        fresh, now = self._compared(profile, cluster)
-        changed, steady = self._lasting(profile, cluster) if self._is_better(fresh, now) else (False, False)
-        if not changed and not steady:
-            self._better = 0
-            return None
-        self._better += 1
-        proved = self._proved(_cuts(fresh))
-        enough = changed or self._better >= self._rule.patience
-        if not enough or not proved or fresh.predicted is None:
-            return None
-        self.plan, self._better = fresh, 0
-        self._planned_for = cluster.link.bandwidth_bytes_per_s
-        return fresh, now, fresh.predicted
+        now = time.monotonic()
+        if self._proof is not None and self._proof.done:
+            self.switcher.proof_ended(self._proof.error, now)
+            self._proof = None
+        found = self.switcher.consider(self._bandwidth(), capacity=self._capacity(), now=now)
+        if found.prove:
+            self._begin_proof(found.prove)
+        return found.switch
 
-    def _with_capacity(self, cluster: Cluster) -> Cluster:
-        """Scale the cluster's storage tier to the present servers; leave it unchanged if there are none."""
-        capacity, storage = self._capacity(), cluster.storage
-        if capacity <= 0:
-            return cluster
-        at_once = max(1, round(storage.concurrency * capacity))
-        return replace(cluster, storage=replace(storage, load=storage.load / capacity, concurrency=at_once))
-
-    def _prepare(self, profile: Profile, cluster: Cluster, bandwidth: float) -> None:
-        """Start the canaries that a plan for this link would need.
-
-        It starts early: over a link that has become slow, the canary waits behind everything in flight.
-        """
-        link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
-        fresh, now = self._compared(profile, replace(cluster, link=link))
-        if self._is_better(fresh, now):
-            self._proved(_cuts(fresh))
+    def _begin_proof(self, cuts: frozenset[int]) -> None:
+        self._proof = _Proof(sorted(cuts), self._prove)
 
     def opened(self, cut: int) -> bool:
         """Return whether servers pass the canary at a cut, which takes a while; callable from any thread.
@@ -203,7 +138,7 @@ class Replanner:
             passed, until = self._opened.get(cut, (False, 0.0))
             if time.monotonic() < until:
                 return passed
-            passed = cut not in self._refused and self._passes(cut)
+            passed = cut not in self.switcher.refused and self._passes(cut)
             self._opened[cut] = passed, time.monotonic() + PROOF_REST_S
             return passed
 
@@ -220,96 +155,34 @@ class Replanner:
         if self._proof is not None:
             self._proof.join()
 
-    def _is_better(self, fresh: Plan, now: Cost) -> bool:
-        if fresh.predicted is None or _cuts(fresh) & self._refused:
-            return False
-        return now.epoch_s > (1 + self._rule.gain) * fresh.predicted.epoch_s
 
-    def _lasting(self, profile: Profile, cluster: Cluster) -> tuple[bool, bool]:
-        """Return (changed, steady): whether the gain held at enough of the last bandwidths.
-
-        ``changed`` is for a link that clearly differs from the one the plan was made for: as many agreeing
-        bandwidths must show the gain as the patience has iterations. ``steady`` is for a link that may only
-        jitter, and needs more of them. While the link is still changing neither holds: a plan for it would be
-        out of date.
-        """
-        recent = self._live.recent_bandwidths(STEADY)
-        if not recent or _another(recent[-1], cluster.link.bandwidth_bytes_per_s):
-            return False, False
-        changed = steady = 0
-        for bandwidth in reversed(recent):
-            link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
-            seen = self._unchanged(replace(cluster, link=link))
-            if not self._is_better(*self._compared(profile, seen)):
-                break
-            another = _another(bandwidth, self._planned_for)
-            settled = abs(bandwidth - recent[-1]) <= DEAD_BAND * recent[-1]
-            changed += another and settled and changed == steady
-            steady += 1
-        return changed >= self._rule.patience, steady >= STEADY
-
-    def _unchanged(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with the bandwidth of the present plan, if its own is close to that."""
-        bandwidth = cluster.link.bandwidth_bytes_per_s
-        if abs(bandwidth - self._planned_for) > DEAD_BAND * self._planned_for:
-            return cluster
-        return replace(cluster, link=replace(cluster.link, bandwidth_bytes_per_s=self._planned_for))
-
-    def _compared(self, profile: Profile, cluster: Cluster) -> tuple[Plan, Cost]:
-        """Return the policy's plan now, and the cost of keeping the present routes."""
-        fresh = POLICIES[self._policy](profile, cluster, self._workload)
-        return fresh, CostModel(profile, cluster, self._workload).evaluate(self.plan.routes)
-
-    def _proved(self, cuts: frozenset[int]) -> bool:
-        """Return whether servers have passed the canary at all of these cuts; if not, start it."""
-        if self._proof is not None and self._proof.done:
-            if self._proof.passed:
-                self._known |= self._proof.cuts
-            elif self._proof.refused:
-                self._refused |= self._proof.cuts
-            else:
-                self._proof_again_at = time.monotonic() + PROOF_REST_S
-            self._proof = None
-        missing = cuts - self._known
-        rested = time.monotonic() >= self._proof_again_at
-        if missing and self._proof is None and rested and not missing & self._refused:
-            self._proof = _Proof(missing, self._prove)
-        return not missing
+_BROKEN: UpriverError | None = UpriverError("the canary broke off")
 
 
 class _Proof:
     """Canaries that run in a background thread."""
 
-    def __init__(self, cuts: frozenset[int], prove: Prove) -> None:
-        self.cuts = cuts
-        self.done = self.passed = self.refused = False
-        self._thread = BackgroundThread(self._run, prove, name="replan")
+    def __init__(self, cuts: Sequence[int], prove: Prove) -> None:
+        self.done, self.error = False, _BROKEN
+        self._thread = BackgroundThread(self._run, cuts, prove, name="replan")
         self._thread.start()
 
     def join(self) -> None:
         """Wait for the canaries to end."""
         self._thread.join()
 
-    def _run(self, prove: Prove) -> None:
+    def _run(self, cuts: Sequence[int], prove: Prove) -> None:
         try:
-            prove(sorted(self.cuts))
-            self.passed = True
+            prove(cuts)
+            self.error = None
         except NotExact as error:
-            self.refused = True
-            log.warning("cuts %s are not used, as servers do not pass there: %s", sorted(self.cuts), error)
+            self.error = error
+            log.warning("cuts %s are not used, as servers do not pass there: %s", cuts, error)
         except UpriverError as error:
-            log.info("cuts %s are not used for now: %s", sorted(self.cuts), error)
+            self.error = error
+            log.info("cuts %s are not used for now: %s", cuts, error)
         finally:
             self.done = True
-
-
-def _another(bandwidth: float, before: float) -> bool:
-    """Return whether the bandwidth clearly differs from the earlier one."""
-    return max(bandwidth / before, before / bandwidth) > CHANGED
-
-
-def _cuts(plan: Plan) -> frozenset[int]:
-    return frozenset(route.cut for route in plan.routes)
 
 
 def _in_turn(prove: Prove) -> Prove:
