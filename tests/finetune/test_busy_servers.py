@@ -25,6 +25,7 @@ from tests.rpc.scripted_transport import ScriptedServer
 from upriver.control.plan_switching import PlanSwitcher
 from upriver.errors import Overloaded, ServerUnavailable
 from upriver.finetune.calibration import measurement, time_budget
+from upriver.finetune.calibration.server_gate import ServerGate
 from upriver.finetune.planner import Planner
 from upriver.finetune.planning.idle_waits import IdleWaits
 from upriver.pipeline import Dataset
@@ -34,7 +35,6 @@ from upriver.protocol import DatasetRef, Load, RunRequest
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.server_pool import Health, ServerStatus
-from upriver.rpc.server_verification import ServerVerifier
 from upriver.types import Plan, Profile, Tier, Timings, Workload
 
 BANDWIDTH = 2.5e6
@@ -316,7 +316,7 @@ def until(condition: Callable[[], bool], epoch: Callable[[], None]) -> None:
 def test_a_server_without_room_for_a_canary_at_another_cut_is_named_by_the_plan(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(gate: ServerVerifier, server: ServerClient, *, stop: int) -> Timings:
+    def full(gate: ServerGate, server: ServerClient, *, stop: int) -> Timings:
         raise Overloaded(f"no room at cut {stop}", retry_after_s=3)
 
     options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "policy": "upriver"}
@@ -324,7 +324,7 @@ def test_a_server_without_room_for_a_canary_at_another_cut_is_named_by_the_plan(
         [server] = job.servers
         replanner = job._replanner
         assert replanner is not None and "refused" not in job.plan.why
-        monkeypatch.setattr(ServerVerifier, "measure", full)
+        monkeypatch.setattr(ServerGate, "measure", full)
         assert not replanner.opened(2)
         assert "servers refused a request so far" in job.plan.why and "no room at cut 2" in job.plan.why
     [warning] = [record.message for record in caplog.records if record.levelname == "WARNING"]

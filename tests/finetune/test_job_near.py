@@ -20,11 +20,11 @@ from upriver._torchvision import ensure_torchvision
 from upriver.cost import route_between
 from upriver.errors import BadSample, DoesNotFit, NotExact
 from upriver.finetune import planner
+from upriver.finetune.calibration.server_gate import ServerGate
 from upriver.finetune.prefetch.sampler import epoch_order
 from upriver.pipeline import Dataset
 from upriver.rpc.client import ServerClient
 from upriver.rpc.local_server import EmbeddedServer
-from upriver.rpc.server_verification import ServerVerifier
 from upriver.types import Plan, Timings
 
 
@@ -44,9 +44,9 @@ def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
     data: Dataset, plain: Reference, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The values at that cut may be larger than at the freeze point, which every server was asked about."""
-    measure, refused = ServerVerifier.measure, list[int]()
+    measure, refused = ServerGate.measure, list[int]()
 
-    def measured(self: ServerVerifier, server: ServerClient, *, stop: int) -> Timings:
+    def measured(self: ServerGate, server: ServerClient, *, stop: int) -> Timings:
         if stop == 3:
             refused.append(stop)
             raise DoesNotFit("this request takes 9 bytes of memory, and the server has 8")
@@ -57,7 +57,7 @@ def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
         return replace(plan, routes=(route_between(data.chain.start, 3, plan.cut),))
 
     choose = planner.make_plan
-    monkeypatch.setattr(ServerVerifier, "measure", measured)
+    monkeypatch.setattr(ServerGate, "measure", measured)
     monkeypatch.setattr(planner, "make_plan", chosen)
     losses, model, job = run(near, data, policy="freeze")
     assert same((losses, model), plain)

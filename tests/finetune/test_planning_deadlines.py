@@ -76,7 +76,7 @@ def test_planning_goes_on_without_a_server_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: object
 ) -> None:
     monkeypatch.setattr("upriver.rpc.client.Timeouts", lambda: SHORT)
-    monkeypatch.setattr("upriver.rpc.server_verification.MEASURE_S", 0.5)
+    monkeypatch.setattr("upriver.finetune.calibration.server_gate.MEASURE_S", 0.5)
     data = photos(tmp_path, 24)
     told: list[str] = []
     planned: list[upriver.FinetuneJob] = []

@@ -17,6 +17,7 @@ from upriver.errors import NotExact
 from upriver.finetune import planner
 from upriver.finetune.calibration import measurement, time_budget
 from upriver.finetune.calibration.local_canary import LocalCanary
+from upriver.finetune.calibration.server_gate import ServerGate
 from upriver.pipeline import Dataset
 from upriver.profile import profile_from_json, profile_to_json
 from upriver.profile.profile_cache import as_of_today, slowdown
@@ -67,7 +68,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
 
         monkeypatch.setattr(where, name, call)
 
-    watched("measure", ServerVerifier, lambda _, kwargs: seen.canaries.append(kwargs["stop"]))
+    watched("measure", ServerGate, lambda _, kwargs: seen.canaries.append(kwargs["stop"]))
     for name in ("run", "run_in_steps"):
         watched(name, LocalCanary, lambda *_, name=name: seen.here.append(name))
     watched("make_plan", planner, lambda _, given: seen.profiles.append(given["profile"]))
@@ -188,7 +189,7 @@ def test_the_canary_still_keeps_a_server_out(
     def differs(self: ServerVerifier, *args: Any) -> None:
         raise NotExact("other bits")
 
-    monkeypatch.setattr(ServerVerifier, "_compare", differs)
+    monkeypatch.setattr(ServerVerifier, "check_canary", differs)
     losses, _, job = again(near, data, seen)
     assert "other bits" in job.plan.why
     assert set(job.report.samples) == {"local"}

@@ -13,6 +13,7 @@ from upriver.control.prefetch_window import told, window_for
 from upriver.control.route_dealing import deal
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
+from upriver.finetune.calibration.server_gate import JobRequirements
 from upriver.finetune.options import JobOptions
 from upriver.finetune.planner import PlannedJob
 from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, RemoteFetch
@@ -27,7 +28,6 @@ from upriver.program.split.split import Split
 from upriver.protocol import RunRequest
 from upriver.rpc.link_meter import MeteredStore
 from upriver.rpc.server_pool import ServerPool
-from upriver.rpc.server_verification import JobRequirements
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")

@@ -15,6 +15,7 @@ from upriver.cost import CostModel, route_between
 from upriver.errors import ConfigError, DoesNotFit, UpriverError
 from upriver.finetune.calibration import batched_capture
 from upriver.finetune.calibration.measurement import Calibration, Measurement
+from upriver.finetune.calibration.server_gate import ServerGate
 from upriver.finetune.options import AUTO, JobOptions
 from upriver.finetune.planning.micro_batch_size import (
     Judge,
@@ -35,7 +36,6 @@ from upriver.program.split.split import Split
 from upriver.protocol import Larger
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import Health, ServerPool, ServerStatus
-from upriver.rpc.server_verification import ServerVerifier
 from upriver.rpc.tolerance import Tolerance, tolerance
 from upriver.types import CutRow, Plan, Route, Workload
 
@@ -120,7 +120,7 @@ class Planner:
                 tell=tell,
             )
         self._servers: Sequence[ServerClient] | None = None
-        self._gate: ServerVerifier | None = None
+        self._gate: ServerGate | None = None
         self._no_server = ""
         self._size_note: tuple[str, ...] = ()
         self._model: CostModel | None = None
@@ -300,7 +300,7 @@ class Planner:
             per_request=self.options.prefetch.per_request,
         )
 
-    def _with_tolerance(self, plan: Plan, gate: ServerVerifier) -> Plan:
+    def _with_tolerance(self, plan: Plan, gate: ServerGate) -> Plan:
         """Note in a numeric job's plan the allowed and the measured differences of features."""
         if self.allowed is None:
             return plan
@@ -332,7 +332,7 @@ class Planner:
             self._gate = gate
 
     def _make_replanner(
-        self, plan: Plan, gate: ServerVerifier, pool: ServerPool, measured: Measurement
+        self, plan: Plan, gate: ServerGate, pool: ServerPool, measured: Measurement
     ) -> Replanner | None:
         model, program = self._model, self.parts.program
         if model is None or program is None:
@@ -361,7 +361,7 @@ class Planner:
             capacity=lambda: self._capacity(pool.status()),
         )
 
-    def _at_servers(self, measured: Measurement, gate: ServerVerifier) -> AtServers:
+    def _at_servers(self, measured: Measurement, gate: ServerGate) -> AtServers:
         """Return the job's load on each server while the servers are its bottleneck."""
         options, servers = self.options, len(measured.at_once)
         together = max((each.micro_batch for each in gate.larger), default=options.micro_batch)
@@ -478,7 +478,7 @@ class Planner:
             why=why,
         )
 
-    def _pool(self, servers: Sequence[ServerClient], gate: ServerVerifier, plan: Plan) -> ServerPool:
+    def _pool(self, servers: Sequence[ServerClient], gate: ServerGate, plan: Plan) -> ServerPool:
         gate.cuts = self._remote_cuts(plan)
         return ServerPool(servers, admit=gate.admit)
 

@@ -24,7 +24,7 @@ from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.inference.costs import CutCosts, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult
-from upriver.inference.server_check import BUSY, admit, allowed_by, canary, probe
+from upriver.inference.server_check import BUSY, admit, canary, probe, verifier_of
 from upriver.inference.uplink import Uplink
 from upriver.link import CHANGED_TRANSFERS, ROUND_TRIPS, TRANSFERS, LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel
@@ -276,10 +276,10 @@ class RemoteServer:
         costs = self.costs(captured)
         if costs is None:
             return False
-        allowed = allowed_by(self._exact, captured)
+        verifier = verifier_of(self._exact, captured)
         try:
             with self.under_way():
-                canary(self._client, captured, cut, allowed, process=costs.process)
+                canary(self._client, captured, cut, verifier, process=costs.process)
         except UpriverError as error:
             self.failed(captured, error)
             return False

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from upriver.errors import NotExact, Overloaded, ProgramNotFound, UpriverError
+from upriver.errors import Overloaded, ProgramNotFound, UpriverError
 from upriver.inference.costs import ANY_TIME, CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult, packing
 from upriver.inference.uplink import Uplink
@@ -22,8 +22,8 @@ from upriver.program.graph.executor import Program
 from upriver.protocol import Load
 from upriver.rpc.client import ServerClient
 from upriver.rpc.load_report import UNCHANGED, profile_key
-from upriver.rpc.server_verification import MEASURE_S, bring, check_fingerprint, threads_hint
-from upriver.rpc.tolerance import Exact, Tolerance, difference, tolerance
+from upriver.rpc.server_verification import MEASURE_S, ServerVerifier, bring
+from upriver.rpc.tolerance import Exact, tolerance
 from upriver.types import Tier, Timings
 
 log = logging.getLogger("upriver")
@@ -80,15 +80,15 @@ def admit(
     """
     process, program = client.process(), captured.program
     info = client.info(process=process)
-    check_fingerprint(client.url, info.fingerprint, program.device, exact=exact == "bitwise")
+    verifier = verifier_of(exact, captured)
+    verifier.check_fingerprint(client.url, info.fingerprint)
     _bring(client, captured, push=push)
     with uplink.probing(time.monotonic()):
         probe(client, link, small=ROUND_TRIPS, large=PROBES)
-    allowed = allowed_by(exact, captured)
     narrowest = min(range(program.num_stages), key=lambda each: (crossing_bytes(program, each), -each))
     with uplink.in_use():
-        whole = canary(client, captured, 0, allowed, process=process)
-        again = [canary(client, captured, narrowest, allowed, process=process) for _ in range(CANARIES)]
+        whole = canary(client, captured, 0, verifier, process=process)
+        again = [canary(client, captured, narrowest, verifier, process=process) for _ in range(CANARIES)]
     handling = handling_of(program, narrowest, again, link)
     key, seen = profile_key("", program, client, info), [each.timings for each in (whole, *again)]
     before, today = _kept(key, program), _at_best(program, seen)
@@ -105,9 +105,10 @@ def admit(
     return AdmittedNetwork(costs=costs, provisional=provisional, cuts=(0, narrowest), load=load)
 
 
-def allowed_by(exact: Exact, captured: CapturedModel) -> Tolerance | None:
-    """Return the allowed difference between a server's answer and the device's; None asks for equal bits."""
-    return None if exact == "bitwise" else tolerance([tensor.dtype for tensor in captured.reference])
+def verifier_of(exact: Exact, captured: CapturedModel) -> ServerVerifier:
+    """Return the check of a server's answers; the types of the network's output decide the tolerance."""
+    allowed = None if exact == "bitwise" else tolerance([tensor.dtype for tensor in captured.reference])
+    return ServerVerifier(device=captured.program.device, allowed=allowed)
 
 
 def _bring(client: ServerClient, captured: CapturedModel, *, push: bool) -> None:
@@ -152,7 +153,7 @@ def probe(client: ServerClient, link: LinkEstimator, *, small: int, large: int, 
 
 
 def canary(
-    client: ServerClient, captured: CapturedModel, cut: int, allowed: Tolerance | None, *, process: str
+    client: ServerClient, captured: CapturedModel, cut: int, verifier: ServerVerifier, *, process: str
 ) -> ExchangeResult:
     """Have a server compute the example from a cut on, and compare the answer.
 
@@ -162,13 +163,7 @@ def canary(
     """
     crossing = captured.program.run(captured.example.tensors, 0, cut)
     finished = Exchange(client, captured, cut, crossing, process=process).finish(MEASURE_S)
-    found = difference(captured.reference, finished.tensors, allowed)
-    if found and allowed is None:
-        raise NotExact(f"{client.url} gives {found} for the example at cut {cut}{threads_hint(client)}")
-    if found:
-        raise NotExact(
-            f"{client.url} gives {found} for the example at cut {cut}, where exact='numeric' allows {allowed}"
-        )
+    verifier.check_canary(client, captured.reference, finished.tensors, f"the example at cut {cut}")
     return finished
 
 

@@ -30,13 +30,14 @@ from upriver.errors import (
     WorkerCrashed,
 )
 from upriver.finetune.calibration import batched_capture
+from upriver.finetune.calibration.local_canary import LocalCanary
+from upriver.finetune.calibration.server_gate import JobRequirements, ServerGate
 from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
 from upriver.program.graph.executor import Program
 from upriver.program.split.resized import resized
 from upriver.program.split.split import Split, split
 from upriver.protocol import DEFAULT_CAPS, Info, Larger, RunRequest
-from upriver.rpc.server_verification import JobRequirements, ServerVerifier
 from upriver.rpc.tolerance import FLOAT32
 from upriver.types import MicroBatch, Timings
 
@@ -236,23 +237,19 @@ class Answer:
         pass
 
 
-def gate_of(
-    parts: Split, data: Dataset, programs: Sequence[Program], *, canary: int = MICRO
-) -> ServerVerifier:
-    question = question_of(parts, data)
-    engine = Engine(chain=data.chain, program=parts.program, micro_batch=MICRO)
-    ids = tuple(range(canary))
-
-    def reference() -> MicroBatch:
-        names = [ref.object for ref in data.locate(ids)]
-        batch = engine.begin(read_samples(data, ids), ids, object_names=names, stop=0, seed=7, epoch=0)
-        return engine.advance(batch, parts.freeze)
-
-    gate = ServerVerifier(
-        question,
-        engine,
-        canary=ids,
-        reference=reference,
+def gate_of(parts: Split, data: Dataset, programs: Sequence[Program], *, canary: int = MICRO) -> ServerGate:
+    local = LocalCanary(
+        engine=Engine(chain=data.chain, program=parts.program, micro_batch=MICRO),
+        dataset=data,
+        ids=tuple(range(canary)),
+        freeze=parts.freeze,
+        seed=7,
+        on_bad_sample="fail",
+    )
+    gate = ServerGate(
+        question_of(parts, data),
+        local,
+        reference=lambda: local.run()[0],
         allowed=FLOAT32,
         values=parts.tail.values,
     )
@@ -397,13 +394,13 @@ def test_a_server_that_adapts_nothing_is_offered_it_in_vain(data: Dataset, near:
 def test_a_size_that_a_server_does_not_give_near_enough_is_told_of(
     data: Dataset, adaptive: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = ServerVerifier._at_size
+    real = ServerGate._at_size
 
-    def at_size(gate: ServerVerifier, server: Any, batch: MicroBatch, size: int) -> tuple[torch.Tensor, ...]:
+    def at_size(gate: ServerGate, server: Any, batch: MicroBatch, size: int) -> tuple[torch.Tensor, ...]:
         found = real(gate, server, batch, size)
         return tuple(value + 1 for value in found) if size == 32 else found
 
-    monkeypatch.setattr(ServerVerifier, "_at_size", at_size)
+    monkeypatch.setattr(ServerGate, "_at_size", at_size)
     with (
         upriver.connect(adaptive.url) as near,
         near.finetune(frozen_small(), data, **adapting(32)) as job,

@@ -28,13 +28,13 @@ from upriver.errors import (
 from upriver.finetune import session
 from upriver.finetune.calibration import measurement, second_size, time_budget
 from upriver.finetune.calibration.measurement import Measurement
+from upriver.finetune.calibration.server_gate import ServerGate
 from upriver.pipeline import Dataset
 from upriver.profile.builder import has_lines
 from upriver.profile.memory import estimator
 from upriver.protocol import Load, StageCosts
 from upriver.rpc.client import ServerClient
 from upriver.rpc.load_report import busy_s, waiting
-from upriver.rpc.server_verification import ServerVerifier
 from upriver.types import Tier, Timings
 
 
@@ -267,15 +267,15 @@ def test_a_server_that_does_not_tell_its_load_counts_as_idle(
 def refusing(monkeypatch: pytest.MonkeyPatch, error: UpriverError, times: int) -> list[int]:
     """Make servers refuse the first ``times`` canaries; return the ``stop`` of each canary."""
     asked: list[int] = []
-    real = ServerVerifier.measure
+    real = ServerGate.measure
 
-    def measure(gate: ServerVerifier, server: ServerClient, *, stop: int) -> Any:
+    def measure(gate: ServerGate, server: ServerClient, *, stop: int) -> Any:
         asked.append(stop)
         if len(asked) <= times:
             raise error
         return real(gate, server, stop=stop)
 
-    monkeypatch.setattr(ServerVerifier, "measure", measure)
+    monkeypatch.setattr(ServerGate, "measure", measure)
     return asked
 
 

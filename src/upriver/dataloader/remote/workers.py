@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,6 @@ from upriver._threads.executor import DaemonExecutor
 from upriver.dataloader.datasets.worker_spec import SampleSpec
 from upriver.dataloader.remote.worker import LATE_S, LoaderWorker, deal, usual_s
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
     BadSample,
     CodeFailed,
@@ -37,6 +36,7 @@ from upriver.pipeline.mapstyle import whole_number
 from upriver.protocol.caps import MAX_INTEGER
 from upriver.protocol.tree import identical
 from upriver.rpc.client import AnswerClosed, RunAnswer
+from upriver.rpc.server_verification import fingerprint_difference
 from upriver.text import error_text
 
 log = logging.getLogger("upriver")
@@ -261,9 +261,9 @@ class RemoteWorkers:
         error: Exception | None = None
         try:
             info = worker.client.info()
-            differences = _differences(info.fingerprint)
+            differences = fingerprint_difference(info.fingerprint)
             if differences:
-                raise NotExact(f"it computes otherwise: {differences}")
+                raise NotExact(f"it computes with other low bits: {differences}")
             if not identical(self._made(worker, canary.task, None), canary.value):
                 sample = canary.task.indices[0]
                 raise NotExact(f"it makes another sample {sample} of {self._source.name} than this machine")
@@ -417,12 +417,3 @@ def _can_be_sent(task: Task) -> bool:
     """Return whether the task's indices are numbers that a request can hold."""
     numbers = tuple(map(whole_number, task.indices))
     return numbers == task.samples and all(0 <= sample <= MAX_INTEGER for sample in task.samples)
-
-
-def _differences(theirs: Mapping[str, str]) -> str:
-    """Return the differences of a worker's fingerprint from this process's, in words; empty if none."""
-    ours = fingerprint()
-    names = sorted(name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name))
-    return ", ".join(
-        f"{name} is {theirs.get(name) or 'unknown'}, here {ours.get(name) or 'unknown'}" for name in names
-    )

@@ -49,6 +49,10 @@ class LocalCanary:
         self.engine.advance(batch, self.freeze, clock)
         return clock.timings(), sizes
 
+    def finish(self, batch: MicroBatch) -> MicroBatch:
+        """Run the rest of the prefix on what a server computed."""
+        return self._resume(batch, self.freeze)
+
     @cached_property
     def _blobs(self) -> Sequence[bytes | memoryview]:
         return read_samples(self.dataset, self.ids)
@@ -68,7 +72,7 @@ class LocalCanary:
             on_bad_sample=self.on_bad_sample,
         )
 
-    def _resume(self, batch: MicroBatch, stop: int, clock: Clock) -> MicroBatch:
+    def _resume(self, batch: MicroBatch, stop: int, clock: Clock | None = None) -> MicroBatch:
         return self.engine.resume(
             batch,
             object_names=self._names,

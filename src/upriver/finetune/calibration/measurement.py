@@ -21,6 +21,7 @@ from upriver.errors import BadSample, DatasetError, Overloaded, UpriverError
 from upriver.finetune.calibration.batched_capture import LargerCaptures, captured
 from upriver.finetune.calibration.local_canary import LocalCanary
 from upriver.finetune.calibration.second_size import SecondSize
+from upriver.finetune.calibration.server_gate import JobRequirements, ServerGate
 from upriver.finetune.calibration.time_budget import Stopwatch, affordable_repeats, allowed_s
 from upriver.finetune.options import JobOptions
 from upriver.finetune.planning.micro_batch_size import Judge
@@ -49,7 +50,6 @@ from upriver.retry import Backoff
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_probe import measure_link
 from upriver.rpc.load_report import UNCHANGED, busy_s, expected_waits, notes, profile_key, waiting
-from upriver.rpc.server_verification import JobRequirements, ServerVerifier
 from upriver.rpc.tolerance import Tolerance
 from upriver.types import Cluster, Link, Profile, Tier, Timings
 
@@ -160,8 +160,14 @@ class Calibration:
         self._model, self._dataset, self._direct = model, dataset, direct
         self._parts, self._program, self._options = parts, program, options
         self._tell = tell
-        self._engine = Engine(chain=dataset.chain, program=program, micro_batch=options.micro_batch)
-        self._canary = options.order(0).micro_batches[0]
+        self._canary = LocalCanary(
+            engine=Engine(chain=dataset.chain, program=program, micro_batch=options.micro_batch),
+            dataset=direct,
+            ids=options.order(0).micro_batches[0],
+            freeze=parts.freeze,
+            seed=options.seed,
+            on_bad_sample=options.sampling.on_bad_sample,
+        )
         self._here: LocalMeasurement | None = None
         self._keys: dict[str, ProfileKey] = {}
         self._kept: dict[str, CachedProfile] = {}
@@ -170,10 +176,9 @@ class Calibration:
         question = JobRequirements(
             dataset=dataset, program=program, seed=options.seed, on_bad_sample=options.sampling.on_bad_sample
         )
-        self.gate = ServerVerifier(
+        self.gate = ServerGate(
             question,
-            self._engine,
-            canary=self._canary,
+            self._canary,
             reference=lambda: self._measured_here().features,
             allowed=allowed,
             values=parts.tail.values,
@@ -328,23 +333,15 @@ class Calibration:
 
     def _run_here(self, kept: CachedProfile | None) -> LocalMeasurement:
         """Run the canary locally, as often as on a server; the first run counts as the canary's."""
-        canary = LocalCanary(
-            engine=self._engine,
-            dataset=self._direct,
-            ids=self._canary,
-            freeze=self._parts.freeze,
-            seed=self._options.seed,
-            on_bad_sample=self._options.sampling.on_bad_sample,
-        )
         with self._clock.part(CANARY):
-            features, first = canary.run()
+            features, first = self._canary.run()
         with self._clock.part("stages"):
             if kept is None:
-                again, input_bytes = canary.run_in_steps()
+                again, input_bytes = self._canary.run_in_steps()
                 return LocalMeasurement(features=features, timings=(first, again), input_bytes=input_bytes)
             timings = [first]
             if self._slowdown(kept, Tier.COMPUTE, timings) > UNCHANGED:
-                timings.append(canary.run()[1])
+                timings.append(self._canary.run()[1])
         known = input_sizes(kept.profile)
         return LocalMeasurement(features=features, timings=tuple(timings), input_bytes=known)
 

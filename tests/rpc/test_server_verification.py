@@ -1,0 +1,159 @@
+"""Check the refusal of servers whose fingerprint or canary differs from this process's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tests.rpc.scripted_http import Exchange, scripted
+from upriver.engine.fingerprint import fingerprint
+from upriver.errors import NotExact, ServerUnavailable
+from upriver.protocol import DEFAULT_CAPS, End, Info, RunRequest
+from upriver.rpc.client import ServerClient
+from upriver.rpc.server_verification import ServerVerifier, bring, fingerprint_difference, only
+from upriver.rpc.tolerance import FLOAT32
+from upriver.types import MicroBatch, Timings
+
+CPU = torch.device("cpu")
+BITWISE = ServerVerifier(device=CPU, allowed=None)
+NUMERIC = ServerVerifier(device=CPU, allowed=FLOAT32)
+URL = "http://there:7000"
+ONES = (torch.ones(4),)
+
+
+class Program:
+    digest, graph_bytes, weights_bytes = "ab" * 32, b"{}", memoryview(b"")
+
+
+@pytest.fixture
+def server() -> Iterator[ServerClient]:
+    """Yield a client of a server that computes with one thread more than this process."""
+    info = Info(
+        version="1",
+        fingerprint=fingerprint(),
+        stores=("default",),
+        micro_batch=4,
+        caps=DEFAULT_CAPS,
+        device="cpu",
+        workers=1,
+        threads=torch.get_num_threads() + 1,
+    )
+
+    def respond(exchange: Exchange) -> None:
+        exchange.plain(200, msgspec.json.encode(info))
+
+    with scripted(respond) as url, ServerClient(url) as client:
+        yield client
+
+
+# ------------------------------------------------------------------------------------------- fingerprints
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"torch": "0.1"}, f"torch '0.1' there, {str(torch.__version__)!r} here"),
+        ({"torch": None}, f"torch 'none' there, {str(torch.__version__)!r} here"),
+        ({"newer": "1"}, "newer '1' there, None here"),
+    ],
+)
+def test_another_fingerprint_is_refused_with_the_field_that_differs(
+    change: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = {name: value for name, value in {**fingerprint(), **change}.items() if value is not None}
+    assert fingerprint_difference(theirs) == said
+    with pytest.raises(NotExact) as raised:
+        BITWISE.check_fingerprint(URL, theirs)
+    refusal = f"{URL} computes with other low bits: {said}; exact='numeric' accepts a tolerance"
+    assert str(raised.value) == refusal
+    with caplog.at_level(logging.INFO, "upriver"):
+        NUMERIC.check_fingerprint(URL, theirs)
+    assert caplog.messages == [f"{URL} has another fingerprint: {said}"]
+
+
+def test_the_same_fingerprint_passes_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "upriver"):
+        for verifier in (BITWISE, NUMERIC):
+            verifier.check_fingerprint(URL, fingerprint())
+    assert fingerprint_difference(fingerprint()) == "" and not caplog.messages
+
+
+def test_the_first_three_of_many_fields_are_named() -> None:
+    theirs = {**fingerprint(), **{f"a{number}": "" for number in range(9)}}
+    said = ", ".join(f"a{number} '' there, None here" for number in range(3))
+    assert fingerprint_difference(theirs) == said
+
+
+# ------------------------------------------------------------------------------------------------ canaries
+
+
+def test_a_canary_of_other_bits_is_refused_with_the_threads_that_may_be_the_reason(
+    server: ServerClient,
+) -> None:
+    BITWISE.check_canary(server, ONES, (torch.ones(4),), "the canary at cut 2")
+    nudged = ONES[0].nextafter(torch.tensor(2.0))
+    with pytest.raises(NotExact) as raised:
+        BITWISE.check_canary(server, ONES, (nudged,), "the canary at cut 2")
+    here = torch.get_num_threads()
+    assert str(raised.value).startswith(f"{server.url} gives other bits for the canary at cut 2; it computes")
+    assert f"start it with --threads {here}, or call torch.set_num_threads({here + 1})" in str(raised.value)
+
+
+def test_a_canary_within_the_tolerance_passes_and_one_beyond_it_is_refused(server: ServerClient) -> None:
+    NUMERIC.check_canary(server, ONES, (ONES[0] * 1.0005,), "the canary at cut 2")
+    with pytest.raises(NotExact) as raised:
+        NUMERIC.check_canary(server, ONES, (ONES[0] * 1.01,), "the canary at cut 2")
+    assert str(raised.value) == (
+        f"{server.url} gives features that are 0.01 of the largest apart for the canary at cut 2, "
+        f"where exact='numeric' allows {FLOAT32}"
+    )
+
+
+# ------------------------------------------------------------------------------------ programs and answers
+
+
+@pytest.mark.parametrize("status", [200, 404])
+def test_a_program_is_uploaded_where_it_is_missing(status: int) -> None:
+    asked = list[str]()
+
+    def respond(exchange: Exchange) -> None:
+        asked.append(exchange.method)
+        exchange.plain(status if exchange.method == "HEAD" else 200)
+
+    with scripted(respond) as url, ServerClient(url) as client:
+        bring(client, Program())
+    assert asked == (["HEAD"] if status == 200 else ["HEAD", "PUT"])
+
+
+REQUEST = RunRequest(micro_batches=((7,),), start=0, stop=1, micro_batch=1, program=Program.digest)
+
+
+def test_an_answer_is_read_to_its_end_so_that_its_connection_serves_again() -> None:
+    ports = list[int]()
+    batch = MicroBatch(ids=(7,), position=1, tensors=(torch.ones(1),))
+
+    def respond(exchange: Exchange) -> None:
+        ports.append(exchange.client_port)
+        exchange.frames(batch, Timings(phases={"forward": 0.5}), End())
+
+    with scripted(respond) as url, ServerClient(url) as client:
+        for _ in range(2):
+            found, timings = only(client.run(REQUEST), 60.0, url=url)
+            assert torch.equal(found.tensors[0], batch.tensors[0]) and timings.phases == {"forward": 0.5}
+    assert len(set(ports)) == 1
+
+
+def test_an_answer_that_does_not_come_in_time_is_given_up() -> None:
+    def respond(exchange: Exchange) -> None:
+        exchange.start_chunks()
+        exchange.handler.connection.recv(1)  # until the client hangs up
+        exchange.handler.close_connection = True
+
+    with scripted(respond) as url, ServerClient(url) as client, pytest.raises(ServerUnavailable) as raised:
+        only(client.run(REQUEST), 0.05, url=url)
+    assert str(raised.value) == f"{url}: no answer in time (0.05 s in all)"
