@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import http.client
 import ssl
-from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from upriver.errors import ServerUnavailable
+from upriver.rpc.tls import client_context
 
 ANSWER_BYTES = 1 << 20
 """Most bytes of an answer that are read; usual answers have some hundred."""
@@ -18,7 +18,6 @@ def get(
     path: str,
     *,
     timeout_s: float,
-    headers: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> tuple[int, bytes]:
     """Return the status and the body of a GET.
@@ -35,7 +34,7 @@ def get(
     if address.scheme == "https":
         connection = http.client.HTTPSConnection(address.netloc, timeout=timeout_s, context=tls)
     try:
-        connection.request("GET", path, headers=dict(headers or {}))
+        connection.request("GET", path)
         answer = connection.getresponse()
         return answer.status, answer.read(ANSWER_BYTES)
     except (OSError, http.client.HTTPException) as error:
@@ -55,11 +54,9 @@ def own_server(certificate: str | None = None, key: str | None = None) -> ssl.SS
         key: Key of the certificate.
 
     Raises:
-        OSError: If certificate or key cannot be read.
+        ConfigError: If certificate or key cannot be used.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = client_context(certificate=certificate, key=key) or ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    if certificate is not None:
-        context.load_cert_chain(certificate, key)
     return context

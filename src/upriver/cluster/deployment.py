@@ -97,7 +97,7 @@ class ReplicaServer:
         ray: Any = importlib.import_module("ray")
         host = settings.host or str(ray.util.get_node_ip_address())
         self._settings = settings
-        self._server = ServerProcess.start(document, host=host, grace_s=settings.grace_s)
+        self._server = ServerProcess(document, host=host, grace_s=settings.grace_s)
         server = self._server
         try:
             self._membership = Membership(
@@ -139,7 +139,7 @@ class ScaledReplicaServer(ReplicaServer):
         """Return the waiting bytes and the utilisation; called by Ray Serve.
 
         Raises:
-            ServerUnavailable: If the server does not report them.
+            UpriverError: If the server does not report them.
         """
         waiting_bytes, utilisation = await asyncio.to_thread(self._server.load)
         target_bytes = self._settings.target_bytes

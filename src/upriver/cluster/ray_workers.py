@@ -205,7 +205,7 @@ class RayWorker:
 
     def __init__(self, document: Mapping[str, object], start_timeout_s: float) -> None:
         ray: Any = importlib.import_module("ray")
-        self._server = ServerProcess.start(
+        self._server = ServerProcess(
             document,
             host=str(ray.util.get_node_ip_address()),
             grace_s=GRACE_S,

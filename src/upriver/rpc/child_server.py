@@ -1,4 +1,4 @@
-"""Control an ``upriver serve`` that this process has started: its address, its last output, and its end."""
+"""Run an ``upriver serve`` or ``worker`` as a child process: its start, address, last output and end."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import contextlib
 import json
 import os
 import select
+import signal
+import ssl
 import subprocess
 import sys
 import time
+import weakref
 from collections import deque
-from collections.abc import Iterator
-from typing import IO
+from collections.abc import Iterator, Mapping, Sequence, Set
+from types import TracebackType
+from typing import IO, Self
 
 from upriver._threads.background import BackgroundThread
 from upriver._threads.forks import reset_in_child
+from upriver.errors import ConfigError, ServerUnavailable, UpriverError
+from upriver.rpc.client import ServerClient
 
 START_TIMEOUT_S = 180.0
 """Seconds until a server is ready: the server and its workers import torch. That takes 2 s, or a minute on a
 machine that is busy or starts several at once. A server that ends earlier is noticed at once."""
+
+READY_POLL_S = 0.05
+"""Seconds between two requests to /readyz during the start: a hundredth of the start's duration."""
+
+STOP_TIMEOUT_S = 10.0
+"""Seconds after SIGTERM before a process is killed."""
 
 TAIL_LINES = 20
 """Last lines of the server's stderr, kept for the error if it ends."""
@@ -42,6 +54,11 @@ class Lifeline:
     def hand_over(self) -> None:
         """Close this process's reading end, once the child has its own."""
         os.close(self.reader)
+
+    @property
+    def held(self) -> bool:
+        """Return whether this process holds the writing end; a fork does not."""
+        return self._writer >= 0
 
     def close(self) -> None:
         """Close the writing end. Idempotent."""
@@ -86,23 +103,152 @@ class OutputTail:
                         print(text, file=sys.stderr, flush=True)
 
 
-def announced_url(process: subprocess.Popen[bytes], deadline: float) -> str | None:
-    """Return the address in the JSON line of a server that listens; None if it ends, or time is up."""
-    for line in _lines(process, deadline):
-        with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict) and isinstance(found.get("listening"), str):
-                return str(found["listening"])
-    return None
+class ChildServer:
+    """Run a server that ends with this object, and with this process however that dies.
 
-
-def end(process: subprocess.Popen[bytes], tail: OutputTail, lifeline: Lifeline, *, timeout_s: float) -> None:
-    """End exactly this process, by its handle, which knows whether the process id is still valid.
+    A fork of this process leaves the server alone.
 
     Args:
-        lifeline: The lifeline of its start; closed at the end.
-        timeout_s: Seconds after SIGTERM before it is killed.
+        arguments: Subcommand of ``upriver`` and its options.
+        name: Name of the server in errors.
+        environment: Environment of the server.
+        token: Token that the server requires.
+        tls: TLS settings for https.
+        timeout_s: Seconds that the start may take.
+        cpu: Cores that the server and its processes may use.
+        echo: Whether to print what the server writes to stderr.
+        new_session: Whether Ctrl-C at this process's terminal does not reach the server.
+
+    Attributes:
+        url: Address of the server.
+
+    Raises:
+        ConfigError: If ``cpu`` contains other cores than this process's.
+        ServerUnavailable: If the server ends or is not ready in time; with the last lines of its stderr.
     """
+
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        *,
+        name: str,
+        environment: Mapping[str, str],
+        token: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        cpu: Set[int] | None = None,
+        echo: bool = False,
+        new_session: bool = False,
+    ) -> None:
+        deadline, self._name, self._lifeline = time.monotonic() + timeout_s, name, Lifeline()
+        try:
+            with _on_cores(cpu):
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "upriver",
+                        *arguments,
+                        "--parent-pipe",
+                        str(self._lifeline.reader),
+                    ],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(self._lifeline.reader,),
+                    env=environment,
+                    start_new_session=new_session,
+                )
+        except BaseException:
+            self._lifeline.close()
+            raise
+        finally:
+            self._lifeline.hand_over()
+        self._errors = OutputTail(self._process.stderr, echo=echo)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._errors, self._lifeline)
+        try:
+            self.url = self._announced(deadline)
+            with ServerClient(self.url, token=token, tls=tls) as client:
+                self._wait_until_ready(client, deadline)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server's front."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Return whether the process is still running."""
+        return self._process.poll() is None
+
+    def wait(self) -> None:
+        """Wait until the server has ended."""
+        self._process.wait()
+
+    def how_ended(self) -> str:
+        """Return how the ended server ended, and its last words."""
+        self._errors.join(STOP_TIMEOUT_S)
+        code = self._process.returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self._name} {how}{self._words()}"
+
+    def close(self) -> None:
+        """Ask the server to end, wait, and kill it if it does not. Idempotent."""
+        self._end_within(STOP_TIMEOUT_S)
+
+    def _end_within(self, timeout_s: float) -> None:
+        if self._finalizer.detach() is not None:
+            _end(self._process, self._errors, self._lifeline, timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _announced(self, deadline: float) -> str:
+        """Return the address in the JSON line of a server that listens."""
+        for line in _lines(self._process, deadline):
+            with contextlib.suppress(ValueError):
+                found = json.loads(line)
+                if isinstance(found, dict) and isinstance(found.get("listening"), str):
+                    return str(found["listening"])
+        raise self._not_there(deadline)
+
+    def _wait_until_ready(self, client: ServerClient, deadline: float) -> None:
+        """Wait until /readyz answers; the server announced its address once one worker was ready."""
+        while self.running and (left_s := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(UpriverError):
+                if client.ready(timeout_s=left_s):
+                    return
+            time.sleep(READY_POLL_S)
+        raise self._not_there(deadline)
+
+    def _not_there(self, deadline: float) -> ServerUnavailable:
+        """Return the error that says why a started server cannot be used."""
+        with contextlib.suppress(subprocess.TimeoutExpired):  # its stdout ends a moment before the process
+            self._process.wait(0.0 if time.monotonic() >= deadline else STOP_TIMEOUT_S)
+            return ServerUnavailable(self.how_ended())
+        return ServerUnavailable(f"{self._name} was not ready in time{self._words()}")
+
+    def _words(self) -> str:
+        return f"; it said: {self._errors.text}" if self._errors.text else ""
+
+
+def _end(
+    process: subprocess.Popen[bytes],
+    errors: OutputTail,
+    lifeline: Lifeline,
+    timeout_s: float = STOP_TIMEOUT_S,
+) -> None:
+    """End exactly this process, by its handle, which knows whether the process id is still valid."""
+    if not lifeline.held:  # a fork of the process that started the server is exiting
+        return
     process.terminate()
     try:
         process.wait(timeout_s)
@@ -110,7 +256,7 @@ def end(process: subprocess.Popen[bytes], tail: OutputTail, lifeline: Lifeline, 
         process.kill()
         process.wait()
     lifeline.close()
-    tail.join(timeout_s)
+    errors.join(timeout_s)
     if process.stdout is not None:
         process.stdout.close()
 
@@ -128,3 +274,19 @@ def _lines(process: subprocess.Popen[bytes], deadline: float) -> Iterator[bytes]
             return
         *lines, rest = (rest + data).split(b"\n")
         yield from lines
+
+
+@contextlib.contextmanager
+def _on_cores(cpu: Set[int] | None) -> Iterator[None]:
+    """Restrict this thread's cores within a block: a child inherits them from the thread that starts it."""
+    if cpu is None:
+        yield
+        return
+    allowed = os.sched_getaffinity(0)
+    if not cpu or not cpu <= allowed:
+        raise ConfigError(f"cpu must be some of this process's cores {sorted(allowed)}, got {sorted(cpu)}")
+    os.sched_setaffinity(0, cpu)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
