@@ -39,41 +39,15 @@ from upriver.protocol import (
 )
 from upriver.protocol.tree import build
 from upriver.server.execution.user_code import UserCode, take_apart
+from upriver.server.ipc import messages
 from upriver.server.ipc.channel import Channel, ChannelClosed
-from upriver.server.ipc.messages import (
-    NO_SLOT,
-    SMALL_BYTES,
-    Describe,
-    Described,
-    Done,
-    Failed,
-    Forget,
-    FromFront,
-    Hello,
-    Here,
-    Loaded,
-    LoadProgram,
-    MapSlot,
-    Measure,
-    NeedRoom,
-    NeedSlot,
-    NeedWeights,
-    Room,
-    Run,
-    RunCode,
-    Setup,
-    StageMeasurements,
-    UseSlot,
-    Weigh,
-    Weighed,
-)
 from upriver.server.ipc.shared_memory import Bytes, map_privately, map_shared
 from upriver.server.scheduling.footprint import DECODING_BYTES, WEIGHED_BYTES
 from upriver.server.scheduling.program_footprint import FootprintEstimator
 from upriver.text import error_text
 from upriver.types import MicroBatch
 
-_T = TypeVar("_T", UseSlot, Room, Here)
+_T = TypeVar("_T", messages.UseSlot, messages.Room, messages.Here)
 
 MAX_ENGINES = 32
 """Number of cached engines, each a chain joined with a program. An engine holds no memory of its own."""
@@ -81,15 +55,15 @@ MAX_ENGINES = 32
 
 def work(fd: int, *, network: bool, sandbox: str = "none") -> None:
     """Serve the front on the inherited socket ``fd`` until the front is gone."""
-    channel: Channel[FromFront] = Channel(socket.socket(fileno=fd), FromFront)  # type: ignore[arg-type]
+    channel = Channel(socket.socket(fileno=fd), messages.FromFront)
     try:
         setup, _ = channel.receive()
-        if not isinstance(setup, Setup):
+        if not isinstance(setup, messages.Setup):
             raise SystemExit(f"expected Setup first, got {type(setup).__name__}")
         try:
             hello = _prepare(setup, network=network, sandbox=sandbox)
         except Exception as error:  # sent to the front, which logs it in one line
-            channel.send(Failed(body=error_body(ConfigError(_one_line(error)))))
+            channel.send(messages.Failed(body=error_body(ConfigError(_one_line(error)))))
             return
         if setup.allow:
             channel.stay_apart()
@@ -99,12 +73,12 @@ def work(fd: int, *, network: bool, sandbox: str = "none") -> None:
         return
 
 
-def _prepare(setup: Setup, *, network: bool, sandbox: str) -> Hello:
+def _prepare(setup: messages.Setup, *, network: bool, sandbox: str) -> messages.Hello:
     torch.set_num_threads(setup.threads)
     torch.set_num_interop_threads(1)
     image.limit_pixels(setup.caps.pixels)
     _warm_up(setup.device)
-    return Hello(
+    return messages.Hello(
         fingerprint=fingerprint(setup.device),
         network=network,
         sandbox=sandbox,
@@ -165,7 +139,7 @@ def _one_line(error: Exception) -> str:
 class ComputeWorker:
     """Keep the mapped slots and loaded programs between jobs, as the front directs."""
 
-    def __init__(self, channel: Channel[FromFront], setup: Setup) -> None:
+    def __init__(self, channel: Channel[messages.FromFront], setup: messages.Setup) -> None:
         self._channel = channel
         self._setup = setup
         self._caps = graph_caps(setup.memory_bytes)
@@ -191,47 +165,47 @@ class ComputeWorker:
             except ChannelClosed:
                 raise
             except UpriverError as error:
-                self._channel.send(Failed(body=error_body(_as_ours(error))))
+                self._channel.send(messages.Failed(body=error_body(_as_ours(error))))
             except Exception as error:  # from libraries, on unforeseen inputs: the worker lives on
-                self._channel.send(Failed(body=error_body(_as_ours(error))))
+                self._channel.send(messages.Failed(body=error_body(_as_ours(error))))
             finally:
                 for fd in fds:
                     os.close(fd)
 
-    def _handle(self, message: FromFront, fds: Sequence[int]) -> None:
+    def _handle(self, message: messages.FromFront, fds: Sequence[int]) -> None:
         match message:
-            case MapSlot() | Forget():
+            case messages.MapSlot() | messages.Forget():
                 self._keep_up(message, fds)
-            case LoadProgram():
+            case messages.LoadProgram():
                 self._load(message, fds)
-                self._channel.send(Loaded())
-            case Run() | RunCode():
-                self._small_left = SMALL_BYTES
-                self._run(message) if isinstance(message, Run) else self._run_code(message)
-            case Measure():
+                self._channel.send(messages.Loaded())
+            case messages.Run() | messages.RunCode():
+                self._small_left = messages.SMALL_BYTES
+                self._run(message) if isinstance(message, messages.Run) else self._run_code(message)
+            case messages.Measure():
                 self._channel.send(self._measure(message))
-            case Describe():
+            case messages.Describe():
                 self._channel.send(self._describe(message))
-            case Weigh():
+            case messages.Weigh():
                 self._channel.send(self._weigh(message, fds))
-            case Setup() | UseSlot() | Room() | Here():
+            case messages.Setup() | messages.UseSlot() | messages.Room() | messages.Here():
                 raise SystemExit(f"unexpected {type(message).__name__}")
 
-    def _keep_up(self, message: MapSlot | Forget, fds: Sequence[int]) -> None:
+    def _keep_up(self, message: messages.MapSlot | messages.Forget, fds: Sequence[int]) -> None:
         """Handle a message that has no answer.
 
         Raises:
             SystemExit: If it fails: the front would take a `Failed` for the answer to the next job.
         """
         try:
-            if isinstance(message, MapSlot):
+            if isinstance(message, messages.MapSlot):
                 self._slots[message.slot] = map_shared(fds[0], message.nbytes)
             else:
                 self._forget(message)
         except Exception as error:
             raise SystemExit(f"{type(message).__name__} failed: {_one_line(error)}") from None
 
-    def _forget(self, message: Forget) -> None:
+    def _forget(self, message: messages.Forget) -> None:
         for slot in message.slots:
             self._slots.pop(slot, None)
         for key in message.programs:
@@ -241,7 +215,7 @@ class ComputeWorker:
         for joined in [joined for joined in self._engines if joined[0] in message.programs]:
             del self._engines[joined]
 
-    def _load(self, message: LoadProgram, fds: Sequence[int]) -> None:
+    def _load(self, message: messages.LoadProgram, fds: Sequence[int]) -> None:
         graph = map_privately(fds[0], message.graph_nbytes)
         weights = map_privately(fds[1], message.weights_nbytes)
         self._programs[message.key] = Program.from_bytes(
@@ -264,15 +238,15 @@ class ComputeWorker:
         program = self._programs[key]
         numbers = (number for number, weight in enumerate(program.graph.weights) if weight.key in keys)
         began = time.perf_counter()
-        self._channel.send(NeedWeights(weights=tuple(numbers)))
-        here = self._answer(Here)
+        self._channel.send(messages.NeedWeights(weights=tuple(numbers)))
+        here = self._answer(messages.Here)
         self._waited_s += time.perf_counter() - began
         if here.error:
             raise error_from(here.error)
         if here.whole:
             program.before_stage = None
 
-    def _weigh(self, message: Weigh, fds: Sequence[int]) -> Weighed:
+    def _weigh(self, message: messages.Weigh, fds: Sequence[int]) -> messages.Weighed:
         """Return the footprint of a stage range. Its tensors run without data, so it needs no weights."""
         scale = self._weighing.pop(message.key, None)
         if scale is None:
@@ -285,7 +259,7 @@ class ComputeWorker:
         return found
 
     @torch.no_grad()
-    def _run(self, run: Run) -> None:
+    def _run(self, run: messages.Run) -> None:
         clock = Clock()
         engine = self._engine(run)
         self._beside, self._waited_s = 0, 0.0
@@ -299,9 +273,11 @@ class ComputeWorker:
         with clock.phase("encode"):
             frames = tuple(self._write(part) for part in _parts(batch, run))
         timings = clock.timings()
-        self._channel.send(Done(frames=frames, phases=dict(timings.phases), stages=dict(timings.stages)))
+        self._channel.send(
+            messages.Done(frames=frames, phases=dict(timings.phases), stages=dict(timings.stages))
+        )
 
-    def _run_code(self, run: RunCode) -> None:
+    def _run_code(self, run: messages.RunCode) -> None:
         """Run the user's code, with gradients and generators as in a loader's process."""
         clock = Clock()
         with clock.phase("input"):
@@ -314,9 +290,9 @@ class ComputeWorker:
             made = self._code.make(run, raws)
         with clock.phase("encode"):
             frames = (self._write(take_apart(run, made, most_tensors=self._setup.caps.tensors)),)
-        self._channel.send(Done(frames=frames, phases=dict(clock.phases), stages={}))
+        self._channel.send(messages.Done(frames=frames, phases=dict(clock.phases), stages={}))
 
-    def _measure(self, measure: Measure) -> StageMeasurements:
+    def _measure(self, measure: messages.Measure) -> messages.StageMeasurements:
         program = self._programs[measure.program]
         stop = program.num_stages if measure.stop is None else measure.stop
         if stop > program.num_stages:
@@ -329,17 +305,17 @@ class ComputeWorker:
         clock = Clock()
         program.run(inputs, 0, stop, on_stage=clock.stage)
         stages = program.stages[:stop]
-        return StageMeasurements(
+        return messages.StageMeasurements(
             micro_batch=program.micro_batch,
             names=tuple(stage.name for stage in stages),
             seconds=tuple(clock.stages[position] for position in range(1, stop + 1)),
             peak_bytes=tuple(stage.peak_bytes for stage in stages),
         )
 
-    def _describe(self, message: Describe) -> Described:
+    def _describe(self, message: messages.Describe) -> messages.Described:
         program = self._programs[message.program]
         manifest = describe(program.weight_tensors, program.weights_digest, caps=self._caps)
-        return Described(manifest=b"" if manifest is None else manifest.encode())
+        return messages.Described(manifest=b"" if manifest is None else manifest.encode())
 
     def _made_up(self, program: Program) -> list[torch.Tensor]:
         """Return inputs of the right form.
@@ -353,7 +329,7 @@ class ComputeWorker:
             raise TooLarge(f"the inputs of a micro-batch have {nbytes} bytes, and at most {most} are taken")
         return made_up(inputs, self._setup.device)
 
-    def _engine(self, run: Run) -> Engine:
+    def _engine(self, run: messages.Run) -> Engine:
         key = (run.program, run.chain, run.micro_batch)
         if key not in self._engines:
             chain = InputChain.from_json(msgspec.json.decode(run.chain)) if run.chain else None
@@ -364,7 +340,7 @@ class ComputeWorker:
         self._engines.move_to_end(key)
         return self._engines[key]
 
-    def _input(self, run: Run, engine: Engine, clock: Clock) -> MicroBatch:
+    def _input(self, run: messages.Run, engine: Engine, clock: Clock) -> MicroBatch:
         memory = self._slots[run.slot]
         if run.header:
             sent = self._sent(run, torch.from_numpy(memory[: run.payload_nbytes]))
@@ -380,7 +356,7 @@ class ComputeWorker:
             clock=clock,
         )
 
-    def _through_input(self, run: Run, engine: Engine, sent: MicroBatch, clock: Clock) -> MicroBatch:
+    def _through_input(self, run: messages.Run, engine: Engine, sent: MicroBatch, clock: Clock) -> MicroBatch:
         """Run the input stages on samples that a client sent, which may hold any data.
 
         Raises:
@@ -405,7 +381,7 @@ class ComputeWorker:
                 f"what was sent is no sample at position {sent.position}: {_one_line(error)}"
             ) from None
 
-    def _sent(self, run: Run | RunCode, payload: torch.Tensor) -> MicroBatch:
+    def _sent(self, run: messages.Run | messages.RunCode, payload: torch.Tensor) -> MicroBatch:
         """Return the micro-batch that was sent along; its tensors are views of ``payload``."""
         header = parse_data_header(run.header, run.payload_nbytes, self._setup.caps)
         return build_batch(header, payload, checksum=header.checksum)  # the front has verified it already
@@ -422,9 +398,9 @@ class ComputeWorker:
             self._small_left -= layout.nbytes
             payload = bytearray(layout.nbytes)
             return self._head(batch, layout, layout.write_into(memoryview(payload))), bytes(payload)
-        self._channel.send(NeedSlot(nbytes=layout.nbytes))
-        slot = self._answer(UseSlot).slot
-        if slot == NO_SLOT:
+        self._channel.send(messages.NeedSlot(nbytes=layout.nbytes))
+        slot = self._answer(messages.UseSlot).slot
+        if slot == messages.NO_SLOT:
             raise Overloaded(f"no memory for an answer of {layout.nbytes} bytes now")
         return self._head(batch, layout, layout.write_into(self._slots[slot].data)), None
 
@@ -440,8 +416,8 @@ class ComputeWorker:
         beside = nbytes - DECODING_BYTES
         if beside <= self._beside:
             return
-        self._channel.send(NeedRoom(nbytes=beside))
-        if not self._answer(Room).granted:
+        self._channel.send(messages.NeedRoom(nbytes=beside))
+        if not self._answer(messages.Room).granted:
             raise Overloaded(f"no memory now for an image that takes {nbytes} bytes at once")
         self._beside = beside
 
@@ -467,7 +443,7 @@ class ComputeWorker:
         return head
 
 
-def _parts(batch: MicroBatch, run: Run) -> Iterator[MicroBatch]:
+def _parts(batch: MicroBatch, run: messages.Run) -> Iterator[MicroBatch]:
     """Split a joined micro-batch into the micro-batches that it answers, as rows of all that crosses."""
     if run.rows == run.micro_batch:
         yield batch

@@ -23,34 +23,8 @@ from upriver._threads.background import BackgroundThread
 from upriver.errors import DoesNotFit, Overloaded, UpriverError
 from upriver.protocol import error_body, error_from
 from upriver.server.execution.worker_output import WorkerOutput
+from upriver.server.ipc import messages
 from upriver.server.ipc.channel import Channel, ChannelClosed
-from upriver.server.ipc.messages import (
-    NO_SLOT,
-    SMALL_BYTES,
-    Describe,
-    Described,
-    Done,
-    Failed,
-    Forget,
-    FromWorker,
-    Hello,
-    Here,
-    Loaded,
-    LoadProgram,
-    MapSlot,
-    Measure,
-    NeedRoom,
-    NeedSlot,
-    NeedWeights,
-    Room,
-    Run,
-    RunCode,
-    Setup,
-    StageMeasurements,
-    UseSlot,
-    Weigh,
-    Weighed,
-)
 from upriver.server.ipc.shared_memory import SealedFile, Slot, SlotPool
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.streaming_weights import ColdFile
@@ -109,7 +83,7 @@ class Job:
             `upriver.server.scheduling.footprint.DECODING_BYTES`. Called in the same thread.
     """
 
-    run: Run | RunCode
+    run: messages.Run | messages.RunCode
     program: ProgramFiles | None
     parts: Sequence[memoryview]
     owner: str = ""
@@ -140,7 +114,7 @@ class WorkerHandle:
     def __init__(
         self,
         process: subprocess.Popen[bytes],
-        channel: Channel[FromWorker],
+        channel: Channel[messages.FromWorker],
         *,
         enclosure: Enclosure = NOT_SHUT_IN,
         group: ControlGroup | None = None,
@@ -198,7 +172,7 @@ class WorkerHandle:
             kept.callback(process.stdout.close)
             kept.callback(process.wait)
             kept.callback(process.kill)
-            channel: Channel[FromWorker] = Channel(ours, FromWorker)  # type: ignore[arg-type]
+            channel = Channel(ours, messages.FromWorker)
             handle = cls(process, channel, enclosure=enclosure, group=group)
             kept.pop_all()
         return handle
@@ -208,7 +182,7 @@ class WorkerHandle:
         """PID of the process."""
         return self._process.pid
 
-    def shake_hands(self, setup: Setup, *, job_timeout_s: float) -> Hello:
+    def shake_hands(self, setup: messages.Setup, *, job_timeout_s: float) -> messages.Hello:
         """Wait until the worker is ready.
 
         Raises:
@@ -224,13 +198,13 @@ class WorkerHandle:
         except TimeoutError:
             raise TimeoutError(f"it was not ready within {START_TIMEOUT_S:g} s") from None
         match answer:
-            case Hello():
+            case messages.Hello():
                 self._channel.set_timeout(job_timeout_s)
                 self._patience_s = job_timeout_s
                 if self._output is not None:
                     self._output.pass_on()
                 return answer
-            case Failed():
+            case messages.Failed():
                 raise error_from(answer.body)
             case _:
                 raise ChannelClosed(f"a worker says hello first, got {type(answer).__name__}")
@@ -246,7 +220,7 @@ class WorkerHandle:
         self.program = program.digest
         if program.key in self._loaded:
             return
-        message = LoadProgram(
+        message = messages.LoadProgram(
             key=program.key,
             digest=program.digest,
             graph_nbytes=program.graph.nbytes,
@@ -254,7 +228,7 @@ class WorkerHandle:
             coming=program.cold is not None,
         )
         self._send(message, [program.graph.fd, program.weights.fd])
-        self._answered(Loaded)
+        self._answered(messages.Loaded)
         self._loaded.add(program.key)
 
     def run(self, job: Job) -> Result:
@@ -279,7 +253,7 @@ class WorkerHandle:
         finally:
             self._slots.give_back(slot)
 
-    def measure(self, program: ProgramFiles, *, stop: int | None) -> StageMeasurements:
+    def measure(self, program: ProgramFiles, *, stop: int | None) -> messages.StageMeasurements:
         """Run a program's stages once on made-up inputs.
 
         Raises:
@@ -287,8 +261,8 @@ class WorkerHandle:
             OSError: If the worker died or timed out.
         """
         self.load(program)
-        self._send(Measure(program=program.key, stop=stop))
-        return self._answered(StageMeasurements, program)
+        self._send(messages.Measure(program=program.key, stop=stop))
+        return self._answered(messages.StageMeasurements, program)
 
     def check(self, program: ProgramFiles) -> bytes:
         """Load a program into the worker, which checks it; return the manifest to store with its weights.
@@ -298,10 +272,10 @@ class WorkerHandle:
             OSError: If the worker died or timed out.
         """
         self.load(program)
-        self._send(Describe(program=program.key))
-        return self._answered(Described).manifest
+        self._send(messages.Describe(program=program.key))
+        return self._answered(messages.Described).manifest
 
-    def weigh(self, graph: SealedFile, stretch: StageRange) -> Weighed:
+    def weigh(self, graph: SealedFile, stretch: StageRange) -> messages.Weighed:
         """Compute the footprint of a stage range from a program's graph.
 
         Raises:
@@ -309,9 +283,11 @@ class WorkerHandle:
             OSError: If the worker died or timed out.
         """
         self.tidy()
-        question = Weigh(key=stretch.key, graph_nbytes=graph.nbytes, start=stretch.start, stop=stretch.stop)
+        question = messages.Weigh(
+            key=stretch.key, graph_nbytes=graph.nbytes, start=stretch.start, stop=stretch.stop
+        )
         self._send(question, [graph.fd])
-        return self._answered(Weighed)
+        return self._answered(messages.Weighed)
 
     def forget(self, key: str) -> None:
         """Unload a program that the front evicted, at the next `tidy`. Callable from any thread."""
@@ -330,7 +306,7 @@ class WorkerHandle:
         self._loaded -= programs
         slots = self._slots.dropped()
         if programs or slots:
-            self._send(Forget(slots=tuple(slots), programs=tuple(programs)))
+            self._send(messages.Forget(slots=tuple(slots), programs=tuple(programs)))
 
     def rest(self) -> None:
         """Free memory that is kept for the next job. Call only while no thread uses the worker."""
@@ -399,16 +375,18 @@ class WorkerHandle:
         most = job.run.frames
         payloads: list[memoryview] = []
         asked = nbytes = beside = questions = 0
-        while isinstance(answer := self._receive(), NeedSlot | NeedRoom | NeedWeights):
-            if isinstance(answer, NeedWeights):
+        while isinstance(
+            answer := self._receive(), messages.NeedSlot | messages.NeedRoom | messages.NeedWeights
+        ):
+            if isinstance(answer, messages.NeedWeights):
                 questions += 1
                 self._bring(job.program, answer, questions)
                 continue
-            if isinstance(answer, NeedRoom):
+            if isinstance(answer, messages.NeedRoom):
                 if answer.nbytes <= beside:
                     raise ChannelClosed("a worker must request more memory each time")
                 beside = answer.nbytes
-                self._send(Room(granted=_granted(job.beside, beside, never)))
+                self._send(messages.Room(granted=_granted(job.beside, beside, never)))
                 continue
             asked, nbytes = asked + 1, nbytes + answer.nbytes
             if asked > most or answer.nbytes < 1:
@@ -417,22 +395,22 @@ class WorkerHandle:
             if granted and (slot := self._slot(answer.nbytes, job.owner)) is not None:
                 payloads.append(self._slots.lend(slot, answer.nbytes))
                 self._map(slot)
-                self._send(UseSlot(slot=slot.id))
+                self._send(messages.UseSlot(slot=slot.id))
             else:
-                self._send(UseSlot(slot=NO_SLOT))
+                self._send(messages.UseSlot(slot=messages.NO_SLOT))
         match answer:
-            case Done():
+            case messages.Done():
                 frames = _in_order(answer, payloads, most)
                 small = sum(len(payload or b"") for _, payload in answer.frames)
                 if small and not _granted(job.room, nbytes + small, never):
                     raise next(iter(never), None) or Overloaded("no memory for an answer now")
                 return Result(frames=frames, timings=Timings(phases=answer.phases, stages=answer.stages))
-            case Failed():
+            case messages.Failed():
                 raise next(iter(never), None) or error_from(answer.body)
             case _:
                 raise ChannelClosed(f"a worker answers Done or Failed, got {type(answer).__name__}")
 
-    def _bring(self, program: ProgramFiles | None, asked: NeedWeights, questions: int) -> None:
+    def _bring(self, program: ProgramFiles | None, asked: messages.NeedWeights, questions: int) -> None:
         """Tell a worker when the weights that it waits for are available.
 
         Args:
@@ -450,9 +428,9 @@ class WorkerHandle:
         try:
             self._wait_for(program.weights, places)
         except UpriverError as error:
-            self._send(Here(whole=False, error=error_body(error)))
+            self._send(messages.Here(whole=False, error=error_body(error)))
         else:
-            self._send(Here(whole=program.weights.whole))
+            self._send(messages.Here(whole=program.weights.whole))
 
     def _wait_for(self, file: ColdFile, places: Sequence[int]) -> None:
         """Wait until weights are available.
@@ -472,12 +450,12 @@ class WorkerHandle:
     def _answered(self, kind: type[_T], program: ProgramFiles | None = None) -> _T:
         """Return the answer of this kind, or raise the error of `Failed`; bring weights on request."""
         questions = 0
-        while isinstance(answer := self._receive(), NeedWeights):
+        while isinstance(answer := self._receive(), messages.NeedWeights):
             questions += 1
             self._bring(program, answer, questions)
         if isinstance(answer, kind):
             return answer
-        if isinstance(answer, Failed):
+        if isinstance(answer, messages.Failed):
             raise error_from(answer.body)
         raise ChannelClosed(f"a worker answers {kind.__name__} or Failed, got {type(answer).__name__}")
 
@@ -494,7 +472,7 @@ class WorkerHandle:
             self._closed = True
             raise
 
-    def _receive(self) -> FromWorker:
+    def _receive(self) -> messages.FromWorker:
         try:
             message, fds = self._channel.receive()
         except ChannelClosed:
@@ -506,7 +484,7 @@ class WorkerHandle:
 
     def _map(self, slot: Slot) -> None:
         if slot.fd is not None:
-            self._send(MapSlot(slot=slot.id, nbytes=slot.nbytes), [slot.fd])
+            self._send(messages.MapSlot(slot=slot.id, nbytes=slot.nbytes), [slot.fd])
             slot.close_fd()
 
 
@@ -522,7 +500,9 @@ def _granted(ask: Callable[[int], bool], nbytes: int, never: list[DoesNotFit]) -
         return False
 
 
-def _in_order(done: Done, in_slots: Sequence[memoryview], most: int) -> list[tuple[bytes, memoryview]]:
+def _in_order(
+    done: messages.Done, in_slots: Sequence[memoryview], most: int
+) -> list[tuple[bytes, memoryview]]:
     """Return all frames in order, with payloads that are small or in slots.
 
     Raises:
@@ -530,10 +510,10 @@ def _in_order(done: Done, in_slots: Sequence[memoryview], most: int) -> list[tup
     """
     small = sum(len(payload or b"") for _, payload in done.frames)
     of_slots = sum(payload is None for _, payload in done.frames)
-    if small > SMALL_BYTES or len(done.frames) > most or of_slots != len(in_slots):
+    if small > messages.SMALL_BYTES or len(done.frames) > most or of_slots != len(in_slots):
         raise ChannelClosed(
             f"a worker answers with {most} frames at most, {len(in_slots)} payloads in slots and "
-            f"{SMALL_BYTES} bytes of others, got {len(done.frames)}, {of_slots} and {small}"
+            f"{messages.SMALL_BYTES} bytes of others, got {len(done.frames)}, {of_slots} and {small}"
         )
     slots = iter(in_slots)
     return [(head, next(slots) if payload is None else memoryview(payload)) for head, payload in done.frames]
@@ -583,7 +563,9 @@ def _fill(slot: Slot, parts: Sequence[memoryview]) -> list[tuple[int, int]]:
     return places
 
 
-def _placed(run: Run | RunCode, slot: Slot, blobs: Sequence[tuple[int, int]]) -> Run | RunCode:
-    if isinstance(run, RunCode) or run.header:
+def _placed(
+    run: messages.Run | messages.RunCode, slot: Slot, blobs: Sequence[tuple[int, int]]
+) -> messages.Run | messages.RunCode:
+    if isinstance(run, messages.RunCode) or run.header:
         return msgspec.structs.replace(run, slot=slot.id)
     return msgspec.structs.replace(run, slot=slot.id, blobs=tuple(blobs))

@@ -7,7 +7,7 @@ import select
 import socket
 import struct
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, Union
 
 import msgspec
 
@@ -33,12 +33,13 @@ class Channel(Generic[_M]):
 
     Args:
         sock: A connected Unix stream socket; closed with the channel.
-        kind: Type of the messages from the other side.
+        kind: Base class of the messages from the other side.
     """
 
     def __init__(self, sock: socket.socket, kind: type[_M]) -> None:
         self._socket = sock
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        accepted: Any = Union[tuple(kind.__subclasses__())]  # noqa: UP007
+        self._decoder: msgspec.msgpack.Decoder[_M] = msgspec.msgpack.Decoder(accepted)
         self._came = bytearray()
         self._came_fds: list[int] = []
 

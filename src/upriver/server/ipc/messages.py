@@ -11,14 +11,18 @@ from upriver.protocol import Caps
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
-class _Message(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
-    pass
+class FromFront(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A message from the front; each subclass is one that a worker accepts."""
+
+
+class FromWorker(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """A message from a worker; each subclass is one that the front accepts."""
 
 
 # ------------------------------------------------------------------------------- from the front
 
 
-class Setup(_Message):
+class Setup(FromFront):
     """Configure a worker; the first message of all.
 
     Attributes:
@@ -33,21 +37,21 @@ class Setup(_Message):
     allow: tuple[str, ...] = ()
 
 
-class MapSlot(_Message):
+class MapSlot(FromFront):
     """Map the memory that comes with this message."""
 
     slot: int
     nbytes: int
 
 
-class Forget(_Message):
+class Forget(FromFront):
     """Unmap slots and unload programs."""
 
     slots: tuple[int, ...] = ()
     programs: tuple[str, ...] = ()
 
 
-class LoadProgram(_Message):
+class LoadProgram(FromFront):
     """Load the graph and the weights that come with this message; answered by `Loaded` or `Failed`.
 
     The program is ``key`` from then on. Another key is another program, even with the same digest.
@@ -63,7 +67,7 @@ class LoadProgram(_Message):
     coming: bool = False
 
 
-class Run(_Message):
+class Run(FromFront):
     """Take one micro-batch from ``start`` to ``stop``.
 
     Its input lies in ``slot``: the stored bytes of each sample at ``blobs`` (offset, size), or the payload of
@@ -98,7 +102,7 @@ class Run(_Message):
         return max(1, -(-len(self.ids) // self.rows))
 
 
-class RunCode(_Message):
+class RunCode(FromFront):
     """Make the samples of one micro-batch with the user's own code, which is installed here.
 
     If ``start`` says so, their stored values lie in ``slot``: the payload of a data frame with that
@@ -129,20 +133,20 @@ class RunCode(_Message):
         return 1
 
 
-class Measure(_Message):
+class Measure(FromFront):
     """Run model stages [0, stop) once on made-up inputs; answered by `StageMeasurements` or `Failed`."""
 
     program: str
     stop: int | None
 
 
-class Describe(_Message):
+class Describe(FromFront):
     """Ask for the manifest of a loaded program's weights; answered by `Described` or `Failed`."""
 
     program: str
 
 
-class Weigh(_Message):
+class Weigh(FromFront):
     """Compute the footprint of stages [start, stop) from the graph that comes with this message alone.
 
     Answered by `Weighed` or `Failed`.
@@ -158,19 +162,19 @@ NO_SLOT = 0
 """Replaces a slot's number if there is no memory for the answer now."""
 
 
-class UseSlot(_Message):
+class UseSlot(FromFront):
     """Write the answer to this slot; `NO_SLOT` refuses it."""
 
     slot: int
 
 
-class Room(_Message):
+class Room(FromFront):
     """Grant or refuse the memory that `NeedRoom` asked for."""
 
     granted: bool
 
 
-class Here(_Message):
+class Here(FromFront):
     """Report that the weights of `NeedWeights` are here, or will not be.
 
     Attributes:
@@ -182,25 +186,10 @@ class Here(_Message):
     error: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-FromFront = (
-    Setup
-    | MapSlot
-    | Forget
-    | LoadProgram
-    | Run
-    | RunCode
-    | Measure
-    | Describe
-    | Weigh
-    | UseSlot
-    | Room
-    | Here
-)
-
 # ----------------------------------------------------------------------------------- from a worker
 
 
-class Hello(_Message):
+class Hello(FromWorker):
     """Report that the worker is ready.
 
     Attributes:
@@ -215,23 +204,23 @@ class Hello(_Message):
     resident_bytes: int = 0
 
 
-class Loaded(_Message):
+class Loaded(FromWorker):
     """Report that the program is loaded."""
 
 
-class NeedSlot(_Message):
+class NeedSlot(FromWorker):
     """Ask for a slot for an answer of this many bytes."""
 
     nbytes: int
 
 
-class NeedRoom(_Message):
+class NeedRoom(FromWorker):
     """Ask for the bytes that the next image needs beyond `footprint.DECODING_BYTES`."""
 
     nbytes: int
 
 
-class NeedWeights(_Message):
+class NeedWeights(FromWorker):
     """Ask for the weights that the next stage reads, by their numbers in the program's graph.
 
     Sent during a `Run` or a `Measure`.
@@ -244,7 +233,7 @@ SMALL_BYTES = 64 << 10
 """Most bytes of payloads that travel with `Done`: asking for a slot takes longer than a copy."""
 
 
-class Done(_Message):
+class Done(FromWorker):
     """Answer with data frames, a head and a payload each; None for a payload that lies in the next slot."""
 
     frames: tuple[tuple[bytes, bytes | None], ...]
@@ -252,13 +241,13 @@ class Done(_Message):
     stages: dict[int, float]
 
 
-class Described(_Message):
+class Described(FromWorker):
     """Hold a manifest of `upriver.coldstart.format.manifest` without its ETag; empty if there can be none."""
 
     manifest: bytes
 
 
-class StageMeasurements(_Message):
+class StageMeasurements(FromWorker):
     """Report the seconds and peak bytes per sample of each stage, in order."""
 
     micro_batch: int
@@ -267,7 +256,7 @@ class StageMeasurements(_Message):
     peak_bytes: tuple[float, ...]
 
 
-class Weighed(_Message):
+class Weighed(FromWorker):
     """Report the footprint of a stage range for one micro-batch.
 
     Attributes:
@@ -289,21 +278,7 @@ class Weighed(_Message):
     to_end: bool = False
 
 
-class Failed(_Message):
+class Failed(FromWorker):
     """Report an `upriver.protocol.error_body`."""
 
     body: dict[str, Any]
-
-
-FromWorker = (
-    Hello
-    | Loaded
-    | NeedSlot
-    | NeedRoom
-    | NeedWeights
-    | Done
-    | StageMeasurements
-    | Described
-    | Weighed
-    | Failed
-)
