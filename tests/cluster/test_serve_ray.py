@@ -18,7 +18,6 @@ import pytest
 
 from upriver.cli.serve import ray as serve_ray
 from upriver.cluster import deploy
-from upriver.cluster.asking import get
 from upriver.cluster.autoscale import TARGET_BYTES
 from upriver.cluster.deploy import Deployment, ShutdownRequest, before_import, reason
 from upriver.cluster.deployment import ReplicaSettings, Scale, stop_timeout_s
@@ -249,11 +248,6 @@ def test_numbers_of_replicas(least: int, most: int, cpus: float) -> None:
 
 def test_ray_waits_longer_than_the_replica_does() -> None:
     assert stop_timeout_s(25.0) > 25.0 + 5.0
-
-
-def test_nobody_there_is_an_error_of_ours() -> None:
-    with pytest.raises(ServerUnavailable, match="/livez"):
-        get("http://127.0.0.1:1", "/livez", timeout_s=5)
 
 
 def test_start_ray_was_too_slow_once_tries_again() -> None:

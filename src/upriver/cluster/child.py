@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import ssl
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from upriver.cluster.asking import own_server
 from upriver.cluster.document import for_replica, tls_files, toml_text
 from upriver.errors import ServerUnavailable
 from upriver.rpc.child_server import START_TIMEOUT_S, ChildServer
 from upriver.rpc.client import ServerClient
 from upriver.rpc.http import Timeouts
+from upriver.rpc.tls import client_context
 
 ASK_S = 5.0
 """Timeout of a request to the server's front, which answers in milliseconds even with busy workers."""
@@ -110,6 +111,25 @@ class ServerProcess(ChildServer):
             grace_s = 0.0  # the server does not go on with its requests
         self._client.close()
         self._end_within(grace_s + KILL_S)
+
+
+def own_server(certificate: str | None = None, key: str | None = None) -> ssl.SSLContext:
+    """Return TLS settings for a server that this machine started, at the address it just announced.
+
+    Its certificate names the address that clients use, which may be another, so the certificate is not
+    checked.
+
+    Args:
+        certificate: Shown to servers that ask for one, with its ``key``.
+        key: Key of the certificate.
+
+    Raises:
+        ConfigError: If certificate or key cannot be used.
+    """
+    context = client_context(certificate=certificate, key=key) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
 
 
 def _written(folder: Path, text: str) -> Path:
