@@ -31,11 +31,11 @@ class _Version:
 
     limit: str
     usage: str
-    cache: bytes
+    cache: str
 
 
-_V1 = _Version(limit="memory.limit_in_bytes", usage="memory.usage_in_bytes", cache=b"total_inactive_file")
-_V2 = _Version(limit="memory.max", usage="memory.current", cache=b"inactive_file")
+_V1 = _Version(limit="memory.limit_in_bytes", usage="memory.usage_in_bytes", cache="total_inactive_file")
+_V2 = _Version(limit="memory.max", usage="memory.current", cache="inactive_file")
 _VERSIONS = {1: _V1, 2: _V2}
 
 
@@ -90,34 +90,12 @@ def available_cpus(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
     return max(1, int(least))
 
 
-def _limits(groups: Path, membership: Path) -> Iterator[tuple[Path, _Version, int]]:
-    """Yield each group with a memory limit, and the limit in bytes."""
-    for group, number in _groups("memory", groups, membership):
-        version = _VERSIONS[number]
-        limit = _number(group / version.limit)
-        if limit is not None and limit < UNLIMITED:
-            yield group, version, limit
+def own_groups(controller: str, groups: Path, membership: Path) -> Iterator[tuple[Path, Path, int]]:
+    """Yield the groups of this process that a controller may limit: mount point, folder, version.
 
-
-def _shares(groups: Path, membership: Path) -> Iterator[float]:
-    """Yield the number of CPUs that each group with a CPU limit may use."""
-    for group, number in _groups("cpu", groups, membership):
-        if number == 2:
-            quota, _, period = _read(group / "cpu.max").strip().partition(b" ")
-        else:
-            quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
-        allowed, every = _parsed(quota), _parsed(period)
-        if allowed and every:  # version 1 writes -1 for no limit, version 2 "max"
-            yield allowed / every
-
-
-def _groups(controller: str, groups: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """Yield each group of this process that a controller may limit, with its version."""
-    try:
-        lines = os.fsdecode(membership.read_bytes()).split("\n")
-    except OSError:  # not Linux
-        return
-    for line in lines:
+    In a container the listed path may be the host's: the mount point is the group then.
+    """
+    for line in read_text(membership).split("\n"):
         hierarchy, *rest = line.split(":", 2)
         if len(rest) != 2:
             continue
@@ -128,16 +106,45 @@ def _groups(controller: str, groups: Path, membership: Path) -> Iterator[tuple[P
             mount, version = groups, 2
         else:
             continue
-        yield from ((group, version) for group in _upwards(mount, path))
+        group = Path(os.path.normpath(mount / path.lstrip("/")))
+        yield mount, group if group.is_relative_to(mount) and os.path.isdir(group) else mount, version
 
 
-def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """Yield a group and its parents. In a container the path may be the host's: the mount is the group."""
-    group = Path(os.path.normpath(mount / path.lstrip("/")))
-    if not (group.is_relative_to(mount) and os.path.isdir(group)):
-        group = mount
-    yield group
-    yield from (parent for parent in group.parents if parent.is_relative_to(mount))
+def read_text(path: Path) -> str:
+    """Return the text of a file of the kernel's; empty if it cannot be read."""
+    try:
+        return os.fsdecode(path.read_bytes())
+    except (OSError, ValueError):  # missing file, or an invalid path
+        return ""
+
+
+def _upwards(controller: str, groups: Path, membership: Path) -> Iterator[tuple[Path, int]]:
+    """Yield each group of this process and each group around it, with its version."""
+    for mount, group, version in own_groups(controller, groups, membership):
+        for each in (group, *group.parents):
+            if each.is_relative_to(mount):
+                yield each, version
+
+
+def _limits(groups: Path, membership: Path) -> Iterator[tuple[Path, _Version, int]]:
+    """Yield each group with a memory limit, and the limit in bytes."""
+    for group, number in _upwards("memory", groups, membership):
+        version = _VERSIONS[number]
+        limit = _number(group / version.limit)
+        if limit is not None and limit < UNLIMITED:
+            yield group, version, limit
+
+
+def _shares(groups: Path, membership: Path) -> Iterator[float]:
+    """Yield the number of CPUs that each group with a CPU limit may use."""
+    for group, number in _upwards("cpu", groups, membership):
+        if number == 2:
+            quota, _, period = read_text(group / "cpu.max").strip().partition(" ")
+        else:
+            quota, period = (read_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        allowed, every = _parsed(quota), _parsed(period)
+        if allowed and every:  # version 1 writes -1 for no limit, version 2 "max"
+            yield allowed / every
 
 
 def _held(group: Path, version: _Version) -> int:
@@ -146,25 +153,18 @@ def _held(group: Path, version: _Version) -> int:
 
 
 def _cache(group: Path, version: _Version) -> int:
-    for line in _read(group / "memory.stat").splitlines():
-        name, _, value = line.partition(b" ")
+    for line in read_text(group / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
         if name == version.cache:
             return _parsed(value) or 0
     return 0
 
 
 def _number(path: Path) -> int | None:
-    return _parsed(_read(path))
+    return _parsed(read_text(path))
 
 
-def _parsed(text: bytes) -> int | None:
+def _parsed(text: str) -> int | None:
     """Return a number, or None for any other text, such as ``max``."""
     text = text.strip()
-    return int(text) if text.isdigit() and len(text) <= LONGEST else None
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except (OSError, ValueError):  # missing file, or an invalid path
-        return b""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= LONGEST else None

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from upriver.profile.resources import GROUPS, MEMBERSHIP
+from upriver.profile.resources import GROUPS, MEMBERSHIP, own_groups, read_text
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class ControlGroup:
 
     def oom_killed(self) -> bool:
         """Return whether the kernel killed a process of this group for lack of memory."""
-        for line in _read(self._path / self._version.events).splitlines():
+        for line in read_text(self._path / self._version.events).splitlines():
             name, _, value = line.partition(" ")
             if name == "oom_kill":
                 return value.strip() != "0"
@@ -192,25 +192,17 @@ class ControlGroups:
 
 def _place(groups: Path, membership: Path) -> tuple[Path, _Version] | None:
     """Return a folder in which groups with a memory limit can be made, and their version."""
-    for line in _read(membership).splitlines():
-        hierarchy, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if "memory" in controllers.split(","):
-            return _place_v1(_under(groups / "memory", path))
-        if hierarchy == "0" and not controllers and (groups / "cgroup.controllers").exists():
-            return _place_v2(_under(groups, path), groups)
+    for mount, group, version in own_groups("memory", groups, membership):
+        if version == 1:
+            return _place_v1(group)
+        if (mount / "cgroup.controllers").exists():
+            return _place_v2(group, mount)
     return None
-
-
-def _under(mount: Path, path: str) -> Path:
-    """Return a group's folder. In a container the path may be the host's: the mount is the group then."""
-    group = Path(os.path.normpath(mount / path.lstrip("/")))
-    return group if group.is_relative_to(mount) and group.is_dir() else mount
 
 
 def _place_v1(group: Path) -> tuple[Path, _Version] | None:
     """Require that limits hold for groups beneath, or the new groups would exceed this process's limit."""
-    if _read(group / "memory.use_hierarchy").strip() != "1" or not os.access(group, os.W_OK):
+    if read_text(group / "memory.use_hierarchy").strip() != "1" or not os.access(group, os.W_OK):
         return None
     return group, _V1
 
@@ -228,7 +220,7 @@ def _place_v2(group: Path, mount: Path) -> tuple[Path, _Version] | None:
 
 def _divides(group: Path) -> bool:
     """Return whether the groups beneath can limit memory."""
-    return "memory" in _read(group / "cgroup.subtree_control").split()
+    return "memory" in read_text(group / "cgroup.subtree_control").split()
 
 
 def _delegated(group: Path) -> bool:
@@ -244,10 +236,10 @@ def _step_aside(group: Path) -> bool:
 
     The group can then divide its memory.
     """
-    if "memory" not in _read(group / "cgroup.controllers").split():
+    if "memory" not in read_text(group / "cgroup.controllers").split():
         return False
     pid = os.getpid()
-    if _read(group / "cgroup.procs").split() != [str(pid)]:
+    if read_text(group / "cgroup.procs").split() != [str(pid)]:
         return False
     own = group / f"{PREFIX}-{pid}-{_start_of(pid)}-front"
     try:
@@ -268,13 +260,6 @@ def _start_of(pid: int) -> int:
 
     Process ids are reused.
     """
-    stat = _read(Path(f"/proc/{pid}/stat"))
+    stat = read_text(Path(f"/proc/{pid}/stat"))
     fields = stat.rpartition(")")[2].split()  # the name before may hold anything
     return int(fields[19]) if len(fields) > 19 else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
