@@ -28,7 +28,7 @@ from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
 from upriver.finetune.session import connect
 from upriver.pipeline import Dataset
 from upriver.pipeline.chain import stored_tensor
-from upriver.rpc.link_meter import BURST_BYTES, LinkMeter, MeteredStore
+from upriver.rpc.link_meter import BURST_BYTES, LinkMeter
 from upriver.types import DEFAULT_MICRO_BATCH
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -219,7 +219,7 @@ class Photos(MapDataset[Sample]):
         A ``DataLoader`` calls this method where it exists.
         """
         if self._direct is None:
-            self._direct = self._data.with_store(MeteredStore(self._data.store, SharedMeter(self._link)))
+            self._direct = self._data.with_store(self._data.store.observed_by(SharedMeter(self._link)))
         blobs = read_samples(self._direct, [sample for _, sample in keys])
         return [
             (self._pixels(blob, epoch, sample), int(self._data.targets[sample]), sample)

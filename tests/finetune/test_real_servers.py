@@ -26,7 +26,7 @@ from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.pipeline import CenterCrop, Dataset, Decode, Normalize, RandomHorizontalFlip, Resize, index
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.rpc.client import ServerClient
-from upriver.rpc.link_meter import LinkMeter, MeteredStore
+from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.local_server import EmbeddedServer
 from upriver.rpc.server_pool import Health, ServerPool
 from upriver.store import Store
@@ -161,7 +161,7 @@ def test_bytes_are_counted_for_both_ways(job, server):
         tensors = sum(batch.tensors[0].nbytes for batch, _ in client.run(job.request(range(3))))
     answered = meter.bytes_by_kind["answers"]
     assert tensors < answered < tensors + 3 * 4096
-    direct = job.dataset.with_store(MeteredStore(job.store, meter))
+    direct = job.dataset.with_store(job.store.observed_by(meter))
     job.local(direct)(job.micro_batches[0])
     stored = sum(ref.stop - ref.start for ref in job.dataset.locate(job.micro_batches[0]))
     assert meter.bytes_by_kind["direct"] >= stored

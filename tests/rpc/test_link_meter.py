@@ -7,7 +7,7 @@ import pytest
 
 from tests.store.s3_server import S3Server
 from upriver.errors import ConfigError, ObjectNotFound, StoreError
-from upriver.rpc.link_meter import PIECE_BYTES, LinkMeter, MeteredStore
+from upriver.rpc.link_meter import PIECE_BYTES, LinkMeter
 from upriver.store import Store
 
 
@@ -144,7 +144,7 @@ def test_metered_store(tmp_path):
     store = Store.open(tmp_path.as_uri(), name="photos")
     store.put("a/b.bin", b"0123456789")
     meter = LinkMeter()
-    metered = MeteredStore(store, meter)
+    metered = store.observed_by(meter)
     assert (metered.name, metered.uri) == ("photos", store.uri)
     assert metered.get("a/b.bin") == b"0123456789"
     assert metered.get_range("a/b.bin", 2, 5) == b"234"
@@ -171,7 +171,7 @@ def test_bytes_over_a_network_count_as_they_arrive():
         options = {"endpoint": server.url, "region": "none", "anonymous": "true"}
         meter, counted = LinkMeter(), []
         meter.account = lambda num_bytes, kind: counted.append(num_bytes)
-        far = MeteredStore(Store.open("s3://bucket", options=options), meter)
+        far = Store.open("s3://bucket", options=options).observed_by(meter)
         told = []
         assert far.get("big", on_answer=told.append) == body
         assert told == [far.head("big")]
@@ -210,7 +210,7 @@ def test_a_store_over_a_network_says_how_long_it_looked():
         options = {"endpoint": server.url, "region": "none", "anonymous": "true"}
         meter, heads = LinkMeter(), []
         meter.head_came = heads.append
-        far = MeteredStore(Store.open("s3://bucket", options=options), meter)
+        far = Store.open("s3://bucket", options=options).observed_by(meter)
         far.get("some")
         far.get_range("some", 0, 10)
         far.read_into("some", 0, memoryview(bytearray(10)))
@@ -233,7 +233,7 @@ def test_throttled_async_reads_do_not_block_the_loop(tmp_path, monkeypatch):
 
     clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
     monkeypatch.setattr("upriver.rpc.link_meter.time", clock)
-    metered = MeteredStore(store, LinkMeter(1_000_000, burst_bytes=0))
+    metered = store.observed_by(LinkMeter(1_000_000, burst_bytes=0))
 
     async def main() -> list[str]:
         order: list[str] = []

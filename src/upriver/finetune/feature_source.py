@@ -26,7 +26,7 @@ from upriver.finetune.report import JobTally
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.split.split import Split
 from upriver.protocol import RunRequest
-from upriver.rpc.link_meter import MeteredStore
+from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.server_pool import ServerPool
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
@@ -174,7 +174,7 @@ class FeatureSource:
             tally.timings(source, timings)
             note(index, source, came, timings)
 
-        remote, store = self._remote(pool, dataset, order, epoch, pins, dealt), dataset.store
+        remote, meter = self._remote(pool, dataset, order, epoch, pins, dealt), dataset.store.observer
         loader = Prefetcher(
             order.micro_batches,
             local=LocalSource(
@@ -183,7 +183,7 @@ class FeatureSource:
                 seed=self._options.seed,
                 epoch=epoch,
                 on_bad_sample=self._options.sampling.on_bad_sample,
-                shared=store.meter if remote is not None and isinstance(store, MeteredStore) else None,
+                shared=meter if remote is not None and isinstance(meter, LinkMeter) else None,
             ),
             first=first,
             remote=remote,

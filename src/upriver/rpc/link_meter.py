@@ -6,23 +6,17 @@ the same measure. It counts the bytes of bodies and objects, without HTTP header
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, get_args
-
-import obstore
+from typing import Literal, get_args
 
 from upriver.errors import ConfigError
 from upriver.link import LinkEstimator, TokenBucket
 from upriver.pipeline import Dataset
-from upriver.store import ObjectInfo, Store
-from upriver.store.direct import Direct
-from upriver.store.places import PIECE_BYTES as PLACED_BYTES
-from upriver.store.store import _ignore, _ignore_async, _info, _is_empty_range, _options
+from upriver.store import Store
 from upriver.types import require_finite
 
 Kind = Literal["answers", "direct"]
@@ -140,6 +134,26 @@ class LinkMeter:
         """Record the seconds that a store needed to begin an answer."""
         self._estimator.add_latency(seconds)
 
+    @contextmanager
+    def reading(
+        self, store: Store, path: str, start: int | None, stop: int | None
+    ) -> Iterator[Callable[[int], None]]:
+        """Account one read of a store; see `upriver.store.observer.ReadObserver`.
+
+        The link is busy from the head of an answer on, not while the store looks for the object.
+        """
+        asked_at = time.monotonic()
+        with self.pending(), ExitStack() as busy:
+
+            def came(num_bytes: int) -> None:
+                if num_bytes == 0:
+                    if not store.is_local:
+                        self.head_came(time.monotonic() - asked_at)
+                    busy.enter_context(self.transfer())
+                self.account(num_bytes, "direct")
+
+            yield came
+
     def filled_by(self, num_bytes: float) -> int | None:
         """Return how many objects of this size, read at once, fill the link; None before that is known.
 
@@ -154,130 +168,4 @@ class LinkMeter:
 
 def metered(dataset: Dataset, meter: LinkMeter) -> Dataset:
     """Return the same dataset, read over the metered link."""
-    return dataset.with_store(MeteredStore(dataset.store, meter))
-
-
-class MeteredStore(Store):
-    """A store whose reads cross the meter, since the compute tier's direct reads use the same link.
-
-    Over a network the calling thread accounts bytes as they arrive. If it accounted them at the end, sixteen
-    objects that share a slow link would show nothing for seconds, and then a burst. The link is busy from the
-    head of an answer on, not while the store looks for the object. Reads of other stores arrive at once and
-    are accounted afterwards (in a pool thread, for an event loop). Sizes, listings and writes, which go the
-    other way, are not counted.
-
-    Args:
-        store: The store to read.
-        meter: The job's link.
-    """
-
-    def __init__(self, store: Store, meter: LinkMeter) -> None:
-        super().__init__(
-            store._backend, name=store.name, uri=store.uri, root=store._root, secrets=store._secrets
-        )
-        self.meter = meter
-
-    def get(
-        self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
-    ) -> bytes:
-        """Call `Store.get`, accounted."""
-        if self._root is None:
-            return self._arriving(path, _options(etag), on_answer)
-        with self.meter.transfer():
-            data = super().get(path, etag=etag, on_answer=on_answer)
-            self.meter.account(len(data), "direct")
-        return data
-
-    async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
-        """Call `Store.get_async`, accounted."""
-        with self.meter.transfer():
-            data = await super().get_async(path, etag=etag)
-            await asyncio.to_thread(self.meter.account, len(data), "direct")
-        return data
-
-    def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """Call `Store.get_range`, accounted."""
-        if _is_empty_range(start, stop):
-            return b""
-        if self._root is None:
-            data = self._arriving(path, _options(etag, (start, stop)))
-            return self._whole(data, path, start, stop)
-        with self.meter.transfer():
-            data = super().get_range(path, start, stop, etag=etag)
-            self.meter.account(len(data), "direct")
-        return data
-
-    async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """Call `Store.get_range_async`, accounted."""
-        with self.meter.transfer():
-            data = await super().get_range_async(path, start, stop, etag=etag)
-            await asyncio.to_thread(self.meter.account, len(data), "direct")
-        return data
-
-    def read_into(
-        self,
-        path: str,
-        start: int,
-        into: memoryview | Sequence[memoryview],
-        *,
-        etag: str | None = None,
-        on_bytes: Callable[[int], None] = _ignore,
-        piece_bytes: int = PLACED_BYTES,
-    ) -> None:
-        """Call `Store.read_into`, accounted."""
-        asked_at = time.monotonic()
-        with self.meter.pending(), ExitStack() as busy:
-
-            def came(num_bytes: int) -> None:
-                if num_bytes == 0:
-                    self._begun(busy, asked_at)
-                self.meter.account(num_bytes, "direct")
-                on_bytes(num_bytes)
-
-            piece_bytes = min(piece_bytes, self.meter.piece_bytes)
-            super().read_into(path, start, into, etag=etag, on_bytes=came, piece_bytes=piece_bytes)
-
-    async def read_into_async(
-        self,
-        path: str,
-        start: int,
-        into: memoryview | Sequence[memoryview],
-        *,
-        etag: str | None = None,
-        on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
-        piece_bytes: int = PLACED_BYTES,
-        direct: Direct | None = None,
-    ) -> None:
-        """Call `Store.read_into_async`, accounted."""
-        asked_at = time.monotonic()
-        with self.meter.pending(), ExitStack() as busy:
-
-            async def came(num_bytes: int) -> None:
-                if num_bytes == 0:
-                    self._begun(busy, asked_at)
-                await asyncio.to_thread(self.meter.account, num_bytes, "direct")
-                await on_bytes(num_bytes)
-
-            piece_bytes = min(piece_bytes, self.meter.piece_bytes)
-            await super().read_into_async(
-                path, start, into, etag=etag, on_bytes=came, piece_bytes=piece_bytes, direct=direct
-            )
-
-    def _begun(self, busy: ExitStack, asked_at: float) -> None:
-        """Mark the link as busy from the head of an answer on."""
-        if self._root is None:
-            self.meter.head_came(time.monotonic() - asked_at)
-        busy.enter_context(self.meter.transfer())
-
-    def _arriving(self, path: str, options: Any, on_answer: Callable[[ObjectInfo], None] = _ignore) -> bytes:
-        """Return a requested object's bytes, accounted piece by piece as they arrive."""
-        pieces, asked_at = [], time.monotonic()
-        with self._errors("read", path), self.meter.pending():
-            answer = obstore.get(self._backend, self._checked(path), options=options)
-            self.meter.head_came(time.monotonic() - asked_at)
-            on_answer(_info(path, answer.meta))
-            with self.meter.transfer():
-                for piece in answer.stream(min_chunk_size=PIECE_BYTES):
-                    self.meter.account(len(piece), "direct")
-                    pieces.append(piece)
-        return b"".join(pieces)
+    return dataset.with_store(dataset.store.observed_by(meter))

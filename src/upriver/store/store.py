@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import re
 import stat
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -32,6 +33,7 @@ from upriver.errors import (
 from upriver.store import local
 from upriver.store.direct import Direct
 from upriver.store.names import check_name, check_prefix
+from upriver.store.observer import OnBytes, ReadObserver
 from upriver.store.places import PIECE_BYTES, BufferSequence
 from upriver.store.s3 import access_to, open_s3, patient, secrets_of, site_of
 
@@ -54,6 +56,10 @@ given up sooner if the store stops responding."""
 MOST_COPIED_BYTES = 512 * 1024
 """Largest piece that obstore passes on at once. Its threads allocate the pieces, and glibc keeps for each
 thread the memory that was freed there."""
+
+OBSERVED_BYTES = 64 * 1024
+"""Fewest bytes of a piece in which an observed object is read whole. So parallel reads over a slow link are
+seen to progress together."""
 
 _REFUSED = (PermissionDeniedError, UnauthenticatedError)
 _HTTP_STATUS = re.compile(r"\bstatus(?: code)?: (\d{3})\b")
@@ -108,6 +114,7 @@ class Store:
     Attributes:
         name: Name of the store for clients and servers.
         uri: Location on this side, without credentials.
+        observer: Sees each read; None if there is none.
     """
 
     def __init__(
@@ -126,6 +133,7 @@ class Store:
         self._root = root
         self._secrets = secrets
         self._options = dict(options or {})
+        self.observer: ReadObserver | None = None
 
     @classmethod
     def open(cls, uri: str, *, name: str = "default", options: Mapping[str, str] | None = None) -> Store:
@@ -169,6 +177,12 @@ class Store:
                 raise ConfigError(f"cannot open store {uri!r}: {_first_line(exc)}") from None
             return cls(backend, name=name, uri=uri, secrets=secrets_of(options or {}), options=options)
         raise ConfigError(f"a store URI is file:///PATH, memory://NAME or s3://BUCKET/PREFIX, got {uri!r}")
+
+    def observed_by(self, observer: ReadObserver) -> Self:
+        """Return the same store, with an observer of its reads."""
+        observed = copy.copy(self)
+        observed.observer = observer
+        return observed
 
     def __repr__(self) -> str:
         return f"Store(name={self.name!r}, uri={self.uri!r})"
@@ -220,20 +234,13 @@ class Store:
             StoreError: If the store cannot be read.
             Exception: An error of ``on_answer``; nothing is read then.
         """
-        with self._errors("read", path):
-            if self._root is not None:
-                return self._read_file(self._root, path, etag=etag, on_answer=on_answer)
-            answer = obstore.get(self._backend, self._checked(path), options=_options(etag))
-            on_answer(_info(path, answer.meta))
-            return answer.bytes().to_bytes()
+        with self._reading(path) as came, self._errors("read", path):
+            return self._read(path, etag, came, on_answer=on_answer)
 
     async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
         """Run :meth:`get` in an event loop."""
-        with self._errors("read", path):
-            if self._root is not None:
-                return await asyncio.to_thread(self._read_file, self._root, path, etag=etag)
-            answer = await obstore.get_async(self._backend, self._checked(path), options=_options(etag))
-            return (await answer.bytes_async()).to_bytes()
+        with self._reading(path) as came, self._errors("read", path):
+            return await self._read_async(path, etag, came)
 
     def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
         """Read bytes [start, stop) of an object; with ``etag`` only if the object has it.
@@ -245,26 +252,15 @@ class Store:
         """
         if _is_empty_range(start, stop):
             return b""
-        with self._errors("read", path):
-            if self._root is not None:
-                data = self._read_file(self._root, path, start, stop, etag=etag)
-            else:
-                options = _options(etag, (start, stop))
-                data = obstore.get(self._backend, self._checked(path), options=options).bytes().to_bytes()
-        return self._whole(data, path, start, stop)
+        with self._reading(path, start, stop) as came, self._errors("read", path):
+            return self._whole(self._read(path, etag, came, (start, stop)), path, start, stop)
 
     async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
         """Run :meth:`get_range` in an event loop."""
         if _is_empty_range(start, stop):
             return b""
-        with self._errors("read", path):
-            if self._root is not None:
-                data = await asyncio.to_thread(self._read_file, self._root, path, start, stop, etag=etag)
-            else:
-                options = _options(etag, (start, stop))
-                answer = await obstore.get_async(self._backend, self._checked(path), options=options)
-                data = (await answer.bytes_async()).to_bytes()
-        return self._whole(data, path, start, stop)
+        with self._reading(path, start, stop) as came, self._errors("read", path):
+            return self._whole(await self._read_async(path, etag, came, (start, stop)), path, start, stop)
 
     def read_into(
         self,
@@ -296,8 +292,11 @@ class Store:
             Exception: An error of ``on_bytes``; nothing more is read then.
         """
         places = BufferSequence(into)
-        for num_bytes in self._filling(path, start, places, etag, piece_bytes):
-            on_bytes(num_bytes)
+        with self._reading(path, start, start + places.left) as came:
+            for num_bytes in self._filling(path, start, places, etag, self._piece_bytes(piece_bytes)):
+                if came is not None:
+                    came(num_bytes)
+                on_bytes(num_bytes)
 
     async def read_into_async(
         self,
@@ -326,9 +325,14 @@ class Store:
                 more, and cuts larger pieces to ``MOST_COPIED_BYTES``.
         """
         places = BufferSequence(into)
-        async with aclosing(self._filling_async(path, start, places, etag, piece_bytes, direct)) as pieces:
-            async for num_bytes in pieces:
-                await on_bytes(num_bytes)
+        piece_bytes = self._piece_bytes(piece_bytes)
+        filling = self._filling_async(path, start, places, etag, piece_bytes, direct)
+        with self._reading(path, start, start + places.left) as came:
+            async with aclosing(filling) as pieces:
+                async for num_bytes in pieces:
+                    if came is not None:
+                        await asyncio.to_thread(came, num_bytes)
+                    await on_bytes(num_bytes)
 
     async def read_first_async(
         self,
@@ -363,6 +367,62 @@ class Store:
             on_answer(_info(path, answer.meta))
             async for piece in answer.stream(min_chunk_size=piece_bytes):
                 yield piece
+
+    def _reading(
+        self, path: str, start: int | None = None, stop: int | None = None
+    ) -> AbstractContextManager[OnBytes | None]:
+        """Surround a read, so that the observer sees it."""
+        return nullcontext() if self.observer is None else self.observer.reading(self, path, start, stop)
+
+    def _piece_bytes(self, piece_bytes: int) -> int:
+        return piece_bytes if self.observer is None else min(piece_bytes, self.observer.piece_bytes)
+
+    def _read(
+        self,
+        path: str,
+        etag: str | None,
+        came: OnBytes | None,
+        byte_range: tuple[int, int] | None = None,
+        *,
+        on_answer: Callable[[ObjectInfo], None] = _ignore,
+    ) -> bytes:
+        """Return an object's bytes, and tell ``came`` as they come."""
+        tell = came or _ignore
+        if self._root is not None:
+            tell(0)
+            data = self._read_file(self._root, path, *(byte_range or ()), etag=etag, on_answer=on_answer)
+            tell(len(data))
+            return data
+        answer = obstore.get(self._backend, self._checked(path), options=_options(etag, byte_range))
+        tell(0)
+        on_answer(_info(path, answer.meta))
+        if came is None:
+            return answer.bytes().to_bytes()
+        pieces = []
+        for piece in answer.stream(min_chunk_size=OBSERVED_BYTES):
+            tell(len(piece))
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    async def _read_async(
+        self,
+        path: str,
+        etag: str | None,
+        came: OnBytes | None,
+        byte_range: tuple[int, int] | None = None,
+    ) -> bytes:
+        async def tell(num_bytes: int) -> None:
+            if came is not None:
+                await asyncio.to_thread(came, num_bytes)
+
+        if self._root is not None:
+            return await asyncio.to_thread(self._read, path, etag, came, byte_range)
+        options = _options(etag, byte_range)
+        answer = await obstore.get_async(self._backend, self._checked(path), options=options)
+        await tell(0)
+        data = (await answer.bytes_async()).to_bytes()
+        await tell(len(data))
+        return data
 
     def _filling(
         self, path: str, start: int, places: BufferSequence, etag: str | None, piece_bytes: int

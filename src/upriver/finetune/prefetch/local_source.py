@@ -20,7 +20,7 @@ class LocalSource:
     """Read a micro-batch straight from the store and run its input stages. Any number of threads may call it.
 
     Attributes:
-        dataset: The dataset; its store is a `upriver.rpc.link_meter.MeteredStore` if the link is counted.
+        dataset: The dataset; a meter observes its store if the link is counted.
         engine: Engine for the dataset's chain.
         seed: Seed of the job.
         epoch: Epoch of the pass over the data.

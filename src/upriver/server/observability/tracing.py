@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,10 +18,8 @@ from upriver import tracing
 from upriver.engine.clock import Clock
 from upriver.server.observability.logging import request_context
 from upriver.server.observability.metrics import ANYONE, ServerMetrics
-from upriver.store import ObjectInfo, Store
-from upriver.store.direct import Direct
-from upriver.store.places import PIECE_BYTES, BufferSequence
-from upriver.store.store import _ignore, _ignore_async
+from upriver.store import Store
+from upriver.store.places import PIECE_BYTES
 from upriver.types import Timings
 
 SPANS = {
@@ -158,79 +156,17 @@ def traced(stores: Mapping[str, Store]) -> dict[str, Store]:
     """Return the stores with a span for each read if tracing is configured, else unchanged."""
     if not tracing.configured():
         return dict(stores)
-    return {name: TracedStore(store) for name, store in stores.items()}
+    return {name: store.observed_by(ReadSpans()) for name, store in stores.items()}
 
 
-class TracedStore(Store):
-    """A store whose reads are spans; other calls are not traced.
+class ReadSpans:
+    """Record a span for each read of a store."""
 
-    Args:
-        store: The store to read.
-    """
+    piece_bytes = PIECE_BYTES
 
-    def __init__(self, store: Store) -> None:
-        super().__init__(
-            store._backend,
-            name=store.name,
-            uri=store.uri,
-            root=store._root,
-            secrets=store._secrets,
-            options=store._options,
-        )
-
-    def get(
-        self, path: str, *, etag: str | None = None, on_answer: Callable[[ObjectInfo], None] = _ignore
-    ) -> bytes:
-        """Call `Store.get` in a span."""
-        with self._span(path):
-            return super().get(path, etag=etag, on_answer=on_answer)
-
-    async def get_async(self, path: str, *, etag: str | None = None) -> bytes:
-        """Call `Store.get_async` in a span."""
-        with self._span(path):
-            return await super().get_async(path, etag=etag)
-
-    def get_range(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """Call `Store.get_range` in a span."""
-        with self._span(path, start, stop):
-            return super().get_range(path, start, stop, etag=etag)
-
-    async def get_range_async(self, path: str, start: int, stop: int, *, etag: str | None = None) -> bytes:
-        """Call `Store.get_range_async` in a span."""
-        with self._span(path, start, stop):
-            return await super().get_range_async(path, start, stop, etag=etag)
-
-    def read_into(
-        self,
-        path: str,
-        start: int,
-        into: memoryview | Sequence[memoryview],
-        *,
-        etag: str | None = None,
-        on_bytes: Callable[[int], None] = _ignore,
-        piece_bytes: int = PIECE_BYTES,
-    ) -> None:
-        """Call `Store.read_into` in a span."""
-        with self._span(path, start, start + BufferSequence(into).left):
-            super().read_into(path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes)
-
-    async def read_into_async(
-        self,
-        path: str,
-        start: int,
-        into: memoryview | Sequence[memoryview],
-        *,
-        etag: str | None = None,
-        on_bytes: Callable[[int], Awaitable[None]] = _ignore_async,
-        piece_bytes: int = PIECE_BYTES,
-        direct: Direct | None = None,
-    ) -> None:
-        """Call `Store.read_into_async` in a span."""
-        with self._span(path, start, start + BufferSequence(into).left):
-            await super().read_into_async(
-                path, start, into, etag=etag, on_bytes=on_bytes, piece_bytes=piece_bytes, direct=direct
-            )
-
-    def _span(self, path: str, *part: int) -> contextlib.AbstractContextManager[None]:
-        about = dict(zip(("start", "stop"), part, strict=False))
-        return tracing.span("GET", store=self.name, object=path, **about)
+    def reading(
+        self, store: Store, path: str, start: int | None, stop: int | None
+    ) -> contextlib.AbstractContextManager[None]:
+        """Surround one read with a span."""
+        part = {} if start is None or stop is None else {"start": start, "stop": stop}
+        return tracing.span("GET", store=store.name, object=path, **part)
