@@ -270,7 +270,7 @@ def test_requests_tell_the_link_and_the_load(server: Running) -> None:
     with upriver.offload(chain(), example_inputs=x, servers=[server.url], cut=0, **SELDOM) as answer:
         far = far_of(answer)
         tell_load(answer, 77.0, wait_s=5.0)
-        tell_link(answer, 1e6)
+        tell_link(answer, 1e3)  # slower than this machine, however busy it is
         probed, heard = far._probed_at, far._heard_at
         answer(x)
         assert far._load < 77.0 and far._wait_s < 5.0 and far._heard_at > heard
