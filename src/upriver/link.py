@@ -119,7 +119,7 @@ class LinkEstimator:
         bandwidth_bytes_per_s: float | None = None,
         now_s: float = -math.inf,
     ) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed, self._changed_by, self._each = changed, changed_by, each
         self._rate_of, self._latency_of = rate_of, latency_of
         self._samples: deque[Sample] = deque(maxlen=window)
@@ -145,17 +145,10 @@ class LinkEstimator:
     # ------------------------------------------------------------------------------ whole transfers
 
     def add_transfer(self, num_bytes: float, seconds: float, *, request: bool = False) -> bool:
-        """Add one whole transfer. An implausible one, for example after a clock error, is ignored.
+        """Add one whole transfer, of a request or a probe. Return True if it measures the bandwidth.
 
-        A tiny transfer takes a round trip. A larger one takes a round trip and its bytes over the rate.
-
-        Args:
-            num_bytes: Bytes of the transfer.
-            seconds: Its duration.
-            request: True for a request's transfer. Probes have the size of requests.
-
-        Returns:
-            True if it measures the bandwidth.
+        A tiny transfer takes a round trip. A larger one takes a round trip and its bytes over the rate. An
+        implausible one, for example after a clock error, is ignored.
         """
         if not (0 < num_bytes <= MOST_BYTES and LEAST_S <= seconds <= MOST_S):
             return False
@@ -165,7 +158,7 @@ class LinkEstimator:
             if num_bytes <= SMALL_BYTES:
                 self._latencies.append(seconds)
                 return False
-            busy_s = max(seconds - (self._latency_s() or 0.0), LEAST_SHARE * seconds)
+            busy_s = max(seconds - (self.latency_s or 0.0), LEAST_SHARE * seconds)
             self._add(Sample(num_bytes, busy_s))
         return True
 
@@ -184,7 +177,7 @@ class LinkEstimator:
         """Note that bytes of a transfer are on their way from now on."""
         with self._lock:
             if not self._active and now_s - self._at_s >= QUIET_S:
-                self._earlier = self._bandwidth()
+                self._earlier = self.bandwidth()
                 self._samples.clear()
                 self._bytes = self._busy_s = 0.0
             self._tick(now_s)
@@ -217,19 +210,24 @@ class LinkEstimator:
         with self._lock:
             if self._active:
                 self._tick(now_s)
-            return self._bandwidth()
+            if not self.known:
+                return self._earlier
+            running = [Sample(self._bytes, self._busy_s)] if self._bytes or self._busy_s else []
+            rate = self._rate_of([*self._samples, *running])
+        return min(rate, BANDWIDTH.most) if rate > 0 else None
 
     @property
     def known(self) -> bool:
         """True if enough has crossed since the start, or since the last pause."""
         with self._lock:
-            return self._known()
+            enough = FRESH_BYTES if self._busy_s >= self._burst_s else SURE_BYTES
+            return bool(self._samples) or self._bytes >= enough
 
     @property
     def latency_s(self) -> float | None:
         """Seconds from a request to its first byte; None where unknown."""
         with self._lock:
-            return self._latency_s()
+            return self._latency_of(self._latencies) if self._latencies else None
 
     @property
     def unsettled(self) -> bool:
@@ -273,20 +271,6 @@ class LinkEstimator:
         usual = self._rate_of(earlier)
         rates = [self._rate_of([sample]) for sample in recent] if self._each else [self._rate_of(recent)]
         return min(rates) > self._changed_by * usual or max(rates) < usual / self._changed_by
-
-    def _known(self) -> bool:
-        enough = FRESH_BYTES if self._busy_s >= self._burst_s else SURE_BYTES
-        return bool(self._samples) or self._bytes >= enough
-
-    def _bandwidth(self) -> float | None:
-        if not self._known():
-            return self._earlier
-        running = [Sample(self._bytes, self._busy_s)] if self._bytes or self._busy_s else []
-        rate = self._rate_of([*self._samples, *running])
-        return min(rate, BANDWIDTH.most) if rate > 0 else None
-
-    def _latency_s(self) -> float | None:
-        return self._latency_of(self._latencies) if self._latencies else None
 
 
 class TokenBucket:

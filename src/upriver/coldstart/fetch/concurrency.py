@@ -37,13 +37,7 @@ class ConcurrencySearch:
     """
 
     def __init__(self, link: StoreLink, *, most: int, bound_bytes_per_s: float = math.inf) -> None:
-        """Start with a given link.
-
-        Args:
-            link: Earlier estimate of the link.
-            most: Most concurrent requests.
-            bound_bytes_per_s: Bandwidth cap.
-        """
+        """Start with an earlier estimate of the link, the most requests, and the bandwidth cap."""
         self.wanted = min(max(1, link.requests // 2), most)
         self._estimator = LinkEstimator(bandwidth_bytes_per_s=link.bandwidth_bytes_per_s, burst_s=BURST_S)
         self._said, self._requests = link, link.requests
