@@ -81,8 +81,10 @@ class Prefetch:
     Attributes:
         num_workers: Local threads that read and decode samples straight from the store. Defaults to the CPUs
             of this process, at least two.
-        connections: Requests in flight.
-        per_request: Micro-batches in a request.
+        connections: Requests in flight. Two keep a server busy while a response is sent; four also cover a
+            second server.
+        per_request: Micro-batches in a request: enough that a server overlaps reads with compute, few enough
+            that little is redone.
         adapt_batch: Most samples that a server may run at once, up to ``batch_size``; with
             ``exact="numeric"`` only. The frozen part is also captured at two, four, eight … micro-batches,
             and a server with enough room and work chooses among them. Requests and window are made long

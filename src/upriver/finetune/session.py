@@ -40,19 +40,9 @@ log = logging.getLogger("upriver")
 
 
 class Near:
-    """A connection to servers near the data, over a link.
+    """A connection to servers near the data, over a link; `connect` documents its arguments.
 
-    Args:
-        urls: Addresses of servers. Without any, an embedded server starts on this machine when the first job
-            needs it.
-        token: Sent with every request.
-        ca: For https: authorities that vouch for the servers; the system's if None.
-        certificate: For https: shown to servers that ask for one.
-        key: Private key of the certificate.
-        meter: Counts bytes that cross the link, and emulates a slower link if it has a rate.
-        server_cpus: CPUs that an embedded server may use.
-        server_threads: Threads of an embedded server's compute worker. Defaults to torch's number of threads
-            in this process: another number changes the bits of some networks.
+    Without addresses, an embedded server starts on this machine when the first job needs it.
 
     Attributes:
         measured: The measurement that the last job's plan rests on, with its duration; None if there was

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import upriver
 from tests.finetune.training import MICRO, run, same
@@ -32,6 +33,7 @@ from upriver.finetune.calibration.server_gate import ServerGate
 from upriver.pipeline import Dataset
 from upriver.profile.builder import has_lines
 from upriver.profile.memory import estimator
+from upriver.program.split.split import Split, split
 from upriver.protocol import Load, StageCosts
 from upriver.rpc.client import ServerClient
 from upriver.rpc.load_report import busy_s, waiting
@@ -44,11 +46,27 @@ def plenty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(time_budget, "SHARE", 1e9)
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(measurement, "slowdown", lambda *args, **kwargs: 1.0)
+    monkeypatch.setattr(session, "split", split_once)
+
+
+MODEL = frozen_small()
+"""Never trained, so that its splits serve all tests that only measure."""
+
+SPLITS: dict[int, Split] = {}
+"""Splits of `MODEL` by samples in a micro-batch. To make and prove one takes most of such a job's time."""
+
+
+def split_once(model: nn.Module, example: torch.Tensor, **options: Any) -> Split:
+    if model is not MODEL:
+        return split(model, example, **options)
+    if len(example) not in SPLITS:
+        SPLITS[len(example)] = split(model, example, **options)
+    return SPLITS[len(example)]
 
 
 def measured_by(near: upriver.Near, data: Dataset, **options: Any) -> tuple[Measurement, upriver.FinetuneJob]:
     options = {"batch_size": 12, "micro_batch": MICRO, "policy": "hapi", **options}
-    with near.finetune(frozen_small(), data, **options) as job:
+    with near.finetune(MODEL, data, **options) as job:
         assert near.measured is not None
         return near.measured, job
 
@@ -361,7 +379,7 @@ def test_where_nothing_is_known_of_calls_the_default_is_chosen(
 ) -> None:
     monkeypatch.setattr(time_budget, "SHARE", 0.0)
     for asked in ({"policy": "hapi"}, {"cut": 4}):
-        with near.finetune(frozen_small(), data, micro_batch="auto", batch_size=64, **asked) as job:
+        with near.finetune(MODEL, data, micro_batch="auto", batch_size=64, **asked) as job:
             assert job.state_dict()["micro_batch"] == 16
             assert job.plan.why.endswith(
                 'micro_batch="auto" stays at 16: stages were measured at one size only'
@@ -374,9 +392,7 @@ def test_where_nothing_is_known_of_calls_the_default_is_chosen(
 def test_without_a_server_the_default_is_chosen(data: Dataset, near: upriver.Near) -> None:
     with upriver.connect("http://127.0.0.1:9") as nobody:
         for connection, policy in ((nobody, "hapi"), (near, "nosplit")):
-            with connection.finetune(
-                frozen_small(), data, batch_size=64, micro_batch="auto", policy=policy
-            ) as job:
+            with connection.finetune(MODEL, data, batch_size=64, micro_batch="auto", policy=policy) as job:
                 assert job.state_dict()["micro_batch"] == 16
                 assert connection.measured is None
 
@@ -403,12 +419,12 @@ def test_a_state_is_taken_up_with_the_size_that_was_chosen(data: Dataset, near: 
     _, job = measured_by(near, data, micro_batch="auto", batch_size=64, policy="freeze")
     state = job.state_dict()
     with (
-        near.finetune(frozen_small(), data, batch_size=64, policy="freeze") as other,
+        near.finetune(MODEL, data, batch_size=64, policy="freeze") as other,
         pytest.raises(ConfigError, match="micro_batch is 64, this job's 16"),
     ):
         other.load_state_dict(state)
     options = {"batch_size": 64, "micro_batch": state["micro_batch"], "policy": "freeze"}
-    with near.finetune(frozen_small(), data, **options) as same_size:
+    with near.finetune(MODEL, data, **options) as same_size:
         same_size.load_state_dict(state)
 
 

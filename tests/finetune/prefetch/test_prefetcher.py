@@ -16,7 +16,6 @@ from tests.rpc.scripted_transport import BATCH_BYTES, ScriptedServer, Step, make
 from upriver.control.delivery_table import MAX_REMOTE_ATTEMPTS, DealtRoute, PrefetchWindow, Way
 from upriver.errors import (
     BadSample,
-    ConfigError,
     DeadlineExceeded,
     DoesNotFit,
     Forbidden,
@@ -59,7 +58,9 @@ def pool_of(*servers: ScriptedServer, **options: object) -> ServerPool:
 
 
 def remote(pool: ServerPool, micro_batches: list[tuple[int, ...]], **options: int) -> RemoteFetch:
-    return RemoteFetch(pool=pool, make_request=request_for(micro_batches), **options)
+    return RemoteFetch(
+        pool=pool, make_request=request_for(micro_batches), **{"connections": 4, "per_request": 4, **options}
+    )
 
 
 def check(got: list[MicroBatch], wanted: list[tuple[int, ...]]) -> None:
@@ -546,7 +547,7 @@ def test_a_store_that_fails_there_is_read_here():
 def test_a_fault_in_a_callable_reaches_the_consumer():
     micro_batches = epoch(3)
     with pool_of(ScriptedServer("a")) as pool:
-        asking = RemoteFetch(pool=pool, make_request=lambda indices, cut: 1 / 0)
+        asking = RemoteFetch(pool=pool, make_request=lambda indices, cut: 1 / 0, connections=4, per_request=4)
         with (
             Prefetcher(micro_batches, local=locally, remote=asking) as loader,
             pytest.raises(ZeroDivisionError),
@@ -572,17 +573,6 @@ def test_skipped_samples_are_reported():
         list(loader)
     assert loader.report.skipped == (1, 3)
     assert loader.report.samples == {LOCAL: 4}
-
-
-@pytest.mark.parametrize("bad", [{"connections": 0}, {"per_request": 0}])
-def test_bad_remote(bad):
-    with pool_of(ScriptedServer("a")) as pool, pytest.raises(ConfigError, match="at least 1, got 0"):
-        remote(pool, [], **bad)
-
-
-def test_bad_number_of_workers():
-    with pytest.raises(ConfigError, match="num_workers"):
-        Prefetcher([], local=locally, num_workers=0)
 
 
 # --------------------------------------------------------------------------------------------- ending

@@ -28,7 +28,6 @@ from upriver.control.delivery_table import (
     Way,
 )
 from upriver.errors import (
-    ConfigError,
     DeadlineExceeded,
     DoesNotFit,
     Forbidden,
@@ -53,13 +52,6 @@ log = logging.getLogger("upriver")
 
 LOCAL = "local"
 """Name of the local source in reports, in place of a server's URL."""
-
-CONNECTIONS = 4
-"""Requests in flight. Two keep a server busy while a response is sent; four also cover a second server."""
-
-PER_REQUEST = 4
-"""Micro-batches in a request: enough that a server overlaps reads with compute, few enough that little is
-redone."""
 
 MakeLocally = Callable[[tuple[int, ...]], tuple[MicroBatch, Timings]]
 """Makes the micro-batch of some sample ids locally."""
@@ -102,14 +94,9 @@ class RemoteFetch:
 
     pool: ServerPool
     make_request: RequestMaker
-    connections: int = CONNECTIONS
-    per_request: int = PER_REQUEST
+    connections: int
+    per_request: int
     open_cut: Callable[[], int | None] = lambda: None
-
-    def __post_init__(self) -> None:
-        for name in ("connections", "per_request"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class FetchThreads:

@@ -76,8 +76,6 @@ class Prefetcher:
         pins: Mapping[int, Pin] | None = None,
         dealt: Sequence[DealtRoute] | None = None,
     ) -> None:
-        if num_workers < 1:
-            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
         if remote is None and any(pin.way is Way.REMOTE for pin in (pins or {}).values()):
             raise ConfigError("micro-batches that must come from a server need at least one server")
         table = DeliveryTable(
