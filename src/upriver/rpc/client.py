@@ -136,9 +136,7 @@ class ServerClient:
 
     Args:
         url: ``http://host:port`` or ``https://host:port``, with a path if a proxy adds one.
-        token: Sent as a bearer token.
         meter: Counts what the server sends, and paces it on an emulated link.
-        timeouts: Timeouts for connecting and reading.
         caps: Largest allowed frame.
         tls: TLS context for https; the system's certificates if None.
     """
@@ -214,9 +212,6 @@ class ServerClient:
 
     def load(self, *, process: str | None = None) -> Load:
         """Return how busy the server is.
-
-        Args:
-            process: As for `info`.
 
         Raises:
             UpriverError: As for `info`.
@@ -345,7 +340,6 @@ class ServerClient:
         and the server drops the rest.
 
         Args:
-            request: The stages to run, and their inputs.
             batches: The inputs, if the request names no dataset.
             process: As for `info`.
 

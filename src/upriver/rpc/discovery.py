@@ -88,7 +88,6 @@ class DirectoryClient:
     Args:
         url: ``ray+http://HOST:PORT`` or ``ray+https://HOST:PORT``; plain ``http`` and ``https`` also work.
         tls: TLS context for https; the system's certificates if None.
-        timeouts: Timeouts for connecting and answering.
 
     Raises:
         ConfigError: If the address is invalid.

@@ -62,11 +62,6 @@ class EmbeddedServer(ChildServer):
 
         Args:
             allow: Names that it may run, as for ``--allow``.
-            workers: Compute processes; its own default if None.
-            cpu: As for `start`, as are the other arguments.
-
-        Raises:
-            ServerUnavailable: As `start`.
         """
         options = [option for name in allow for option in ("--allow", name)]
         numbers = {"--workers": workers, "--port": 0}

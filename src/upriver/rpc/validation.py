@@ -123,7 +123,7 @@ def addresses(urls: Sequence[str]) -> tuple[str, ...]:
     """Return addresses of servers, or of one directory that lists them."""
     for url in urls:
         require_type("a server's address", url, str, "http://HOST:PORT")
-        if not _is_directory(url):
+        if not is_directory(url):
             Address.parse(url, None)
         elif len(urls) == 1:
             DirectoryClient(url)
@@ -135,13 +135,6 @@ def addresses(urls: Sequence[str]) -> tuple[str, ...]:
 def encrypts(url: str) -> bool:
     """Return whether an address uses TLS, or is a directory whose servers may."""
     return is_directory(url) or urlsplit(url).scheme == "https"
-
-
-def _is_directory(url: str) -> bool:
-    try:
-        return is_directory(url)
-    except ValueError:  # no address at all; `Address.parse` reports it
-        return False
 
 
 def token(value: str | None) -> str | None:

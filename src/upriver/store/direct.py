@@ -100,10 +100,7 @@ class Direct:
         """Fill memory from an object that still has this ETag.
 
         Args:
-            path: The object.
-            start: First wanted byte.
             places: The memory. Some of it stays unfilled if the rest is left to obstore.
-            etag: ETag of the object.
             piece_bytes: Fewest bytes of a piece, except the last.
 
         Yields:

@@ -58,8 +58,6 @@ def open_s3(bucket: str, prefix: str, options: Mapping[str, str]) -> S3Store:
     """Open a bucket. Options that are absent come from the usual ``AWS_…`` variables.
 
     Args:
-        bucket: Name of the bucket.
-        prefix: Prefix of every name; empty for none.
         options: ``endpoint``, ``region``, ``access_key_id``, ``secret_access_key``, ``session_token``,
             ``virtual_hosted_style`` and ``anonymous`` (``true`` or ``false``), ``connect_timeout_s``,
             ``read_timeout_s``, ``timeout_s``, ``max_retries``, ``ca_file`` (trusted certificates in PEM, in
@@ -85,8 +83,7 @@ def patient(store: S3Store, options: Mapping[str, str]) -> S3Store:
     progress counts as silent. Here it may last ``timeout_s``, as a whole attempt may.
 
     Args:
-        store: Bucket from :func:`open_s3`.
-        options: Options with which it was opened.
+        options: Options with which the bucket was opened.
     """
     return _again(store, {**options, "read_timeout_s": str(_numbers(options)["timeout_s"])})
 

@@ -142,8 +142,6 @@ class Store:
         Memory stores of one URI share their content within a process.
 
         Args:
-            uri: Location of the objects.
-            name: Name of the store for clients and servers.
             options: For S3 only, see :func:`upriver.store.s3.open_s3`.
 
         Raises:
@@ -224,7 +222,6 @@ class Store:
         """Read a whole object.
 
         Args:
-            path: The object.
             etag: If given, read only an object with this ETag.
             on_answer: Function to call with the object's description before the read.
 
@@ -275,8 +272,6 @@ class Store:
         """Read an object from ``start`` on into memory, piece by piece and without a copy of the whole.
 
         Args:
-            path: The object.
-            start: First wanted byte.
             into: Buffers to fill one after the other; writable and contiguous.
             etag: If given, read only an object with this ETag.
             on_bytes: Function to call with 0 when the response begins, and with the size of each written
@@ -314,12 +309,6 @@ class Store:
         The next piece waits for ``on_bytes``. The calling thread reads a file, one piece at a time.
 
         Args:
-            path: As for :meth:`read_into`, like all but the last.
-            start: As there.
-            into: As there.
-            etag: As there.
-            on_bytes: As there.
-            piece_bytes: As there.
             direct: Connections from :meth:`direct`. Once open, they read objects with an ``etag``. Other
                 reads, and those that fail there, go through obstore. That may call ``on_bytes`` with 0 once
                 more, and cuts larger pieces to ``MOST_COPIED_BYTES``.
@@ -345,7 +334,6 @@ class Store:
         """Yield an object's first bytes as they arrive, in an event loop; fewer if the object ends.
 
         Args:
-            path: The object.
             most_bytes: Number of wanted bytes, at least 1.
             on_answer: Function to call with the object's description before the read.
             piece_bytes: Fewest bytes of a piece, except the last.
@@ -411,17 +399,15 @@ class Store:
         came: OnBytes | None,
         byte_range: tuple[int, int] | None = None,
     ) -> bytes:
-        async def tell(num_bytes: int) -> None:
-            if came is not None:
-                await asyncio.to_thread(came, num_bytes)
-
         if self._root is not None:
             return await asyncio.to_thread(self._read, path, etag, came, byte_range)
         options = _options(etag, byte_range)
         answer = await obstore.get_async(self._backend, self._checked(path), options=options)
-        await tell(0)
+        if came is None:
+            return (await answer.bytes_async()).to_bytes()
+        await asyncio.to_thread(came, 0)
         data = (await answer.bytes_async()).to_bytes()
-        await tell(len(data))
+        await asyncio.to_thread(came, len(data))
         return data
 
     def _filling(
@@ -645,34 +631,19 @@ class Store:
         with self._errors("write", path):
             if self._root is not None:
                 return self._put_file(self._root, path, [data])
-            parts = len(data) > MULTIPART_BYTES
-            obstore.put(
-                self._writing(len(data)),
-                self._checked(path),
-                data,
-                use_multipart=parts,
-                chunk_size=MULTIPART_BYTES,
-            )
+            obstore.put(self._writing(len(data)), self._checked(path), data, **_in_parts(data))
 
     async def put_async(self, path: str, data: bytes | bytearray | memoryview) -> None:
         """Run :meth:`put` in an event loop."""
         with self._errors("write", path):
             if self._root is not None:
                 return await asyncio.to_thread(self._put_file, self._root, path, [data])
-            parts = len(data) > MULTIPART_BYTES
-            await obstore.put_async(
-                self._writing(len(data)),
-                self._checked(path),
-                data,
-                use_multipart=parts,
-                chunk_size=MULTIPART_BYTES,
-            )
+            await obstore.put_async(self._writing(len(data)), self._checked(path), data, **_in_parts(data))
 
     def put_stream(self, path: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write an object that is never whole in memory; it travels in parts.
 
         Args:
-            path: The object.
             pieces: Content from the first byte to the last; the store consumes it while it sends.
 
         Raises:
@@ -845,6 +816,10 @@ def _options(etag: str | None, byte_range: tuple[int, int] | None = None) -> Any
     if byte_range is not None:
         options["range"] = byte_range
     return options
+
+
+def _in_parts(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+    return {"use_multipart": len(data) > MULTIPART_BYTES, "chunk_size": MULTIPART_BYTES}
 
 
 def _info(path: str, meta: Mapping[str, Any]) -> ObjectInfo:
