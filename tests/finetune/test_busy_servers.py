@@ -23,6 +23,7 @@ from tests.planning import alexnet, cluster
 from tests.program.nets import frozen_small
 from tests.rpc.scripted_transport import ScriptedServer
 from upriver.control.plan_switching import PlanSwitcher
+from upriver.control.server_choice import Health
 from upriver.errors import Overloaded, ServerUnavailable
 from upriver.finetune.calibration import measurement, time_budget
 from upriver.finetune.calibration.server_gate import ServerGate
@@ -34,7 +35,7 @@ from upriver.profile.live_profile import AtServers, LiveProfile
 from upriver.protocol import DatasetRef, Load, RunRequest
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_meter import LinkMeter
-from upriver.rpc.server_pool import Health, ServerStatus
+from upriver.rpc.server_pool import ServerStatus
 from upriver.types import Plan, Profile, Tier, Timings, Workload
 
 BANDWIDTH = 2.5e6

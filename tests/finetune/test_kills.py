@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from upriver.control.server_choice import Health
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.prefetch.sampler import epoch_order
-from upriver.rpc.server_pool import Health
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

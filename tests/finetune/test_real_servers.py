@@ -18,6 +18,7 @@ import torch
 from tests.pipeline.making import samples, shard, write
 from tests.server.running import free_port
 from upriver.control.delivery_table import PrefetchWindow
+from upriver.control.server_choice import Health
 from upriver.engine.engine import Engine
 from upriver.errors import BadSample, NotAuthorized, ObjectChanged
 from upriver.finetune.prefetch.fetch_threads import LOCAL, RemoteFetch
@@ -28,7 +29,7 @@ from upriver.protocol import DatasetRef, RunRequest
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.local_server import EmbeddedServer
-from upriver.rpc.server_pool import Health, ServerPool
+from upriver.rpc.server_pool import ServerPool
 from upriver.store import Store
 from upriver.types import MicroBatch
 

@@ -16,12 +16,13 @@ from tests.finetune.conftest import Reference
 from tests.finetune.training import BATCH, MICRO, optimizer_of, same, train
 from tests.program.nets import frozen_small
 from tests.server.running import wait_for
+from upriver.control.server_choice import Health
 from upriver.pipeline import Dataset
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.link_probe import BESIDE, QuietLink
 from upriver.rpc.local_server import EmbeddedServer
-from upriver.rpc.server_pool import Health, ServerPool
+from upriver.rpc.server_pool import ServerPool
 
 AFTER_S = 0.05
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.rpc.scripted_transport import ScriptedServer
+from upriver.control.server_choice import DECIDED_REST_S, LEAST, Health
 from upriver.errors import (
     BadSample,
     ConfigError,
@@ -25,8 +26,7 @@ from upriver.errors import (
     UpriverError,
 )
 from upriver.retry import Backoff
-from upriver.rpc.refusal_log import LEAST
-from upriver.rpc.server_pool import DECIDED_REST_S, Health, ServerPool
+from upriver.rpc.server_pool import ServerPool
 
 QUICK = {"backoff": Backoff(base_s=0.001, cap_s=0.01), "quiet_s": 0.05}
 SLOW = {"backoff": Backoff(base_s=100, cap_s=100)}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from upriver.control.plan_switching import PlanSwitcher
+from upriver.control.server_choice import Health
 from upriver.cost import CostModel, route_between
 from upriver.errors import ConfigError, DoesNotFit, UpriverError
 from upriver.finetune.calibration import batched_capture
@@ -35,7 +36,7 @@ from upriver.profile.live_profile import AtServers, LiveProfile
 from upriver.program.split.split import Split
 from upriver.protocol import Larger
 from upriver.rpc.client import ServerClient
-from upriver.rpc.server_pool import Health, ServerPool, ServerStatus
+from upriver.rpc.server_pool import ServerPool, ServerStatus
 from upriver.rpc.tolerance import Tolerance, tolerance
 from upriver.types import CutRow, Plan, Route, Workload
 

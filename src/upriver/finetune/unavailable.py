@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from upriver.rpc.server_pool import Health, ServerPool
+from upriver.control.server_choice import Health
+from upriver.rpc.server_pool import ServerPool
 from upriver.types import Plan
 
 log = logging.getLogger("upriver")

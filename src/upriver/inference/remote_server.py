@@ -20,6 +20,7 @@ import torch
 
 from upriver._threads.background import BackgroundThread
 from upriver.control.partition import ServerConditions
+from upriver.control.server_choice import is_lost
 from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.inference.costs import CutCosts, crossing_bytes
@@ -31,7 +32,6 @@ from upriver.program.capture.whole_model import CapturedModel
 from upriver.retry import Backoff, CircuitBreaker
 from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
-from upriver.rpc.server_pool import is_lost
 from upriver.rpc.tolerance import Exact
 from upriver.text import error_text, said
 from upriver.types import MOST_FACTOR, require_finite

@@ -1,7 +1,6 @@
-"""Track for how much of the time a healthy server refuses requests, and why: it is full, or a quota is.
+"""Log why healthy servers refuse requests: they are full, or a quota is.
 
-If a server refuses now and then, a request waits a moment. If it mostly refuses, no plan should rely on it,
-although it answers every request at once. In both cases the job gets slower, so the log and the plan say so.
+The job gets slower then, so the log and the plan say so.
 """
 
 from __future__ import annotations
@@ -9,58 +8,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 
+from upriver.control.server_choice import MAX_REST_S
 from upriver.errors import Overloaded
 from upriver.text import said
 
 log = logging.getLogger("upriver")
 
-MAX_REST_S = 5.0
-"""Longest rest that a server can ask for; asking it again after this time is cheap."""
-
-WINDOW_S = 20.0
-"""Seconds to look back: several of the longest rests (`MAX_REST_S`), yet short enough that a recovered server
-is soon planned for again."""
-
-LEAST = 0.01
-"""Least availability of a server that has refused all the time: unlike a dead one, it may accept the next
-request."""
-
 LOG_EVERY_S = 60.0
 """Least seconds between two log lines about one server: a full one refuses several times a second."""
-
-
-class Refusals:
-    """The time spans in which one server refused requests. Not thread-safe.
-
-    Args:
-        window_s: Seconds to look back.
-        now: Returns seconds of a monotonic clock.
-    """
-
-    def __init__(self, *, window_s: float = WINDOW_S, now: Callable[[], float] = time.monotonic) -> None:
-        self._window_s, self._now = window_s, now
-        self._spans: deque[tuple[float, float]] = deque()  # in order, without overlaps
-
-    def refused(self, began: float, until: float) -> None:
-        """Record that a request sent at ``began`` was refused, and that none follows before ``until``."""
-        while self._spans and self._spans[-1][1] >= began:
-            first, last = self._spans.pop()
-            began, until = min(began, first), max(until, last)
-        if until > began:
-            self._spans.append((began, until))
-
-    @property
-    def available(self) -> float:
-        """Share of the last seconds without refusals; 1 for a server that has refused nothing."""
-        now = self._now()
-        first = now - self._window_s
-        while self._spans and self._spans[0][1] <= first:
-            self._spans.popleft()
-        lost_s = sum(min(until, now) - max(began, first) for began, until in self._spans if began < now)
-        return max(LEAST, 1.0 - lost_s / self._window_s)
 
 
 class RefusalLog:

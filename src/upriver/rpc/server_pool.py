@@ -2,14 +2,7 @@
 
 Each server has a keeper, a thread that sleeps unless its server needs attention. The keeper admits a new or
 returned server, after the caller's check. It lets an overloaded server rest, and checks whether a silent one
-is still alive.
-
-```
-joining ──admit──► up ──Overloaded, nothing in flight──► resting ──► up
-   │                │
-   └─NotExact─► out ├──ServerUnavailable, ProtocolError, …──► down ──ready and admit──► up
-                    └──silent, and /livez does not answer───►
-```
+is still alive. `upriver.control.server_choice` decides which server is next, and what an outcome says.
 
 Servers may be added and dropped at any time. A dropped server gets no further request; its requests in flight
 may finish, and then its client is closed.
@@ -23,28 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from upriver._threads.background import BackgroundThread
-from upriver.errors import (
-    ConfigError,
-    DoesNotFit,
-    Forbidden,
-    NotAuthorized,
-    NotExact,
-    Overloaded,
-    ProgramError,
-    ProgramNotFound,
-    ProtocolError,
-    ServerUnavailable,
-    StorageFull,
-    TooLarge,
-    UpriverError,
-)
-from upriver.retry import Backoff, CircuitBreaker, RetryBudget
-from upriver.rpc.refusal_log import MAX_REST_S, RefusalLog, Refusals
+from upriver.control.server_choice import Health, ServerState, least_loaded
+from upriver.errors import ConfigError, Overloaded, ServerUnavailable, UpriverError
+from upriver.retry import Backoff, RetryBudget
+from upriver.rpc.refusal_log import RefusalLog
 from upriver.text import said
 from upriver.types import MicroBatch, Timings
 
@@ -59,21 +38,6 @@ measured (vgg19) takes 11 s on one core, so silence alone means nothing, but a p
 
 PROBE_TIMEOUT_S = 5.0
 """Timeout of /livez and /readyz, which a healthy server answers at once, however busy its workers."""
-
-RAISE_BY = 0.125
-"""Amount by which a success raises a server's limit after a refusal: one more request in flight per eight
-answers."""
-
-LOST = (ServerUnavailable, ProtocolError, ProgramNotFound, NotAuthorized, Forbidden)
-"""Errors after which a server must be admitted again: it died, restarted, lost the program, changed its
-version, or does not accept this job. `TooLarge`, which concerns one request, is excluded."""
-
-DECIDED = (DoesNotFit, TooLarge, StorageFull, Forbidden, NotAuthorized, ProgramError)
-"""Errors with the same outcome at every admission, until an operator changes something on the server."""
-
-DECIDED_REST_S = 30.0
-"""Least seconds between two attempts at such a server: each attempt makes it check a request or a newly sent
-program, and log that."""
 
 
 class AnswerStream(Protocol):
@@ -108,16 +72,6 @@ class Transport(Protocol):
         """Abort, and refuse further use."""
 
 
-class Health(StrEnum):
-    """The state of a server in the pool."""
-
-    JOINING = "joining"
-    UP = "up"
-    RESTING = "resting"
-    DOWN = "down"
-    OUT = "out"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerStatus:
     """The status of one server, for reports.
@@ -136,22 +90,13 @@ class ServerStatus:
     available: float = 1.0
 
 
-class _Member:
-    """The state of one server; guarded by the pool's lock."""
+class _Member(ServerState):
+    """The state of one server, and its client; guarded by the pool's lock."""
 
-    def __init__(self, client: Transport, limit: int, breaker: CircuitBreaker) -> None:
+    def __init__(self, client: Transport, most_in_flight: int, backoff: Backoff) -> None:
+        super().__init__(most_in_flight, backoff)
         self.client = client
-        self.breaker = breaker
-        self.health = Health.JOINING
-        self.reason = ""
-        self.in_flight = 0
-        self.served = 0
-        self.limit = float(limit)
-        self.last_heard = 0.0
-        self.answered_at = 0.0
-        self.refusals = Refusals()
         self.left = False  # dropped: no further request
-        self.lives = 0  # number of admissions; a failure from before the last one says nothing about it now
 
 
 class Lease:
@@ -170,7 +115,7 @@ class Lease:
 
     def heard(self) -> None:
         """Note that bytes have arrived from the server."""
-        self._member.last_heard = self._member.answered_at = time.monotonic()
+        self._member.heard(time.monotonic())
 
     def __enter__(self) -> Lease:
         return self
@@ -236,14 +181,10 @@ class ServerPool:
     def borrow(self, url: str | None = None) -> Lease | None:
         """Lease the least-loaded healthy server with room, or the one at ``url``; return None if none has."""
         with self._changed:
-            asked = [m for m in self._members if url is None or m.client.url == url]
-            free = [m for m in asked if m.health is Health.UP and m.in_flight < int(m.limit)]
-            if not free or self._closed:
+            member = least_loaded(m for m in self._members if url is None or m.client.url == url)
+            if member is None or self._closed:
                 return None
-            member = min(free, key=lambda m: (m.in_flight, m.served))
-            if member.in_flight == 0:
-                member.last_heard = time.monotonic()
-            member.in_flight += 1
+            member.begin(time.monotonic())
             self._changed.notify_all()  # its keeper now watches for silence
             return Lease(self, member)
 
@@ -286,6 +227,7 @@ class ServerPool:
 
     def status(self) -> tuple[ServerStatus, ...]:
         """Return the status of every server, in the order given."""
+        now = time.monotonic()
         with self._changed:
             return tuple(
                 ServerStatus(
@@ -294,7 +236,7 @@ class ServerPool:
                     reason=m.reason,
                     in_flight=m.in_flight,
                     served=m.served,
-                    available=m.refusals.available,
+                    available=m.refusals.available(now),
                 )
                 for m in self._members
             )
@@ -361,7 +303,7 @@ class ServerPool:
 
     def _take_in(self, client: Transport) -> None:
         """Add a new member, and start its keeper."""
-        member = _Member(client, self._max_in_flight, CircuitBreaker(self._backoff))
+        member = _Member(client, self._max_in_flight, self._backoff)
         keeper = BackgroundThread(self._keep, member, name=f"keeper-{next(self._numbers)}")
         self._members.append(member)
         self._keepers = [*(each for each in self._keepers if each.is_alive()), keeper]
@@ -371,19 +313,10 @@ class ServerPool:
 
     def _settle(self, member: _Member, error: BaseException | None, *, life: int, began: float) -> None:
         """Update a server's state after a lease has ended."""
-        now = time.monotonic()
         with self._changed:
-            member.in_flight -= 1
+            member.end(error, life=life, began=began, now=time.monotonic())
             if error is None:
-                member.served += 1
-                member.breaker.succeed(now)
-                member.limit = min(float(self._max_in_flight), member.limit + RAISE_BY)
                 self.budget.succeeded()
-            elif isinstance(error, Overloaded):
-                self._refused(member, error, began, now)
-            elif is_lost(error) and life == member.lives and member.health is not Health.DOWN:
-                member.breaker.fail(now)
-                self._set(member, Health.DOWN, str(error))
             is_through = member in self._leaving and not member.in_flight
             if is_through:
                 self._leaving.remove(member)
@@ -393,22 +326,6 @@ class ServerPool:
         self._tell()
         if isinstance(error, Overloaded):
             self.refusal_log.add(member.client.url, error)  # not under the lock, since it logs
-
-    def _refused(self, member: _Member, error: Overloaded, began: float, now: float) -> None:
-        """Lower the limit of a server without room; let it rest if it refused its only request."""
-        until_s = now
-        member.limit = max(1.0, float(member.in_flight))
-        if member.in_flight == 0 and member.health is Health.UP:
-            member.breaker.fail(now, least_s=self._told_s(error))
-            until_s = member.breaker.until_s
-            self._set(member, Health.RESTING, str(error))
-        # Some servers let a request wait before they refuse it. Answers to other requests show that they do
-        # not only wait.
-        member.refusals.refused(max(began, member.answered_at), until_s)
-
-    def _set(self, member: _Member, health: Health, reason: str) -> None:
-        member.health, member.reason = health, reason
-        self._changed.notify_all()
 
     def _tell(self) -> None:
         with self._changed:
@@ -456,31 +373,22 @@ class ServerPool:
         except Exception as error:
             if isinstance(error, Overloaded):
                 self.refusal_log.add(member.client.url, error)
-            # Other errors are a fault in `admit`: a retry would not help.
-            keep_out = isinstance(error, NotExact) or not isinstance(error, UpriverError)
             with self._changed:
-                member.breaker.fail(time.monotonic(), least_s=self._told_s(error))
-                reason = str(error) if isinstance(error, UpriverError) else repr(error)
-                self._set(member, Health.OUT if keep_out else Health.DOWN, reason)
+                member.not_admitted(error, time.monotonic())  # other errors are a fault in `admit`
+                self._changed.notify_all()
         else:
             with self._changed:
                 before = member.reason
-                member.lives += 1
-                self._set(member, Health.UP, "")
+                member.admitted()
+                self._changed.notify_all()
             if before:  # not under the lock, since it logs
                 log.info("%s is used again; it was not, since: %s", member.client.url, said(before))
-
-    def _told_s(self, error: Exception) -> float:
-        """Draw the least seconds to leave a server alone after an error, whatever the backoff."""
-        if isinstance(error, Overloaded):
-            return self._backoff.spread_s(min(MAX_REST_S, error.retry_after_s))
-        return self._backoff.spread_s(DECIDED_REST_S) if isinstance(error, DECIDED) else 0.0
 
     def _rest(self, member: _Member) -> None:
         if self._sleep(member, member.breaker.pause_s):
             with self._changed:
-                if member.health is Health.RESTING:
-                    self._set(member, Health.UP, "")
+                member.rested()
+                self._changed.notify_all()
 
     def _watch(self, member: _Member) -> None:
         """Sleep while the server is well; return when its health changed or it turned out to be dead."""
@@ -497,10 +405,9 @@ class ServerPool:
             return
         with self._changed:
             if member.health is Health.UP and not self._closed:
-                member.breaker.fail(time.monotonic())
-                self._set(
-                    member, Health.DOWN, f"{member.client.url} owes an answer and does not answer /livez"
-                )
+                reason = f"{member.client.url} owes an answer and does not answer /livez"
+                member.lose(reason, time.monotonic())
+                self._changed.notify_all()
         member.client.abort()
 
     def _is_alive(self, member: _Member) -> bool:
@@ -513,8 +420,3 @@ class ServerPool:
         """Sleep, unless the pool is closed or the server dropped; return False in these cases."""
         with self._changed:
             return not self._changed.wait_for(lambda: self._closed or member.left, seconds)
-
-
-def is_lost(error: BaseException) -> bool:
-    """Return whether a server that gave this error must be admitted again before further requests."""
-    return isinstance(error, LOST) and not isinstance(error, TooLarge)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.rpc.scripted_transport import BATCH_BYTES, ScriptedServer, Step, make_batch, request_for
 from upriver.control.delivery_table import MAX_REMOTE_ATTEMPTS, DealtRoute, PrefetchWindow, Way
+from upriver.control.server_choice import Health
 from upriver.errors import (
     BadSample,
     DeadlineExceeded,
@@ -33,7 +34,7 @@ from upriver.finetune.prefetch.fetch_threads import LOCAL, LoaderClosed, MakeLoc
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.retry import Backoff, RetryBudget
 from upriver.rpc.client import AnswerClosed
-from upriver.rpc.server_pool import Health, ServerPool
+from upriver.rpc.server_pool import ServerPool
 from upriver.types import MicroBatch, Timings
 
 EXPECTED = dict.fromkeys(Way, BATCH_BYTES)
