@@ -78,12 +78,7 @@ class QueueFull(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeededProgram:
-    """Name a program that a request needs.
-
-    Attributes:
-        key: Its key in the program cache.
-        nbytes: Memory that it needs unless it is kept already.
-    """
+    """Name a program that a request needs, and the memory that it takes unless it is kept already."""
 
     key: str
     nbytes: int
@@ -120,7 +115,6 @@ class Admission:
 
     Attributes:
         tenant: Name of its tenant.
-        hold: Its memory.
         nbytes: Bytes at admission.
         size: Samples of one forward pass.
         program: Key of its program, which stays in the program cache; None without one.
@@ -510,9 +504,7 @@ class AdmissionQueue:
 def ask_for(key: Hashable, wanted: AdmissionRequest, sizes: Sequence[int]) -> Ask:
     """Return a request in the policy's form: a line in the samples that never lies below the sizes' bytes.
 
-    Args:
-        key: Its key.
-        sizes: Sizes that it may get, ascending.
+    The sizes that it may get ascend.
     """
     first, *larger = sizes
     nbytes = wanted.nbytes

@@ -57,10 +57,7 @@ class Way(StrEnum):
 class Pin:
     """The place where a micro-batch must be computed, when an earlier run is replayed.
 
-    Attributes:
-        way: By a server or locally.
-        source: URL of the server.
-        cut: Position up to which the server runs it.
+    A server at the URL ``source`` runs it up to ``cut``.
     """
 
     way: Way
@@ -72,9 +69,7 @@ class Pin:
 class DealtRoute:
     """The way and the cut by which one micro-batch is to be made.
 
-    Attributes:
-        way: By a server or locally.
-        cut: Position up to which a server runs it; the position of the stored bytes if no server does.
+    The cut is the position of the stored bytes if no server runs it.
     """
 
     way: Way
@@ -83,12 +78,7 @@ class DealtRoute:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """The state of a micro-batch on arrival.
-
-    Attributes:
-        position: Its position in the stages.
-        num_bytes: Bytes of its tensors.
-    """
+    """The position and the tensors' bytes of a micro-batch on arrival."""
 
     position: int
     num_bytes: int
@@ -349,7 +339,8 @@ class DeliveryTable:
 
     def deal(self, dealt: Sequence[DealtRoute], window: PrefetchWindow | None = None) -> None:
         """Set new routes, and another window, for micro-batches that are not in flight yet."""
-        self._check_dealt(dealt)
+        if len(dealt) != self._num:
+            raise ConfigError(f"{self._num} micro-batches need as many routes, got {len(dealt)}")
         self._dealt = dealt
         self.window = window or self.window
 
@@ -378,10 +369,6 @@ class DeliveryTable:
     def ask_servers_no_more(self) -> None:
         """Make micro-batches with local routes locally again."""
         self._instead = None
-
-    def _check_dealt(self, dealt: Sequence[DealtRoute]) -> None:
-        if len(dealt) != self._num:
-            raise ConfigError(f"{self._num} micro-batches need as many routes, got {len(dealt)}")
 
     def deliver(self, claim: Claim, index: int, delivery: Delivery) -> bool:
         """Put a result in its slot; drop it and return False if the slot no longer belongs to this claim."""

@@ -50,11 +50,7 @@ class MemoryBudget:
         return self.total_bytes - self.held_by(BASE)
 
     def hold(self, nbytes: int, *, owner: str) -> MemoryHold:
-        """Hold a part until it is released.
-
-        Args:
-            nbytes: Bytes; may be 0.
-            owner: Name of the tenant on whose behalf it is held.
+        """Hold a part on behalf of an owner until it is released.
 
         Raises:
             DoesNotFit: If this many bytes are never free.
@@ -77,11 +73,7 @@ class MemoryBudget:
             listener()
 
     def check_fits(self, nbytes: int, *, beside: int = 0) -> None:
-        """Check that one request may ever hold this many bytes.
-
-        Args:
-            nbytes: Bytes to hold.
-            beside: Bytes that it holds at the same time.
+        """Check that one request may ever hold this many bytes, ``beside`` those that it holds already.
 
         Raises:
             DoesNotFit: If it never may.
@@ -115,11 +107,7 @@ class MemoryBudget:
 
 
 class MemoryHold:
-    """Hold a part of a budget; a ``with`` block releases it at the end.
-
-    Attributes:
-        owner: Name on whose behalf it is held.
-    """
+    """Hold a part of a budget; a ``with`` block releases it at the end."""
 
     def __init__(self, budget: MemoryBudget, nbytes: int, owner: str) -> None:
         self._budget, self._nbytes, self.owner = budget, nbytes, owner
