@@ -148,13 +148,13 @@ class Planner:
 
     def _planned(self) -> tuple[Plan, ServerPool | None]:
         shares = self._shares()
-        if self.parts.program is None:
+        if self._measuring is None:
             log.warning("the model runs unsplit: %s", self.parts.why_not)
             return self._unsplit(self.policy, f"the model runs unsplit: {self.parts.why_not}"), None
         if not self._asks_servers(shares):
             return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
         try:
-            return self._with_servers(self._measuring_of(), shares)
+            return self._with_servers(self._measuring, shares)
         except BaseException:
             self.close()
             raise
@@ -170,10 +170,10 @@ class Planner:
             unknown. In the last case the plan says so.
         """
         shares = self._shares()
-        if self.parts.program is None or not self._asks_servers(shares):
+        if self._measuring is None or not self._asks_servers(shares):
             return self.options.micro_batch
         try:
-            measured = self._measure(self._measuring_of(), shares)
+            measured = self._measure(self._measuring, shares)
         except BaseException:
             self.close()
             raise
@@ -208,11 +208,6 @@ class Planner:
     def _asks_servers(self, shares: Mapping[int, float] | None) -> bool:
         """Return whether the plan may be another one than running everything on the compute tier."""
         return self.policy != "nosplit" if shares is None else shares != {self.dataset.chain.start: 1.0}
-
-    def _measuring_of(self) -> Calibration:
-        if self._measuring is None:
-            raise UpriverError("a model that runs unsplit needs no servers")
-        return self._measuring
 
     def _replayed_cut(self) -> int:
         """Return the cut of the run to replay: the most frequent one, if it had several."""

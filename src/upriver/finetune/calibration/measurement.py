@@ -361,7 +361,7 @@ class Calibration:
             name=type(self._model).__name__,
             dataset=self._dataset,
             stored_bytes=float(self._dataset.sizes(options.rows).mean()),
-            split=self._parts,
+            program=self._program,
             here=here,
             there=passed[0].timings,
             link=link,
@@ -415,7 +415,7 @@ class Calibration:
         epoch_s = judge(profile, cluster)
         if epoch_s is None:
             return None
-        second = SecondSize(self._model, self._direct, self._parts, self._options)
+        second = SecondSize(self._model, self._direct, self._parts, self._program, self._options)
         spent = sum(seconds for part, seconds in self._clock.seconds.items() if part != CANARY)
         repeats = affordable_repeats(
             allowed_s(epoch_s) - spent,

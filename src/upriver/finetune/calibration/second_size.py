@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from upriver.errors import ProtocolError, UpriverError
+from upriver.errors import ProtocolError
 from upriver.finetune.calibration.example_batch import example_of
 from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
 from upriver.profile.stage_timing import Seconds, measure_stages, sizes
+from upriver.program.graph.executor import Program
 from upriver.program.split.resized import resized
 from upriver.program.split.split import Split
 from upriver.protocol import StageCosts
@@ -26,6 +27,7 @@ class SecondSize:
         model: The model that was split.
         direct: The dataset, read by this process.
         parts: The split, at the job's own size.
+        program: Its frozen part.
 
     Attributes:
         size: The second size, in samples.
@@ -36,12 +38,11 @@ class SecondSize:
         model: nn.Module,
         direct: Dataset,
         parts: Split,
+        program: Program,
         options: JobOptions,
     ) -> None:
-        if parts.program is None:
-            raise UpriverError("a model that runs unsplit has no stages to measure")
         self._model, self._direct, self._parts = model, direct, parts
-        self._options, self._program = options, parts.program
+        self._options, self._program = options, program
         self._own, self.size = sizes(options.micro_batch)
 
     def once_s(self, cluster: Cluster) -> float:

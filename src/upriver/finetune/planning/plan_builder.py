@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from upriver.cost import route_between
-from upriver.errors import ModelError, UpriverError
+from upriver.errors import ModelError
 from upriver.finetune.prefetch.step_assembly import Values
 from upriver.pipeline import Dataset
 from upriver.policies import choose
@@ -23,6 +23,7 @@ from upriver.profile.profile_cache import CachedProfile
 from upriver.program.eval_mode import mode
 from upriver.program.example_inputs import tensors_in
 from upriver.program.freeze import keep_in_eval
+from upriver.program.graph.executor import Program
 from upriver.program.module_state.restoration import state_kept, unattended
 from upriver.program.split.split import Split
 from upriver.program.tensor_layouts import dense_parts, storages_of
@@ -136,7 +137,7 @@ def profile_and_cluster(
     name: str,
     dataset: Dataset,
     stored_bytes: float,
-    split: Split,
+    program: Program,
     here: LocalMeasurement,
     there: Sequence[Timings],
     link: Link,
@@ -155,9 +156,6 @@ def profile_and_cluster(
         load: Factor on the servers' seconds.
         kept: Cached profile of an earlier job; used instead of values derived from ``here`` and ``there``.
     """
-    program = split.program
-    if program is None:
-        raise UpriverError("a model that runs unsplit has nothing to plan")
     micro_batch = program.micro_batch
     apart, cores = cores_for_inputs(program.device)
     profile = (
@@ -165,7 +163,7 @@ def profile_and_cluster(
         if kept is not None
         else build_profile(
             model=name,
-            freeze=split.freeze,
+            freeze=program.num_stages,
             stages=program.stages,
             chain=dataset.chain.stages,
             stored_bytes=stored_bytes,
