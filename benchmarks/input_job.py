@@ -24,7 +24,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +35,8 @@ from torch.utils.data import RandomSampler, default_collate
 import upriver
 from input_model import EPOCHS, Consumer, train, train_apart
 from input_workloads import NAME, Samples
-from upriver.dataloader.epoch import BatchSplit, Epoch
+from upriver.dataloader.epoch import Epoch
+from upriver.dataloader.share import Backlog, OffloadShare
 
 HERE = "here"
 AGAIN = " again"
@@ -45,7 +46,7 @@ WARM = 2
 have started, and workers have shown that they make the same batches."""
 
 
-class TakesNext:
+class TakesNext(OffloadShare):
     """Assign each batch to the side with fewer planned and unfinished batches, or to this side on a tie.
 
     Args:
@@ -53,17 +54,14 @@ class TakesNext:
         split: Gives the stages that run at the worker.
     """
 
-    def __init__(self, epoch: Epoch, split: BatchSplit) -> None:
+    def __init__(self, epoch: Epoch, split: OffloadShare) -> None:
+        super().__init__(split.ratio, split.stretch)
         self._epoch = weakref.proxy(
             epoch
         )  # the epoch holds this object, and must end as soon as no iterator is left
-        self._split = split
         self._goes: deque[bool] = deque()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._split, name)
-
-    def __call__(self, count: int) -> Sequence[bool]:
+    def split(self, count: int, backlog: Backlog) -> list[bool]:
         """Return the side of each sample of the next planned batch."""
         while not self._epoch._arrivals.empty():  # batches that have arrived since are done
             self._epoch._arrived(self._epoch._arrivals.get())

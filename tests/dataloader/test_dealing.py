@@ -25,7 +25,7 @@ from upriver.dataloader.remote.worker import (
     LoaderWorker,
 )
 from upriver.dataloader.remote.workers import Canary, RemoteWorkers
-from upriver.dataloader.share import AllHere, OffloadShare
+from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Task
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import (
@@ -392,7 +392,7 @@ def test_nothing_is_planned_for_workers_that_get_nothing(bed: Bed) -> None:
         ((number,) for number in range(100)),
         maker=SampleMaker(MapStyle(range(100)), list),
         number_of=int,
-        split=AllHere(),
+        split=OffloadShare.none(),
         arrivals=bed.arrivals,
         elsewhere=workers,
         ahead=4,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.dataloader.toy_datasets import same
+from upriver.control import share_controller
 from upriver.dataloader import DataLoader, Offloading, dataset
-from upriver.dataloader.autotune import ratio_controller
 from upriver.rpc.local_server import EmbeddedServer
 
 EPOCHS = 2
@@ -67,7 +67,7 @@ def promise_too_much(loader: DataLoader) -> None:
 def test_a_ratio_that_is_steered_changes_no_batch(
     worker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ratio_controller, "WINDOW_S", 0.05)
+    monkeypatch.setattr(share_controller, "WINDOW_S", 0.05)
 
     def job(**arguments: Any) -> tuple[list[Any], set[float], list[str]]:
         torch.manual_seed(3)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from upriver.dataloader.autotune.offload_tuner import OffloadTuner, TunerMeasurements
-from upriver.dataloader.epoch import BatchSplit, Epoch
+from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.share import OffloadShare
@@ -139,7 +139,7 @@ class World:
         self.arrivals.at(self.free_at + self.latency, arrival, self.receive * count / BATCH)
         return True
 
-    def epoch(self, batches: int, split: BatchSplit, *, number: int = 0, hold: bool = False) -> Epoch:
+    def epoch(self, batches: int, split: OffloadShare, *, number: int = 0, hold: bool = False) -> Epoch:
         self.arrivals = Queue(self)
         epoch = Epoch(
             number,

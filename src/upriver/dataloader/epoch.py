@@ -15,10 +15,10 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from queue import Empty
 from typing import Any, Protocol
 
+from upriver.control.share_controller import EpochWaits
 from upriver.dataloader.local.pinned_memory import PinningQueue, pinned
 from upriver.dataloader.local.workers import (
     FedProcesses,
@@ -30,7 +30,7 @@ from upriver.dataloader.local.workers import (
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.pending_batch import Batch, PendingTask
 from upriver.dataloader.prefetch_limit import PrefetchLimit
-from upriver.dataloader.share import Backlog
+from upriver.dataloader.share import Backlog, OffloadShare
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
 from upriver.errors import CodeFailed
 from upriver.pipeline.mapstyle import DONE, not_the_end, note
@@ -77,57 +77,6 @@ class Elsewhere(Protocol):
         """Return the numbers of tasks that their machines do not answer; the epoch makes them here."""
 
 
-class BatchSplit(Protocol):
-    """Rule that decides which samples of the next batch are made elsewhere."""
-
-    @property
-    def stretch(self) -> Stretch:
-        """Stages of these samples that run elsewhere."""
-
-    @property
-    def ratio(self) -> float:
-        """Share of all samples that are made elsewhere, 0 to 1."""
-
-    def __call__(self, count: int) -> Sequence[bool]:
-        """Return for each of ``count`` samples, in order, whether it is made elsewhere."""
-
-
-@dataclass(eq=False, slots=True)
-class EpochWaits:
-    """Seconds that handing out has waited so far, and counts of the samples meant to be made elsewhere.
-
-    Attributes:
-        here_s: Seconds in which the next batch lacked only samples that this machine makes.
-        elsewhere_s: Seconds in which it lacked only samples that others make, with nothing else left to do
-            here.
-        both_s: Seconds in which it lacked both, or the training thread made samples of later batches while
-            others worked on the next one.
-        samples: Number of samples handed out.
-        given: Number of these that were meant to be made elsewhere.
-        returned: Number of these that no machine accepted or made.
-    """
-
-    here_s: float = 0.0
-    elsewhere_s: float = 0.0
-    both_s: float = 0.0
-    samples: int = 0
-    given: int = 0
-    returned: int = 0
-
-    @property
-    def failed(self) -> float:
-        """Return the share of samples meant to be made elsewhere that were not."""
-        return self.returned / self.given if self.given else 0.0
-
-    def __add__(self, more: EpochWaits) -> EpochWaits:
-        """Return the sum of both."""
-        return EpochWaits(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
-
-    def __sub__(self, before: EpochWaits) -> EpochWaits:
-        """Return the difference since ``before``."""
-        return EpochWaits(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
-
-
 class Epoch:
     """Iterator that plans and hands out one epoch.
 
@@ -136,7 +85,7 @@ class Epoch:
         batches: Indices of each batch, from the sampler; drawn one batch at a time during planning.
         maker: Makes the samples that no other machine makes.
         number_of: Return the number of an index, for the random numbers of its sample.
-        split: Rule that decides which samples are made elsewhere.
+        split: Share that decides which samples are made elsewhere.
         arrivals: Queue of results from other threads. If it pins batches, so does the epoch with those that
             it makes.
         elsewhere: Machines that do the offloaded tasks; None if there are none.
@@ -163,7 +112,7 @@ class Epoch:
         *,
         maker: SampleMaker,
         number_of: Callable[[Any], int],
-        split: BatchSplit,
+        split: OffloadShare,
         arrivals: Arrivals,
         elsewhere: Elsewhere | None = None,
         ahead: int = 8,
@@ -316,7 +265,7 @@ class Epoch:
     def _plan(self, batch: Batch) -> None:
         """Start the tasks of a batch, here and elsewhere."""
         count = len(batch.indices)
-        goes = self.split(count) if self._elsewhere is not None else [False] * count
+        goes = self.split.split(count, self.backlog) if self._elsewhere is not None else [False] * count
         away = [at for at, each in enumerate(goes) if each]
         stay = [at for at, each in enumerate(goes) if not each]
         if away:

@@ -36,7 +36,7 @@ from upriver.dataloader.datasets.digests import DatasetSnapshot, generators_in
 from upriver.dataloader.datasets.divided import check_divided
 from upriver.dataloader.datasets.named import NamedDataset, name_of
 from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
-from upriver.dataloader.epoch import BatchSplit, Epoch
+from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
 from upriver.dataloader.local.pinned_memory import PinningQueue, pins
 from upriver.dataloader.local.workers import FedProcesses, LoaderProcesses, SampleMaker, SampleSource
@@ -45,7 +45,7 @@ from upriver.dataloader.offload_stretch import CANDIDATES, Offloading, stretch_o
 from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.remote.provisioning import ProvisionedWorkers
 from upriver.dataloader.resumed_order import OrderGenerators
-from upriver.dataloader.share import AllHere, OffloadShare
+from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.state import (
     BatchOrder,
     CompletedEpoch,
@@ -517,8 +517,8 @@ class DataLoader(TorchLoader[Any]):
             return self._offload
         if self._offload == "always":
             return Offloading(candidate=self._hired.candidates[-1])
-        candidate = self._measured.in_force
-        return None if candidate is None else Offloading(candidate=candidate, ratio=self._measured.ratio)
+        candidate, ratio = self._measured.in_force
+        return None if candidate is None else Offloading(candidate=candidate, ratio=ratio)
 
     @property
     def decided(self) -> bool:
@@ -548,9 +548,9 @@ class DataLoader(TorchLoader[Any]):
             why_not={} if self._hired is None else self._hired.why_not,
         )
 
-    def _split(self) -> BatchSplit:
+    def _split(self) -> OffloadShare:
         decided = self.offloading
-        return AllHere() if decided is None else self._part(decided.candidate, decided.ratio)
+        return OffloadShare.none() if decided is None else self._part(decided.candidate, decided.ratio)
 
     def _part(self, candidate: str, ratio: float) -> OffloadShare:
         source = self._maker.source

@@ -162,7 +162,7 @@ def test_where_no_worker_does_anything_nothing_is_measured_of_them(policy: str):
     assert len(world.train(batches)) == 200
     assert not measured.rthp and not measured.ocycles and measured.nobody
     decision = measured.decision
-    assert decision is not None and not decision.offload and measured.in_force is None
+    assert decision is not None and not decision.offload and measured.in_force == (None, 0.0)
     assert decision.why == "nothing is offloaded, as no worker could be used (http://a: Connection refused)"
     assert measured.useless == ["p2"], "with others it would be the same"
 

@@ -17,16 +17,14 @@ Departures
     - Where a batch shows no bytes (a class of the user's, PIL images), each of its samples counts as 1 MB.
       Decisions depend only on ratios of throughputs.
 
-An epoch's unfinished measurements continue in the next epoch. A policy that promises a throughput is held to
-it: the ratio is steered, and if a job falls too far short everything is measured again
-(`upriver.dataloader.autotune.ratio_controller`).
+An epoch's unfinished measurements continue in the next epoch. `upriver.control.share_controller` follows the
+job from then on. If the job falls too far short of a promise, everything is measured again.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -34,22 +32,11 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from upriver.dataloader.autotune.candidate_trials import HERE, CandidateTrials
-from upriver.dataloader.autotune.ratio_controller import (
-    FAILED,
-    WINDOW,
-    BatchStep,
-    HeldDecision,
-    PromiseWatch,
-    RatioController,
-    StepWindow,
-    settling,
-    window_of,
-)
-from upriver.dataloader.epoch import BatchSplit, Epoch
+from upriver.control.share_controller import FAILED, HERE, BatchStep, ShareController
+from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
 from upriver.dataloader.prefetch_limit import num_bytes
-from upriver.dataloader.share import AllHere, EvenedShare, OffloadShare
+from upriver.dataloader.share import OffloadShare
 from upriver.policies import OFFLOAD_POLICIES, OffloadDecision, OffloadPolicy, stalls
 from upriver.profile.throughput import SPEEDUP_THRESHOLD, Candidate, Metrics
 
@@ -215,8 +202,7 @@ class TunerMeasurements:
         ocycles: CPU seconds here of a batch that a candidate makes, by candidate.
         rthp: MB/s of making and consuming at once, with everything offloaded, by candidate.
         decision: Decision, once there is one, with the ratio in force.
-        rivals: Candidates that are tried in turns before the decision is final.
-        kept: State that holds the decision to its promise.
+        controller: Controller that follows the job; None before a decision, and where a policy decides once.
         anew: Whether everything is being measured again.
         waiting: Whether candidates were not measured because no worker could be asked.
         timed: Unfinished timings, by candidate.
@@ -233,8 +219,7 @@ class TunerMeasurements:
     ocycles: dict[str, float] = field(default_factory=dict)
     rthp: dict[str, float] = field(default_factory=dict)
     decision: OffloadDecision | None = None
-    rivals: CandidateTrials | None = None
-    kept: HeldDecision | None = None
+    controller: ShareController | None = None
     anew: bool = False
     waiting: bool = False
     timed: dict[str, TimedPath] = field(default_factory=dict)
@@ -258,26 +243,20 @@ class TunerMeasurements:
     @property
     def settled(self) -> bool:
         """Return whether the decision is final."""
-        return self.decision is not None and self.rivals is None
+        return self.decision is not None and (self.controller is None or self.controller.settled)
 
     @property
-    def in_force(self) -> str | None:
-        """Return the candidate by which batches are planned now; None where nothing is offloaded."""
-        if self.rivals is not None and self.rivals.next is not None:
-            return self.rivals.next or None
-        return None if self.decision is None else self.decision.candidate
-
-    @property
-    def ratio(self) -> float:
-        """Return the share of samples offloaded now."""
-        if self.rivals is not None and (name := self.rivals.next) is not None:
-            return self.rivals.ratio(name)
-        return 0.0 if self.decision is None else self.decision.ratio
+    def in_force(self) -> tuple[str | None, float]:
+        """Return the candidate by which batches are planned now, None for nothing, and its share."""
+        if self.controller is not None and not self.controller.settled:
+            current = self.controller.current
+            return current.name or None, current.ratio
+        return (None, 0.0) if self.decision is None else (self.decision.candidate, self.decision.ratio)
 
     def forget(self) -> None:
         """Discard all measurements; the decision holds until the next one."""
         self.gthp = self.lthp = self.pcycle = self.pseconds = None
-        self.ocycles, self.rthp, self.timed, self.rivals = {}, {}, {}, None
+        self.ocycles, self.rthp, self.timed, self.controller = {}, {}, {}, None
         self.anew, self.spent = True, 0
 
     def forget_candidates(self) -> None:
@@ -285,7 +264,7 @@ class TunerMeasurements:
         self.rthp.clear()
         self.ocycles.clear()
         self.timed = {name: timed for name, timed in self.timed.items() if name == HERE}
-        self.rivals = None
+        self.controller = None
         self.anew, self.spent = True, 0
 
     @property
@@ -318,14 +297,7 @@ class TunerMeasurements:
         if before is not None:
             as_before = found.candidate == before.candidate and abs(found.ratio - before.ratio) < SAME
             self.rest = min(MOST_REST, 2 * self.rest) if as_before else REST
-        if policy.promise is not None:
-            promised = policy.promise(metrics, found)
-            self.kept = HeldDecision(
-                why=found.why,
-                watch=PromiseWatch(promised, 1 - promised / metrics.gthp),
-                steering=self._steering(found),
-            )
-        self.rivals = CandidateTrials.of(policy, metrics, found) if self.spent else None
+        self.controller = ShareController.of(policy, metrics, found, tries=bool(self.spent))
         self.anew, self.since = False, 0
 
     def _told(
@@ -341,47 +313,17 @@ class TunerMeasurements:
         names = ", ".join(name for name in names if name not in self.rthp)
         return replace(found, why=f"{found.why}; not {names}, which workers could not be used for ({faults})")
 
-    def settle(self, rivals: CandidateTrials) -> None:
-        """Make the decision final by the turns, which compare candidates under the same conditions."""
-        decision, kept, best = self.decision, self.kept, rivals.best
-        assert decision is not None and kept is not None
-        kept.why = f"{kept.why}; {rivals.told()}"
-        if best == HERE:
-            kept.steering = None
-            self.decision = replace(decision, offload=False, candidate=None, ratio=0.0, why=kept.why)
-        else:
-            kept.steering = rivals.steered[best]
-            self.decision = replace(decision, candidate=best, ratio=rivals.ratio(best), why=kept.why)
-        self.rivals = None
-        self.rthp |= dict.fromkeys(rivals.useless, 0.0)
-        self.rthp |= {name: rivals.factor(name) * self.rthp[name] for name in rivals.seen if name != HERE}
-        promised = rivals.throughput(best)
-        kept.watch.expect(promised=promised, waited=1 - promised / _positive(self.gthp))
-
-    def _steering(self, found: OffloadDecision) -> RatioController | None:
-        if found.candidate is None:
-            return None
-        here, elsewhere = _positive(self.lthp), _positive(self.rthp[found.candidate])
-        return RatioController(found.ratio, here=here, elsewhere=elsewhere)
-
-    def steer(self, seen: StepWindow) -> float:
-        """Set the ratio from the last window, and return it."""
-        decision, kept = self.decision, self.kept
-        if decision is None or kept is None or kept.steering is None:
-            return 0.0
-        ratio = kept.steering.turn(seen)
-        if ratio != decision.ratio:
-            self.decision = replace(
-                decision,
-                offload=ratio > 0,
-                candidate=decision.candidate if ratio > 0 else None,
-                ratio=ratio,
-                why=f"{kept.why}; steered to {ratio:.0%}, where {seen.here:.0%} of the time was waited for "
-                f"samples made here and {seen.elsewhere:.0%} for samples made elsewhere",
-            )
-            if not ratio:
-                kept.watch.expect(promised=0.0, waited=0.0)
-        return ratio
+    def follow(self, step: BatchStep) -> bool:
+        """Give a step to the controller, and return whether it has completed a window."""
+        controller, was_settled = self.controller, self.settled
+        if controller is None or not controller.add(step):
+            return False
+        if controller.settled:
+            self.decision = controller.decision
+            if not was_settled:
+                for name, factor in controller.corrections().items():
+                    self.rthp[name] *= factor
+        return True
 
     def metrics(self, threshold: float, names: Sequence[str]) -> Metrics:
         """Return the measurements as the policy needs them, without candidates that were not measured."""
@@ -513,15 +455,13 @@ class _Course:
             if self.found.measuring:
                 yield from self._measure()
                 planned_before = self.epoch.planned
-            if self.found.rivals is not None:
-                yield from self._take_turns(self.found.rivals, planned_before)
-                planned_before = self.epoch.planned
-            yield from self._keep(planned_before)
+            yield from self._follow(planned_before)
+            planned_before = self.epoch.planned
 
     def _measure(self) -> Course:
         found = self.found
         if found.gthp is None or found.lthp is None or found.pcycle is None:
-            timed = yield from self._time(HERE, AllHere())
+            timed = yield from self._time(HERE, OffloadShare.none())
             found.pcycle, found.gthp = timed.cpu_s / timed.prepared, timed.alone.throughput
             found.lthp, found.pseconds = timed.both.throughput, statistics.fmean(timed.both.seconds)
         if stalls(found.gthp, found.lthp, self.threshold):
@@ -539,7 +479,7 @@ class _Course:
         self.on_decided()
 
     def _time(
-        self, name: str, split: BatchSplit, *, alone: float = 0.0
+        self, name: str, split: OffloadShare, *, alone: float = 0.0
     ) -> Generator[None, BatchStep | None, TimedPath]:
         """Time one way to make batches, continuing where the last epoch ended."""
         timed = self.found.timed.setdefault(name, TimedPath())
@@ -572,7 +512,7 @@ class _Course:
         timed.both = TimedSteps()
         timed.tries += 1
         timed.away = not self.epoch.ready
-        self.epoch.hold, self.epoch.split = False, AllHere()
+        self.epoch.hold, self.epoch.split = False, OffloadShare.none()
         for _ in range(PREPARED * timed.tries):
             if timed.away and self.epoch.look():
                 break
@@ -617,70 +557,47 @@ class _Course:
         """
         return 0 if self.epoch.returned() > FAILED else self.epoch.prepare(count, most_returned=FAILED)
 
-    def _take_turns(self, rivals: CandidateTrials, planned_before: int) -> Course:
-        """Try candidates in turns of one window each, continuing where the last epoch ended.
+    def _follow(self, planned_before: int) -> Course:
+        """Hand out batches as the controller says, until everything is to be measured again.
 
         Args:
             planned_before: Number of batches under way that were planned otherwise.
         """
-        self.epoch.hold = False
-        while (name := rivals.next) is not None:
-            size, skip = WINDOW, max(SKIPPED, planned_before)
-            if name == HERE:
-                self.epoch.split = AllHere()
-            else:
-                part = self.part(name, rivals.ratio(name))
-                self.epoch.split, size = self._evened(part), window_of(part.ratio, whole=part.stretch.whole)
-                skip += settling(part.ratio, whole=part.stretch.whole)  # else others' turns would count
-            rivals.window = rivals.window or StepWindow()
-            while not rivals.window.enough(size):
-                step = yield
-                self.found.since += 1
-                if skip:
-                    skip -= 1
-                elif step is not None:
-                    rivals.window.add(step)
-            rivals.add(name, rivals.window)
-            planned_before = self.epoch.planned
-        self.found.settle(rivals)
-        self.on_decided()
-
-    def _evened(self, part: OffloadShare) -> BatchSplit:
-        """Return an evened split that refers weakly to the epoch, which must end once nothing iterates it."""
-        return EvenedShare(part, weakref.proxy(self.epoch))
-
-    def _keep(self, planned_before: int) -> Course:
-        """Hand out batches as decided, until everything is to be measured again.
-
-        Args:
-            planned_before: Number of batches under way that were planned otherwise.
-        """
-        found, decision, kept = self.found, self.found.decision, self.found.kept
-        part: OffloadShare | None = None
-        if decision is not None and decision.candidate is not None:
-            part = self.part(decision.candidate, decision.ratio)
-        self.epoch.hold = False
-        if part is None:
-            self.epoch.split = AllHere()
-        else:
-            self.epoch.split = part if kept is None else self._evened(part)
-        if kept is not None:
-            kept.skip = max(SKIPPED, planned_before)
+        found, self.epoch.hold = self.found, False
+        name, ratio = found.in_force
+        self.epoch.split = self._share(name, ratio)
+        skip = max(SKIPPED, planned_before)
         while True:
             step = yield
             found.since += 1
-            if found.waiting and found.since >= self._patience and self.epoch.look():
+            if found.waiting and found.settled and found.since >= self._patience and self.epoch.look():
                 found.forget_candidates()
                 return
-            if step is None or kept is None:
+            if skip:
+                skip -= 1
                 continue
-            window = kept.filled(step, window_of(part.ratio, whole=part.stretch.whole) if part else WINDOW)
-            if window is None:
+            was_settled = found.settled
+            if step is None or not found.follow(step):
                 continue
-            lacks = kept.watch.lacks(window, offloads=part is not None and part.ratio > 0)
+            if found.settled and not was_settled:
+                self.on_decided()
+            lacks = found.controller is not None and found.controller.lacks
             if (lacks or found.nobody) and found.since >= found.rest * max(self._least_spent, found.spent):
                 found.forget()
                 return
-            if part is not None and part.ratio != (ratio := found.steer(window)):
-                part.turn(ratio)
-                kept.skip = self.epoch.planned
+            before, (name, ratio) = (name, ratio), found.in_force
+            if (name, ratio) == before and was_settled:
+                continue
+            if name == before[0]:
+                self.epoch.split.turn(ratio)
+            else:
+                self.epoch.split = self._share(name, ratio)
+            # Others' turns count twice: batches are made ahead while those planned before are waited for.
+            skip = max(SKIPPED, self.epoch.planned) * (1 if found.settled else 2)
+
+    def _share(self, name: str | None, ratio: float) -> OffloadShare:
+        if name is None:
+            return OffloadShare.none()
+        share = self.part(name, ratio)
+        share.even = self.found.controller is not None
+        return share

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import pytest
 
 from tests.dataloader.world import BATCH, World, best, part, rate, stretch
+from upriver.control.share_controller import PROBE, EpochWaits, ShareCandidate, ShareController
 from upriver.dataloader.autotune.offload_tuner import REST, TunerMeasurements
-from upriver.dataloader.autotune.ratio_controller import (
-    MOST_WINDOW,
-    PROBE,
-    WINDOW,
-    WINDOWS,
-    BatchStep,
-    HeldDecision,
-    PromiseWatch,
-    RatioController,
-    StepWindow,
-    window_of,
-)
-from upriver.dataloader.epoch import EpochWaits
-from upriver.dataloader.share import EvenedShare, OffloadShare
-from upriver.policies import OffloadDecision
+from upriver.dataloader.share import OffloadShare
+from upriver.policies import OFFLOAD_POLICIES, OffloadDecision
+
+OURS = OFFLOAD_POLICIES["upriver"]
 
 MIXES: dict[str, dict[str, float]] = {
     "equal sides": {"here": 0.1, "there": 0.1, "step": 0.05},
@@ -55,8 +43,8 @@ def decided(ratio: float, candidate: str = "p2") -> TunerMeasurements:
     """Return a decision whose every input is as wrong as the decision."""
     found = TunerMeasurements(gthp=1.0, lthp=1.0, pcycle=1.0)
     found.decision = OffloadDecision(offload=True, candidate=candidate, ratio=ratio, why="because")
-    steering = RatioController(ratio, here=1.01 - ratio, elsewhere=ratio)
-    found.kept = HeldDecision(why="because", watch=PromiseWatch(0.0, 0.0), steering=steering)
+    only = ShareCandidate(name=candidate, ratio=ratio, here=1.01 - ratio, elsewhere=ratio)
+    found.controller = ShareController(found.decision, [only], alone=1.0, most=1.0)
     return found
 
 
@@ -186,10 +174,7 @@ def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ra
 ) -> None:
     def throughput(ratio: float, *, even: bool) -> float:
         world = Shared(hold=hold, **SHARED[mix])
-        split = OffloadShare(ratio, stretch(whole=whole))
-        epoch = world.epoch(400, split)
-        if even:
-            epoch.split = EvenedShare(split, weakref.proxy(epoch))
+        epoch = world.epoch(400, OffloadShare(ratio, stretch(whole=whole), even=even))
         return rate(world.train(epoch), 380)
 
     fixed = {tenth / 10: throughput(tenth / 10, even=False) for tenth in range(1, 10)}
@@ -261,8 +246,8 @@ def test_a_promise_that_is_broken_is_looked_into_less_often_each_time_nothing_co
     was = True
     for number, _ in enumerate(list_of):
         world.now += world.step
-        if measured.kept is not None and not measured.anew:
-            measured.kept.watch.expect(promised=1e9, waited=0.0)
+        if measured.controller is not None:
+            measured.controller.promised = 1e9
         if measured.measuring and not was:
             began.append((number, measured.rest))
         was = measured.measuring
@@ -276,7 +261,7 @@ def test_fastflows_policy_decides_once() -> None:
     world, measured = make("loader processes"), TunerMeasurements()
     batches = world.auto(3000, measured, policy="fastflow", candidates=("p2",))
     world.train(batches, measured, {500: halve_workers, 900: slow_down_here})
-    assert len(set(world.ratios[400:])) == 1 and measured.kept is None
+    assert len(set(world.ratios[400:])) == 1 and measured.controller is None
 
 
 def test_the_decision_tells_the_ratio_in_force_and_why() -> None:
@@ -327,105 +312,58 @@ def test_what_nobody_takes_is_counted() -> None:
     assert waits.given == waits.returned == 240
 
 
-# --------------------------------------------------------------------- the control law
+# ------------------------------------------------------------------------------ candidates in turns
 
 
-def window(
-    here: float,
-    elsewhere: float,
-    *,
-    samples: int = 200,
-    given: int = 100,
-    returned: int = 0,
-    mb: float = 10.0,
-) -> StepWindow:
-    """Return a window of one second with the given waits for either side."""
-    waits = EpochWaits(here_s=here, elsewhere_s=elsewhere, samples=samples, given=given, returned=returned)
-    found = StepWindow()
-    found.add(
-        BatchStep(
-            waited_s=here + elsewhere,
-            consumed_s=1 - here - elsewhere,
-            nbytes=int(mb * 1e6),
-            waits=waits,
-        )
+def test_a_job_takes_the_better_one_and_another_job_goes_by_it() -> None:
+    world, measured = World(here=0.1, there=0.1, step=0.05), TunerMeasurements()
+    world.train(world.auto(900, measured), measured)
+    assert measured.settled and measured.decision is not None
+    assert "in turns" in measured.decision.why
+    again = TunerMeasurements(
+        gthp=measured.gthp,
+        lthp=measured.lthp,
+        pcycle=measured.pcycle,
+        pseconds=measured.pseconds,
+        rthp=dict(measured.rthp),
+        ocycles=dict(measured.ocycles),
     )
-    return found
+    other = World(here=0.1, there=0.1, step=0.05)
+    other.train(other.auto(1, again), again)
+    assert again.settled and again.decision is not None, "with figures that were kept nothing is tried"
 
 
-def steered(ratio: float, *windows: StepWindow) -> float:
-    law = RatioController(ratio, here=5.0, elsewhere=5.0)
-    for each in windows:
-        law.turn(each)
-    return law.ratio
+def test_a_job_that_finds_no_use_in_workers_offloads_nothing_and_nor_does_the_next_job() -> None:
+    """They promise a ninth more, and nine of ten batches wait for them."""
+    measured = TunerMeasurements(gthp=1000.0, lthp=10.0, pcycle=1.0, pseconds=1.0, spent=1)
+    measured.rthp, measured.ocycles = {"p3": 2.0}, {"p3": 0.1}
+    measured.decide(OURS, 1.1, ["p3"])
+    assert not measured.settled and measured.in_force == (None, 0.0), "nothing has its turn first"
+    world = World(here=0.1, there=5.0, step=0.001)
+    world.train(world.auto(500, measured, candidates=("p3",)))
+    assert measured.settled and measured.in_force == (None, 0.0) and measured.decision is not None
+    assert not measured.decision.offload and "nothing is offloaded" in measured.decision.why
+    again = TunerMeasurements(gthp=1000.0, lthp=10.0, pcycle=1.0, pseconds=1.0, rthp=measured.rthp)
+    again.ocycles = measured.ocycles
+    again.decide(OURS, 1.1, ["p3"])
+    assert again.decision is not None and not again.decision.offload
 
 
-def test_the_direction_is_that_of_the_side_that_waits_least_for_a_sample() -> None:
-    assert steered(0.3, window(0.8, 0.0)) > 0.3
-    assert steered(0.8, window(0.0, 0.8)) < 0.8
-    # Equal waits, but nine times as many samples were made elsewhere: the wait per sample there is shorter.
-    assert steered(0.9, *[window(0.3, 0.3)] * 15) > 0.9
-    assert steered(0.1, *[window(0.3, 0.3)] * 15) < 0.1
+def test_short_epochs_go_on_with_a_turn_where_the_last_one_ended() -> None:
+    world, measured = World(here=0.1, there=0.1, step=0.05), TunerMeasurements()
+    for number in range(120):
+        world.train(world.auto(12, measured, number=number), measured)
+    assert measured.settled and measured.decision is not None and "in turns" in measured.decision.why
 
 
-def test_a_ratio_that_gave_more_is_gone_back_to_and_rested_at() -> None:
-    """The waits and the throughput fall together: workers were not the bottleneck."""
-    law, ratios = RatioController(0.4, here=5.0, elsewhere=5.0), []
-    for _ in range(120):
-        # The job loses 1 MB/s with each hundredth that is not made elsewhere.
-        ratios.append(law.turn(window(0.0, 0.4, mb=max(1.0, 10 - 100 * abs(law.ratio - 0.4)))))
-    assert min(ratios) > 0.35 and sum(ratio > 0.38 for ratio in ratios) > 100
-    rests = [len(list(run)) for _, run in groupby(ratios)]
-    assert max(rests[: len(rests) // 2]) < max(rests) and max(rests) > 20
-
-
-def test_a_job_that_has_changed_does_not_go_back() -> None:
-    law = RatioController(0.4, here=5.0, elsewhere=5.0)
-    law.turn(window(0.0, 0.01, mb=20))
-    for _ in range(40):  # workers are half as fast: so is the job, at the ratio that was best
-        law.turn(window(0.0, 0.4, mb=0.3 * 10 / law.ratio) if law.ratio > 0.25 else window(0.4, 0.0))
-    assert 0.2 < law.ratio < 0.32
-
-
-def test_waits_that_do_not_matter_change_nothing() -> None:
-    assert steered(0.4, *[window(0.01, 0.0), window(0.0, 0.02), window(0.3, 0.2)] * 5) == 0.4
-    assert steered(0.4, *[window(0.5, 0.0, given=0)] * 5) == 0.4
-
-
-def test_workers_are_let_go_slowly_and_only_where_both_sides_were_seen_to_be_in_time() -> None:
-    assert 0.35 < steered(0.5, *[window(0.0, 0.0)] * 20) < 0.45
-    assert steered(0.5, *[window(0.0, 0.0, samples=100)] * 20) == 0.5
-
-
-def test_no_more_is_given_away_than_a_side_is_late_by() -> None:
-    assert 0.4 < steered(0.4, window(0.05, 0.0, mb=1.0)) <= 0.4 + 0.05 * 0.6
-    assert 0.6 > steered(0.6, window(0.0, 0.05, mb=1.0)) >= 0.6 - 0.05 * 0.6
-
-
-@pytest.mark.parametrize("ratio", [0.002, 0.01, 0.5, 0.99, 1.0])
-def test_a_ratio_stays_one(ratio: float) -> None:
-    law = RatioController(ratio, here=5.0, elsewhere=5.0)
-    cases: list[Any] = [window(0.9, 0), window(0, 0.9), window(0, 0, mb=0), window(0.5, 0, returned=100)]
-    for each in cases:
-        for _ in range(30):
-            assert 0 <= law.turn(each) <= 1
-
-
-def test_a_window_holds_both_sides() -> None:
-    assert window_of(0.01, whole=False) == window_of(0.5, whole=True) == WINDOW
-    assert WINDOW < window_of(0.08, whole=True) < window_of(0.01, whole=True) == MOST_WINDOW
-
-
-def test_what_lacks_has_to_do_so_for_some_windows() -> None:
-    watch = PromiseWatch(promised=20.0, waited=0.1)
-    slow, fast = window(0.5, 0.0, mb=10), window(0.5, 0.0, mb=19)
-    assert [watch.lacks(slow, offloads=True) for _ in range(WINDOWS)] == [False] * (WINDOWS - 1) + [True]
-    assert not watch.lacks(fast, offloads=True)
-    assert not watch.lacks(slow, offloads=True)
-    # A model that slows down is the fault of neither side.
-    assert not any(watch.lacks(window(0.0, 0.0, mb=10), offloads=True) for _ in range(5))
-    assert [watch.lacks(window(0.3, 0.0), offloads=False) for _ in range(WINDOWS)][-1]
-    assert not any(watch.lacks(window(0.15, 0.0), offloads=False) for _ in range(5))
+def test_figures_that_are_forgotten_leave_nobody_to_be_tried() -> None:
+    for forget in (TunerMeasurements.forget, TunerMeasurements.forget_candidates):
+        measured = TunerMeasurements(gthp=1000.0, lthp=100.0, pcycle=1.0, pseconds=1.0, spent=1)
+        measured.rthp, measured.ocycles = {"p1": 100.0, "p2": 100.0}, {"p1": 0.1, "p2": 0.1}
+        measured.decide(OURS, 1.1, ["p1", "p2"])
+        assert not measured.settled and measured.in_force[0] == "p1"
+        forget(measured)
+        assert measured.settled and measured.in_force[0] == "p1" and measured.measuring
 
 
 def test_the_world_of_these_tests_is_as_fast_as_its_slowest_part() -> None:
