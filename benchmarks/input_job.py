@@ -173,7 +173,7 @@ class Trainer:
         if kind == "torch":
             return TorchLoader(Samples(**self._arguments), **options)
         data = upriver.dataset(NAME, **self._arguments)
-        workers = {"workers": [self._spec["url"]], "token": os.environ["UPRIVER_TOKEN"], "seed": 0}
+        remote = upriver.RemoteWorkers([self._spec["url"]], token=os.environ["UPRIVER_TOKEN"])
         make: Callable[..., Any] = upriver.DataLoader
         match kind, rest:
             case "here", []:
@@ -183,12 +183,12 @@ class Trainer:
             case "greedy", []:
                 make, options["offload"] = Greedy, upriver.Offloading(candidate="p3", ratio=0.5)
             case (("fastflow" | "upriver"), _):
-                options |= {"offload": "auto", "policy": kind, "model": self._spec["workload"]}
+                options["offload"] = upriver.AutoOffload(policy=kind, model=self._spec["workload"])
             case (("p1" | "p2" | "p3"), [ratio]):
                 options["offload"] = upriver.Offloading(candidate=kind, ratio=float(ratio))
             case _:
                 raise ValueError(f"no such way: {way!r}")
-        return make(data, **options, **workers)
+        return make(data, **options, workers=remote, seed=0)
 
 
 class Repeated:

@@ -14,12 +14,6 @@ MOST_MODULES = 20
 MOST_ARGUMENTS = 15
 """Arguments of one function, ``self`` and ``cls`` included. A command's arguments are its command line."""
 
-LONG_FOR_NOW = {
-    "src/upriver/dataloader/loader.py:__init__",
-    "src/upriver/dataloader/epoch.py:__init__",
-}
-"""Functions that options are still to shorten."""
-
 OWN_TESTS = {"benchmarks"}
 """Folders of tests that belong to no folder of the package."""
 
@@ -70,7 +64,7 @@ def long_signatures(root: Path, trees: Mapping[Path, ast.Module]) -> Iterator[st
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 count = len([*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
-                if count > MOST_ARGUMENTS and f"{path}:{node.name}" not in LONG_FOR_NOW:
+                if count > MOST_ARGUMENTS:
                     where = f"{path}:{node.lineno}: {node.name}"
                     yield f"{where} takes {count} arguments; at most {MOST_ARGUMENTS}"
 

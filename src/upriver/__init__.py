@@ -26,7 +26,9 @@ _PLACES = {
     "Splitting": "upriver.finetune.options",
     "LinkMeter": "upriver.rpc.link_meter",
     "DataLoader": "upriver.dataloader",
+    "AutoOffload": "upriver.dataloader",
     "Offloading": "upriver.dataloader",
+    "RemoteWorkers": "upriver.dataloader",
     "dataset": "upriver.dataloader",
     "ray_workers": "upriver.cluster.ray_workers",
     "Dataset": "upriver.pipeline",
@@ -63,8 +65,10 @@ __all__ = ["__version__", "coldstart", *sorted(_PLACES)]
 if TYPE_CHECKING:
     from upriver import coldstart as coldstart
     from upriver.cluster.ray_workers import ray_workers as ray_workers
+    from upriver.dataloader import AutoOffload as AutoOffload
     from upriver.dataloader import DataLoader as DataLoader
     from upriver.dataloader import Offloading as Offloading
+    from upriver.dataloader import RemoteWorkers as RemoteWorkers
     from upriver.dataloader import dataset as dataset
     from upriver.errors import UpriverError as UpriverError
     from upriver.finetune.job import FinetuneJob as FinetuneJob

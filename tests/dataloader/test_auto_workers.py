@@ -14,7 +14,7 @@ import pytest
 
 from tests.dataloader.toy_datasets import same
 from tests.dataloader.world import BATCH, World, part
-from upriver.dataloader import DataLoader, Offloading, dataset
+from upriver.dataloader import AutoOffload, DataLoader, Offloading, dataset
 from upriver.dataloader.autotune.offload_tuner import TunerMeasurements
 from upriver.dataloader.autotune.throughput_recall import ThroughputRecall
 from upriver.dataloader.autotune.worker_count import WorkerGrowth
@@ -373,7 +373,7 @@ def test_what_does_not_hang_on_workers_is_kept_where_their_number_is_open(
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
 
     def job(workers: Provider) -> tuple[TunerMeasurements, ThroughputRecall]:
-        loader = DataLoader(named(), batch_size=2, workers=workers, model="mine")
+        loader = DataLoader(named(), batch_size=2, workers=workers, offload=AutoOffload(model="mine"))
         assert loader._recall is not None
         return loader._measured, loader._recall
 

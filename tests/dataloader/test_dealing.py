@@ -24,7 +24,7 @@ from upriver.dataloader.remote.worker import (
     SLOTS_EACH,
     LoaderWorker,
 )
-from upriver.dataloader.remote.workers import Canary, RemoteWorkers
+from upriver.dataloader.remote.workers import Canary, WorkerDispatcher
 from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Task
 from upriver.engine.fingerprint import fingerprint
@@ -155,7 +155,7 @@ class Server:
         answer.over.set()
 
 
-class Told(RemoteWorkers):
+class Told(WorkerDispatcher):
     """Count the tasks given and called back."""
 
     taken = called_back = 0
@@ -200,7 +200,7 @@ class Bed:
         self.servers.append(Server(self, f"w{len(self.servers)}", seconds, **facts))
         return self.servers[-1]
 
-    def workers(self) -> RemoteWorkers:
+    def workers(self) -> WorkerDispatcher:
         self.known = [LoaderWorker(server.url, server) for server in self.servers]  # type: ignore[arg-type]
         self.elsewhere = Told(
             self.known,
@@ -369,7 +369,6 @@ def test_as_many_batches_are_planned(bed: Bed) -> None:
         0,
         ((number,) for number in range(100)),
         maker=SampleMaker(MapStyle(range(100)), list),
-        number_of=int,
         split=OffloadShare(1.0, Stretch(start=START, stop=DONE)),
         arrivals=bed.arrivals,
         elsewhere=bed.workers(),
@@ -391,7 +390,6 @@ def test_nothing_is_planned_for_workers_that_get_nothing(bed: Bed) -> None:
         0,
         ((number,) for number in range(100)),
         maker=SampleMaker(MapStyle(range(100)), list),
-        number_of=int,
         split=OffloadShare.none(),
         arrivals=bed.arrivals,
         elsewhere=workers,

@@ -95,7 +95,6 @@ def run(
         2,
         iter(batches),
         maker=maker,
-        number_of=int,
         split=split,
         elsewhere=there,
         arrivals=arrivals,
@@ -256,7 +255,6 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
         0,
         indices(),
         maker=maker,
-        number_of=int,
         split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
         elsewhere=There(maker, arrivals),
         arrivals=arrivals,
@@ -308,7 +306,6 @@ def test_whoever_goes_on_after_an_interruption_between_any_two_lines_gets_each_b
         2,
         iter(batches),
         maker=maker,
-        number_of=int,
         split=OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
         elsewhere=There(maker, arrivals, failing=failing, slots=5),
         arrivals=arrivals,
@@ -340,7 +337,7 @@ def test_who_was_interrupted_in_the_sampler_is_told_that_a_batch_may_be_lost() -
 
     maker = SampleMaker(MapStyle(Noisy(9)), list)
     split = OffloadShare(0.0, Stretch(start=START, stop=DONE))
-    epoch = Epoch(4, indices(), maker=maker, number_of=int, split=split, arrivals=SimpleQueue(), ahead=0)
+    epoch = Epoch(4, indices(), maker=maker, split=split, arrivals=SimpleQueue(), ahead=0)
     with pytest.raises(KeyboardInterrupt):
         next(epoch)
     for _ in range(2):
@@ -393,7 +390,6 @@ def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
         0,
         iter([(0, 1), (2, 3), (4, 5)]),
         maker=SampleMaker(MapStyle(Noisy(9)), list),
-        number_of=int,
         split=OffloadShare(0.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         timeout_s=5.0,
@@ -453,7 +449,6 @@ def many(
         0,
         iter([(at, at) for at in range(count)]),
         maker=SampleMaker(MapStyle(Noisy(count)), list),
-        number_of=int,
         split=OffloadShare(ratio, Stretch(start=START, stop=DONE, whole=whole)),
         arrivals=arrivals,
         elsewhere=workers,
@@ -563,7 +558,6 @@ def test_what_is_prepared_and_comes_back_is_prepared_here(count: int) -> None:
         0,
         iter([(at,) for at in range(60)]),
         maker=SampleMaker(MapStyle(range(60)), list),
-        number_of=int,
         split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         elsewhere=arrivals,
@@ -590,7 +584,6 @@ def test_what_comes_back_is_not_prepared_where_that_is_no_use() -> None:
         0,
         iter([(at,) for at in range(60)]),
         maker=SampleMaker(MapStyle(Counting()), list),
-        number_of=int,
         split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         elsewhere=arrivals,
@@ -678,7 +671,6 @@ def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(
         2,
         iter(batches),
         maker=maker,
-        number_of=int,
         split=OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
         elsewhere=There(maker, arrivals),
         arrivals=arrivals,

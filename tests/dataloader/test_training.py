@@ -10,7 +10,7 @@ import torch
 
 from tests.dataloader.toy_datasets import same
 from upriver.control import share_controller
-from upriver.dataloader import DataLoader, Offloading, dataset
+from upriver.dataloader import AutoOffload, DataLoader, Offloading, dataset
 from upriver.rpc.local_server import EmbeddedServer
 
 EPOCHS = 2
@@ -98,7 +98,9 @@ def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
 ) -> None:
     """Each sample takes a hundredth of a second, and the loop ignores it; a request for four is faster."""
     data = dataset("tests.dataloader.toy_datasets:Slow", count=1500)
-    loader = DataLoader(data, batch_size=4, workers=[worker.url], num_workers=num_workers, policy=policy)
+    loader = DataLoader(
+        data, batch_size=4, workers=[worker.url], num_workers=num_workers, offload=AutoOffload(policy)
+    )
     ids, offloaded = [], []
     for raw, _ in loader:
         ids.append(raw[:, 0].tolist())

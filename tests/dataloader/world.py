@@ -145,7 +145,6 @@ class World:
             number,
             (tuple(range(at, at + BATCH)) for at in range(0, batches * BATCH, BATCH)),
             maker=SampleMaker(MapStyle(self), self.collate),
-            number_of=int,
             split=split,
             arrivals=self.arrivals,
             elsewhere=self,

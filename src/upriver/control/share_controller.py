@@ -14,9 +14,9 @@ The law, for a ratio r. A and B are the MB/s that this side and the other one ar
        elsewhere. It is late by h - e (1 - r) / r. For elsewhere the rule is mirrored. No side is late by less
        than BAND.
     2. The late side makes all it can: A = (1 - s) T, or B = s T. The other side can make at least what it
-       made, and perhaps more: with each window it is assumed to make DOUBT more than before. After SURE windows
-       with the same side late, DOUBT doubles with each, up to twice the capacity: batches made ahead do not
-       hide a side for so long.
+       made, and perhaps more: with each window it is assumed to make DOUBT more than before. After SURE
+       windows with the same side late, DOUBT doubles with each, up to twice the capacity: batches made ahead
+       do not hide a side for so long.
     3. r goes half of the way to B / (A + B), where both sides finish at once.
     4. Where f exceeds FAILED, r falls by f r / 2 instead, to PROBE at least, so that workers that recover are
        noticed. A and B stay as known.
@@ -31,8 +31,8 @@ Candidates measured one after another are not measured at the same moment, and s
 third of their speed meanwhile. Each candidate follows the law in its own turns.
 
 The constants are from simulations (``tests/control/plants.py``, ``tests/dataloader/world.py``). With a DOUBT
-of 0.05 the ratio swings twice as far, as it does with a SURE of 6, or all the way to B / (A + B). Without SURE
-a ratio that is far off takes a thousand batches.
+of 0.05 the ratio swings twice as far, as it does with a SURE of 6, or all the way to B / (A + B). Without
+SURE a ratio that is far off takes a thousand batches.
 """
 
 from __future__ import annotations

@@ -3,5 +3,6 @@
 from upriver.dataloader.datasets.named import NamedDataset, dataset
 from upriver.dataloader.loader import DataLoader
 from upriver.dataloader.offload_stretch import Offloading
+from upriver.dataloader.options import AutoOffload, RemoteWorkers
 
-__all__ = ["DataLoader", "NamedDataset", "Offloading", "dataset"]
+__all__ = ["AutoOffload", "DataLoader", "NamedDataset", "Offloading", "RemoteWorkers", "dataset"]

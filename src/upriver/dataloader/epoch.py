@@ -31,7 +31,7 @@ from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.pending_batch import Batch, PendingTask
 from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.share import Backlog, OffloadShare
-from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task
+from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task, sample_number
 from upriver.errors import CodeFailed
 from upriver.pipeline.mapstyle import DONE, not_the_end, note
 from upriver.pipeline.seeding import apart
@@ -84,7 +84,6 @@ class Epoch:
         number: Number of the epoch.
         batches: Indices of each batch, from the sampler; drawn one batch at a time during planning.
         maker: Makes the samples that no other machine makes.
-        number_of: Return the number of an index, for the random numbers of its sample.
         split: Share that decides which samples are made elsewhere.
         arrivals: Queue of results from other threads. If it pins batches, so does the epoch with those that
             it makes.
@@ -111,7 +110,6 @@ class Epoch:
         batches: Iterator[tuple[Any, ...]],
         *,
         maker: SampleMaker,
-        number_of: Callable[[Any], int],
         split: OffloadShare,
         arrivals: Arrivals,
         elsewhere: Elsewhere | None = None,
@@ -125,7 +123,7 @@ class Epoch:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._number, self._batches = number, batches
-        self._maker, self._number_of = maker, number_of
+        self._maker = maker
         self._start = maker.source.positions[0]
         self.split, self._on_made = split, on_made
         self._ahead, self._keeps_here, self._room = ahead, here, room
@@ -194,7 +192,7 @@ class Epoch:
                 epoch=self._number,
                 batch=batch.number,
                 indices=indices,
-                samples=tuple(map(self._number_of, indices)),
+                samples=tuple(map(sample_number, indices)),
                 whole=False,
                 start=self._start,
             )
@@ -300,7 +298,7 @@ class Epoch:
             epoch=self._number,
             batch=batch.number,
             indices=indices,
-            samples=tuple(map(self._number_of, indices)),
+            samples=tuple(map(sample_number, indices)),
             whole=len(places) == len(batch.indices) and (self.split.stretch.whole or not goes),
             start=self._start,
         )

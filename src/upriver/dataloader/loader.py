@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple, TypeAlias, cast, get_args
+from typing import Any, Unpack, cast
 
 import msgspec
 import torch
@@ -42,6 +40,13 @@ from upriver.dataloader.local.pinned_memory import PinningQueue, pins
 from upriver.dataloader.local.workers import FedProcesses, LoaderProcesses, SampleMaker, SampleSource
 from upriver.dataloader.local_fleet import provider_of
 from upriver.dataloader.offload_stretch import CANDIDATES, Offloading, stretch_of
+from upriver.dataloader.options import (
+    Offload,
+    RemoteWorkers,
+    TorchOptions,
+    Workers,
+    take_old_keywords,
+)
 from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.remote.provisioning import ProvisionedWorkers
 from upriver.dataloader.resumed_order import OrderGenerators
@@ -61,23 +66,17 @@ from upriver.dataloader.state import (
     set_own,
     stateful_of,
 )
-from upriver.dataloader.tasks import Arrivals
+from upriver.dataloader.tasks import MOST_SEED, Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
-from upriver.pipeline.mapstyle import RAW, MapStyle, whole_number
+from upriver.pipeline.mapstyle import RAW, MapStyle
 from upriver.pipeline.subset import Rows, whole_of
-from upriver.policies import OFFLOAD_POLICIES, OffloadPolicy
-from upriver.rpc import validation
+from upriver.policies import OFFLOAD_POLICIES
 from upriver.rpc.client import ServerClient
-from upriver.rpc.tls import FilePath, client_context
-from upriver.rpc.worker_fleet import Provider
-
-Word: TypeAlias = Literal["auto", "never", "always"]
-Offload: TypeAlias = Word | Offloading
+from upriver.rpc.tls import client_context
 
 log = logging.getLogger("upriver")
 
-MOST_SEED = 2**63 - 1
 _AT_ONCE = (
     DistributedSampler,
     RandomSampler,
@@ -106,15 +105,6 @@ class DataLoaderReport:
     why_not: Mapping[str, str]
 
 
-class WorkerAccess(NamedTuple):
-    """Credentials by which workers and the loader authenticate each other."""
-
-    token: str | None
-    ca: FilePath | None
-    certificate: FilePath | None
-    key: FilePath | None
-
-
 class DataLoader(TorchLoader[Any]):
     """Drop-in for ``torch.utils.data.DataLoader`` whose samples depend only on their number.
 
@@ -125,24 +115,19 @@ class DataLoader(TorchLoader[Any]):
     Args:
         dataset: Any map-style dataset, or an `upriver.Dataset`, whose samples are (tensor, target).
         batch_size: As for PyTorch's loader, like all further arguments that are not listed here.
+        further: Further positional arguments of PyTorch's loader.
         seed: Seed of the random numbers drawn for samples; by default PyTorch's, as `torch.manual_seed` has
             set it.
-        workers: Addresses of machines that run ``upriver worker``; or a provider that starts workers
-            (`upriver.ray_workers`); or a number of workers to start on this machine, for a trial; or ``auto``
-            for as many workers on this machine as needed, on CPUs that training leaves idle. A dataset of the
-            user's must be given by name (`upriver.dataset`). For an `upriver.Dataset`, give the addresses of
-            servers near its store (``upriver serve``).
+        workers: Addresses of machines that run ``upriver worker``, or `RemoteWorkers`; or a provider that
+            starts workers (`upriver.ray_workers`); or a number of workers to start on this machine, for a
+            trial; or ``auto`` for as many workers on this machine as needed, on CPUs that training leaves
+            idle. A dataset of the user's must be given by name (`upriver.dataset`). For an
+            `upriver.Dataset`, give the addresses of servers near its store (``upriver serve``).
         offload: Work that runs on the workers: ``auto`` lets a policy decide from measurements of the first
-            batches, ``never`` offloads nothing, ``always`` everything, and an `Offloading` states the stages
-            and the ratio.
-        policy: Policy of ``auto``: ``upriver`` chooses the ratio with the highest throughput and adjusts it
-            while the job runs; ``fastflow`` is FastFlow's Algorithm 1, which decides once.
-        model: Model that is trained, or its name. Measurements of ``auto`` are kept for later jobs that train
-            the same model on the same machines. None keeps nothing.
-        token: Token sent to workers with every request.
-        ca: For https: certificate authorities that vouch for workers; those of the system if None.
-        certificate: For https: certificate shown to workers that ask for one.
-        key: Private key of the certificate.
+            batches, and an `AutoOffload` says which policy and for which model; ``never`` offloads nothing,
+            ``always`` everything, and an `Offloading` states the stages and the ratio.
+        options: Further keywords of PyTorch's loader. ``policy`` and ``model`` are accepted as in
+            `AutoOffload`, ``token``, ``ca``, ``certificate`` and ``key`` as in `RemoteWorkers`, until 0.3.
 
     Attributes:
         epoch: Number of the next epoch, counted from 0 by each ``iter()``. Set it to resume.
@@ -163,59 +148,41 @@ class DataLoader(TorchLoader[Any]):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        generator: torch.Generator | None = None,
-        *,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        in_order: bool = True,
+        *further: Any,
         seed: int | None = None,
-        workers: Sequence[str] | int | Provider = (),
+        workers: Workers = (),
         offload: Offload = "auto",
-        policy: str = "upriver",
-        model: str | nn.Module | None = None,
-        token: str | None = None,
-        ca: FilePath | None = None,
-        certificate: FilePath | None = None,
-        key: FilePath | None = None,
+        **options: Unpack[TorchOptions],
     ) -> None:
+        workers, offload, auto = take_old_keywords(cast(dict[str, Any], options), workers, offload)
         if isinstance(dataset, IterableDataset):
             raise ConfigError("dataset must be map-style: an IterableDataset has no samples by index")
-        _check_timeout(timeout, num_workers)
         super().__init__(
             dataset,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            drop_last=drop_last,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
-            generator=generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            *further,
+            **options,
         )
+        _check_timeout(self.timeout, num_workers)
         self.epoch = 0
         self._maker = SampleMaker(
             _source(dataset, _seed(seed), self.batch_sampler is not None), self._collate()
         )
-        self._offload, self._policy = self._checked(offload), _policy(policy)
-        self._hired = self._hire(dataset, workers, WorkerAccess(token, ca, certificate, key))
+        self._offload, self._policy = self._checked(offload), OFFLOAD_POLICIES[auto.policy]
+        self._hired = self._hire(dataset, workers)
         self._check_can()
         self._kept: LoaderProcesses | FedProcesses | None = None
         self._copied: DatasetSnapshot | None = None
         self._made: Counter[str] = Counter()
         self._measured, self._room = TunerMeasurements(), PrefetchLimit()
-        self._recall = self._recalled(model)
+        self._recall = self._recalled(auto.model)
         self._growth = growth(self._hired, self._measured, offload=self._offload)
         self._place: EpochPosition | None = None
         self._goes_on: State | None = None
@@ -248,7 +215,6 @@ class DataLoader(TorchLoader[Any]):
             place.order,
             first=place.batches,
             maker=self._maker,
-            number_of=sample_number,
             split=self._split(),
             arrivals=arrivals,
             elsewhere=elsewhere,
@@ -562,10 +528,12 @@ class DataLoader(TorchLoader[Any]):
         Raises:
             ConfigError: If the value is unknown, or the dataset has no such stages.
         """
-        if isinstance(offload, str) and offload in get_args(Word):
+        if isinstance(offload, str) and offload in ("auto", "never", "always"):
             return offload
         if not isinstance(offload, Offloading):
-            raise ConfigError(f"offload must be 'auto', 'never', 'always' or an Offloading, got {offload!r}")
+            raise ConfigError(
+                f"offload must be 'auto', 'never', 'always', an AutoOffload or an Offloading, got {offload!r}"
+            )
         self._part(offload.candidate, offload.ratio)
         return offload
 
@@ -589,19 +557,20 @@ class DataLoader(TorchLoader[Any]):
                 why = "batch_size=None makes no batches"
             raise ConfigError(f"candidate {offload.candidate!r} collates elsewhere, and {why}")
 
-    def _hire(
-        self, dataset: Any, workers: Sequence[str] | int | Provider, access: WorkerAccess
-    ) -> ProvisionedWorkers | None:
+    def _hire(self, dataset: Any, workers: Workers) -> ProvisionedWorkers | None:
         """Return the workers that may make samples; None if the user named none."""
-        provider = provider_of(workers, num_workers=self.num_workers)
-        urls = () if provider is not None else validation.addresses(cast(Sequence[str], workers))
-        if not urls and provider is None:
+        if isinstance(workers, RemoteWorkers):
+            provider, remote = None, workers
+        else:
+            provider = provider_of(workers, num_workers=self.num_workers)
+            remote = RemoteWorkers(() if provider is not None else cast(Sequence[str], workers))
+        if not remote.urls and provider is None:
             return None
-        tls = client_context(ca=access.ca, certificate=access.certificate, key=access.key)
+        tls = client_context(ca=remote.ca, certificate=remote.certificate, key=remote.key)
         return ProvisionedWorkers(
             self._asked(dataset),
             self._maker,
-            clients=[ServerClient(url, token=validation.token(access.token), tls=tls) for url in urls],
+            clients=[ServerClient(url, token=remote.token, tls=tls) for url in remote.urls],
             provider=provider,
             as_made=dataset.as_made if isinstance(dataset, NamedDataset) else None,
         )
@@ -762,27 +731,9 @@ def _check_timeout(timeout: float, num_workers: int) -> None:
         )
 
 
-def _policy(name: str) -> OffloadPolicy:
-    if isinstance(name, str) and name in OFFLOAD_POLICIES:
-        return OFFLOAD_POLICIES[name]
-    raise ConfigError(f"policy must be one of {', '.join(OFFLOAD_POLICIES)}, got {name!r}")
-
-
 def _seed(seed: int | None) -> int:
     if seed is None:
         return torch.initial_seed() & MOST_SEED
     if type(seed) is not int or not 0 <= seed <= MOST_SEED:
         raise ConfigError(f"seed must be a whole number in 0..{MOST_SEED}, got {seed!r}")
     return seed
-
-
-def sample_number(index: Any) -> int:
-    """Return a number for a sampler's index: a whole number itself, or a hash of its JSON or `repr`."""
-    number = whole_number(index)
-    if number is not None and -MOST_SEED <= number <= MOST_SEED:
-        return number
-    try:
-        text = json.dumps(index)
-    except (TypeError, ValueError):
-        text = repr(index)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & MOST_SEED

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
-from upriver.pipeline.mapstyle import DONE, START
+from upriver.pipeline.mapstyle import DONE, START, whole_number
+
+MOST_SEED = 2**63 - 1
 
 HERE = "here"
 """Place name of the training node."""
@@ -74,3 +78,15 @@ class Arrival(NamedTuple):
 
 
 Arrivals: TypeAlias = "SimpleQueue[Arrival]"
+
+
+def sample_number(index: Any) -> int:
+    """Return a number for a sampler's index: a whole number itself, or a hash of its JSON or `repr`."""
+    number = whole_number(index)
+    if number is not None and -MOST_SEED <= number <= MOST_SEED:
+        return number
+    try:
+        text = json.dumps(index)
+    except (TypeError, ValueError):
+        text = repr(index)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & MOST_SEED

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from upriver.dataloader import DataLoader, dataset
+from upriver.dataloader import AutoOffload, DataLoader, dataset
 from upriver.dataloader.autotune.offload_tuner import TimedPath
 from upriver.errors import ConfigError
 from upriver.rpc.local_server import EmbeddedServer
+
+MINE = AutoOffload(model="mine")
 
 
 def slow(count: int) -> Any:
@@ -31,7 +33,8 @@ import torch, upriver
 def main():
     url, model, batch_size, whole = sys.argv[1:]
     data = upriver.dataset("tests.dataloader.toy_datasets:Slow", count=1200)
-    loader = upriver.DataLoader(data, batch_size=int(batch_size), workers=[url], seed=1, model=model or None)
+    offload = upriver.AutoOffload(model=model or None)
+    loader = upriver.DataLoader(data, batch_size=int(batch_size), workers=[url], seed=1, offload=offload)
     batches = iter(loader)
     next(batches)
     decided_at_once = loader.decided
@@ -101,7 +104,7 @@ def test_where_no_worker_could_be_used_that_is_said_and_nothing_of_it_is_kept(
             case _:
                 other = others.enter_context(EmbeddedServer.start_worker(["json"], workers=1))
                 url, said = other.url, "is not allowed here"
-        loader = DataLoader(slow(600), batch_size=2, workers=[url], seed=1, model="mine")
+        loader = DataLoader(slow(600), batch_size=2, workers=[url], seed=1, offload=MINE)
         assert len(list(loader)) == 300
     assert loader.why.startswith("nothing is offloaded, as no worker could be used") and loader.decided
     assert url in loader.why and said in loader.why and "MB/s" not in loader.why
@@ -115,7 +118,7 @@ def test_what_is_measured_beside_a_worker_that_is_not_there_is_of_the_other_one(
 ) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
     gone = "http://127.0.0.1:9"
-    loader = DataLoader(slow(1000), batch_size=2, workers=[gone, worker.url], seed=1, model="mine")
+    loader = DataLoader(slow(1000), batch_size=2, workers=[gone, worker.url], seed=1, offload=MINE)
     assert len(list(loader)) == 500
     assert set(loader._measured.rthp) == set(loader._hired.candidates)  # type: ignore[union-attr]
     assert all(timed.exact for timed in loader._measured.timed.values())
@@ -127,14 +130,14 @@ def test_what_was_made_here_in_part_is_not_kept(
     worker: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
-    loader = DataLoader(slow(8), batch_size=2, workers=[worker.url], model="mine")
+    loader = DataLoader(slow(8), batch_size=2, workers=[worker.url], offload=MINE)
     measured, recall = loader._measured, loader._recall
     assert recall is not None
     recall.begin()
     measured.rthp, measured.ocycles = {"p2": 5.0, "p3": 4.0}, {"p2": 0.5, "p3": 0.4}
     measured.timed = {"p2": TimedPath(), "p3": TimedPath(returned=0.1)}
     recall.keep()
-    again = DataLoader(slow(8), batch_size=2, workers=[worker.url], model="mine")
+    again = DataLoader(slow(8), batch_size=2, workers=[worker.url], offload=MINE)
     assert again._recall is not None
     again._recall.begin()
     assert again._measured.rthp == {"p2": 5.0}
@@ -144,6 +147,7 @@ def test_what_a_model_is_called_or_is(worker: EmbeddedServer) -> None:
     data = dataset("tests.dataloader.toy_datasets:Plain", count=8)
     for model in (3, "", "x" * 201):
         with pytest.raises(ConfigError, match="model"):
-            DataLoader(data, workers=[worker.url], model=model)  # type: ignore[arg-type]
-    assert DataLoader(data, workers=[worker.url], model=torch.nn.Linear(1, 1))._recall is not None
-    assert DataLoader(data, model="alone")._recall is None
+            DataLoader(data, workers=[worker.url], offload=AutoOffload(model=model))  # type: ignore[arg-type]
+    module = AutoOffload(model=torch.nn.Linear(1, 1))
+    assert DataLoader(data, workers=[worker.url], offload=module)._recall is not None
+    assert DataLoader(data, offload=AutoOffload(model="alone"))._recall is None

@@ -23,7 +23,7 @@ from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import name_of_stretch
 from upriver.dataloader.prefetch_limit import num_bytes
 from upriver.dataloader.remote.worker import LoaderWorker
-from upriver.dataloader.remote.workers import Canary, RemoteWorkers
+from upriver.dataloader.remote.workers import Canary, WorkerDispatcher
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.errors import ConfigError, NotExact, UpriverError
 from upriver.pipeline.mapstyle import DONE
@@ -72,7 +72,7 @@ class ProvisionedWorkers:
         self._number, self._urls, self._epoch = 0, set[str](), 0
         self.joined = 0
         """Number of workers started and added so far."""
-        self._at_work = weakref.WeakSet[RemoteWorkers]()
+        self._at_work = weakref.WeakSet[WorkerDispatcher]()
         self._lock = threading.Lock()
         self._here_s = 0.0
         self._steady = isinstance(maker.source, Declared)  # its stages draw by the sample alone
@@ -168,11 +168,11 @@ class ProvisionedWorkers:
         """Return the maximum number of workers, including those that can be started now."""
         return min(self._most, self.count + max(0, self._fleet.room())) if self._fleet else self.count
 
-    def work(self, epoch: int, arrivals: Arrivals) -> RemoteWorkers:
+    def work(self, epoch: int, arrivals: Arrivals) -> WorkerDispatcher:
         """Return the workers of an epoch, after starting some if needed."""
         self._epoch = epoch
         self._start()
-        workers = RemoteWorkers(
+        workers = WorkerDispatcher(
             self._workers,
             self._asked,
             arrivals,

@@ -87,7 +87,7 @@ class AssignedTask:
     late: bool = False
 
 
-class RemoteWorkers:
+class WorkerDispatcher:
     """Deal tasks to workers, to each as fast as it makes them.
 
     A task is kept here until the worker that would finish it first has a place. If a worker fails, others
