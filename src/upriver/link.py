@@ -100,7 +100,8 @@ class LinkEstimator:
         rate_of: Makes the bandwidth of some samples.
         latencies: Latencies that count.
         latency_of: Makes the latency of these.
-        burst_s: Busy seconds below which all that has crossed may be one burst of up to `SURE_BYTES`.
+        burst_s: Busy seconds below which all that has crossed may be one burst of up to `SURE_BYTES`. Where
+            it is given, less than `FRESH_BYTES` say nothing, however long they took.
         bandwidth_bytes_per_s: Bandwidth until enough has crossed; None where unknown.
         now_s: Time of the last known use.
     """
@@ -128,6 +129,7 @@ class LinkEstimator:
         self._earlier, self._burst_s = bandwidth_bytes_per_s, burst_s
         self._active, self._at_s = 0, now_s
         self._bytes, self._busy_s = 0.0, 0.0  # of the slice that is not complete
+        self._crossed = 0  # bytes since the start, or since the last pause
 
     @classmethod
     def of_requests(cls, window: int = TRANSFERS) -> LinkEstimator:
@@ -179,7 +181,7 @@ class LinkEstimator:
             if not self._active and now_s - self._at_s >= QUIET_S:
                 self._earlier = self.bandwidth()
                 self._samples.clear()
-                self._bytes = self._busy_s = 0.0
+                self._bytes, self._busy_s, self._crossed = 0.0, 0.0, 0
             self._tick(now_s)
             self._active += 1
 
@@ -187,6 +189,7 @@ class LinkEstimator:
         """Add bytes of any transfer."""
         with self._lock:
             self._bytes += num_bytes
+            self._crossed += num_bytes
             self._tick(now_s)
 
     def end(self, now_s: float) -> None:
@@ -220,6 +223,8 @@ class LinkEstimator:
     def known(self) -> bool:
         """True if enough has crossed since the start, or since the last pause."""
         with self._lock:
+            if self._burst_s and self._crossed < FRESH_BYTES:
+                return False
             enough = FRESH_BYTES if self._busy_s >= self._burst_s else SURE_BYTES
             return bool(self._samples) or self._bytes >= enough
 

@@ -27,6 +27,22 @@ def test_a_child_resets_what_lives_and_its_parent_does_not() -> None:
     assert counted.resets == 0 and counted in forks._forked
 
 
+class Unresettable:
+    """Fail to be reset."""
+
+    def __init__(self) -> None:
+        reset_in_child(self)
+
+    def forked(self) -> None:
+        raise RuntimeError("it cannot be reset")
+
+
+def test_one_that_cannot_be_reset_keeps_no_other_from_it() -> None:
+    things = [Unresettable(), Counted(), Unresettable(), Counted()]
+    counted = [thing for thing in things if isinstance(thing, Counted)]
+    assert ended(fork(lambda: all(was_reset(thing, 1) for thing in counted))) == 0
+
+
 def was_reset(counted: Counted, times: int) -> bool:
     return counted.resets == times
 

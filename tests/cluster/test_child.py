@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -17,7 +18,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from upriver.cluster.child import ServerProcess, environment
+from tests.server.certificates import Authority, needs_openssl
+from upriver.cluster.child import ServerProcess, environment, own_server
 from upriver.cluster.document import portable
 from upriver.errors import ServerUnavailable
 
@@ -32,6 +34,25 @@ def serving(store: Path, *, token: str | None = None, **more: object) -> Iterato
         yield server
     finally:
         server.close()
+
+
+def test_a_replica_imports_no_torch() -> None:
+    modules = ["child", "deploy", "deployment", "discover", "ray_workers"]
+    imports = ", ".join(f"upriver.cluster.{name}" for name in modules)
+    script = f"import sys, {imports}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+@needs_openssl
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_key_may_stand_in_the_file_of_its_certificate(apart: bool, tmp_path: Path) -> None:
+    who = Authority(tmp_path / "authority").issue("replica")
+    both = tmp_path / "both.pem"
+    both.touch(mode=0o600)
+    both.write_bytes(who.certificate.read_bytes() + who.key.read_bytes())
+    shown = (str(who.certificate), str(who.key)) if apart else (str(both), None)
+    assert own_server(*shown).verify_mode is ssl.CERT_NONE
 
 
 def ask(url: str, path: str, token: str | None = None) -> int:

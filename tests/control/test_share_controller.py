@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, median
@@ -196,6 +197,16 @@ def test_a_ratio_stays_one(ratio: float) -> None:
         for _ in range(30):
             candidate.follow(each)
             assert 0 <= candidate.ratio <= 1
+
+
+def test_a_side_that_is_late_for_days_is_believed_for_ever() -> None:
+    candidate = ShareCandidate(name="p2", ratio=0.5, here=5.0, elsewhere=5.0)
+    for side in ("here", "elsewhere"):
+        for _ in range(3000):
+            candidate.ratio = 0.5  # something else set it back, as easing does
+            candidate.follow(window(0.9, 0) if side == "here" else window(0, 0.9))
+            assert math.isfinite(candidate.here + candidate.elsewhere)
+            assert (candidate.ratio > 0.5) == (side == "here")
 
 
 def batches(count: int, *, seconds: float = 1.0, elsewhere: int = 0) -> StepWindow:

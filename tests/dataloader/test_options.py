@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import UserList
 from typing import Any, get_type_hints
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 import upriver
 from upriver.dataloader import AutoOffload, DataLoader, RemoteWorkers, loader
-from upriver.dataloader.options import TorchOptions
+from upriver.dataloader.options import TorchOptions, take_old_keywords
 from upriver.errors import ConfigError
 from upriver.policies import OFFLOAD_POLICIES
 
@@ -89,6 +90,19 @@ def test_an_old_keyword_works_and_warns_of_the_new_form(
     assert (before._recall is None) == (now._recall is None) == ("model" not in old)
     given = {key: old.get(key) for key in ("ca", "certificate", "key")}
     assert access == [given, {"token": old.get("token")}] * 2
+
+
+def test_an_old_token_reaches_addresses_in_any_sequence() -> None:
+    with pytest.warns(DeprecationWarning):
+        workers, _, _ = take_old_keywords({"token": "secret"}, UserList([URL]), "auto")
+    assert workers == RemoteWorkers([URL], token="secret")
+    assert "secret" not in repr(workers)
+
+
+@pytest.mark.parametrize("urls", [URL, 5, None, {URL}, (url for url in [URL])])
+def test_addresses_that_are_no_list_are_refused(urls: Any) -> None:
+    with pytest.raises(ConfigError, match="urls must be a list of addresses"):
+        RemoteWorkers(urls)
 
 
 def test_old_keywords_have_no_effect_where_they_had_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import upriver
 from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, run, train
 from tests.planning import alexnet, cluster
 from tests.program.nets import frozen_small
-from upriver.control.plan_switching import PlanSwitcher
+from upriver.control.plan_switching import PROOF_REST_S, PlanSwitcher
 from upriver.errors import ConfigError, NotExact
 from upriver.finetune import replanner as replan
 from upriver.finetune.calibration import measurement, time_budget
@@ -51,6 +52,28 @@ def test_canaries_run_in_a_thread_and_their_end_is_heeded(caplog: pytest.LogCapt
     assert switcher.plan is plan and switcher.refused == set(cuts)
     assert not replanner.opened(cuts[0])
     assert "servers do not pass there: other bits" in caplog.text
+
+
+def test_canaries_without_a_thread_are_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    machines = cluster(bandwidth=25e6, micro_batch=16)
+    profile = alexnet(storage_s=2.4e-4, compute_s=1.2e-4, stored_bytes=110_000)
+    work = Workload(batch_size=128, num_samples=12_800)
+    plan, live = POLICIES["exhaustive"](profile, machines, work), LiveProfile(profile, machines, samples=16)
+    switcher = PlanSwitcher("exhaustive", plan, live, work, gain=0.1, patience=3)
+    proved: list[Sequence[int]] = []
+    replanner = Replanner(switcher, live, prove=proved.append, bandwidth=lambda: 2.5e6)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        assert all(replanner.consider() is None for _ in range(20))
+    assert not proved
+    now = time.monotonic() + 2 * PROOF_REST_S
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert all(replanner.consider() is None for _ in range(20)) or proved
+    replanner.close()
+    assert len(proved) == 1
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ class _Worker(BackgroundThread):
         """Cancel all tasks that have not begun."""
         with suppress(Empty):
             while True:
-                if (task := self.tasks.get_nowait()) is not None:
-                    task[0].cancel()
+                if (task := self.tasks.get_nowait()) is not None and task[0].cancel():
+                    task[0].set_running_or_notify_cancel()
 
     def _work(self) -> None:
         while (task := self.tasks.get()) is not None:
@@ -81,6 +81,7 @@ class DaemonExecutor(Executor):
         with self._lock:
             if self._closed:
                 future.cancel()
+                future.set_running_or_notify_cancel()  # who waits for several futures is told
                 return future
             if not self._free.acquire(blocking=False) and len(self._threads) < self._at_once:
                 thread = _Worker(self._tasks, self._free, self._name)

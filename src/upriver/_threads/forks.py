@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from typing import ParamSpec, Protocol
 
 _P = ParamSpec("_P")
+
+log = logging.getLogger("upriver")
 
 
 class Forked(Protocol):
@@ -28,7 +31,10 @@ def reset_in_child(thing: Forked) -> None:
 
 def _reset_all() -> None:
     for thing in list(_forked):
-        thing.forked()
+        try:
+            thing.forked()
+        except Exception:  # the others are to be reset all the same
+            log.exception("%s could not be reset in a forked process", type(thing).__name__)
 
 
 os.register_at_fork(after_in_child=_reset_all)

@@ -6,6 +6,7 @@ file of mode 0600, which is removed once it is read.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import ssl
@@ -15,13 +16,10 @@ from pathlib import Path
 
 from upriver.cluster.document import for_replica, tls_files, toml_text
 from upriver.errors import ServerUnavailable
-from upriver.rpc.child_server import START_TIMEOUT_S, ChildServer
-from upriver.rpc.client import ServerClient
-from upriver.rpc.http import Timeouts
+from upriver.rpc.child_server import ASK_S, START_TIMEOUT_S, ChildServer
+from upriver.rpc.short_question import get
 from upriver.rpc.tls import client_context
-
-ASK_S = 5.0
-"""Timeout of a request to the server's front, which answers in milliseconds even with busy workers."""
+from upriver.text import said
 
 KILL_S = 5.0
 """Seconds that processes get to end after the grace period of requests; then the server is killed."""
@@ -74,13 +72,7 @@ class ServerProcess(ChildServer):
                 new_session=True,
             )
         self._finalizer.atexit = False  # at this process's exit the server ends by itself, after its grace
-        self._grace_s = grace_s
-        self._client = ServerClient(
-            self.url,
-            token=token if asks else None,
-            tls=context,
-            timeouts=Timeouts(connect_s=ASK_S, read_s=ASK_S, question_s=ASK_S),
-        )
+        self._grace_s, self._token, self._tls = grace_s, token if asks else None, context
 
     def check(self) -> None:
         """Check that the server is alive.
@@ -90,17 +82,24 @@ class ServerProcess(ChildServer):
         """
         if not self.running:
             raise ServerUnavailable(self.how_ended())
-        if not self._client.alive():
-            raise ServerUnavailable(f"{self.url} says that it is not alive")
+        status, _ = get(self.url, "/livez", timeout_s=ASK_S, tls=self._tls)
+        if status != 200:
+            raise ServerUnavailable(f"{self.url}/livez answered {status}")
 
     def load(self) -> tuple[int, float]:
         """Return the bytes that wait for admission, and the utilisation of its workers.
 
         Raises:
-            UpriverError: If the server does not report them.
+            ServerUnavailable: If the server does not report them.
         """
-        found = self._client.load()
-        return found.waiting_bytes, found.utilisation
+        status, body = get(self.url, "/v1/load", timeout_s=ASK_S, token=self._token, tls=self._tls)
+        try:
+            found = json.loads(body)
+            if status == 200:
+                return int(found.get("waiting_bytes", 0)), float(found.get("utilisation", 0.0))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            pass
+        raise ServerUnavailable(f"{self.url}/v1/load answered {status} {said(body.decode(errors='replace'))}")
 
     def close(self) -> None:
         """Let running requests finish and end the server, by force if that takes too long. Callable again."""
@@ -109,7 +108,6 @@ class ServerProcess(ChildServer):
             self.check()
         except ServerUnavailable:
             grace_s = 0.0  # the server does not go on with its requests
-        self._client.close()
         self._end_within(grace_s + KILL_S)
 
 
@@ -121,12 +119,14 @@ def own_server(certificate: str | None = None, key: str | None = None) -> ssl.SS
 
     Args:
         certificate: Shown to servers that ask for one, with its ``key``.
-        key: Key of the certificate.
+        key: Key of the certificate; None where it stands in the same file.
 
     Raises:
         ConfigError: If certificate or key cannot be used.
     """
-    context = client_context(certificate=certificate, key=key) or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = client_context(certificate=certificate, key=key or certificate) or ssl.SSLContext(
+        ssl.PROTOCOL_TLS_CLIENT
+    )
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context

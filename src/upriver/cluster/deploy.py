@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import logging
 import math
 import os
@@ -23,11 +24,10 @@ from typing import Any
 from upriver._threads.executor import DaemonExecutor
 from upriver.cluster.child import own_server
 from upriver.cluster.deployment import SERVERS, ReplicaSettings, Scale, application, stop_timeout_s
-from upriver.cluster.discover import NAMESPACE, RayBook
+from upriver.cluster.discover import LISTING_PATH, NAMESPACE, RayBook
 from upriver.cluster.document import is_loopback
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
-from upriver.rpc.discovery import DirectoryClient
-from upriver.rpc.http import Timeouts
+from upriver.rpc.short_question import get
 from upriver.text import said
 
 log = logging.getLogger(__name__)
@@ -406,12 +406,11 @@ def _wait_for_first(
 
 def _servers_listed(url: str, *, encrypted: bool) -> bool:
     """Return whether the directory answers and lists a server."""
-    directory = DirectoryClient(
-        url, tls=own_server() if encrypted else None, timeouts=Timeouts(connect_s=ASK_S, question_s=ASK_S)
-    )
+    tls = own_server() if encrypted else None
     try:
-        return bool(directory.listing().servers)
-    except UpriverError:
+        status, body = get(url, f"/{APPLICATION}{LISTING_PATH}", timeout_s=ASK_S, tls=tls)
+        return status == 200 and bool(json.loads(body)["servers"])
+    except (UpriverError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

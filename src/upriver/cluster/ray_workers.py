@@ -112,7 +112,11 @@ def ray_workers(
         raise ConfigError(
             f"address must be 'auto', HOST:PORT, ray://HOST:PORT, 'local' or None, got {_shown(address)}"
         )
-    if type(start_timeout_s) not in (int, float) or not 0 < start_timeout_s < math.inf:
+    if (
+        isinstance(start_timeout_s, bool)
+        or not isinstance(start_timeout_s, int | float)
+        or not 0 < start_timeout_s < math.inf
+    ):
         raise ConfigError(f"start_timeout_s must be a finite number > 0, got {_shown(start_timeout_s)}")
     return RayWorkers(
         number=None if number == "auto" else number,

@@ -51,6 +51,8 @@ BAND = 0.02
 """Share of the time; smaller waits are ignored."""
 
 DOUBT, SURE = 0.02, 12
+DOUBLED = 6
+"""Doublings of the doubt after which it is twice the capacity."""
 
 FAILED, PROBE = 0.1, 0.01
 
@@ -252,13 +254,14 @@ class ShareCandidate:
         """Update what both sides are known to make."""
         self._again = self._again + 1 if late == self._late else 0
         self._late = late
-        more = 1 + min(1.0, DOUBT * 2 ** max(0, self._again - SURE))
+        more = 1 + min(1.0, DOUBT * 2.0 ** min(max(0, self._again - SURE), DOUBLED))
         share = seen.share(self.ratio)
         here, elsewhere = (1 - share) * seen.throughput, share * seen.throughput
+        most = seen.throughput / NONE**2
         if late == "here":
-            self.here, self.elsewhere = here, max(self.elsewhere, elsewhere) * more
+            self.here, self.elsewhere = here, _doubted(max(self.elsewhere, elsewhere), more, most)
         else:
-            self.here, self.elsewhere = max(self.here, here) * more, elsewhere
+            self.here, self.elsewhere = _doubted(max(self.here, here), more, most), elsewhere
 
     def _ease(self, seen: StepWindow) -> None:
         """Lower the ratio where nobody waits, and samples made here are in time, too."""
@@ -270,6 +273,11 @@ class ShareCandidate:
 
     def _set(self, ratio: float) -> None:
         self.ratio = 0.0 if ratio < NONE else ratio if ratio <= 1 - NONE else 1.0
+
+
+def _doubted(known: float, more: float, most: float) -> float:
+    """Return what a side in time may make: more than is known, as long as that is believable."""
+    return max(known, min(known * more, most))
 
 
 def _late_side(seen: StepWindow, ratio: float) -> str:

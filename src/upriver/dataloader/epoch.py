@@ -263,7 +263,8 @@ class Epoch:
     def _plan(self, batch: Batch) -> None:
         """Start the tasks of a batch, here and elsewhere."""
         count = len(batch.indices)
-        goes = self.split.split(count, self.backlog) if self._elsewhere is not None else [False] * count
+        backlog = self.backlog if self.split.even else Backlog(here=0, elsewhere=0)
+        goes = self.split.split(count, backlog) if self._elsewhere is not None else [False] * count
         away = [at for at, each in enumerate(goes) if each]
         stay = [at for at, each in enumerate(goes) if not each]
         if away:

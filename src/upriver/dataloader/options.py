@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypedDict, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from upriver.policies import OFFLOAD_POLICIES
 from upriver.rpc import validation
 from upriver.rpc.tls import FilePath
 from upriver.rpc.worker_fleet import Provider
+from upriver.text import printable
 
 
 class TorchOptions(TypedDict, total=False):
@@ -47,12 +48,16 @@ class RemoteWorkers:
     """
 
     urls: Sequence[str]
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     ca: FilePath | None = None
     certificate: FilePath | None = None
     key: FilePath | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.urls, str | bytes) or not isinstance(self.urls, Sequence):
+            raise ConfigError(
+                f"urls must be a list of addresses (http://HOST:PORT), got {printable(repr(self.urls), 60)}"
+            )
         object.__setattr__(self, "urls", validation.addresses(self.urls))
         validation.token(self.token)
 
@@ -113,7 +118,7 @@ def take_old_keywords(
             DeprecationWarning,
             stacklevel=3,
         )
-    if access and workers and isinstance(workers, list | tuple):
-        workers = RemoteWorkers(cast(Sequence[str], workers), **access)
+    if access and workers and isinstance(workers, Sequence) and not isinstance(workers, str):
+        workers = RemoteWorkers(workers, **access)
     decides = offload if isinstance(offload, AutoOffload) else AutoOffload(**auto)
     return workers, "auto" if isinstance(offload, AutoOffload) else offload, decides

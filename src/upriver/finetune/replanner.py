@@ -127,7 +127,10 @@ class Replanner:
         return found.switch
 
     def _begin_proof(self, cuts: frozenset[int]) -> None:
-        self._proof = _Proof(sorted(cuts), self._prove)
+        try:
+            self._proof = _Proof(sorted(cuts), self._prove)
+        except UpriverError as error:  # no thread can be started
+            self.switcher.proof_ended(error, time.monotonic())
 
     def opened(self, cut: int) -> bool:
         """Return whether servers pass the canary at a cut, which takes a while; callable from any thread.

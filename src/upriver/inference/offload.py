@@ -362,8 +362,9 @@ def offload(
     require_type("model", model, nn.Module, "in eval or not")
     check_initialized(model)
     rule = _rule(policy, cut)
-    tuning = tuning or OffloadTuning()
-    require_type("tuning", tuning, OffloadTuning, "OffloadTuning()")
+    tuning = require_type(
+        "tuning", OffloadTuning() if tuning is None else tuning, OffloadTuning, "OffloadTuning()"
+    )
     validation.flag("push", push)
     validation.choice("exact", exact, ("bitwise", "numeric"))
     if not isinstance(measure, Predictor):

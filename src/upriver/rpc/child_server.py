@@ -19,8 +19,8 @@ from typing import IO, Self
 
 from upriver._threads.background import BackgroundThread
 from upriver._threads.forks import reset_in_child
-from upriver.errors import ConfigError, ServerUnavailable, UpriverError
-from upriver.rpc.client import ServerClient
+from upriver.errors import ConfigError, ServerUnavailable
+from upriver.rpc.short_question import get
 
 START_TIMEOUT_S = 180.0
 """Seconds until a server is ready: the server and its workers import torch. That takes 2 s, or a minute on a
@@ -28,6 +28,9 @@ machine that is busy or starts several at once. A server that ends earlier is no
 
 READY_POLL_S = 0.05
 """Seconds between two requests to /readyz during the start: a hundredth of the start's duration."""
+
+ASK_S = 5.0
+"""Timeout of a question to the server's front, which answers in milliseconds even with busy workers."""
 
 STOP_TIMEOUT_S = 10.0
 """Seconds after SIGTERM before a process is killed."""
@@ -112,7 +115,6 @@ class ChildServer:
         arguments: Subcommand of ``upriver`` and its options.
         name: Name of the server in errors.
         environment: Environment of the server.
-        token: Token that the server requires.
         tls: TLS settings for https.
         timeout_s: Seconds that the start may take.
         cpu: Cores that the server and its processes may use.
@@ -133,7 +135,6 @@ class ChildServer:
         *,
         name: str,
         environment: Mapping[str, str],
-        token: str | None = None,
         tls: ssl.SSLContext | None = None,
         timeout_s: float = START_TIMEOUT_S,
         cpu: Set[int] | None = None,
@@ -164,12 +165,17 @@ class ChildServer:
             raise
         finally:
             self._lifeline.hand_over()
-        self._errors = OutputTail(self._process.stderr, echo=echo)
+        try:
+            self._errors = OutputTail(self._process.stderr, echo=echo)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            self._lifeline.close()
+            raise
         self._finalizer = weakref.finalize(self, _end, self._process, self._errors, self._lifeline)
         try:
             self.url = self._announced(deadline)
-            with ServerClient(self.url, token=token, tls=tls) as client:
-                self._wait_until_ready(client, deadline)
+            self._wait_until_ready(tls, deadline)
         except BaseException:
             self._finalizer()
             raise
@@ -220,11 +226,11 @@ class ChildServer:
                     return str(found["listening"])
         raise self._not_there(deadline)
 
-    def _wait_until_ready(self, client: ServerClient, deadline: float) -> None:
+    def _wait_until_ready(self, tls: ssl.SSLContext | None, deadline: float) -> None:
         """Wait until /readyz answers; the server announced its address once one worker was ready."""
         while self.running and (left_s := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(UpriverError):
-                if client.ready(timeout_s=left_s):
+            with contextlib.suppress(ServerUnavailable):
+                if get(self.url, "/readyz", timeout_s=min(left_s, ASK_S), tls=tls)[0] == 200:
                     return
             time.sleep(READY_POLL_S)
         raise self._not_there(deadline)

@@ -86,7 +86,6 @@ class EmbeddedServer(ChildServer):
             [command, *options, *(word for pair in given for word in pair)],
             name="the embedded server",
             environment=environment,
-            token=token,
             timeout_s=timeout_s,
             cpu=cpu,
         )

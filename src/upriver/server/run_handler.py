@@ -137,7 +137,7 @@ class RunHandler:
             )
         if not self._places.take(tenant.name):
             raise Overloaded(
-                f"{self.running} requests are active, {here} of them by {tenant.name}, its limit",
+                f"{self.running} requests are active, {here} of them by {tenant.name}: there is no room",
                 retry_after_s=self._line.retry_after_s(),
             ) from QueueFull()
         self._metrics.running.inc()

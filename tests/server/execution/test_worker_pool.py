@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.conftest import make_program
 from tests.server.http.test_limits import upload
-from upriver.errors import Overloaded, UpriverError, WorkerCrashed
+from upriver.errors import ConfigError, Overloaded, UpriverError, WorkerCrashed
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server.app import Front
 from upriver.server.config import ServerConfig
@@ -132,6 +132,22 @@ def test_a_pool_is_ready_while_its_only_worker_is_replaced(scene):
             assert pool.ready
 
     asyncio.run(replace())
+
+
+def test_a_pool_without_a_thread_for_a_worker_gives_up(monkeypatch):
+    def no_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def begin():
+        pool = WorkerPool(count=1, setup=SETUP, job_timeout_s=60)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            pool.start()
+            with pytest.raises(ConfigError, match=r"no worker can start here, .* can't start new thread"):
+                await asyncio.wait_for(pool.first(), 60)
+        await pool.close()
+
+    asyncio.run(begin())
 
 
 def test_a_pool_is_not_ready_before_its_first_worker_nor_when_none_can_be_had_any_more(scene):

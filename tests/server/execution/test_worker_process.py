@@ -19,7 +19,7 @@ import pytest
 
 from tests.server.running import wait_for
 from upriver.coldstart.model.arrivals import Arrivals
-from upriver.errors import ConfigError, DoesNotFit, Overloaded, TooLarge
+from upriver.errors import ConfigError, DoesNotFit, Overloaded, TooLarge, UpriverError
 from upriver.protocol import DEFAULT_CAPS
 from upriver.server.execution import worker_process
 from upriver.server.execution.worker_pool import WorkerPool, WorkerWatch
@@ -244,6 +244,14 @@ def test_a_worker_that_asks_for_more_slots_than_its_job_has_frames_gets_none():
         held.run(job(0, 1, 2, 3, rows=2))
 
 
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("field", ["phases", "stages"])
+def test_a_worker_that_reports_impossible_seconds_is_at_its_end(field, seconds):
+    said = {"phases": {}, "stages": {}, field: {{"phases": "forward", "stages": 1}[field]: seconds}}
+    with talking(asking(then=Done(frames=(), **said))) as held, pytest.raises(ChannelClosed, match=field):
+        held.run(job(0))
+
+
 class Coming(ColdFile):
     """Weights that have not arrived yet, and arrive as soon as a worker waits for them."""
 
@@ -383,12 +391,12 @@ def test_that_memory_ran_out_is_known_before_a_process_is_gone(tmp_path):
 
 
 def test_a_worker_without_a_thread_to_read_what_it_prints_is_not_left(monkeypatch):
-    def no_thread(stream):
+    def no_thread(thread):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(worker_process, "WorkerOutput", no_thread)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
     before = set(psutil.Process().children())
-    with pytest.raises(RuntimeError, match="can't start new thread"):
+    with pytest.raises(UpriverError, match="can't start new thread"):
         WorkerHandle.start(threads=1)
     assert set(psutil.Process().children()) <= before
 

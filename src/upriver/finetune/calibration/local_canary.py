@@ -53,6 +53,10 @@ class LocalCanary:
         """Run the rest of the prefix on what a server computed."""
         return self._resume(batch, self.freeze)
 
+    def release(self) -> None:
+        """Drop the stored samples, which only local runs need."""
+        self.__dict__.pop("_blobs", None)
+
     @cached_property
     def _blobs(self) -> Sequence[bytes | memoryview]:
         return read_samples(self.dataset, self.ids)

@@ -329,6 +329,7 @@ class Calibration:
             if kept is None:
                 self._tell("measuring this side")
             self._here = self._run_here(kept)
+            self._canary.release()
         return self._here
 
     def _run_here(self, kept: CachedProfile | None) -> LocalMeasurement:

@@ -392,7 +392,7 @@ class WorkerPool:
         began = time.monotonic()
         try:
             worker = WorkerHandle.start(threads=self._setup.threads, enclosure=self._enclosure)
-        except (OSError, RuntimeError) as error:  # no process, or no thread to read its output
+        except (OSError, UpriverError) as error:  # no process, or no thread to read its output
             self._not_started(str(error))
             return False
         worker.restarts = restarts

@@ -146,7 +146,7 @@ class WorkerHandle:
 
         Raises:
             OSError: If no process can be started.
-            RuntimeError: If no thread can be started to read its output.
+            UpriverError: If no thread can be started to read its output.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with ExitStack() as inherited, ExitStack() as kept:

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from upriver.protocol import Caps
+from upriver.protocol.messages import Bytes, Index, Seconds
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -237,8 +238,8 @@ class Done(FromWorker):
     """Answer with data frames, a head and a payload each; None for a payload that lies in the next slot."""
 
     frames: tuple[tuple[bytes, bytes | None], ...]
-    phases: dict[str, float]
-    stages: dict[int, float]
+    phases: dict[str, Seconds]
+    stages: dict[int, Seconds]
 
 
 class Described(FromWorker):
@@ -252,8 +253,8 @@ class StageMeasurements(FromWorker):
 
     micro_batch: int
     names: tuple[str, ...]
-    seconds: tuple[float, ...]
-    peak_bytes: tuple[float, ...]
+    seconds: tuple[Seconds, ...]
+    peak_bytes: tuple[Bytes, ...]
 
 
 class Weighed(FromWorker):
@@ -269,9 +270,9 @@ class Weighed(FromWorker):
         to_end: Whether it goes to the program's end.
     """
 
-    peak_bytes: int
-    out_bytes: int
-    constant_bytes: int
+    peak_bytes: Index
+    out_bytes: Index
+    constant_bytes: Index
     rows: bool
     weights: Runs = ()
     first: Runs = ()
