@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import subprocess
 import sys
@@ -75,6 +76,14 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(700, 10, 50)
+
+
+def pytest_runtest_teardown() -> None:
+    """Remove the log handler of a command that ran in this process: its stream ends with the test."""
+    configured: Any = sys.modules.get("upriver.server.observability.logging")
+    if configured is not None and configured._handler is not None:
+        logging.getLogger().removeHandler(configured._handler)
+        configured._handler = None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

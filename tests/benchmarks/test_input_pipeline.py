@@ -31,6 +31,9 @@ from input_pace import Pace, Probe
 from input_pipeline import QUICK, SETTINGS, missing, parsed, run_all, version, versions_of
 from input_report import GOALS, Found, page, verdict, write
 from input_workloads import CLASSES, WORKLOADS
+from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.share import Backlog, OffloadShare
+from upriver.pipeline.mapstyle import DONE, START
 from upriver.rpc.local_server import EmbeddedServer
 
 BENCHMARKS = Path(input_pipeline.__file__).parent
@@ -104,7 +107,8 @@ def test_a_peers_epochs_end_with_their_samples() -> None:
 # --------------------------------------------------------------------------------------------------- ways
 
 
-SPLIT: Any = SimpleNamespace(name="whole batches")
+SPLIT = OffloadShare(0.5, Stretch(start=START, stop=DONE, whole=True))
+NOTHING = Backlog(here=0, elsewhere=0)
 
 
 class Planned:
@@ -120,7 +124,7 @@ class Planned:
 
 def plan(epoch: Any, split: TakesNext) -> bool:
     epoch._planned.append(SimpleNamespace(missing=1))
-    (goes,) = set(split(3))
+    (goes,) = set(split.split(3, NOTHING))
     return bool(goes)
 
 
@@ -146,7 +150,7 @@ def test_greedy_looks_at_what_has_come_and_forgets_what_was_handed_out() -> None
 def test_what_was_planned_before_greedy_does_not_count() -> None:
     epoch = Planned(1, 1, 1)
     split = TakesNext(epoch, SPLIT)
-    assert [plan(epoch, split)] == [False] and split.name == "whole batches"
+    assert [plan(epoch, split)] == [False] and split.stretch == SPLIT.stretch
 
 
 class Deciding(upriver.DataLoader):
