@@ -64,7 +64,6 @@ class Cache:
 
     Args:
         folder: Name within `cache_folder`, or an absolute path.
-        max_files: Most files in the folder; more, and the oldest are deleted.
     """
 
     def __init__(self, folder: str | Path, *, max_files: int = MAX_FILES) -> None:
@@ -128,12 +127,7 @@ class Cache:
 
 
 def _read(path: Path, max_age_s: float) -> bytes | None:
-    """Read a regular file. Return None if it is too old.
-
-    Raises:
-        OSError: If it cannot be read.
-        ConfigError: If it is no regular file, or too long.
-    """
+    """Read a regular file. Return None if it is too old."""
     # Do not block: the path may be a pipe without a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -94,9 +94,7 @@ def evaluate(routes: int | Sequence[Route], profile: Profile, cluster: Cluster, 
 
     Args:
         routes: A cut for all samples, or routes whose shares sum to 1.
-        profile: Costs of each stage.
         cluster: The machines and the link. Its ``stream`` selects the pipeline.
-        workload: Samples and training batch.
 
     Raises:
         ConfigError: If the chain has no such cut, shares do not sum to 1, or a stage has no seconds for the
@@ -120,7 +118,6 @@ class Phases:
             time.
         storage_forward: The storage tier's main processor, one micro-batch after the other.
         model_load: Loading the model, for one request; 0 if the model is kept.
-        network: The link.
         compute_receive: decode and move.
         compute_forward: The compute tier's main processor, up to the freeze point.
         compute_cpu: The compute tier's CPUs, if an accelerator runs the model.
@@ -142,7 +139,6 @@ class Epochs:
     Attributes:
         busy: Seconds for which each cut keeps each independent resource busy, one row a resource. No epoch is
             shorter than the largest of its column. A mix is busy for the shares of its routes.
-        epoch_s: Seconds of the whole epoch.
         compute: One row for each of the compute tier's resources; the busiest counts.
     """
 
@@ -297,11 +293,7 @@ class CostModel:
         return math.ceil(self.workload.num_samples / batch), server, network, client
 
     def phases(self, cut: int) -> Phases:
-        """Return the seconds per sample of each phase at ``cut``.
-
-        Raises:
-            ConfigError: If the chain has no such cut, or it lies past the freeze point.
-        """
+        """Return the seconds per sample of each phase at ``cut``."""
         index, phases = self.index(cut), self.all_phases
         return Phases(**{f.name: getattr(phases, f.name)[index] for f in fields(Phases)})
 
@@ -459,11 +451,7 @@ class CostModel:
 
 
 class CutTable(Sequence[CutRow]):
-    """Rows of a plan's table, computed on access.
-
-    Attributes:
-        model: Cost model of the rows.
-    """
+    """Rows of a plan's table, computed on access."""
 
     def __init__(self, model: CostModel) -> None:
         self.model = model

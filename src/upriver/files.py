@@ -81,11 +81,7 @@ def _umask() -> int:
 
 
 def sync(path: Path) -> None:
-    """Sync a file's content, or a folder's names, to disk.
-
-    Raises:
-        OSError: If the disk fails.
-    """
+    """Sync a file's content, or a folder's names, to disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -109,11 +105,7 @@ def place_folder(made: Path, path: Path) -> None:
 
 
 def make_folders(folder: Path) -> list[Path]:
-    """Create a folder and its missing parents durably; return the new ones, outermost first.
-
-    Raises:
-        OSError: If one cannot be created.
-    """
+    """Create a folder and its missing parents durably; return the new ones, outermost first."""
     if folder.is_dir():
         return []
     made = make_folders(folder.parent)

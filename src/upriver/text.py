@@ -88,10 +88,7 @@ def error_text(error: BaseException, at_most: int = 500) -> str:
 def last_lines(text: str, at_most: int, line_chars: int = 300) -> str:
     """Return the last lines of a traceback or a log in at most ``at_most`` characters, safe to print.
 
-    Args:
-        text: The whole text. Dots mark an omission.
-        at_most: Most characters of the result.
-        line_chars: Most characters of each line.
+    Each line has at most ``line_chars`` characters. Dots mark an omission.
     """
     kept, left = list[str](), at_most - 2
     for line in reversed(text.rstrip().split("\n")):

@@ -120,7 +120,6 @@ def span(name: str, *, parent: Any = None, **attributes: Attribute) -> AbstractC
     Do not use it around a ``yield``, because the block may be left in another thread or task: see `apart`.
 
     Args:
-        name: Name of the span.
         parent: Result of `extract`, to continue another process's span.
     """
     return _NOTHING if _tracer is None else _current(_tracer, name, parent, attributes)
@@ -139,8 +138,6 @@ def each(name: str, items: Iterable[_T], *, first: int = 0, **attributes: Attrib
     """Yield ``items``, each within a span: from the wait for it until the next one is requested.
 
     Args:
-        name: Name of the spans.
-        items: Items to yield.
         first: Number of the first span; they are numbered in order.
     """
     return iter(items) if _tracer is None else _each(_tracer, name, items, first, attributes)

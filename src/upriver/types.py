@@ -28,8 +28,6 @@ DEFAULT_MICRO_BATCH = 16
 """Samples that a frozen stage sees at once by default (HAPI 2025, section 4.4)."""
 
 DEFAULT_POLICY = "upriver"
-"""Default policy of a job."""
-
 
 STREAMS = ("micro_batch", "request", "synchronous")
 """Granularities at which responses may leave the storage tier."""
@@ -67,9 +65,6 @@ def require_type(name: str, value: object, kind: type[_T], example: str) -> _T:
     """Check the type of an argument once, at the public border.
 
     Args:
-        name: Name of the argument.
-        value: Value of the argument.
-        kind: Required type.
         example: Expression that gives such a value, for the message.
 
     Raises:
@@ -93,7 +88,6 @@ class Limits:
     Attributes:
         most: Upper bound: above any real value, and small enough that sums and products stay far within the
             range of floats.
-        positive: True if the number must be above 0.
         or_infinite: True if it may be infinite, which means that the amount is unknown.
     """
 
@@ -103,11 +97,7 @@ class Limits:
     or_infinite: bool = False
 
     def check(self, name: str, value: float) -> None:
-        """Check one number.
-
-        Raises:
-            ConfigError: If it lies outside; the message names the field.
-        """
+        """Check one number with `require_finite`."""
         if not (self.or_infinite and value == math.inf):
             require_finite(name, value, at_least=self.least, at_most=self.most, positive=self.positive)
 
@@ -129,7 +119,6 @@ class _Limited(NamedTuple):
     """Field with limits.
 
     Attributes:
-        optional: True if None is allowed, too.
         inside: Containers of the numbers, outermost first: mappings, tuples or nothing.
     """
 
@@ -144,10 +133,6 @@ def _check_numbers(name: str, noun: Any) -> None:
 
     Args:
         name: Name of the object in its file, the prefix of its fields' names.
-        noun: The object.
-
-    Raises:
-        ConfigError: If a number lies outside; the message names the field.
     """
     for each in _limited(noun.__class__):
         value = getattr(noun, each.name)

@@ -38,11 +38,7 @@ def best_that_fits(policy: str, cuts: Sequence[int], model: CostModel, score: Ar
     infeasible and names the cut that lacks the least memory.
 
     Args:
-        policy: Name of the policy.
-        cuts: The searched cuts.
-        model: Cost of every cut.
         score: Value to minimise, for every candidate.
-        rule: As for :func:`plan_at`.
     """
     searched = np.zeros(len(model.cuts), dtype=bool)
     searched[[model.index(cut) for cut in cuts]] = True
@@ -67,9 +63,6 @@ def plan_at(policy: str, cut: int, model: CostModel, *, rule: str) -> Plan:
     """Return the plan that sends every sample over ``cut``, with the full table and the reason.
 
     Args:
-        policy: Name of the deciding policy.
-        cut: The chosen cut.
-        model: Cost of every cut.
         rule: Rule behind the choice, as a clause: "the freeze point".
     """
     row = model.row(cut)

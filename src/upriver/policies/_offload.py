@@ -13,7 +13,6 @@ class OffloadDecision:
     """Decision about offloading.
 
     Attributes:
-        offload: Whether to offload anything.
         candidate: Name of the candidate, which defines the stages; None where nothing is offloaded.
         ratio: Share of the samples to offload, 0 to 1.
         why: Reason in a sentence, with the deciding numbers.
@@ -30,7 +29,6 @@ class OffloadPolicy:
     """Policy that decides from measurements of an input pipeline.
 
     Attributes:
-        decide: Returns the decision.
         promise: Returns the MB/s that a decision should give, to check a job while it runs; None where the
             policy decides once.
     """

@@ -17,8 +17,6 @@ def least(policy: str, model: LatencyModel, seconds: Array, *, rule: str) -> Pla
     """Return the plan of the fitting cut with the least seconds; the last cut wins ties.
 
     Args:
-        policy: Name of the policy.
-        model: Every cut.
         seconds: Seconds of a request at each cut, as the policy counts them.
         rule: The minimised value, as a clause.
     """

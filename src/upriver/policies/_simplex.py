@@ -31,9 +31,6 @@ class MixProgram:
     Args:
         busy: Seconds for which each cut (column) keeps each resource (row) busy, scaled to the order of 1; at
             least one row and one column, none negative.
-
-    Attributes:
-        shares: Share of each cut; the shares sum to 1.
     """
 
     def __init__(self, busy: Array) -> None:

@@ -70,7 +70,6 @@ def workers_needed(metrics: Metrics, candidate: Candidate, *, most: int) -> int:
     """Return the number of equal workers that make up the lack: Lower over one's throughput (section 9).
 
     Args:
-        metrics: Metrics of the job.
         candidate: Candidate as measured with one worker.
         most: Number of available workers.
 

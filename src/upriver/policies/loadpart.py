@@ -30,7 +30,6 @@ def decide(sums: LatencySums, *, upload: float, download: float | None = None, l
     """Return the number of stages that the device runs, by Algorithm 1 in O(n).
 
     Args:
-        sums: Sums of the model and the two machines, made once.
         upload: Upload in bytes per second, above 0.
         download: Download in bytes per second, or None.
         load: The influential factor k of the server's load.

@@ -88,7 +88,6 @@ def build_profile(
     Args:
         model: Name to display.
         freeze: The freeze point; later stages in ``stages`` need no measurement.
-        stages: The model stages, as captured.
         chain: The input stages of the dataset, in order.
         stored_bytes: Mean stored size of a sample.
         tensor_bytes: Size of one sample of the model's input.
@@ -157,7 +156,6 @@ def with_lines(profile: Profile, lines: Mapping[Tier, Sequence[Seconds]]) -> Pro
     """Return the profile with model stages as measured at two sizes of micro-batch.
 
     Args:
-        profile: The profile.
         lines: For a tier, (fixed per call, per sample) of each stage up to the freeze point, in order.
 
     Raises:
@@ -218,7 +216,6 @@ def cluster_from(
 
     Args:
         bandwidth_bytes_per_s: Bandwidth of the link, storage to compute.
-        rtt_s: Round trip time of the link.
         micro_batch: The job's micro-batch size, the same on both tiers.
         stored_bytes: Mean stored size of a sample.
         sent_bytes: Bytes that crossed the link for one sample during the measurement of ``storage`` and

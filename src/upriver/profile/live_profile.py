@@ -118,7 +118,6 @@ class LiveProfile:
         cluster: Cluster measured before the job.
         samples: Samples of a micro-batch, which the seconds of a `Timings` cover.
         window: Micro-batches in the window of a stage's seconds.
-        at_servers: The job's load on servers.
     """
 
     def __init__(
@@ -148,8 +147,6 @@ class LiveProfile:
         """Record one micro-batch.
 
         Args:
-            tier: Tier that ran it.
-            timings: Its times.
             sent_bytes: Bytes that crossed the link for it, for the encoding seconds per byte.
         """
         self._ran[tier] += 1

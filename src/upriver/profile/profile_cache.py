@@ -75,7 +75,6 @@ class CachedProfile:
     """The measurement of an earlier job.
 
     Attributes:
-        profile: The profile.
         cluster: The cluster, with link and memory as they were then.
     """
 
@@ -86,13 +85,7 @@ class CachedProfile:
 def load_profile(
     key: ProfileKey, *, stages: Sequence[str], input_stages: Sequence[str]
 ) -> CachedProfile | None:
-    """Return the cached profile, or None where there is no usable one.
-
-    Args:
-        key: What the profile depends on.
-        stages: Names of the model stages that it must have.
-        input_stages: Names of the stages before the model, likewise.
-    """
+    """Return the cached profile with stages of these names, or None where there is no usable one."""
     profile = _PROFILES.load(f"{key.digest}.profile", profile_from_json, max_age_s=MAX_AGE_S)
     cluster = _PROFILES.load(f"{key.digest}.cluster", cluster_from_json, max_age_s=MAX_AGE_S)
     if profile is None or cluster is None:
@@ -119,8 +112,6 @@ def slowdown(profile: Profile, tier: Tier, timings: Sequence[Timings], *, sample
     The fastest run counts: the first one pays for lazy set-up, and other work makes runs slow, never fast.
 
     Args:
-        profile: The profile.
-        tier: The tier.
         timings: Timings of at least one micro-batch, run up to the freeze point.
         samples: Samples in each micro-batch.
     """

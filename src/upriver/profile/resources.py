@@ -58,12 +58,7 @@ def total_bytes(device: torch.device) -> int:
 
 
 def host_total_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the least of the machine's memory and the limits of this process's groups and their parents.
-
-    Args:
-        groups: As for `host_bytes`.
-        membership: As for `host_bytes`.
-    """
+    """Return the least of the machine's memory and the limits of this process's groups and their parents."""
     limits = [limit for _, _, limit in _limits(groups, membership)]
     return min([int(psutil.virtual_memory().total), *limits])
 
@@ -80,12 +75,7 @@ def host_bytes(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
 
 
 def available_cpus(groups: Path = GROUPS, membership: Path = MEMBERSHIP) -> int:
-    """Return the number of CPUs that this process may use, by affinity and by its groups; at least 1.
-
-    Args:
-        groups: As for `host_bytes`.
-        membership: As for `host_bytes`.
-    """
+    """Return the number of CPUs that this process may use, by affinity and by its groups; at least 1."""
     least = min([len(os.sched_getaffinity(0)), *_shares(groups, membership)])
     return max(1, int(least))
 

@@ -69,16 +69,11 @@ def measure_stages(
     repeats: int = REPEATS,
     warm_ups: int = WARM_UPS,
 ) -> tuple[Seconds, ...]:
-    """Measure the common stages of programs that were made for different micro-batches.
+    """Return the seconds of each common stage, in order, of programs for different micro-batches.
 
     Args:
         programs: The same network at two or more micro-batch sizes, the job's size first.
         inputs: For each program the model's inputs, in its micro-batch size.
-        repeats: Counted runs of each program.
-        warm_ups: Uncounted runs of each program before those.
-
-    Returns:
-        Seconds of each stage, in order.
 
     Raises:
         ConfigError: If there are fewer than two sizes, the programs have different stages, or ``repeats`` or
@@ -109,17 +104,7 @@ def measure_stages(
 def stage_medians(
     program: Runnable, tensors: Sequence[torch.Tensor], *, repeats: int = REPEATS, warm_ups: int = WARM_UPS
 ) -> tuple[float, ...]:
-    """Return the median seconds of each stage of one program, in order.
-
-    Args:
-        program: Program of the size of interest.
-        tensors: The model's inputs.
-        repeats: Counted runs.
-        warm_ups: Uncounted runs before those.
-
-    Raises:
-        ConfigError: If ``repeats`` or ``warm_ups`` is too small.
-    """
+    """Return the median seconds of each stage of one program, in order."""
     require_finite("repeats", repeats, at_least=1)
     require_finite("warm_ups", warm_ups)
     runs = [_run(program, tensors) for _ in range(warm_ups + repeats)][warm_ups:]
@@ -130,9 +115,6 @@ def through_first(points: Sequence[tuple[int, float]]) -> Seconds:
     """Return the line of :func:`fit`, scaled to pass through the first point.
 
     Two points need the scaling only where the line between them has a negative part.
-
-    Raises:
-        ConfigError: As :func:`fit`.
     """
     fixed, slope = fit(points)
     samples, seconds = points[0]

@@ -67,9 +67,6 @@ class LocalResources:
         device: Name of the CUDA device that trains, else the type of device, such as ``cpu``.
         machine: Architecture and instruction set.
         ranks: Processes that train together.
-
-    Raises:
-        ConfigError: If a number is not whole or too small, or a name is empty.
     """
 
     cpus: int
@@ -90,7 +87,6 @@ class LocalResources:
         """Return the resources of this process.
 
         Args:
-            num_workers: Processes of the loader.
             device: Device that trains. If None, the current CUDA device where CUDA is already in use, since
                 this query must not initialize CUDA.
         """
@@ -113,9 +109,6 @@ class RemoteWorker:
         address: Its URL, or another name where the URL changes from run to run.
         cpus: CPUs that it can keep busy.
         processes: Processes that make samples.
-
-    Raises:
-        ConfigError: If the address is empty, or a number is not valid.
     """
 
     address: str
@@ -134,11 +127,7 @@ class RemoteResources:
     """Workers that may make samples, and the parts of the work that they may do.
 
     Attributes:
-        workers: The workers, in any order.
         candidates: Names of what could be offloaded; each is stored and looked up separately.
-
-    Raises:
-        ConfigError: If there is no worker, two candidates share a name, or a name is empty or too long.
     """
 
     workers: tuple[RemoteWorker, ...]
@@ -163,12 +152,8 @@ class StoreKey:
         model: Key by `model_key`.
         pipeline: Key by `pipeline_key`.
         batch_size: Samples of a batch; None where samples come one by one.
-        local: Resources of the training process.
         remote: Remote resources; None where no worker makes samples, and then there are no candidates.
         sample: Key by `sample_key`. If empty, Gthp is that of the model for all samples (Table 2).
-
-    Raises:
-        ConfigError: If a key is empty, or the batch size is less than 1.
     """
 
     model: str
@@ -208,14 +193,9 @@ class KnownThroughput:
     """Known figures of a job; units as in `upriver.profile.throughput.Metrics`.
 
     Attributes:
-        gthp: Throughput of the model alone, MB/s.
-        lthp: Training throughput with the whole input pipeline on the training node, MB/s.
         pcycle: CPU seconds per batch at ``lthp``.
         pseconds: Seconds per batch at ``lthp``.
         candidates: Measured candidates, with `Candidate.ocycle` in CPU seconds per batch.
-
-    Raises:
-        ConfigError: If a number is not positive, not finite or too large, or two candidates share a name.
     """
 
     gthp: float | None = None
@@ -368,11 +348,7 @@ class MetricsStore:
         """Return the known figures of a job, with candidates in the order of the key.
 
         Args:
-            key: The job.
             max_age_s: Largest age in seconds; any age if None.
-
-        Raises:
-            ConfigError: If ``max_age_s`` is negative or not finite.
         """
         if max_age_s is not None:
             require_finite("max_age_s", max_age_s)
@@ -419,11 +395,7 @@ def _absolute(folder: str | os.PathLike[str]) -> Path:
 
 
 def _checked(data: bytes, digest: str, names: Sequence[str]) -> _File:
-    """Return the content of a file after checking it against the file's name.
-
-    Raises:
-        ValueError: If the content does not match; or an error of msgspec.
-    """
+    """Return the content of a file after checking it against the file's name."""
     found = msgspec.json.decode(data, type=_File)
     if found.key != digest:
         raise ConfigError("its key is not that of its name")

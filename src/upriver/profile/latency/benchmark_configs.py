@@ -261,9 +261,7 @@ def sample(kind: str, count: int | None = None, seed: int = SEED) -> list[OpCall
     """Draw distinct calls of one kind; fewer than requested where no more exist.
 
     Args:
-        kind: Kind of operator.
         count: Number of calls; the count of the kind's range if None.
-        seed: Seed of the draws.
 
     Raises:
         ConfigError: If the kind has no range, or ``count`` is below 1.

@@ -90,9 +90,6 @@ def calibrate(
         minutes: Time limit, drawing and fitting excluded.
         quick: Whether to measure only an eighth of the configurations.
         kinds: Kinds of operators; all kinds with a range if None.
-        seed: Seed of the configurations.
-        timing: How each configuration is timed.
-        progress: Called after each timing.
 
     Raises:
         ConfigError: If torch cannot compute on the device, a kind has no range, or ``minutes`` is not above 0

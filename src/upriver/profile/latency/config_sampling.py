@@ -54,8 +54,6 @@ class Range:
 
     Attributes:
         count: Number of measured configurations.
-        choices: Values to draw from.
-        make: Makes their calls.
     """
 
     count: int
@@ -94,8 +92,6 @@ def call_on(
         op: Operator and overload.
         args: Arguments as in a graph; a string stands for the tensor of that name.
         given: Specs of the operands that are not weights, by name.
-        weights: Specs of the weights, by name.
-        in_place: Whether the result overwrites the first operand.
     """
     weights = weights or {}
     fits = all(0 < spec.numel <= MOST_ELEMENTS for spec in given.values())

@@ -30,7 +30,6 @@ class OpCall:
     """A node and the tensors around it, without their data.
 
     Attributes:
-        node: The node.
         specs: Form of each tensor that the node reads or makes, by name.
         fixed: Names among them that are weights or constants.
         in_place: Whether the result overwrites the first operand.
@@ -110,7 +109,6 @@ def _signature(op: str) -> tuple[tuple[str, ...], dict[str, Any]]:
 
 
 def _renamed(argument: Any, names: Mapping[str, str]) -> Any:
-    """Return an encoded argument with its tensors renamed."""
     name = reference(argument)
     if name is not None:
         return {"tensor": names[name]}

@@ -47,8 +47,6 @@ class KindError:
     """Error of a model on configurations of a kind that it was not fitted to.
 
     Attributes:
-        kind: Kind of the configurations.
-        model: The model.
         count: Number of configurations.
         rmse_us: Root of the mean squared error, in microseconds.
         mape_percent: Mean absolute error relative to the measurement, in percent.
@@ -74,7 +72,6 @@ class Predictor:
         fitted_at: Time of the fit, in ISO 8601.
         configurations: Number of configurations that the models were fitted to.
         papers: LoADPart's models.
-        ours: Our model.
         errors: Errors of each model and kind on held-out configurations.
     """
 
@@ -105,9 +102,7 @@ class Predictor:
         """Return the seconds of each stage: the sum over its nodes.
 
         Args:
-            graph: The network.
             measured: Seconds from `measure_unknown` of the nodes without a model.
-            model: Name of the model.
 
         Raises:
             ConfigError: If ``measured`` lacks a node; the message names the operator.
@@ -170,11 +165,7 @@ def measure_unknown(
 
 
 def place_of(device: str | torch.device = "cpu") -> TierIdentity:
-    """Return the identity of this machine, with this process's number of compute threads.
-
-    Raises:
-        ConfigError: If torch cannot compute on the device.
-    """
+    """Return the identity of this machine, with this process's number of compute threads."""
     found = check_device(device)
     return TierIdentity(
         host=platform.node(),

@@ -47,7 +47,6 @@ def nnls_fit(rows: Array, seconds: Array) -> Array:
 
     Args:
         rows: Features, one row for each measurement.
-        seconds: Seconds of each measurement.
 
     Raises:
         ConfigError: If scipy is not installed, the lengths differ, or a number is negative or not finite.
@@ -86,7 +85,6 @@ class PaperModel:
     """LoADPart's models of one side.
 
     Attributes:
-        side: Column of Table II.
         coefficients: Seconds for one unit of each feature, by kind and feature.
     """
 
@@ -194,7 +192,6 @@ class Correction:
     """Residual of a line as a smooth function of some facts.
 
     Attributes:
-        names: The facts.
         reach: For each fact, the distance in octaves over which configurations inform each other.
         points: The calibrated configurations, one row of facts each.
         weights: Contribution of each configuration to the logarithm of the seconds at its own facts.
@@ -220,7 +217,6 @@ class Correction:
         The sum of squared residuals at these configurations never grows.
 
         Args:
-            names: Names of the facts.
             facts: One row for each configuration.
             left: Logarithm of measured over predicted seconds.
         """
@@ -352,11 +348,7 @@ class OperatorModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnModel:
-    """Our models of one device.
-
-    Attributes:
-        lines: Model of each kind.
-    """
+    """Our models of one device, by kind."""
 
     lines: Mapping[str, OperatorModel] = field(default_factory=dict)
 

@@ -121,18 +121,13 @@ def _with_few(sizes: _Sizes, copied: int, x: torch.Tensor, *call: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sizes:
-    """Byte sizes in a convolution from ``x`` to ``y``, or back.
+    """Byte sizes in a convolution from ``x`` to ``y``, or back, with weights ``w``.
+
+    The sizes ``x_blocked``, ``y_blocked`` and ``w_blocked`` are those in blocks of channels.
 
     Attributes:
-        x: Size of the input.
-        y: Size of the output.
-        w: Size of the weights.
-        x_blocked: Size of the input in blocks of channels.
-        y_blocked: Size of the output in blocks of channels.
-        w_blocked: Size of the weights in blocks of channels.
         unfolded: Size of the matrix that one sample of the input unfolds to.
         bordered: Size of one sample of the output with a border.
-        samples: Number of samples.
         onednn: Whether oneDNN computes the convolution.
         reorders: Whether oneDNN changes layouts: not where channels already lie innermost.
         few: Whether the input has so few channels that oneDNN reads it without copying.
@@ -170,7 +165,6 @@ class _Sizes:
         groups: int,
         backend: str,
     ) -> _Sizes:
-        """Compute the sizes."""
         rows, columns = w.shape[:2]
         kernel, spots = math.prod(w.shape[2:]), math.prod(y.shape[2:])
         samples = max(1, math.prod(x.shape[:1]))

@@ -95,11 +95,7 @@ def _check_samples(samples: object) -> None:
 
 
 def stretch_peak(program: Program, start: int, stop: int) -> MemoryEstimate:
-    """Return the peak of stages [start, stop) on one micro-batch, with the tensors that cross at both ends.
-
-    Raises:
-        ConfigError: If the program has no such stretch.
-    """
+    """Return the peak of stages [start, stop) on one micro-batch, with the tensors crossing at both ends."""
     return StretchPeaks(program.graph, program.device).of(start, stop)
 
 
@@ -127,7 +123,6 @@ class StretchPeaks:
 
     Args:
         graph: A checked graph; its weights need not be loaded.
-        device: Device of the program.
     """
 
     def __init__(self, graph: Graph, device: torch.device) -> None:
@@ -263,7 +258,6 @@ def tail_peak(
         samples: Number of samples in ``features``.
         run: From the features (the tensor itself if there is only one) to the answer; the model by default.
         loss: From the answer to a number; the mean of squares by default.
-        optimizer: Makes the optimizer.
         features_of: Makes the features of another number of samples; their first dimension grows by default.
 
     Raises:
@@ -303,11 +297,7 @@ def _lines(
 ) -> list[MemoryLine]:
     """Return the lines of forward and backward; empty if other numbers of samples are not comparable.
 
-    Args:
-        iteration: Runs forward and backward.
-        of: Makes the features of a number of samples.
-        given: The run with ``samples``.
-        samples: Number of samples of that run.
+    ``given`` is the run with ``samples``. ``of`` makes the features of a number of samples.
     """
     fewest = max(samples, FEWEST)
     try:

@@ -26,9 +26,7 @@ class LedgerCall(NamedTuple):
     """One call of an operator.
 
     Attributes:
-        name: Name of the operator.
         live: Bytes of tensors alive, including its results.
-        taken: Its workspace.
         backward: Whether autograd called it: with data autograd adds up gradients in place where it can.
     """
 
@@ -44,7 +42,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         live: Bytes alive now.
         moments: Each call so far.
-        kept: Memory that libraries keep after the calls.
         backward: Whether autograd runs; the caller sets it.
     """
 
@@ -94,7 +91,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Call an operator; count its results and its workspace."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):  # its functions' operators are seen one by one
             args, kwargs = under(self, (args, kwargs))

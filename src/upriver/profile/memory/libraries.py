@@ -60,8 +60,7 @@ class LibraryMemory:
 
         Args:
             name: Name of the operator, without namespace.
-            args: Arguments of the call.
-            tensors: The tensors among them.
+            tensors: The tensors among its arguments.
         """
         if name in _CONVOLUTIONS:
             self._kernels[_form(name, args)] = sum(args[-1][:2]) if name.endswith("backward") else 1

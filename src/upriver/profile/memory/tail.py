@@ -18,11 +18,7 @@ def tail_memory(
     """Estimate the peak of one training iteration on ``batch_size`` samples, weights excluded.
 
     Args:
-        model: The user's model.
-        split: Its split.
         features: All tensors that cross the freeze point, of ``samples`` samples.
-        samples: Number of samples in ``features``.
-        batch_size: Number of samples of the iteration.
 
     Raises:
         ModelError: If the tail cannot run on tensors without data.

@@ -35,8 +35,6 @@ def workspace(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results
 
     Args:
         func: The operator, an ``OpOverload`` that the dispatcher has reached.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
         results: The tensors that it returned; tensors without data are enough.
     """
     name = func._schema.name.partition("::")[2]
