@@ -114,7 +114,6 @@ class Admission:
     """Hold the memory of an admitted request.
 
     Attributes:
-        tenant: Name of its tenant.
         nbytes: Bytes at admission.
         size: Samples of one forward pass.
         program: Key of its program, which stays in the program cache; None without one.
@@ -134,8 +133,6 @@ class Waiter:
     """A request in the queue.
 
     Attributes:
-        since: Time at which it came.
-        ask: The request in the policy's form.
         nbytes: Least bytes that it asks for besides its program.
         others: Share of other tenants in the memory that was held or asked for when it came.
         outcome: Decision on it; None while it waits.
@@ -172,12 +169,8 @@ class AdmissionQueue:
     The caller calls `decide` soon after a request came or left, and after the budget's listeners were called.
 
     Args:
-        budget: The memory.
-        shelf: Cache of programs, which hold some of the memory.
-        policy: Decides which requests are admitted.
         most: Requests that may be admitted at once. Each tenant with none admitted may exceed it by one: it
             must not wait for the long work of others.
-        most_waiting: Requests that may wait.
         most_waiting_bytes: Bytes that waiting requests may ask for together.
         min_batch: Fewest samples of a forward pass if there is a choice.
         spare: Frees other memory that is only kept for later, and returns whether there was any. Called if no
@@ -264,11 +257,7 @@ class AdmissionQueue:
         self._retries.freed(admitted.nbytes, now)
 
     def _waiter(self, wanted: AdmissionRequest, now: float) -> Waiter:
-        """Return a waiter with the sizes from the fewest sensible samples on, or smaller if only they fit.
-
-        Raises:
-            DoesNotFit: If no size can ever fit.
-        """
+        """Return a waiter with the sizes from the fewest sensible samples on, or smaller if only they fit."""
         most = self._budget.most_bytes - wanted.body_nbytes
         fitting = [size for size in sorted(wanted.nbytes) if wanted.takes(size) <= most]
         if not fitting:
@@ -317,9 +306,6 @@ class AdmissionQueue:
 
         The largest tenant has the largest part of the queue, divided by its weight. If the new request's
         tenant would then have as large a part, the new request must retry instead.
-
-        Raises:
-            Overloaded: If there is no place.
         """
         staying = list(self._waiting)
         while (why := self._full(staying, nbytes)) is not None:

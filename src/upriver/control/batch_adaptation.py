@@ -69,15 +69,11 @@ class Ask:
     """Describe the memory of a waiting request.
 
     Attributes:
-        key: Name of the request.
         fixed_bytes: Bytes that it needs at any batch.
-        bytes_per_sample: Bytes for each sample of a forward pass.
         program: Key of its weights, shared by all requests with the same key; None without.
-        program_bytes: Bytes of these weights.
         least: Fewest samples of a forward pass.
         most: Most samples of a forward pass.
         sizes: The only usable batches, ascending; empty if every whole number is usable.
-        smallest: The smallest usable batch.
         smallest_bytes: Bytes at the smallest batch, without the program.
         span: Samples by which the largest usable batch exceeds the smallest.
         packed: ``smallest``, ``bytes_per_sample`` and ``span`` as 64-bit numbers in native byte order.
@@ -129,7 +125,6 @@ class Grant(NamedTuple):
     """Admit a request. A tuple, since a thousand grants are made within a millisecond.
 
     Attributes:
-        key: Key of its ask.
         batch: Samples of one forward pass.
         nbytes: Bytes that it needs; the first grant of a program includes the program.
     """
@@ -156,10 +151,8 @@ def static(
     Args:
         asks: Oldest first. The first one that does not fit ends the round, so no request overtakes a large
             one forever.
-        free_bytes: Bytes that they may need together.
         loaded: Programs that need no further memory.
         most: Most grants; no limit if None.
-        batch: Samples of one forward pass.
     """
     asks = asks if most is None else asks[: max(0, most)]
     batches = [ask.near(batch) for ask in asks]
@@ -182,11 +175,7 @@ def adaptive(
     The sum of batch x ``bytes_per_sample`` is at least ``1 - WITHIN`` of the most that these requests can
     reach; see `_fill` for the reason.
 
-    Args:
-        asks: Oldest first.
-        free_bytes: Bytes that they may need together.
-        loaded: Programs that need no further memory.
-        most: Most grants; no limit if None.
+    ``loaded`` and ``most`` are as for `static`.
     """
     asks = asks if most is None else asks[: max(0, most)]
     taken = _fitting(asks, map(_SMALLEST_BYTES, asks), free_bytes, loaded)
@@ -272,10 +261,6 @@ def _fill(asks: Sequence[Ask], per_sample: Numbers, span: Numbers, room: int, *,
 
     Args:
         asks: At least one.
-        per_sample: Bytes of a sample of each.
-        span: Samples that each may take beyond its smallest batch.
-        room: Bytes.
-        sure: Bytes of the samples that are granted in any case.
     """
     choices = _choices(asks, per_sample, span, room)
     taken = _greedy(asks, choices, room)

@@ -18,12 +18,7 @@ Requests that all hold a body, with no memory left to compute, would wait for ea
 
 
 class BodyMemory:
-    """Hold the memory of bodies that are being read, or wait for admission.
-
-    Args:
-        budget: Budget that provides the memory.
-        make_room: See `MakeRoom`.
-    """
+    """Hold the memory of bodies that are being read, or wait for admission."""
 
     def __init__(self, budget: MemoryBudget, make_room: MakeRoom) -> None:
         self._budget, self._make_room = budget, make_room
@@ -68,11 +63,7 @@ class IncomingBodyMemory:
         return 0 if self._hold is None else self._hold.nbytes
 
     def room(self, nbytes: int) -> None:
-        """Hold at least this many bytes.
-
-        Raises:
-            Overloaded: If there is no memory for them.
-        """
+        """Hold at least this many bytes, or raise `Overloaded` if there is no memory for them."""
         if nbytes <= self.nbytes:
             return
         wanted = -(-nbytes // self.STEP_BYTES) * self.STEP_BYTES

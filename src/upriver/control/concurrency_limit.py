@@ -18,7 +18,6 @@ class ConcurrencyLimit:
     A tenant with a place leaves one for each other tenant that has none; see `KEPT_SHARE`.
 
     Args:
-        most: Number of places.
         tenants: Names of the tenants that may come.
     """
 

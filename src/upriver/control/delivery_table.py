@@ -161,7 +161,6 @@ class DeliveryTable:
     Args:
         num_micro_batches: Micro-batches of the whole epoch.
         first: Index to start at; earlier ones count as taken.
-        window: How far to run ahead.
         expected_bytes: Bytes of a micro-batch by route, or by way for all other routes; corrected by real
             sizes.
         pins: Micro-batches that must come from a certain place; all others may come from anywhere.
@@ -223,7 +222,6 @@ class DeliveryTable:
 
         Args:
             way: The way that asks. The remote way gets no micro-batches that failed too often remotely.
-            limit: Longest run.
             stride: Steps from one to the next, counted over micro-batches of that way.
             only_failed: Return only those that failed too often remotely.
         """
@@ -292,7 +290,6 @@ class DeliveryTable:
         return claim
 
     def _expected(self, way: Way, cut: int | None) -> int:
-        """Return the expected bytes of a micro-batch that is made this way."""
         even = self.window.num_bytes // self.window.micro_batches
         guess = self._expected_bytes.get(way, even)
         if cut is not None:
@@ -404,7 +401,6 @@ class DeliveryTable:
         The first one missing counts as failed: the server was working on it.
 
         Args:
-            claim: The claim that broke off.
             retry: Whether servers may try again; otherwise all of them are left to the plain way.
         """
         missing = self.missing(claim)

@@ -68,7 +68,6 @@ class _Tenant:
 
     Attributes:
         requests: Waiting turns by request; the request whose turn is next comes first.
-        taken: Turns that it has now.
         last: Number of its last turn; 0 before the first.
     """
 
@@ -143,7 +142,6 @@ class FairQueue:
         A tenant's next turn can follow its last one at once only if it waits by then.
 
         Args:
-            tenant: Name of the tenant.
             weight: Its share relative to others; the latest value counts for all its turns.
             request: Key of the request within the tenant; its turns come in the order of the calls.
             seconds: Estimated duration.

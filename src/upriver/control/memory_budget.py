@@ -17,11 +17,7 @@ INDEXES = "indexes"
 
 
 class MemoryBudget:
-    """One pool of memory, of which parts are held.
-
-    Attributes:
-        total_bytes: Size of the pool.
-    """
+    """One pool of memory, of which parts are held."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes

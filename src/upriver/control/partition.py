@@ -152,7 +152,6 @@ def choose(
     and the whole would take longer than without the server.
 
     Args:
-        rule: How the request is cut.
         device_s: Seconds of all stages on the device.
         num_stages: Stages of the network; also the cut at which no server is asked.
         offers: For each available server, the sums of its stages and its present state, if known.
@@ -189,11 +188,7 @@ def kept_away(
 ) -> list[int]:
     """Return the servers that would be faster than the choice if they were idle; only for our own policy.
 
-    Args:
-        rule: How the request is cut.
-        choice: Result of `choose` for the same offers and deadline.
-        offers: As for `choose`.
-        deadline_s: As for `choose`.
+    ``choice`` is the result of `choose` for the same offers and deadline.
     """
     if rule.policy != DEFAULT_POLICY or rule.cut is not None:
         return []
@@ -214,7 +209,6 @@ def likely(rule: PartitionRule, sums: LatencySums, *, most: int) -> tuple[int, .
     """Return the cuts that win anywhere over a sweep of bandwidths and loads, most frequent winners first.
 
     Args:
-        rule: How requests are cut.
         sums: Sums of the network, the device and a server.
         most: Largest number of cuts. The cut at which no server is asked is never returned.
     """

@@ -44,8 +44,6 @@ class PlanSwitcher:
     """Ask a policy again during a job.
 
     Args:
-        policy: Name of the policy.
-        plan: The running plan.
         live: The current profile and cluster, kept up to date by the caller.
         gain: A plan is left if its predicted epoch takes more than ``1 + gain`` times as long as the new
             plan's.

@@ -45,7 +45,6 @@ def window_for(
         plan: Its routes are dealt by their shares, so a window holds some of each.
         start: Position of the stored bytes: a route that cuts there is fetched locally, others by servers.
         batch_size: Samples of a training step.
-        micro_batch: Samples of a micro-batch.
         connections: Requests in flight at once.
         num_workers: Local threads that fetch.
         crossing_bytes: Returns the bytes in memory of a sample that arrives at a cut.

@@ -17,7 +17,6 @@ def deal(routes: Sequence[Route], num_micro_batches: int, *, start: int) -> tupl
 
     Args:
         routes: Routes whose shares sum to 1.
-        num_micro_batches: Micro-batches of the epoch.
         start: Position of the stored bytes; a route that cuts there or below is read locally.
     """
     kinds = [_dealt(route.cut, start) for route in routes]

@@ -100,7 +100,6 @@ class ServerState:
 
     Args:
         most_in_flight: Most requests at once; a server that refuses lowers its own limit.
-        backoff: Pauses after failures.
 
     Attributes:
         reason: Why it is not up; empty if it is.

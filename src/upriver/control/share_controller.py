@@ -114,11 +114,9 @@ class EpochWaits:
         return self.returned / self.given if self.given else 0.0
 
     def __add__(self, more: EpochWaits) -> EpochWaits:
-        """Return the sum of both."""
         return EpochWaits(*(getattr(self, each.name) + getattr(more, each.name) for each in fields(self)))
 
     def __sub__(self, before: EpochWaits) -> EpochWaits:
-        """Return the difference since ``before``."""
         return EpochWaits(*(getattr(self, each.name) - getattr(before, each.name) for each in fields(self)))
 
 
@@ -129,8 +127,6 @@ class BatchStep:
     Attributes:
         waited_s: Seconds until the batch was ready.
         consumed_s: Seconds from then on.
-        nbytes: Bytes of the batch.
-        waits: Causes of the waiting.
     """
 
     waited_s: float
@@ -152,7 +148,6 @@ class StepWindow:
         here_steps: Number of batches with samples made here.
         elsewhere_steps: Number of batches with samples meant to be made elsewhere.
         waited_s: Seconds until batches were ready.
-        waits: Causes of the waiting.
     """
 
     steps: int = 0
@@ -322,9 +317,6 @@ class ShareController:
         """Return the controller of a policy's decision; None where the policy decides once.
 
         Args:
-            policy: Policy that promises throughputs.
-            metrics: Figures by which it has decided.
-            decision: Its decision.
             tries: Whether candidates that promise about as much are tried.
         """
         if policy.promise is None:

@@ -81,10 +81,8 @@ class Epoch:
     """Iterator that plans and hands out one epoch.
 
     Args:
-        number: Number of the epoch.
         batches: Indices of each batch, from the sampler; drawn one batch at a time during planning.
         maker: Makes the samples that no other machine makes.
-        split: Share that decides which samples are made elsewhere.
         arrivals: Queue of results from other threads. If it pins batches, so does the epoch with those that
             it makes.
         elsewhere: Machines that do the offloaded tasks; None if there are none.
@@ -97,10 +95,8 @@ class Epoch:
         first: Number of the first batch.
         timeout_s: Seconds without an arrival, while this machine's processes owe a result, until a timeout; 0
             for no limit.
-        clock: Return the time in seconds.
 
     Attributes:
-        waits: Waiting times and sample counts so far.
         hold: Whether planning is paused.
     """
 
@@ -431,11 +427,7 @@ class Epoch:
             self._here.let_go(batch)
 
     def _value(self, batch: Batch) -> Any:
-        """Return the value to hand out.
-
-        Raises:
-            Exception: If an error stands in the batch's place.
-        """
+        """Return the value to hand out, or raise the error in the batch's place."""
         if batch.error is not None:
             raise batch.error
         if batch.whole:

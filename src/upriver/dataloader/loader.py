@@ -289,11 +289,7 @@ class DataLoader(TorchLoader[Any]):
         return BatchOrder(begun, self._onward, late=not _draws_at_once(self.batch_sampler, self._sampler))
 
     def _behind(self, state: State, drawn: EpochGenerators) -> tuple[int, BatchOrder]:
-        """Return the number drawn for loader processes, and the order after the batches already handed out.
-
-        Raises:
-            ConfigError: If the sampler gives another order than the state's epoch had.
-        """
+        """Return the number drawn for loader processes, and the order after the batches handed out."""
         with drawn.again(self._generators):
             base, begun = drawn.begin(self._batches, self._draw)
             if state.sampler is not None and not state.batches and not state.planned:
@@ -538,11 +534,7 @@ class DataLoader(TorchLoader[Any]):
         return offload
 
     def _check_can(self) -> None:
-        """Check that samples can be divided where the user says, and that workers can collate if needed.
-
-        Raises:
-            ConfigError: If they cannot.
-        """
+        """Check that samples can be divided where the user says, and that workers can collate if needed."""
         offload = self._offload
         if self._hired is None or not isinstance(offload, Offloading):
             return
@@ -625,11 +617,7 @@ class DataLoader(TorchLoader[Any]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Refuse ``accelerator.prepare``, which reads this and would make a plain loader in its place.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse ``accelerator.prepare``, which reads this and would make a plain loader in its place."""
         raise ConfigError(
             "accelerator.prepare makes a plain PyTorch loader of an upriver.DataLoader: without its workers, "
             "and with samples that are not tied to seed and epoch. Prepare model and optimizer alone, "
@@ -720,11 +708,7 @@ def _whole(value: Any) -> int | None:
 
 
 def _check_timeout(timeout: float, num_workers: int) -> None:
-    """Check that a timeout is set only with loader processes.
-
-    Raises:
-        ConfigError: If there are none.
-    """
+    """Check that a timeout is set only with loader processes."""
     if timeout and not num_workers:
         raise ConfigError(
             f"timeout is how long loader processes may take, and num_workers is 0; got {timeout!r}"

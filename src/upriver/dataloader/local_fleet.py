@@ -31,7 +31,6 @@ class LocalWorkers(Provider):
 
     Attributes:
         number: Number of workers; None for as many as needed.
-        most: Maximum number of workers.
     """
 
     number: int | None
@@ -91,9 +90,6 @@ def sharing_ranks() -> int:
 def provider_of(workers: Sequence[str] | int | Provider, *, num_workers: int) -> Provider | None:
     """Return the provider that starts a loader's workers; None if the user gave addresses.
 
-    Args:
-        num_workers: Number of loader processes.
-
     Raises:
         ConfigError: If the number of workers is not allowed, or no CPU is left for one.
     """
@@ -119,7 +115,6 @@ class LocalFleet(Fleet):
 
     Args:
         what: Stores or code that the workers serve.
-        most: Maximum number of workers.
     """
 
     processes = 1

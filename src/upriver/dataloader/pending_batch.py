@@ -24,7 +24,6 @@ class Batch:
         away: Number of these that others are doing.
         value: The batch, if one task has made it whole.
         whole: Whether one task has made the whole batch.
-        pinned: Whether the value is in pinned memory.
         error: Error that takes the batch's place.
         made: Number of samples by maker.
         given: Number of samples meant to be made elsewhere.
@@ -70,7 +69,6 @@ class PendingTask:
 
     Attributes:
         task: The whole task, as it is done here.
-        batch: Batch that the task is for.
         at: Positions of the task's samples in the batch.
         stretch: Stages still to be done elsewhere; None if there are none.
         away: Whether others are doing the task.

@@ -48,7 +48,6 @@ class PrefetchLimit:
         """Measure a batch.
 
         Args:
-            number: Number of the batch.
             batch: Batch, as it is handed out.
             samples: Samples of the batch, where they arrived one by one.
         """

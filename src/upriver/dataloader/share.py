@@ -44,7 +44,6 @@ class OffloadShare:
         ratio: Share, 0 to 1.
         stretch: Stages that run elsewhere. If it is whole, each batch goes to one side as a whole; otherwise
             each sample does.
-        even: Whether the split is evened.
 
     Raises:
         ConfigError: If the ratio is not in 0..1.

@@ -46,9 +46,7 @@ class EpochGenerators(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Generators as an epoch found them.
 
     Attributes:
-        python: State of Python's `random`, from `random.getstate`.
-        numpy: State of NumPy, from `numpy.random.get_state`.
-        shared: State of PyTorch's default generator, in hexadecimal digits.
+        python, numpy, shared: As in `GeneratorState`.
         own: States of the generators that the loader and its sampler were given, in hexadecimal digits.
         starts: Whether a number is drawn for loader processes; PyTorch draws none where they persist.
         twice: Whether the sampler is begun twice, before and after that number is drawn, as PyTorch does
@@ -81,7 +79,6 @@ class EpochGenerators(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Draw the number and begin the sampler in PyTorch's order, as a sampler may draw when it begins.
 
         Args:
-            batches: Batches of the sampler.
             draw: Draw a number for loader processes.
 
         Returns:
@@ -97,11 +94,7 @@ class EpochGenerators(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @contextmanager
     def again(self, own: Sequence[torch.Generator]) -> Iterator[None]:
-        """Set the generators inside the context; restore the shared ones afterwards.
-
-        Raises:
-            ConfigError: If the number of generators differs, or one cannot be set.
-        """
+        """Set the generators inside the context; restore the shared ones afterwards."""
         with apart():
             self.set(own)
             yield
@@ -110,7 +103,7 @@ class EpochGenerators(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         """Set the generators to these states.
 
         Raises:
-            ConfigError: As for :meth:`again`.
+            ConfigError: If the number of generators differs, or one cannot be set.
         """
         set_own(own, self.own)
         try:
@@ -157,7 +150,6 @@ class CompletedEpoch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The completed epoch before a state that was saved between two epochs.
 
     Attributes:
-        drawn: Generators as the epoch found them.
         batches: Number of its batches.
         digest: Digest of its indices.
         sampler_epoch: Epoch that the sampler was given by ``set_epoch``; None if it has no such method.
@@ -400,13 +392,8 @@ class EpochPosition:
     """Position in an epoch.
 
     Attributes:
-        epoch: Number of the epoch.
-        drawn: Generators as the epoch found them.
-        order: Indices of its batches.
         batches: Number of batches handed out.
-        sampler: The sampler's own ``state_dict`` when the epoch began; None if it has no such method.
-        sampler_epoch: Epoch that the sampler was given by ``set_epoch``; None if it has no such method.
-        over: Whether the epoch is complete.
+        sampler, sampler_epoch: As in `State`.
     """
 
     epoch: int
@@ -440,7 +427,6 @@ class CountedBatches(Iterator[Any]):
     """Iterator over an epoch's batches that counts them; an error of a sample takes the place of its batch.
 
     Args:
-        batches: Batches of the epoch.
         place: Position that is advanced.
         handed_out: Return the number of batches handed out, including those before the first.
         length: Return the number of batches in the whole epoch.

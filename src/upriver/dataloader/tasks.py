@@ -23,7 +23,6 @@ class Task(NamedTuple):
     """Some samples of a batch to be made.
 
     Attributes:
-        number: Number of the task.
         batch: Number of the batch in its epoch.
         indices: Indices, from the sampler.
         samples: Number of each sample, for its random numbers.
@@ -63,7 +62,6 @@ class Arrival(NamedTuple):
         error: Reason why there is no value.
         final: Whether the error takes the place of the batch; otherwise this machine does the task.
         place: Machine that did the task.
-        pinned: Whether the value is in pinned memory.
         blame: Called if this machine could do the task, so that the error is the other machine's fault. None
             if no one needs to know.
     """

@@ -63,14 +63,11 @@ class Engine:
         """Run the input stages on stored bytes, to the earlier of ``stop`` and the model's input.
 
         Args:
-            blobs: Stored bytes of each sample.
             ids: Rows of the samples in the dataset's index.
             object_names: The samples' objects, for errors.
-            stop: Position to stop at.
             seed: Seed of random input stages.
             epoch: Epoch of random input stages.
             on_bad_sample: ``fail`` raises; ``skip`` marks the sample as skipped.
-            clock: Collects the seconds.
 
         Raises:
             BadSample: If a sample cannot be read, and ``on_bad_sample`` is ``fail``.

@@ -32,7 +32,6 @@ class RangedRead:
     """One ranged GET, and the requested samples within it.
 
     Attributes:
-        object: Name of the object.
         etag: Required ETag of the object.
         start: First byte.
         stop: One past the last byte.

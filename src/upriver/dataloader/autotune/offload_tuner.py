@@ -287,8 +287,6 @@ class TunerMeasurements:
         """Decide by the policy.
 
         Args:
-            policy: Policy to apply.
-            threshold: FastFlow's SpeedUpThreshold.
             names: Names of the candidates.
             why_not: Failures of workers, by address.
         """
@@ -350,18 +348,14 @@ class OffloadTuner(Iterator[Any]):
     """Iterator over an epoch that measures with the first batches how to make the others.
 
     Args:
-        epoch: Makes the batches.
         measured: Measurements so far, which are updated.
-        candidates: Names of what could be offloaded.
         part: Return the split for a candidate and a ratio.
-        policy: Policy that decides by the measurements.
         threshold: FastFlow's SpeedUpThreshold.
         warm: Batches to prepare before CPU seconds count, where processes have just begun.
         on_decided: Called after a decision, and when it becomes final.
         why_not: Return the workers' failures so far, by address.
         cpu_s: Return the CPU seconds of this process and its loader processes so far; by default of this
             process alone.
-        clock: Return the time in seconds.
     """
 
     def __init__(

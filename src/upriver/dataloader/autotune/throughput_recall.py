@@ -27,11 +27,8 @@ class ThroughputRecall:
     If the number of workers was left open, each job measures their throughput, as it determines the number.
 
     Args:
-        model: Model that is trained, or its name.
-        hired: Workers that may make samples.
         measured: Measurements to fill and to save.
         batch_size: Number of samples in a batch; None for single samples.
-        num_workers: Number of loader processes.
 
     Raises:
         ConfigError: If the model is neither a name nor a module, or the name is empty or too long.

@@ -49,7 +49,6 @@ class WorkerGrowth:
     Args:
         hired: Has one worker at first, and can start others.
         measured: Measurements; those with fewer workers are discarded when more have joined.
-        threshold: FastFlow's SpeedUpThreshold.
 
     Attributes:
         candidates: Candidates to measure: at first all, then the one that was best with one worker.

@@ -22,7 +22,6 @@ class Declared:
     """Samples of an `upriver.Dataset`: a tensor and its target, as torchvision's folders give them.
 
     Attributes:
-        dataset: Indexed dataset.
         seed: Seed of the random numbers that its stages draw.
     """
 
@@ -58,7 +57,6 @@ class Declared:
 
         Args:
             indices: Rows of the index.
-            epoch: Epoch, counted by the loader.
             samples: The same rows, as a sample's random numbers depend on its row.
             start: Position at which the samples are.
             stop: Position to which they are brought.

@@ -43,11 +43,7 @@ _VALUES = (*_SHARED, np.ndarray, torch.Tensor, type, types.FunctionType, types.M
 
 
 class DatasetSnapshot:
-    """Snapshot of a dataset's attributes.
-
-    Args:
-        dataset: The user's dataset.
-    """
+    """Snapshot of a dataset's attributes."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

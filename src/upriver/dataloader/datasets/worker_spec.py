@@ -56,8 +56,6 @@ class ByName:
 
     Attributes:
         name: Name of the dataset's code.
-        arguments: Keyword arguments of the code.
-        seed: Seed of the random numbers.
         collate: Name of the collate function; None where batches are collated here.
         code: Callable that makes the dataset.
     """
@@ -113,7 +111,6 @@ class InStore:
     """An `upriver.Dataset`, whose stages every server near its store has.
 
     Attributes:
-        source: Dataset.
         joins: Whether the collate function is `torch.utils.data.default_collate`.
     """
 

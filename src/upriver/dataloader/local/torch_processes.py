@@ -73,7 +73,6 @@ def ended_by(pid: int, code: int) -> str:
     """Return PyTorch's words for a loader process that has ended, and how it ended.
 
     Args:
-        pid: Process id.
         code: Exit code; for a signal its negative number.
     """
     how = f"with exit code {code}"

@@ -81,12 +81,7 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SampleMaker:
-    """Make samples and batches, with the same code here, in loader processes and on workers.
-
-    Attributes:
-        source: Dataset.
-        collate: Return the batch of a list of samples.
-    """
+    """Make samples and batches, with the same code here, in loader processes and on workers."""
 
     source: SampleSource
     collate: Callable[[list[Any]], Any]
@@ -151,11 +146,7 @@ class TaskDataset(TorchDataset[TaskResult]):
 
 
 class ProcessesEnded(RuntimeError):
-    """Raised when loader processes have ended for an epoch; no sample caused it.
-
-    Args:
-        why: Reason of the end.
-    """
+    """Raised when loader processes have ended for an epoch; no sample caused it."""
 
     def __init__(self, why: str) -> None:
         super().__init__(f"loader processes work for this epoch no more: {why}")
@@ -206,7 +197,6 @@ class LoaderProcesses:
     """PyTorch's loader processes, which do tasks in the order given.
 
     Args:
-        maker: Makes the tasks' samples and batches.
         base_seed: Each process is seeded by it and its own number, as in PyTorch's loader.
         arguments: Arguments of PyTorch's loader that concern processes, such as ``num_workers``.
     """
@@ -328,7 +318,6 @@ class _Readers:
             self._threads.begin(partial(self._read, task))
 
     def let_go(self, made: object) -> None:
-        """Free a batch; see `RunningProcesses`."""
         self._processes.let_go(made)
 
     def halt(self) -> None:
@@ -400,11 +389,9 @@ class _Forward(threading.Thread):
         self.start()
 
     def pids(self) -> list[int]:
-        """Return the process ids of the processes."""
         return [process.pid for process in getattr(self._source, "_workers", ()) if process.pid is not None]
 
     def give(self, task: Task) -> None:
-        """Have a task done; see `RunningProcesses`."""
         with self._lock:
             if not self._ended:
                 self._outstanding.add(task.number)
@@ -423,7 +410,6 @@ class _Forward(threading.Thread):
         self._end("they were halted, or have begun another epoch")
 
     def run(self) -> None:
-        """Forward results until the end."""
         while not self._ended:
             self._expected.get()
             try:
@@ -489,7 +475,6 @@ def _told_of(left: BaseException) -> str:
 
 
 def _exit_code(left: SystemExit) -> int:
-    """Return the exit code of the process."""
     if left.code is None:
         return 0
     return left.code & 0xFF if isinstance(left.code, int) else 1

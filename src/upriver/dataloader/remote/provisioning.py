@@ -45,9 +45,7 @@ class ProvisionedWorkers:
     """All workers that may make samples for a loader.
 
     Args:
-        asked: Specification of the samples.
         maker: Makes the same samples here.
-        clients: Workers by their addresses.
         provider: Starts workers; None if the user gave addresses.
         as_made: Contents of a dataset by name when it was made here; None for other datasets.
     """
@@ -312,11 +310,7 @@ class ProvisionedWorkers:
         return Canary(task=one, value=value, seconds=self._here_s)
 
     def _check_again(self, task: Task, value: Any) -> None:
-        """Check that a sample is the same when made again, as one seed may make both sides agree at first.
-
-        Raises:
-            NotExact: If it differs.
-        """
+        """Check that a sample is the same when made again, as one seed may make both sides agree at first."""
         again = self._maker.make(task)
         with contextlib.suppress(ConfigError):  # no worker makes values that cannot be sent
             if not identical(again, value):

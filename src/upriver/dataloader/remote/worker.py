@@ -50,7 +50,6 @@ LATE_S, LATE_TIMES = 10.0, 10
 """Seconds, and multiple of the expected time, after both of which a task is no longer waited for."""
 
 FAILURES = Backoff(base_s=1.0, cap_s=30.0, jitter=0.0)
-"""Pauses of a worker that failed."""
 
 HANGS = Backoff(base_s=30.0, cap_s=3600.0, jitter=0.0)
 """Pauses of a worker that hung. A hang costs its batch `LATE_S`, so one success does not end their growth."""
@@ -67,16 +66,16 @@ Only tasks that the training node could do count.
 
 @dataclass(eq=False, slots=True)
 class LoaderWorker:
-    """State of one worker.
+    """State of one worker. Times are in seconds of the monotonic clock.
 
     Attributes:
         processes: Number of processes that make samples.
         admits: Number of tasks that it accepts at once.
         proved: Whether it has made the canary since contact was last lost.
-        proving_s: Time since when it makes the canary, by the monotonic clock; None while it does not.
+        proving_s: Time since when it makes the canary; None while it does not.
         proof_s: Seconds that it took for the canary.
         answers: Number of tasks that it has done since.
-        warm_s: Time by which all its processes are assumed to have begun, by the monotonic clock.
+        warm_s: Time by which all its processes are assumed to have begun.
         room: Number of tasks at once that it has not refused.
         refused: Number of refusals of tasks that it was given after its previous refusal.
         faults: Number of consecutive tasks, by kind, that it could not do and the training node could.
@@ -137,11 +136,7 @@ class LoaderWorker:
         self.processes, self.admits = max(1, info.workers), max(1, info.admits)
 
     def proves(self, seconds: float) -> None:
-        """Record that the worker has made the canary; a different one may answer at its address than before.
-
-        Args:
-            seconds: Seconds that it took.
-        """
+        """Record that the worker made the canary; a different one may answer at its address than before."""
         self.proved, self.failed, self.proof_s = True, "", seconds
         self.answers, self.warm_s = 0, math.inf
         self.faults.clear()
@@ -151,8 +146,6 @@ class LoaderWorker:
         """Record that the worker is given a task.
 
         Args:
-            now: Time by the monotonic clock.
-            samples: Number of samples in the task.
             tasks: Tasks that the worker now has, including this one.
         """
         if tasks == 1 and self.forgotten(now, samples):
@@ -167,9 +160,7 @@ class LoaderWorker:
         """Record that the worker has done a task.
 
         Args:
-            task: The task.
-            now: Time by the monotonic clock.
-            begun_s: Time at which the task was assigned, by the same clock.
+            begun_s: Time at which the task was assigned.
             tasks: Tasks that the worker then had, including this one.
         """
         sample_s = (now - begun_s) / max(1, len(task.samples)) / max(1.0, tasks / self.processes)
@@ -203,7 +194,6 @@ class LoaderWorker:
         """Record that the worker hung; it must make the canary again before a batch depends on it.
 
         Args:
-            now: Time by the monotonic clock.
             since: Time at which the task it did not answer was assigned.
         """
         self.failed, self.proved = "it does not answer", False
@@ -217,7 +207,6 @@ class LoaderWorker:
         """Record a failure.
 
         Args:
-            error: The failure.
             for_good: Whether asking again would not change it.
         """
         self.failed = str(error) or type(error).__name__
@@ -234,9 +223,8 @@ class LoaderWorker:
 
         Args:
             usual_s: Seconds that a process of a worker usually needs for a sample.
-            samples: Number of samples in the task.
             tasks: Tasks that the worker had at the assignment, including this one.
-            begun_s: Time of the assignment, by the monotonic clock.
+            begun_s: Time of the assignment.
         """
         expected_s = usual_s * samples * max(1.0, tasks / self.processes)
         begins_s = self.proof_s if begun_s < self.warm_s else 0.0  # each process may begin like the first

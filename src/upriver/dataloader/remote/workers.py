@@ -56,7 +56,6 @@ class Canary:
     """Sample made here that a worker must reproduce to the bit before it is given others.
 
     Attributes:
-        task: Task for this one sample.
         value: List of the one sample.
         seconds: Seconds that it took here.
     """
@@ -102,8 +101,6 @@ class WorkerDispatcher:
 
     Args:
         workers: Workers, at least one.
-        source: Specification of the samples.
-        arrivals: Queue of results.
         canary: Make the first sample of a task here.
         lock: Lock of the workers, which may serve several epochs at once.
         here_s: Seconds that this machine needs for a sample, if known.
@@ -408,7 +405,6 @@ class WorkerDispatcher:
             self._arrivals.put(Arrival(task.number, error=ServerUnavailable("no worker makes it")))
 
     def _note(self, worker: LoaderWorker, error: Exception) -> None:
-        """Record a failure of a worker."""
         log.info("worker %s: %s", worker.url, error)
         worker.failed_with(error, self._now(), for_good=isinstance(error, NEVER))
 
