@@ -23,11 +23,7 @@ def read_toml(path: Path, schema: type[Config]) -> Config:
 
 
 def load_toml(path: Path) -> dict[str, object]:
-    """Read a TOML file as plain values.
-
-    Raises:
-        ConfigError: If the file cannot be read or is not TOML.
-    """
+    """Read a TOML file as plain values."""
     try:
         return toml_values(path.read_bytes(), path)
     except OSError as error:

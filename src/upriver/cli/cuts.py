@@ -88,9 +88,6 @@ def _check_nodes(nodes: str | None, others: Mapping[str, object]) -> None:
     """Check ``--nodes`` and the options that it excludes.
 
     The paper numbers all nodes in the order in which they run, so no option changes them.
-
-    Raises:
-        ConfigError: If another numbering is asked for, or an option that excludes this one.
     """
     if nodes is None:
         return

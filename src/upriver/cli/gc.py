@@ -112,11 +112,7 @@ def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
 
 
 def _age_s(text: str) -> float:
-    """Parse an age such as ``30d`` as seconds.
-
-    Raises:
-        ConfigError: If it has another form.
-    """
+    """Parse an age such as ``30d`` as seconds."""
     match = _AGE.fullmatch(text.strip())
     if match is None or not float(match[1]) < _MOST:
         raise ConfigError(

@@ -30,7 +30,6 @@ def read_inputs(path: Path, inputs: ModelInputs, model: nn.Module | None = None)
             takes one; a ``.npy`` array suits a model of one input. In a ``.safetensors`` file, a tensor named
             like a keyword input or a parameter of the model's forward is that input. The others are
             positional, in the order of their names.
-        inputs: Inputs that the model takes.
         model: The model, for the names of its forward's parameters.
 
     Raises:

@@ -51,11 +51,7 @@ def fill(model: nn.Module, weights: Path | None) -> None:
 
 
 def store_options(given: list[str] | None) -> dict[str, str]:
-    """Parse ``NAME=VALUE`` texts.
-
-    Raises:
-        ConfigError: If one has another form.
-    """
+    """Parse ``NAME=VALUE`` texts."""
     options: dict[str, str] = {}
     for text in given or []:
         name, separator, value = text.partition("=")
@@ -66,11 +62,7 @@ def store_options(given: list[str] | None) -> dict[str, str]:
 
 
 def parse_shape(text: str | None) -> tuple[int, ...] | None:
-    """Parse a shape such as ``3,224,224``.
-
-    Raises:
-        ConfigError: If it has another form.
-    """
+    """Parse a shape such as ``3,224,224``."""
     if text is None:
         return None
     parts = text.split(",")
@@ -82,11 +74,7 @@ def parse_shape(text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_counts(text: str, option: str) -> tuple[int, ...]:
-    """Parse counts such as ``1,16``, each once.
-
-    Raises:
-        ConfigError: If it has another form.
-    """
+    """Parse counts such as ``1,16``, each once."""
     parts = text.split(",")
     if not all(_is_positive(part) for part in parts):
         raise ConfigError(f"{option} must be positive whole numbers as in 1,16, got {_shortened(text)}")
@@ -124,11 +112,7 @@ MOST_POINTS = 200
 
 
 def parse_sweep(text: str) -> tuple[float, ...]:
-    """Parse ``bandwidth=50Mbit..12Gbit`` as logarithmic points, or ``bandwidth=A,B,C``, in bytes per second.
-
-    Raises:
-        ConfigError: If it has another form.
-    """
+    """Parse ``bandwidth=50Mbit..12Gbit`` (logarithmic points) or ``bandwidth=A,B,C`` as bytes per second."""
     from upriver.report.sweep import logarithmic
 
     name, _, values = text.partition("=")
@@ -160,11 +144,7 @@ def check_micro_batch(micro_batch: int) -> int:
 
 
 def check_granularity(granularity: str | None) -> Granularity:
-    """Return the granularity of cuts.
-
-    Raises:
-        ConfigError: If it is unknown.
-    """
+    """Check the granularity of cuts, and return it."""
     match granularity:
         case None | "module":
             return "module"

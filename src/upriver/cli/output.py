@@ -30,11 +30,7 @@ def check_picture(path: Path | None, option: str = "--plot") -> None:
 
 
 def check_output(path: Path | None, option: str) -> None:
-    """Check that a file can be written, before any work.
-
-    Raises:
-        ConfigError: If it cannot.
-    """
+    """Check that a file can be written, before any work."""
     if path is None:
         return
     if path.is_dir():

@@ -125,11 +125,7 @@ def push(
 
 
 def _check_alone(of_programs: Mapping[str, object]) -> None:
-    """Check that no option of programs accompanies ``--weights-to``.
-
-    Raises:
-        ConfigError: If one does.
-    """
+    """Check that no option of programs accompanies ``--weights-to``."""
     asked = [name for name, value in of_programs.items() if value is not None]
     if asked:
         raise ConfigError(
@@ -189,11 +185,7 @@ def _note_random(model: str, weights: Path | None) -> None:
 
 
 def _check_lasting(uri: str) -> None:
-    """Check that the store outlasts this process.
-
-    Raises:
-        ConfigError: If it does not.
-    """
+    """Check that the store outlasts this process."""
     if uri.partition("://")[0].lower() == "memory":
         raise ConfigError(
             f"{uri!r} ends with this process and keeps nothing; push to file:///PATH or s3://BUCKET/PREFIX"

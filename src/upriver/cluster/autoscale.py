@@ -20,17 +20,12 @@ TARGET_BYTES = 1 << 30
 """Bytes that may wait at one replica: an eighth of the queue that a server holds before it refuses."""
 
 SETTLE_S = 120.0
-"""Calm period after which a replica stops.
-
-A new one needs some 20 s until it serves, and a stop loses everything it has loaded. So it stays for
-several start times.
-"""
+"""Calm period after which a replica stops. A new one needs some 20 s until it serves, and a stop loses
+everything it has loaded. So it stays for several start times."""
 
 FULL = 0.7
-"""Most utilisation of the workers after a replica has stopped.
-
-At 0.7 a queue of requests with random arrivals is still short (0.7 / 0.3, some two jobs).
-"""
+"""Most utilisation of the workers after a replica has stopped. At 0.7 a queue of requests with random
+arrivals is still short (0.7 / 0.3, some two jobs)."""
 
 CALM = 0.5
 """Largest share of the target that may wait after a stop; at 1 the next request would restart it."""

@@ -26,11 +26,8 @@ KILL_S = 5.0
 
 OF_RAY = "RAY_"
 NOT_PASSED_ON = ("UPRIVER_TOKEN", "OMP_NUM_THREADS")
-"""Environment variables that the server does not get.
-
-A token in the environment would add to the configured tenants. Ray sets the number of threads for its own
-processes, and the server sets it for its workers.
-"""
+"""Environment variables that the server does not get. A token in the environment would add to the configured
+tenants. Ray sets the number of threads for its own processes, and the server sets it for its workers."""
 
 
 class ServerProcess(ChildServer):
@@ -38,7 +35,6 @@ class ServerProcess(ChildServer):
 
     Args:
         document: Configuration of the server (see `upriver.cluster.document.portable`).
-        host: Address to bind.
         grace_s: Seconds that running requests get after `close`; the server's configuration says the same.
         command: Subcommand of ``upriver``: ``serve`` or ``worker``.
         timeout_s: Seconds that starting may need.

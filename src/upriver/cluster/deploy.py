@@ -57,11 +57,9 @@ DIRECTORY_S = 60.0
 """Deadline for the directory to answer once all replicas serve; after it, the directory listens elsewhere."""
 
 OFF = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
-"""Settings that turn features of Ray off.
-
-By default Ray reports its use to its makers and drops repeated log lines. It also starts a cluster of its own
-for any call without one, such as a call just after the end of ours.
-"""
+"""Settings that turn features of Ray off. By default Ray reports its use to its makers and drops repeated log
+lines. It also starts a cluster of its own for any call without one, such as a call just after the end of
+ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +100,6 @@ class ShutdownRequest:
     back.
 
     Attributes:
-        wanted: Whether the process was asked to end.
         signal: Number of the signal that asked, if any.
     """
 

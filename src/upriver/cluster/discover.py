@@ -20,19 +20,14 @@ from upriver._threads.background import BackgroundThread
 log = logging.getLogger(__name__)
 
 LEASE_S = 10.0
-"""Lease of an entry, after which it is no longer listed.
-
-It lasts five renewals, so one lost call or a pause of some seconds removes no server.
-"""
+"""Lease of an entry: five renewals, so one lost call or a pause of some seconds removes no server."""
 
 RENEW_S = 2.0
 """Interval between two renewals. A renewal is a call of a millisecond."""
 
 LOOK_S = 0.25
-"""Interval between two checks whether the server's process has ended.
-
-A dead server stays listed for that long, and clients notice its death before.
-"""
+"""Interval between two checks whether the server's process has ended. A dead server stays listed for that
+long, and clients notice its death before."""
 
 ASK_S = 5.0
 """Timeout of one call to the book, which holds some entries in memory."""
@@ -56,7 +51,6 @@ class AddressBook:
     """Entries with leases. Not thread-safe: an actor runs one call at a time.
 
     Args:
-        lease_s: Seconds for which an entry is valid.
         now: Seconds of a clock that never goes back.
     """
 

@@ -61,7 +61,6 @@ def for_replica(
 
     Args:
         document: Result of `portable`.
-        host: Address to bind.
         keeper_token: Token of the replica at its own server, if the server authenticates.
     """
     found = {**document, "host": host, "port": 0}
@@ -139,9 +138,6 @@ def tls_files(document: Mapping[str, object]) -> dict[str, str]:
     return {name: str(path) for name, path in _table(document, "tls").items() if path is not None}
 
 
-# -------------------------------------------------------------------------------------------- as text
-
-
 def toml_text(document: Mapping[str, object]) -> str:
     """Return the document as TOML, without values of None, which TOML cannot express.
 
@@ -176,9 +172,6 @@ def _key(name: object) -> str:
 def _text(text: str) -> str:
     """Return a TOML string: JSON's form, with the one control character escaped that JSON allows."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-# --------------------------------------------------------------------------------------------- tables
 
 
 def _table(document: Mapping[str, object], name: str) -> Mapping[str, object]:

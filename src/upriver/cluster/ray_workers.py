@@ -136,8 +136,6 @@ def _shown(value: object) -> str:
     return printable(repr(value), 80)
 
 
-# ------------------------------------------------------------------------------------------ the cluster
-
 _joined = set[str]()
 """Addresses by which this process was connected."""
 
@@ -197,9 +195,6 @@ def _end_here(ray: Any, folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-# -------------------------------------------------------------------------------------------- an actor
-
-
 class RayWorker:
     """Actor that keeps one ``upriver worker``, which ends with the actor's process.
 
@@ -224,9 +219,6 @@ class RayWorker:
     def ended(self) -> None:
         """Wait until the server has ended."""
         self._server.wait()
-
-
-# --------------------------------------------------------------------------------------------- a fleet
 
 
 class RayFleet(Fleet):

@@ -93,8 +93,6 @@ class DemoData:
 
     Attributes:
         root: Folder with the subfolders ``train`` and ``heldout``, each with tar shards and ``classes.txt``.
-        num_train: Number of training images.
-        num_heldout: Number of held-out images.
     """
 
     root: Path
@@ -221,7 +219,6 @@ def _encode(image: Image.Image) -> bytes:
 
 
 def _take(shot: _Shot) -> bytes:
-    """Make one image."""
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(shot.seed)))
     return _encode(_expose(_crop(_tile(_photograph(shot.path), shot.tile), rng), rng))
 

@@ -45,7 +45,7 @@ def build_model(
 
 
 def freeze(model: nn.Module) -> None:
-    """Freeze through ``layer4.0``. The rest, layer4.1 and the classifier, trains."""
+    """Freeze through `FREEZE_TO`; the rest trains."""
     freeze_to(model, FREEZE_TO)
 
 

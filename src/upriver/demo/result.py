@@ -14,7 +14,6 @@ class CutShare:
     """Share of the samples that left the storage tier at one cut.
 
     Attributes:
-        cut: Position of the cut.
         after: Name of the stage before it.
         share: Share of the samples, by the plan.
     """
@@ -32,7 +31,6 @@ class TrainingRun:
     """Measurements of one training run.
 
     Attributes:
-        epoch_s: Seconds of each epoch.
         epoch_bytes: Bytes over the link in each epoch.
         losses: Loss of each training step.
         accuracy: Share of correctly classified held-out images.

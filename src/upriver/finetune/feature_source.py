@@ -39,7 +39,6 @@ class FeatureSource:
     A feed holds no reference to its job, so the job can be collected.
 
     Args:
-        planned: The plan, and what carries it out.
         chain: Input stages of the training data; plans name its cuts, and canaries cover them.
         device: Where the tail runs.
 

@@ -24,7 +24,6 @@ from upriver.program.split.tail import Tail
 log = logging.getLogger("upriver")
 
 Compiler = Callable[[nn.Module], Callable[..., Any]]
-"""Returns a compiled module for a module."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +31,6 @@ class WrappedModel:
     """A model as the user gave it, separated from its wrappers.
 
     Attributes:
-        model: The model itself.
         parallel: The wrapper that averages gradients, if any.
         compiler: Compiles as the user's ``torch.compile`` did, if there was one.
     """

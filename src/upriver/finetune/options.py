@@ -151,8 +151,6 @@ class JobOptions:
         rows: Rows of the dataset's index; a range if the job reads all of them.
         chosen: Whether the job chooses its own micro-batch (``micro_batch="auto"``). Until then
             ``micro_batch`` is the default.
-        rank: Index of this process among ``num_ranks``.
-        policy: Name of the policy.
         shares: Cuts and their shares of the samples, used instead of the policy's; None asks the policy.
         compile_options: Arguments of ``torch.compile`` for the tail; None leaves it as the model came.
         replay: Routes of an earlier run; empty if there are none to follow.

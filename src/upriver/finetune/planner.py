@@ -381,7 +381,6 @@ class Planner:
         return can / max(1, sum(known.values()))
 
     def _remote_cuts(self, plan: Plan) -> tuple[int, ...]:
-        """Return the cuts at which servers are asked."""
         cuts = {*(route.cut for route in plan.routes), *self.replay.cuts}
         return tuple(sorted(cuts - {self.dataset.chain.start}))
 

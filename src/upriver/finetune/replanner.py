@@ -70,7 +70,6 @@ class Replanner:
     """Ask a policy again during a job. The training thread owns it; canaries run in a background thread.
 
     Args:
-        switcher: Decides when to leave the plan.
         live: The switcher's profile and cluster, updated through the methods below.
         prove: Runs the canary on the servers at some cuts; raises if they do not pass.
         bandwidth: Returns the link's recent bandwidth; None if nothing crossed it.
@@ -171,7 +170,6 @@ class _Proof:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the canaries to end."""
         self._thread.join()
 
     def _run(self, cuts: Sequence[int], prove: Prove) -> None:

@@ -425,9 +425,7 @@ def decode_info(data: bytes) -> Info:
 
 
 def decode_versioned(data: bytes, kind: type[_T], what: str) -> _T:
-    """Decode an answer that names its version; the version is checked before the rest.
-
-    Another version may have another form.
+    """Decode an answer. Its version is checked before the rest, which may have another form.
 
     Raises:
         ProtocolError: If it has another version, or is malformed.

@@ -42,7 +42,6 @@ def read_frame(
     """Read one frame; a payload goes right into the memory that its tensors will use.
 
     Args:
-        source: Stream to read.
         caps: Limits, checked before anything is allocated.
         on_bytes: Called after each piece with its size; may block, which throttles.
         allocate: Returns a 64-byte-aligned uint8 tensor of that many bytes.

@@ -107,8 +107,6 @@ class Layout:
     """Positions of tensors in a payload. The parts are views of the tensors' own memory, without a copy.
 
     Attributes:
-        tensors: Header of each tensor.
-        storages: Header of each region.
         parts: Bytes of the payload in order, padding included.
         nbytes: Sum of the parts' sizes.
     """

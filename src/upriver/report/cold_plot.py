@@ -14,8 +14,6 @@ class WeightSpans(NamedTuple):
     """Times of one weight.
 
     Attributes:
-        name: Name of the weight.
-        nbytes: Its size.
         asked_s: Time of the request for its first byte.
         filled_s: Time of its arrival.
         touched_s: Time of its first read; None if nothing read it before all weights had arrived.
@@ -34,7 +32,6 @@ def plot_ways(ways: Sequence[WeightSpans], *, answer_s: float, title: str, image
     Args:
         ways: Times of the weights, in execution order.
         answer_s: Time of the first result.
-        title: Title line.
         image_format: ``png``, ``svg`` or ``pdf``.
     """
     # Use Figure and its canvas directly: pyplot keeps state, and may start a window toolkit.

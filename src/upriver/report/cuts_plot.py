@@ -38,7 +38,6 @@ def plot_cuts(rows: Sequence[PlottedCut], *, title: str, image_format: str) -> b
 
     Args:
         rows: Cuts in order.
-        title: Title line.
         image_format: ``png``, ``svg`` or ``pdf``.
     """
     # Use Figure and its canvas directly: pyplot keeps state, and may start a window toolkit.

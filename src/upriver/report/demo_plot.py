@@ -19,8 +19,6 @@ class Curve:
     """Measurements of one training run.
 
     Attributes:
-        label: Name of the run.
-        epoch_s: Seconds of each epoch.
         epoch_bytes: Bytes over the link in each epoch.
         losses: Loss of each training step.
     """
@@ -37,7 +35,6 @@ def plot_demo(plain: Curve, near_data: Curve, *, title: str, image_format: str =
     Args:
         plain: Run with all work on the trainer.
         near_data: Run with work near the data.
-        title: Title line.
         image_format: ``png``, ``svg`` or ``pdf``.
 
     Returns:

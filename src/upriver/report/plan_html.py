@@ -57,10 +57,8 @@ def render_html(
 
     Args:
         plans: Plans by policy name, all for the same question, so that they share one table.
-        title: Heading.
         facts: Facts of the question by name: machines, link, samples.
         notes: Notes on the origin of the numbers.
-        points: Points of a sweep over the bandwidth.
     """
     rows, marked, unit = table_of(plans), marks(plans), unit_of(plans)
     parts = [
@@ -139,9 +137,6 @@ def _choices(plans: Mapping[str, Plan]) -> str:
     return _table(header, rows, frozenset({0, 1}))
 
 
-# --------------------------------------------------------------------------------------------- cuts
-
-
 def _key(unit: str) -> str:
     colours = [(label, colour) for label, _, colour in TIERS] + [(DOES_NOT_FIT, GREYS[0])]
     spans = "".join(f'<span><i style="background:{colour}"></i>{label}</span>' for label, colour in colours)
@@ -195,9 +190,6 @@ def _numbers(rows: Sequence[CutRow], marked: Mapping[int, Sequence[str]], unit: 
         for row in rows
     ]
     return _table(header, lines, frozenset({1, 7}))
-
-
-# -------------------------------------------------------------------------------------------- sweep
 
 
 def _sweep(points: Sequence[SweepPoint]) -> str:

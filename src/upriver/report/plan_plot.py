@@ -37,7 +37,6 @@ def plot_plans(
 
     Args:
         plans: Plans by policy name, all for the same question, so that they share one table.
-        title: Title line.
         points: Points of a sweep; empty for no sweep.
         image_format: ``png``, ``svg`` or ``pdf``.
 
@@ -69,8 +68,6 @@ def draw_cuts(
     """Draw stacked seconds of storage, network and compute at every cut, grey if it does not fit.
 
     Args:
-        axes: Axes to draw on.
-        rows: Every cut.
         marked: Labels above each cut.
         unit: Unit of the times: an ``epoch``, in which the three overlap, or a ``request``.
     """

@@ -18,11 +18,7 @@ NUM_POINTS = 13
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepPoint:
-    """Plans of each policy at one bandwidth.
-
-    Attributes:
-        plans: Plans by policy name.
-    """
+    """Plans of each policy at one bandwidth."""
 
     bandwidth_bytes_per_s: float
     plans: Mapping[str, Plan]
@@ -44,15 +40,7 @@ def sweep_bandwidth(
     cluster: Cluster,
     workload: Workload,
 ) -> tuple[SweepPoint, ...]:
-    """Run every policy at each bandwidth, with the rest of ``cluster`` unchanged.
-
-    Args:
-        policies: Policies by name.
-        bandwidths_bytes_per_s: Bandwidths in the order of the points.
-        profile: Profile for the policies.
-        cluster: Cluster for the policies, without its bandwidth.
-        workload: Workload for the policies.
-    """
+    """Run every policy at each bandwidth, with the rest of ``cluster`` unchanged."""
     points = []
     for rate in bandwidths_bytes_per_s:
         there = replace(cluster, link=replace(cluster.link, bandwidth_bytes_per_s=rate))

@@ -118,11 +118,7 @@ def coldstart(
 
 
 def _check_options(model: str | None, of_model: Mapping[str, object], stop: int | None) -> None:
-    """Check that options of models and of programs do not mix.
-
-    Raises:
-        ConfigError: If they do.
-    """
+    """Check that options of models and of programs do not mix."""
     if model is not None and stop is not None:
         raise ConfigError("--stop is for a program; leave MODEL out")
     for name, value in of_model.items():
@@ -153,9 +149,6 @@ class _Begun:
     told: Mapping[str, Any]
     ask: Ask
     plainly: Callable[[], Ask]
-
-
-# ------------------------------------------------------------------------------------------ a model
 
 
 class _Builder:
@@ -241,9 +234,6 @@ def _first_asked(
         raise ConfigError(told) from error
 
 
-# ---------------------------------------------------------------------------------------- a program
-
-
 def _program(
     uri: str, options: Mapping[str, str], file: Path | None, *, stop: int | None, grouping: str
 ) -> _Begun:
@@ -302,9 +292,6 @@ def _from_file(file: Path, program: Program) -> list[torch.Tensor]:
 def _weight_bytes(graph: Graph) -> int:
     """Return the bytes of all weights that a program reads; a weight with several names counts once."""
     return sum({weight.key: weight.spec.nbytes for weight in graph.weights}.values())
-
-
-# --------------------------------------------------------------------------------------------- both
 
 
 def _until_there(handle: Arriving | Loading) -> None:

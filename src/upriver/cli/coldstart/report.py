@@ -19,7 +19,6 @@ def streamed(handle: Arriving | Loading, moments: Sequence[LoadEvent], answer_s:
 
     Args:
         handle: Handle of a finished load.
-        moments: History of the load.
         answer_s: Seconds from its start to the first answer.
     """
     at = {moment.kind: moment.at_s for moment in reversed(moments)}

@@ -187,11 +187,7 @@ class PlanInputs:
     autocast: str | None
 
     def check(self) -> None:
-        """Check that all needed options were given, and no option without effect.
-
-        Raises:
-            ConfigError: If not.
-        """
+        """Check that all needed options were given, and no option without effect."""
         if self.profile is not None and self.model is not None:
             raise ConfigError("plan from --profile P.json or from --model NAME, not both")
         if self.profile is None and self.model is None:
@@ -369,11 +365,7 @@ class Outputs:
             raise ConfigError("two of --plot, --html, --save-profile and --save-cluster name one file")
 
     def write(self, question: PlanQuestion, answer: PlanAnswer) -> None:
-        """Write the files, each whole or not at all.
-
-        Raises:
-            StoreError: If one cannot be written.
-        """
+        """Write the files, each whole or not at all."""
         from upriver.profile import cluster_to_json, profile_to_json
 
         rate = rate_text(question.cluster.link.bandwidth_bytes_per_s)

@@ -21,10 +21,8 @@ def plan_metrics(path: Path, policy: str, *, idle: Sequence[str], as_json: bool)
     """Read the metrics, decide, and explain the decision.
 
     Args:
-        path: The metrics file.
         policy: Name of a policy for metrics, or ``all``.
         idle: Given options that have no effect here.
-        as_json: Whether to print the document for programs.
 
     Raises:
         ConfigError: If the file cannot be read, another policy is asked for, or an option has no effect.

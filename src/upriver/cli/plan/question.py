@@ -47,9 +47,6 @@ class PlanQuestion:
 
         Args:
             of_request: Whether the plan is for one request, not for an epoch.
-
-        Raises:
-            ConfigError: If a time at some cut is not finite.
         """
         with np.errstate(all="ignore"):
             for row in self._rows(of_request):

@@ -261,15 +261,7 @@ def size(name: str, value: Size) -> int:
 
 
 def check_options(options: Mapping[str, object], path: Path) -> None:
-    """Check that a file that holds a store's keys is not open to others.
-
-    Args:
-        options: Options of the store.
-        path: Path of the file.
-
-    Raises:
-        ConfigError: If it is.
-    """
+    """Check that a file that holds a store's keys is not open to others."""
     if any(name in options for name in SECRETS):
         check_secret(path, "the configuration with a store's keys")
 

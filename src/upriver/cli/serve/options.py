@@ -46,8 +46,6 @@ def told(
     """Read a server's settings from a file and from options, which win.
 
     Args:
-        config: The file.
-        store: Stores as the options give them.
         options: Other options by their keys in a file; None if not given.
         command: Name for errors if there is no file.
 

@@ -21,10 +21,9 @@ SCHEMA = "upriver.checkpoint/1"
 _META = "upriver"
 
 MAY_BECOME = {("on_bad_sample", "fail", "skip")}
-"""Settings that may change when a run resumes: (name, saved value, new value).
-
-A run that fails at the first bad sample has trained the same steps as one that skips bad samples. In the
-other direction, samples may be missing already."""
+"""Settings that may change when a run resumes: (name, saved value, new value). A run that fails at the first
+bad sample has trained the same steps as one that skips bad samples. In the other direction, samples may be
+missing already."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +32,6 @@ class Progress:
 
     Attributes:
         config: Settings that must be equal to resume.
-        job: State of the job.
         epochs: One record for each trained epoch; the last one has no ``accuracy`` before it is evaluated.
         losses: (loss, samples) of each step of the present epoch.
     """
@@ -180,11 +178,7 @@ def restore(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def job_state(path: Path) -> Mapping[str, Any]:
-    """Return the job's state in a checkpoint.
-
-    Raises:
-        ConfigError: If the file is no checkpoint.
-    """
+    """Return the job's state in a checkpoint."""
     state = _document(path)["job"]
     return state if isinstance(state, dict) else {}
 

@@ -113,9 +113,8 @@ FREE_TO_CHANGE = {
     "on_left_out",
 }
 """Settings that may differ in a resumed run: none of them changes a trained bit, except for what ``exact =
-"numeric"`` leaves to servers in any case.
-
-With another ``output`` the checkpoint must be renamed along, or it is not found."""
+"numeric"`` leaves to servers in any case. With another ``output`` the checkpoint must be renamed along, or it
+is not found."""
 
 
 def train(

@@ -51,11 +51,8 @@ def captured(
     """Capture the frozen part at each larger size that a request can hold.
 
     Args:
-        model: The model that was split.
         direct: The dataset, read by this process.
         parts: The split, at the job's own size.
-        caps: Limits of the servers.
-        tell: Receives progress messages.
     """
     programs: list[Program] = []
     left_out: list[tuple[int, str]] = []

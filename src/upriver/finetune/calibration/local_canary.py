@@ -19,8 +19,6 @@ class LocalCanary:
 
     Attributes:
         dataset: The dataset, read over the metered link.
-        ids: Ids of the samples.
-        freeze: The freeze point.
     """
 
     engine: Engine

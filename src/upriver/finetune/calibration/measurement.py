@@ -80,7 +80,6 @@ class Measurement:
         kept: Whether an earlier job measured the stages.
         seconds: Duration of each part: ``canary``, ``stages``, ``link``, ``tail``, ``memory``, ``second
             size``.
-        notes: Notes for readers of the plan.
         slowed: How many times as long micro-batches take on the servers because of other jobs; included in
             the cluster's load.
         micro_batch_s: Seconds for which one of this job's micro-batches occupies a server's worker.
@@ -113,7 +112,6 @@ class _Passed:
     """A server that has computed the canary.
 
     Attributes:
-        timings: Timings of each run.
         waits: Seconds that one more micro-batch would have waited for a worker, while this job asked for
             none.
     """
@@ -138,10 +136,8 @@ class Calibration:
         direct: The same dataset, read over the metered link.
         program: The frozen part.
         allowed: By how much features may differ; None asks for equal bits.
-        tell: Receives progress messages.
 
     Attributes:
-        gate: Admits servers.
         not_used: Why other servers are not used for now.
     """
 
@@ -221,11 +217,7 @@ class Calibration:
         return measured
 
     def larger(self, caps: Caps) -> LargerCaptures:
-        """Capture the program at larger sizes, where servers accept them and the capture succeeds.
-
-        Args:
-            caps: Limits of the servers.
-        """
+        """Capture the program at larger sizes, where servers accept them and the capture succeeds."""
         return captured(
             self._model,
             self._direct,
@@ -234,8 +226,6 @@ class Calibration:
             caps=caps,
             tell=self._tell,
         )
-
-    # ------------------------------------------------------------------------------------- one size
 
     def _let_in(self, servers: Sequence[ServerClient]) -> list[_Passed]:
         """Return servers that pass the canary at the freeze point, with its timings.
@@ -377,8 +367,6 @@ class Calibration:
             with self._clock.part("memory"):
                 profile = with_peaks(profile, known_peaks(self._program))
         return profile, cluster
-
-    # ------------------------------------------------------------------------------ as it is today
 
     def _slowdown(self, kept: CachedProfile, tier: Tier, timings: Sequence[Timings]) -> float:
         return slowdown(kept.profile, tier, timings, samples=self._options.micro_batch)

@@ -24,10 +24,8 @@ class SecondSize:
     """Estimate the cost of measuring at a second size, and measure.
 
     Args:
-        model: The model that was split.
         direct: The dataset, read by this process.
         parts: The split, at the job's own size.
-        program: Its frozen part.
 
     Attributes:
         size: The second size, in samples.

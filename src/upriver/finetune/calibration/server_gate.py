@@ -60,7 +60,6 @@ class JobRequirements:
         Args:
             micro_batches: Sample ids.
             stop: Position of the results.
-            epoch: Epoch of the job.
             larger: Programs for more samples at once. The request names those for which it has enough whole
                 micro-batches.
         """
@@ -84,8 +83,6 @@ class ServerGate:
     """Admit a server to a job, or raise the reason against it.
 
     Args:
-        question: The job's requirements.
-        canary: One micro-batch of the job.
         reference: Returns the canary's features at the freeze point, as computed locally.
         allowed: By how much features may differ (``exact="numeric"``); None asks for equal bits.
         values: Sample dimensions of the features at the freeze point.

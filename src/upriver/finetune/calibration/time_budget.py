@@ -19,11 +19,7 @@ LEAST_REPEATS = 2
 
 
 class Stopwatch:
-    """Add up the seconds of named parts; a nested part's seconds count for that part alone.
-
-    Attributes:
-        seconds: Seconds so far, by part.
-    """
+    """Add up the seconds of named parts; a nested part's seconds count for that part alone."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -40,7 +40,6 @@ def predicted(
     Args:
         profile: Profile with lines; its memory per sample is assumed to hold at any size.
         cluster: Cluster at the present size.
-        caps: Limits of a request and a frame.
         per_request: Micro-batches of a request.
     """
     most = min(caps.tensors, caps.samples // per_request, caps.payload_bytes // _widest(profile))

@@ -51,7 +51,6 @@ class LocalMeasurement:
 
     Attributes:
         features: Features at the freeze point.
-        timings: Seconds of each stage.
         input_bytes: Bytes of a sample after each input stage, by position.
     """
 

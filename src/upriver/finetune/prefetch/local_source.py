@@ -21,9 +21,6 @@ class LocalSource:
 
     Attributes:
         dataset: The dataset; a meter observes its store if the link is counted.
-        engine: Engine for the dataset's chain.
-        seed: Seed of the job.
-        epoch: Epoch of the pass over the data.
         on_bad_sample: See `upriver.engine.engine.Engine.begin`.
         shared: The link, if servers respond over it too. Local reads then fill it and no more, one
             micro-batch after the other. Connections share a link evenly, so a due response would otherwise

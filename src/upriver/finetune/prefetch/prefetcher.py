@@ -49,7 +49,6 @@ class Prefetcher:
         first: Index to start at (resume).
         local: Makes a micro-batch locally; called in ``num_workers`` threads.
         remote: Servers and how to send requests to them, or None to make everything locally.
-        window: How far to run ahead.
         num_workers: Threads of the plain way.
         expected_bytes: Bytes of a micro-batch in memory, by route or way, before any has arrived.
         on_timings: Called when a micro-batch is handed out, with its index, source, state on arrival and

@@ -61,11 +61,9 @@ def epoch_order(
     """Return the order of one epoch, or one rank's shard of it.
 
     Args:
-        num_samples: Samples in the dataset.
         batch_size: Samples of a training step, on each rank.
         shuffle: Permute the samples, with a permutation drawn from (seed, epoch).
         drop_last: Leave out the samples of a last, short training batch.
-        rank: Index of this rank.
         num_ranks: Processes that train on one epoch together. Each gets every ``num_ranks``-th sample of the
             same order, and all get equally many. To make that possible the first samples are repeated at the
             end of the order (none with ``drop_last``).

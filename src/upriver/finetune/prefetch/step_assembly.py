@@ -31,7 +31,6 @@ class _Finished:
 
     Attributes:
         start: Position of its first sample in the epoch.
-        ids: Ids of its samples.
         skipped: Ids of skipped samples, whose rows are padding.
         values: Values of a full micro-batch, with padding at the end.
     """
@@ -71,9 +70,7 @@ def steps(
 
     Args:
         batches: Micro-batches in order, from :func:`first_micro_batch` of ``first`` on.
-        form: Knows the sample dimensions of the values.
         finish: Returns the values at the freeze point of a micro-batch.
-        first: The step to begin with.
 
     Yields:
         Values and sample ids of each step; None and no ids if every sample in the step was skipped.
