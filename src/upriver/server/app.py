@@ -78,9 +78,6 @@ class ProbeBody(StreamingResponse):
     """Send a probe's bytes, each piece in a turn of its tenant.
 
     Args:
-        pieces: Bytes to send.
-        looks: Scheduler of light requests.
-        tenant: Tenant of the request.
         more: Arguments for Starlette.
     """
 
@@ -103,16 +100,8 @@ class ProbeBody(StreamingResponse):
 class Front:
     """One server: its routes as methods, and their shared state.
 
-    Args:
-        config: The server's configuration.
-
     Attributes:
         draining: Whether the server accepts no further requests because it will stop.
-        looks: Scheduler of light requests.
-
-    Raises:
-        ConfigError: If a store's URI is invalid, or the device does not exist.
-        StoreError: If a store does not exist.
     """
 
     def __init__(self, config: ServerConfig) -> None:
@@ -404,19 +393,11 @@ class Front:
         return next(iter(self.units))
 
     def _check_ready(self) -> None:
-        """Check that every device has had a worker.
-
-        Raises:
-            Overloaded: If a device has not.
-        """
+        """Raise `Overloaded` unless every device has had a worker."""
         _ = self.units.hello
 
     def _check_open(self) -> None:
-        """Check that the server accepts further work.
-
-        Raises:
-            Overloaded: If the server is draining.
-        """
+        """Raise `Overloaded` if the server is draining, and so accepts no further work."""
         if self.draining:
             raise Overloaded("this server is shutting down; use another one", retry_after_s=DRAIN_RETRY_S)
 

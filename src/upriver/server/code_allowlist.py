@@ -34,11 +34,7 @@ _CACHED = type(functools.lru_cache(lambda: None))
 
 
 def require_allow(allow: Sequence[str]) -> None:
-    """Check the operator's allowlist once, at the border.
-
-    Raises:
-        ConfigError: If it is not a sequence of names.
-    """
+    """Raise `ConfigError` unless the operator's allowlist is a sequence of names."""
     if isinstance(allow, str):
         raise ConfigError(f"allow is a list of names, got the text {allow!r}")
     for name in allow:
@@ -107,9 +103,7 @@ def look_up(module: ModuleType, name: str, allow: Sequence[str]) -> list[Any]:
     or metaclass runs, and the list ends early if only those could tell.
 
     Args:
-        module: Module of the part before the colon.
         name: ``package.module:callable``.
-        allow: The operator's allowlist.
 
     Raises:
         AttributeError: If an attribute does not exist.
@@ -130,9 +124,7 @@ def check_found(name: str, steps: Sequence[Any], allow: Sequence[str]) -> None:
     """Check that an allowed name leads to code that may run.
 
     Args:
-        name: ``package.module:callable``.
         steps: Result of `look_up`.
-        allow: The operator's allowlist.
 
     Raises:
         Forbidden: If the name goes through a module that was imported there, or leads to anything but a class

@@ -55,12 +55,10 @@ class DeviceGroup:
     HAPI (2022), section 4.5, solves the problem for each accelerator alone in the same way.
 
     Args:
-        device: Device on which its workers compute.
         load: Load meter of all workers of the server.
         datasets: Indexes, which all devices share.
 
     Attributes:
-        device: Device on which its workers compute.
         base: Hold on the memory of idle workers; None until that is known.
 
     Raises:
@@ -149,21 +147,13 @@ class DeviceGroup:
 
     @property
     def hello(self) -> Hello:
-        """Return the description that its workers sent.
-
-        Raises:
-            Overloaded: If no worker is ready yet.
-        """
+        """Return the description that its workers sent; raise `Overloaded` if no worker is ready yet."""
         if self.pool.hello is None or self.base is None:
             raise Overloaded(self.pool.why)
         return self.pool.hello
 
     def hold_index(self, nbytes: int) -> MemoryHold:
-        """Hold memory for a dataset's index; unused programs are evicted to make room.
-
-        Raises:
-            Overloaded: If memory has no room.
-        """
+        """Hold memory for a dataset's index; unused programs are evicted to make room."""
         self.shelf.make_room(nbytes)
         return self.budget.hold(nbytes, owner=INDEXES)
 
@@ -191,11 +181,7 @@ class DeviceGroup:
 
 
 class DeviceGroups:
-    """Deal requests over all devices of a server.
-
-    Args:
-        units: One or more devices.
-    """
+    """Deal requests over all devices of a server, one or more."""
 
     def __init__(self, units: Sequence[DeviceGroup]) -> None:
         self._units = tuple(units)
@@ -274,9 +260,6 @@ class DeviceGroups:
         """Hold memory for a dataset's index.
 
         It is the first device's if that is the machine's memory, else the host's.
-
-        Raises:
-            Overloaded: If memory has no room.
         """
         first = self._units[0]
         return first.hold_index(nbytes) if on_cpu(first.device) else self._host.hold(nbytes, owner=INDEXES)
@@ -306,11 +289,7 @@ class DeviceGroups:
 
 
 def _memory(config: ServerConfig, device: str) -> int:
-    """Return the bytes that requests may use on a device. Devices that share the machine's memory divide it.
-
-    Raises:
-        ConfigError: If nothing is left.
-    """
+    """Return the bytes for requests on a device. Devices that share the machine's memory divide it."""
     given = config.memory_budget_bytes
     if given is not None:
         _warn_of_too_much(given, device, count=len(config.devices) if on_cpu(device) else 1)

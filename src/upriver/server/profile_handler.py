@@ -59,7 +59,6 @@ class ProfileHandler:
         """Read a request, wait until memory has room for it, and measure.
 
         Args:
-            on_request: Called with the decoded request.
             wanted: Context that cancels its block when the client disconnects.
 
         Raises:
@@ -130,11 +129,7 @@ async def read_request(body: AsyncIterator[bytes]) -> ProfileRequest:
 
 
 def check_alike(runs: Sequence[StageMeasurements]) -> None:
-    """Check that programs measured together are one network at different micro-batch sizes.
-
-    Raises:
-        ProtocolError: If they are not.
-    """
+    """Raise `ProtocolError` unless programs are one network at different micro-batch sizes."""
     if any(run.names != runs[0].names for run in runs):
         counts = [len(run.names) for run in runs]
         raise ProtocolError(f"programs in one profile must have the same stages, got {counts} unlike ones")

@@ -291,22 +291,13 @@ class RunHandler:
         return weighed
 
     async def weigh(self, graph: SealedFile, stretch: StageRange, tenant: Tenant) -> Weighed:
-        """Let a worker compute the footprint of a stretch of a program, in the tenant's turn.
-
-        Raises:
-            Overloaded: If memory has no room for the graph now.
-            UpriverError: If the graph is invalid, or lacks these stages.
-        """
+        """Let a worker compute the footprint of a stretch of a program, in the tenant's turn."""
         with self._held(unheld_bytes(graph), tenant) as use:
             async with self.turn(tenant, "weigh"):
                 return await self._pool.weigh(graph, stretch, use)
 
     def _held(self, nbytes: int, tenant: Tenant) -> MemoryUse:
-        """Hold memory for a tenant until the last user of the block has left.
-
-        Raises:
-            Overloaded: If memory has no room now.
-        """
+        """Hold memory for a tenant until the last user of the block has left."""
         self._make_room(nbytes)
         return MemoryUse(self._budget.hold(nbytes, owner=tenant.name).release)
 

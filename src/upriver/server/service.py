@@ -80,7 +80,6 @@ def serve(config: ServerConfig, *, on_listening: OnListening | None = None) -> N
     Returns after SIGTERM and raises KeyboardInterrupt after SIGINT, unless the caller has its own handlers.
 
     Args:
-        config: The server's configuration.
         on_listening: Called once the first worker is ready: ``{"listening": URL, "pid": N}``. Connections are
             accepted before that, and told to wait.
 
@@ -122,10 +121,6 @@ def _traces(endpoint: str | None) -> Iterator[None]:
 
 class Server(uvicorn.Server):
     """Uvicorn with upriver's settings, on a bound socket.
-
-    Args:
-        config: The server's configuration.
-        on_listening: See `serve`.
 
     Attributes:
         failure: Error that made the server stop by itself, if any.

@@ -16,7 +16,6 @@ def tenant_rows(
     """Return the state of each tenant at this moment.
 
     Args:
-        units: Devices that hold the tenants' requests.
         done: Micro-batches answered so far, by tenant.
     """
     return tuple(

@@ -42,11 +42,7 @@ dataset and prefixes alone, and are dropped with the dataset."""
 
 
 def check_tenant_name(name: str) -> str:
-    """Check a tenant's name, and return it.
-
-    Raises:
-        ConfigError: If the name is invalid.
-    """
+    """Return a tenant's name after a check; raise `ConfigError` if the name is invalid."""
     if not valid_store_name(name):
         raise ConfigError(
             "a tenant's name has 1 to 64 letters, digits, '.', '_', '-', the first a letter or digit, got "
@@ -97,11 +93,7 @@ class Tenant(TenantShare):
         return self.stores is None or store in self.stores
 
     def check_store(self, store: str) -> None:
-        """Check that the tenant may read in a store.
-
-        Raises:
-            Forbidden: If it may not.
-        """
+        """Raise `Forbidden` unless the tenant may read in a store."""
         if not self.may_read(store):
             raise Forbidden(f"store {store!r} is not open to tenant {self.name!r}")
 
@@ -111,8 +103,6 @@ class Tenant(TenantShare):
         The readable rows of a dataset are computed once. A call then costs one look-up per sample, or none.
 
         Args:
-            store: Name of the dataset's store.
-            dataset: An open dataset.
             ids: Rows of its index.
 
         Raises:
@@ -165,9 +155,6 @@ ANYONE = Tenant(name="anyone")
 
 class Tenants:
     """All tenants of a server.
-
-    Args:
-        tenants: Tenants with distinct names, tokens and certificates.
 
     Raises:
         ConfigError: If two share a name, a token or a certificate.
@@ -235,11 +222,7 @@ def hash_token(token: str) -> str:
 
 
 def require_count(name: str, value: object) -> None:
-    """Check a count once, at the border.
-
-    Raises:
-        ConfigError: If it is not a whole number >= 1.
-    """
+    """Check once, at the border, that a count is a whole number >= 1; else raise `ConfigError`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be a whole number >= 1, got {value!r}")
 

@@ -31,7 +31,6 @@ class ResolvedRequest:
         known: Its program, by samples of a forward pass; empty if it needs none.
         deadline: Time by which the request must end, by the event loop's clock.
         body: Keeps the memory of the body while it is needed.
-        body_nbytes: Bytes of that memory.
         received_s: Seconds from the first byte of the body to the last.
     """
 
@@ -51,10 +50,8 @@ class AdmittedRequest:
     """Hold a run request that was admitted.
 
     Attributes:
-        program: Its program, if it needs one.
         use: Keeps its memory while any work is done for it.
         groups: Indices of micro-batches that go through the model together.
-        to_end: Whether it runs to the program's end.
         ahead: Whether a group may queue for its turn while the one before is computed; see
             `upriver.server.scheduling.footprint.works_ahead`. It gets its turn when that one is done, since
             memory is held for one group.
@@ -103,12 +100,7 @@ class RequestWork:
         self._more()
 
     async def result(self, index: int) -> tuple[Result, Timings]:
-        """Return the result of a group.
-
-        Raises:
-            DeadlineExceeded: If the request's deadline passes.
-            UpriverError: If the work cannot be done.
-        """
+        """Return the result of a group; raise `DeadlineExceeded` if the request's deadline passes."""
         async with until(self._order.asked.deadline):
             found = await self._computing[index]
         del self._computing[index]  # otherwise it would keep the answer
@@ -122,7 +114,6 @@ class RequestWork:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _more(self) -> None:
-        """Begin with the next group if it may begin."""
         index = self._last + 1
         in_turn = self._sent >= index - 1
         ahead = self._order.ahead and self._at_work >= index - 1 and self._sent >= index - 2
@@ -158,11 +149,7 @@ class RequestWork:
 
 @asynccontextmanager
 async def until(deadline: float) -> AsyncIterator[None]:
-    """Bound a block by a deadline of the event loop's clock.
-
-    Raises:
-        DeadlineExceeded: If the block does not end in time.
-    """
+    """Bound a block by a deadline of the event loop's clock; raise `DeadlineExceeded` if it passes."""
     limit = asyncio.timeout_at(deadline)
     try:
         async with limit:

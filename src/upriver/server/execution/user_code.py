@@ -49,11 +49,7 @@ _LEAST_SECRET_VALUE_CHARS = 8
 
 
 class UserCode:
-    """Make samples with code that is installed here.
-
-    Args:
-        allow: Names of the code that is allowed.
-    """
+    """Make samples with code that is installed here."""
 
     def __init__(self, allow: Sequence[str]) -> None:
         self._allow = allow
@@ -64,7 +60,6 @@ class UserCode:
         """Return a job's batch, or a list of its samples. Sets the generators of this process.
 
         Args:
-            run: The job.
             raws: The stored value of each sample, if the client sent it along.
 
         Raises:
@@ -118,14 +113,9 @@ class UserCode:
 def take_apart(run: RunCode, made: Any, *, most_tensors: int) -> MicroBatch:
     """Return a batch, or a list of samples, in the form that is sent.
 
-    Args:
-        run: The job.
-        made: Its batch or samples.
-        most_tensors: Tensors that an answer may have.
-
     Raises:
         CodeFailed: If a value cannot be sent; names the sample and the value.
-        TooLarge: If there are more tensors.
+        TooLarge: If there are more tensors than ``most_tensors``.
     """
     try:
         node, tensors = flatten(made)
@@ -152,7 +142,6 @@ def _told(what: str, run: RunCode) -> Iterator[None]:
     """Turn exceptions of the user's code into `CodeFailed`, with the traceback in it and in the log.
 
     Args:
-        what: The failure in words.
         run: The job. Its arguments may hold values that must not be logged.
     """
     try:

@@ -79,8 +79,6 @@ class LargestAnswers:
         request that would fit alone.
 
         Args:
-            asked: The request.
-            code: The code that it names.
             most_bytes: Bytes available to all requests together.
         """
         sent = max((sum(tensor.nbytes for tensor in batch.tensors) for batch in asked.batches), default=0)

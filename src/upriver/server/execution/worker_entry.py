@@ -119,8 +119,6 @@ def boot(
         parent: PID of the front. In a sandbox with its own process namespace the number means nothing. There
             bubblewrap ends this process together with the front.
         sandbox: Sandbox that the process already runs in: "bubblewrap" or "none".
-        group: See `join_group`.
-        limits: See `limit`.
         own_code: Whether it runs the user's own code, which keeps its network, files and rights.
     """
     join_group(group)

@@ -153,11 +153,7 @@ class ComputeWorker:
         self._waited_s = 0.0
 
     def serve(self) -> None:
-        """Handle messages until the front is gone.
-
-        Raises:
-            ChannelClosed: When the front is gone.
-        """
+        """Handle messages until the front is gone, which raises `ChannelClosed`."""
         while True:
             message, fds = self._channel.receive()
             try:
@@ -228,11 +224,7 @@ class ComputeWorker:
         )
 
     def _before_stage(self, key: str, position: int, keys: Collection[str]) -> None:
-        """Wait until the front has the weights that a stage is the first to read; see `Program.before_stage`.
-
-        Raises:
-            UpriverError: If the weights do not arrive.
-        """
+        """Wait until the front has the weights that a stage first reads; see `Program.before_stage`."""
         if not keys:
             return
         program = self._programs[key]
@@ -318,11 +310,7 @@ class ComputeWorker:
         return messages.Described(manifest=b"" if manifest is None else manifest.encode())
 
     def _made_up(self, program: Program) -> list[torch.Tensor]:
-        """Return inputs of the right form.
-
-        Raises:
-            TooLarge: If they exceed the bytes that a job may bring.
-        """
+        """Return inputs of the right form, no larger than a job may bring; else raise `TooLarge`."""
         inputs = program.graph.inputs
         nbytes, most = sum(value.spec.nbytes for value in inputs), self._setup.caps.payload_bytes
         if nbytes > most:
@@ -405,14 +393,7 @@ class ComputeWorker:
         return self._head(batch, layout, layout.write_into(self._slots[slot].data)), None
 
     def _make_room(self, nbytes: int) -> None:
-        """Reserve memory before an image is decoded or changed.
-
-        Args:
-            nbytes: Bytes that the image needs at once.
-
-        Raises:
-            Overloaded: If the memory is not available now.
-        """
+        """Reserve memory before an image is decoded or changed; raise `Overloaded` if there is none now."""
         beside = nbytes - DECODING_BYTES
         if beside <= self._beside:
             return

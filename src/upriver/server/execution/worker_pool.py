@@ -30,25 +30,19 @@ ATTEMPTS = 2
 """Workers that may die of one job. One crash may be another tenant's fault or chance; two are the job's."""
 
 START_ATTEMPTS = 3
-"""Workers that may die in a row before the server reports that none can start here.
-
-One death may be chance (memory was short), three are not.
-"""
+"""Workers that may die in a row before the server reports that none can start here. One death may be chance
+(memory was short), three are not."""
 
 RESTARTS = Backoff(base_s=0.1, cap_s=30.0)
 """Pauses before restarts. A start takes 2 s of a core, which others may need."""
 
 REST_S = 5.0
-"""Idle time after which a worker frees the memory that it keeps for the next job.
-
-The micro-batches of a job follow one another sooner.
-"""
+"""Idle time after which a worker frees the memory that it keeps for the next job. The micro-batches of a job
+follow one another sooner."""
 
 SETTLED_S = 60.0
-"""Lifetime after which a death counts as the first one, even if the worker did no job.
-
-It is longer than any pause between two deaths.
-"""
+"""Lifetime after which a death counts as the first one, even if the worker did no job. It is longer than any
+pause between two deaths."""
 
 _T = TypeVar("_T")
 
@@ -79,15 +73,10 @@ class WorkerPool:
     """Keep ``count`` workers alive. All methods belong to the event loop's thread.
 
     Args:
-        count: Number of workers.
         setup: First message to each worker.
         job_timeout_s: Seconds after which a worker that is still at one job is ended.
-        enclosure: Sandbox and limits of each worker.
         on_restart: Called for each replaced worker with the reason: ``crash``, ``memory`` or ``timeout``.
         load: Meter of the workers' time; a new one if None.
-
-    Attributes:
-        load: Meter of the workers' time.
     """
 
     def __init__(
@@ -153,7 +142,6 @@ class WorkerPool:
         Raises:
             WorkerCrashed: If the job killed `ATTEMPTS` workers, or one and there is no other.
             Overloaded: If no worker is available now or soon.
-            UpriverError: If the job cannot be done.
         """
 
         def run(worker: WorkerHandle) -> tuple[int, Result]:
@@ -165,13 +153,9 @@ class WorkerPool:
         return result
 
     async def weigh(self, graph: SealedFile, stretch: StageRange, use: JobResources | None = None) -> Weighed:
-        """Return the footprint of a stage range, computed from its program's graph.
-
-        Args:
-            use: See `run`.
+        """Return the footprint of a stage range, computed from its program's graph; see `run`.
 
         Raises:
-            WorkerCrashed: If the graph killed `ATTEMPTS` workers.
             UpriverError: If the graph is invalid, or has no such stages.
         """
         return await self._on_worker(lambda worker: worker.weigh(graph, stretch), Clock(), use)
@@ -179,15 +163,7 @@ class WorkerPool:
     async def measure(
         self, program: ProgramFiles, *, stop: int | None, use: JobResources | None = None
     ) -> StageMeasurements:
-        """Run a program's stages [0, stop) once on made-up inputs.
-
-        Args:
-            use: See `run`.
-
-        Raises:
-            WorkerCrashed: If the program killed `ATTEMPTS` workers.
-            UpriverError: If the stages cannot run.
-        """
+        """Run a program's stages [0, stop) once on made-up inputs; see `run`."""
 
         def measure(worker: WorkerHandle) -> tuple[int, StageMeasurements]:
             return worker.pid, worker.measure(program, stop=stop)
@@ -199,8 +175,7 @@ class WorkerPool:
     async def check(self, program: ProgramFiles, use: JobResources | None = None) -> bytes:
         """Load a program into a worker, which checks it; return the manifest to store with its weights.
 
-        Args:
-            use: See `run`.
+        See `run` for ``use`` and further errors.
 
         Raises:
             UpriverError: If the program is invalid.

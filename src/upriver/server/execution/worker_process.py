@@ -42,22 +42,16 @@ END_TIMEOUT_S = 5.0
 """Wait for a process whose socket is closed. It is exiting, and only its exit status explains why."""
 
 EXIT_TIMEOUT_S = 0.2
-"""Wait between the end of a process's socket and its exit, which takes some milliseconds.
-
-The wait blocks the front's event loop once for each death of a worker.
-"""
+"""Wait between the end of a process's socket and its exit, which takes some milliseconds. The wait blocks the
+front's event loop once for each death of a worker."""
 
 KILL_TIMEOUT_S = 1.0
-"""Wait for a killed process. It exits in milliseconds, or in some hundred with much memory.
-
-A driver or a file system may keep it forever. The front's event loop does not wait for that.
-"""
+"""Wait for a killed process. It exits in milliseconds, or in some hundred with much memory. A driver or a
+file system may keep it forever. The front's event loop does not wait for that."""
 
 LOOK_S = 1.0
-"""Interval at which the front checks a worker that waits for weights.
-
-If the worker is gone, its replacement needs the thread.
-"""
+"""Interval at which the front checks a worker that waits for weights. If the worker is gone, its replacement
+needs the thread."""
 
 BROKE_OFF = "broke off"
 """Ending of a worker whose process still exists."""
@@ -74,7 +68,6 @@ class Job:
 
     Attributes:
         run: The work. `WorkerHandle` fills in ``slot``, and ``blobs`` if there are any.
-        program: The program that ``run`` needs.
         parts: The input: stored bytes of each sample, or the payload of ``run.header``.
         owner: Name of the tenant that the work is done for.
         room: Returns whether an answer may use this many bytes in total. Called in the thread that runs the
@@ -109,6 +102,9 @@ class WorkerHandle:
 
     All methods except `start`, `forget`, `tidy`, `rest` and `kill` block: call them in a thread, one at a
     time.
+
+    Methods that exchange messages with the worker raise `OSError` if it is gone, timed out or sent another
+    message. They also raise the `UpriverError` that the worker reports.
     """
 
     def __init__(
@@ -183,12 +179,7 @@ class WorkerHandle:
         return self._process.pid
 
     def shake_hands(self, setup: messages.Setup, *, job_timeout_s: float) -> messages.Hello:
-        """Wait until the worker is ready.
-
-        Raises:
-            UpriverError: If the worker reports why it cannot be ready.
-            OSError: If the worker died, sent another message, or was not ready in time.
-        """
+        """Wait until the worker is ready."""
         self._channel.set_timeout(START_TIMEOUT_S)
         try:
             self._send(setup)
@@ -210,12 +201,7 @@ class WorkerHandle:
                 raise ChannelClosed(f"a worker says hello first, got {type(answer).__name__}")
 
     def load(self, program: ProgramFiles) -> None:
-        """Load a program into the worker unless it is loaded.
-
-        Raises:
-            UpriverError: If the worker refuses the program.
-            OSError: If the worker died.
-        """
+        """Load a program into the worker unless it is loaded."""
         self.tidy()
         self.program = program.digest
         if program.key in self._loaded:
@@ -235,9 +221,7 @@ class WorkerHandle:
         """Run one job.
 
         Raises:
-            UpriverError: If the worker reports that the job cannot be done.
             Overloaded: If this process cannot allocate another slot.
-            OSError: If the worker died or timed out.
         """
         self.tidy()
         if job.program is not None:
@@ -254,34 +238,19 @@ class WorkerHandle:
             self._slots.give_back(slot)
 
     def measure(self, program: ProgramFiles, *, stop: int | None) -> messages.StageMeasurements:
-        """Run a program's stages once on made-up inputs.
-
-        Raises:
-            UpriverError: If the worker reports that the stages cannot run.
-            OSError: If the worker died or timed out.
-        """
+        """Run a program's stages once on made-up inputs."""
         self.load(program)
         self._send(messages.Measure(program=program.key, stop=stop))
         return self._answered(messages.StageMeasurements, program)
 
     def check(self, program: ProgramFiles) -> bytes:
-        """Load a program into the worker, which checks it; return the manifest to store with its weights.
-
-        Raises:
-            UpriverError: If the worker refuses the program.
-            OSError: If the worker died or timed out.
-        """
+        """Load a program into the worker, which checks it; return the manifest to store with its weights."""
         self.load(program)
         self._send(messages.Describe(program=program.key))
         return self._answered(messages.Described).manifest
 
     def weigh(self, graph: SealedFile, stretch: StageRange) -> messages.Weighed:
-        """Compute the footprint of a stage range from a program's graph.
-
-        Raises:
-            UpriverError: If the worker reports that the footprint cannot be computed.
-            OSError: If the worker died or timed out.
-        """
+        """Compute the footprint of a stage range from a program's graph."""
         self.tidy()
         question = messages.Weigh(
             key=stretch.key, graph_nbytes=graph.nbytes, start=stretch.start, stop=stretch.stop
@@ -294,11 +263,7 @@ class WorkerHandle:
         self._outdated.append(key)
 
     def tidy(self) -> None:
-        """Tell the worker which slots and programs to drop. Call only while no thread uses it.
-
-        Raises:
-            OSError: If the worker is gone.
-        """
+        """Tell the worker which slots and programs to drop. Call only while no thread uses it."""
         programs = set()
         while self._outdated:
             programs.add(self._outdated.popleft())
@@ -539,9 +504,7 @@ def _command(fd: int, entry: int | None, enclosure: Enclosure) -> list[str]:
     """Return the command line of a worker.
 
     Args:
-        fd: Socket to the front.
         entry: Descriptor by which the worker joins its control group.
-        enclosure: The worker's sandbox and limits.
     """
     options = {
         "sandbox": enclosure.sandbox.kind,

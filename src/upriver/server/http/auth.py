@@ -58,11 +58,8 @@ class Authenticator:
     Light requests and responses with errors share the front's time in turns.
 
     Args:
-        app: The application to protect.
         config: Tenants, certificates and the number of connections.
-        audit: Log of refused requests.
         on_refused: Called with the code of each error that is sent here.
-        looks: Scheduler of light requests.
     """
 
     def __init__(
@@ -153,11 +150,7 @@ class Authenticator:
         return error_response(error)
 
     def _tenant(self, scope: Scope, headers: Headers) -> Tenant:
-        """Return the tenant of a request.
-
-        Raises:
-            NotAuthorized: If neither certificate nor token identifies one.
-        """
+        """Return the tenant of a request; raise `NotAuthorized` if no certificate or token identifies one."""
         if self._wants_certificates:
             tenant = self._by_certificate(scope)
             if tenant is not None:

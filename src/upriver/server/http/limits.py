@@ -84,7 +84,6 @@ class HeldConnection:
     """Keep what decides which connection ends when a new one needs room.
 
     Attributes:
-        transport: The connection's transport, to abort.
         since: Time of its last request, or of its start.
         known: Whether a tenant has used the connection.
         given_up: Whether it was aborted to make room.

@@ -78,7 +78,6 @@ class _Operation:
     Attributes:
         name: Operation id, for generated clients.
         good: Status of success, and its response.
-        errors: Statuses of errors.
         more: Parameters, request body and other security schemes.
     """
 

@@ -19,8 +19,6 @@ async def read_body(
     """Return a request and its tensors. The body is read whole: a client does not read while it sends.
 
     Args:
-        body: Chunks of the body.
-        caps: Limits of the body.
         room: Called with the total of bytes before each chunk is decoded; raises if memory has no room.
 
     Raises:

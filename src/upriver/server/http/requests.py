@@ -89,15 +89,7 @@ def content_length(request: Request) -> int | None:
 
 
 def check_length(request: Request, most: int, what: str) -> None:
-    """Check that the announced length of the body is allowed.
-
-    Args:
-        most: Largest number of bytes.
-        what: Kind of request, for the message.
-
-    Raises:
-        TooLarge: If the request announces more.
-    """
+    """Raise `TooLarge` if a request announces more than ``most`` bytes; ``what`` names it in the message."""
     length = content_length(request)
     if length is not None and length > most:
         raise TooLarge(f"a {what} has at most {most} bytes, got {length}")

@@ -33,7 +33,6 @@ class FrameStream(Response):
 
     Args:
         buffers: Buffers to send, in order; closed early if the client disconnects.
-        stack: Resources that the response holds.
         stall_timeout_s: Seconds after which a client that reads nothing is dropped.
         deadline: Time by the loop's clock when the last byte must be sent, but for `LAST_WORDS_S`.
         on_sent: Called with the number of bytes of each chunk.

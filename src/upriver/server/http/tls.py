@@ -80,7 +80,6 @@ class TlsHandshake(HeldConnection, asyncio.Protocol):
         config: Uvicorn's, as are the next two.
         server_state: Holds all connections.
         app_state: Copied into each request.
-        _loop: The event loop.
     """
 
     limits: ClassVar[HttpLimits]

@@ -20,17 +20,13 @@ import numpy.typing as npt
 
 SMALLEST_SLOT = 64 * 1024
 FREE_SLOTS = 4
-"""Free slots that keep their memory for the next micro-batch.
-
-One is being filled, two wait to be sent, one is input.
-"""
+"""Free slots that keep their memory for the next micro-batch. One is being filled, two wait to be sent, one
+is input."""
 
 KEPT_BYTES = 32 << 20
-"""Bytes that the free slots of a worker keep together, counted in the budget as memory of idle workers.
-
-Two answers of 16 samples at ResNet-18's first maps (12.8 MB each) fit. New memory costs page faults: a fifth
-of a server's processor time if each answer needed it.
-"""
+"""Bytes that the free slots of a worker keep together, counted in the budget as memory of idle workers. Two
+answers of 16 samples at ResNet-18's first maps (12.8 MB each) fit. New memory costs page faults: a fifth of a
+server's processor time if each answer needed it."""
 
 F_SEAL_FUTURE_WRITE = 0x10
 """Flag of Linux 5.1 that `fcntl` has no name for."""
@@ -95,12 +91,7 @@ class SlotPool:
         self._dropped: deque[int] = deque()
 
     def take(self, nbytes: int, *, owner: str = "") -> Slot:
-        """Return a slot of at least ``nbytes`` bytes that no view uses, without another tenant's bytes.
-
-        Args:
-            nbytes: Bytes needed.
-            owner: Tenant whose bytes it will hold.
-        """
+        """Return a slot of at least ``nbytes`` bytes that no view uses, without another tenant's bytes."""
         free = self._taken_out()
         fitting = [slot for slot in free if nbytes <= slot.nbytes <= 4 * max(nbytes, SMALLEST_SLOT)]
         found = next((slot for slot in fitting if slot.owner == owner), None) or next(iter(fitting), None)

@@ -58,7 +58,6 @@ class AuditLog:
         on_failure: Called for each line that was not written, or not to its end.
 
     Attributes:
-        path: Path of the file.
         failures: Number of lines that were not written, or not to their end.
 
     Raises:
@@ -101,16 +100,13 @@ class AuditLog:
         """Record the end of a run request.
 
         Args:
-            tenant: Name of the request's tenant.
             request_id: Id of the request, as in the other logs.
             dataset: Digest of the dataset, or name of the code; None if the client sent tensors.
-            store: Name of the dataset's store.
             program: Digest of the program that ran.
             samples: Number of samples requested.
             bytes_out: Bytes of the response that were sent.
             seconds: Seconds from the request's first byte to its end.
             outcome: ``ok``, an error's code, ``stalled`` or ``disconnect``.
-            bytes_in: Bytes of the request's body.
             arguments: Digest of the arguments of the code; None without code.
         """
         self._write(
@@ -185,12 +181,7 @@ class AuditLog:
         """Record a request that was refused before it was handled.
 
         Args:
-            tenant: Name of the request's tenant, if known.
             path: Path of the request, without its query.
-            status: Status of the response.
-            code: Code of the error.
-            request_id: Id of the request, as in the other logs.
-            client: Address of the client.
         """
         fields: dict[str, _Value] = {"path": path, "status": status, "outcome": code}
         if client is not None:
@@ -277,11 +268,6 @@ class Outcome:
 
 class AuditEntry(Outcome):
     """The line of one run request, from its first byte to its end.
-
-    Args:
-        audit: The log that gets the line.
-        tenant: Name of the request's tenant.
-        request_id: Id of the request, as in the other logs.
 
     Attributes:
         bytes_out: Bytes of the response that were sent.

@@ -77,9 +77,6 @@ class LoadMeter:
 
     Args:
         num_workers: Number of workers when all are running.
-        window_s: Seconds that count as recent.
-        free_below: Utilisation below which the machine is free.
-        predicted: Prediction of the stages' seconds on an idle machine.
         now: Seconds of a monotonic clock.
     """
 
@@ -175,7 +172,6 @@ class LoadMeter:
         """Return the present load.
 
         Args:
-            running: Requests in progress.
             more: Further fields of the answer, which the meter does not know.
         """
         window_s = self._looked_back_s()

@@ -75,7 +75,6 @@ def request_context(
     """Attach a request to all lines that are logged inside the block; yield the request's id.
 
     Args:
-        tenant: Name of the request's tenant.
         request_id: The id; None creates a new one.
         hidden: Secrets that the request came with.
     """

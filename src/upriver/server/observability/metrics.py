@@ -265,11 +265,7 @@ class ServerMetrics:
 
 
 class ErrorCounts:
-    """Count errors sent to clients by code, with those of the last minute apart.
-
-    Args:
-        counter: The Prometheus counter.
-    """
+    """Count errors sent to clients by code, with those of the last minute apart."""
 
     def __init__(self, counter: Counter, *, now: Callable[[], float]) -> None:
         self._counter, self._now = counter, now

@@ -57,7 +57,6 @@ class ProgramRow(_Row, frozen=True, kw_only=True):
     """State of one program that is kept loaded.
 
     Attributes:
-        tenant: Owner of the program.
         digest: First digits of the program's digest.
         nbytes: Memory of the program, counted once for all its users.
         users: Requests that use the program now.
@@ -73,7 +72,6 @@ class ErrorRow(_Row, frozen=True, kw_only=True):
     """Count of one kind of error sent to clients.
 
     Attributes:
-        code: Code as in the response.
         recent: Errors in the last minute.
         total: Errors since the server started.
     """

@@ -39,9 +39,6 @@ class TracingMiddleware:
 
     Place it behind `upriver.server.http.auth.Authenticator`, which determines the tenant and refuses unknown
     clients.
-
-    Args:
-        app: The application to trace.
     """
 
     def __init__(self, app: ASGIApp) -> None:

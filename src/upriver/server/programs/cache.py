@@ -51,7 +51,6 @@ class ProgramCache:
     """Keep programs within a budget; evict the least recently used first.
 
     Args:
-        budget: Budget of the memory that they hold.
         most_bytes: Bytes that unused programs may hold.
         on_evict: Called with each evicted key.
         quotas: Bytes that unused programs may hold, by owner.
@@ -140,9 +139,6 @@ class ProgramCache:
         """Return a held program; the first caller reads it while others wait.
 
         Its weights may still have to arrive: see `come`.
-
-        Raises:
-            UpriverError: If it cannot be read.
         """
         entry = self._entries[key]
         if entry.files is not None and entry.loading is None and entry.files.broken:
@@ -177,12 +173,7 @@ class ProgramCache:
         return self._budget.hold(0, owner=owner)
 
     def grow(self, hold: MemoryHold, nbytes: int) -> None:
-        """Enlarge the memory of an upload.
-
-        Raises:
-            DoesNotFit: If there is never enough memory for it.
-            Overloaded: If there is no memory for it now.
-        """
+        """Enlarge the memory of an upload; raise as `take` does."""
         if nbytes > hold.nbytes:
             self._need(nbytes - hold.nbytes, whole=nbytes)
             hold.resize(nbytes)

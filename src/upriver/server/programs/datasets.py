@@ -111,11 +111,7 @@ class Datasets:
         self._count(ref)
 
     async def _admit(self, nbytes: int, holds: list[MemoryHold]) -> None:
-        """Hold this many bytes in all for an index that is being opened; drop other indexes for them.
-
-        Raises:
-            Overloaded: If there is no memory for it.
-        """
+        """Hold this many bytes in all for an index that is being opened; drop other indexes for them."""
         missing = nbytes - sum(hold.nbytes for hold in holds)
         while missing > 0:
             try:
@@ -127,11 +123,7 @@ class Datasets:
                 return
 
     def _count(self, ref: DatasetRef) -> None:
-        """Hold the bytes of the index that was used last; drop others for them, and finally the index itself.
-
-        Raises:
-            Overloaded: If there is no memory for it.
-        """
+        """Hold the bytes of the last used index; drop others for them, and finally the index itself."""
         entry = self._open[ref]
         missing = entry.missing_bytes
         while missing:
@@ -183,9 +175,6 @@ def _open(store: Store, digest: str, prefix: str, admit: Callable[[int], None]) 
     """Open a dataset, and refuse samples under the server's own prefix.
 
     Otherwise any writer of an index could read other tenants' programs through it.
-
-    Raises:
-        Forbidden: If a sample lies under the server's own prefix.
     """
     dataset = Dataset.open(store, digest, prefix=prefix, admit=admit)
     if inside(dataset.objects.dictionary, (prefix,)).any():

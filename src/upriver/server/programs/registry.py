@@ -71,23 +71,17 @@ SMALL_BYTES = 1 << 20
 """Weights below this size are read whole: one request, where a lookup of their contents needs four."""
 
 MAX_KNOWN, MAX_KNOWN_BYTES = 64, 32 << 20
-"""Most known graphs and their bytes, kept for later requests whether loaded or not.
-
-A graph usually has some hundred kB.
-"""
+"""Most known graphs and their bytes, kept for later requests whether loaded or not. A graph usually has some
+hundred kB."""
 
 KEPT_SHARE = 1 / 8
-"""Share of its weights' bytes up to which the front keeps a streaming program's metadata.
-
-No memory is held for the metadata, and a tenant may upload as many programs as the budget takes. A network
-with more metadata has some MB of weights, which are soon read whole.
-"""
+"""Share of its weights' bytes up to which the front keeps a streaming program's metadata. No memory is held
+for the metadata, and a tenant may upload as many programs as the budget takes. A network with more metadata
+has some MB of weights, which are soon read whole."""
 
 LOOKING = 4
-"""Streaming programs of one store that are looked up at once, each in a thread.
-
-A store that does not answer blocks only its own threads.
-"""
+"""Streaming programs of one store that are looked up at once, each in a thread. A store that does not answer
+blocks only its own threads."""
 
 MAX_NOTED = 4096
 """Programs whose last noted use is remembered. The use of others is noted again."""
@@ -112,9 +106,6 @@ class KnownProgram:
         key: Its name here, separate for each tenant, even with equal digests.
         nbytes: Bytes that it needs in the front and in workers once it is loaded.
         graph: ``graph.json``, sealed.
-        weights: Location of its weights file.
-        weights_digest: Digest of the weights.
-        weights_nbytes: Bytes of the weights file.
     """
 
     key: str
@@ -139,11 +130,8 @@ class ProgramRegistry:
     Args:
         stores: Searched in order; uploads go to the first one that a tenant may read.
         prefix: The operator's prefix, in every store.
-        shelf: Cache of loaded programs.
         stored_bytes: Bytes of programs and weights that a tenant without a limit of its own may store.
-        workers: Workers that may load a program.
         copies: Copies of its weights; see `upriver.server.scheduling.footprint.program_bytes`.
-        device: Device on which workers compute.
         limits: Bounds on the link's use by weights that stream while a program runs. If None, a program runs
             only after all of its weights arrived.
     """
@@ -344,12 +332,7 @@ class ProgramRegistry:
         return builder.finish()
 
     def weighed(self, program: ProgramFiles, weighed: Weighed, hold: MemoryHold) -> None:
-        """Hold the memory that loading an upload needs, before a worker loads it.
-
-        Raises:
-            DoesNotFit: If there is never enough memory.
-            Overloaded: If there is no memory now.
-        """
+        """Hold the memory that loading an upload needs, before a worker loads it."""
         nbytes = self._takes(program.nbytes, program.graph.nbytes)
         self._shelf.grow(hold, nbytes + self._workers * weighed.constant_bytes)
 
@@ -394,13 +377,7 @@ class ProgramRegistry:
     async def _room(
         self, tenant: Tenant, place: ProgramLocation, objects: Mapping[str, int], digests: Collection[str]
     ) -> AsyncIterator[None]:
-        """Note in the store what the block writes, so that other uploads count it and no process removes it.
-
-        Raises:
-            StorageFull: If it exceeds the tenant's storage.
-            Overloaded: If some of it is being removed.
-            StoreError: If the store cannot be listed or written.
-        """
+        """Note what the block writes in the store: other uploads count it, and no process removes it."""
         store, prefix = place.store, place.prefix
 
         def begin() -> str:
@@ -516,9 +493,6 @@ class ProgramRegistry:
         """Return a weights file without any requested tensor, or None if it must be read whole.
 
         It must be if it has no manifest, a wrong one, or one that is too large to keep.
-
-        Raises:
-            StoreError: If the store cannot be read.
         """
         place = known.weights
         name = (place.store.name, place.prefix, weights_digest)
@@ -599,11 +573,7 @@ def own_prefix(prefix: str, tenant: Tenant) -> str:
 
 
 def _is_stored(store: Store, path: str, described: Manifest) -> bool:
-    """Return whether a weights file is stored with a manifest that describes each weight equally.
-
-    Raises:
-        StoreError: If the store cannot be read.
-    """
+    """Return whether a weights file is stored with a manifest that describes each weight equally."""
     try:
         found = layout.read(store, path)
     except (ObjectNotFound, ObjectChanged, ProgramError):
@@ -620,11 +590,7 @@ class _Weights(msgspec.Struct):
 
 
 def _numbers(graph: memoryview, file: ColdFile) -> list[int]:
-    """Return the places of a graph's weights in a file.
-
-    Raises:
-        ProgramError: If a weight is missing from the file.
-    """
+    """Return the places of a graph's weights in a file; raise `ProgramError` if one is missing."""
     try:
         keys = [weight.key for weight in msgspec.json.decode(graph, type=_Weights).weights]
     except (msgspec.DecodeError, RecursionError) as error:

@@ -38,10 +38,8 @@ from upriver.text import error_text
 log = logging.getLogger(__name__)
 
 TENSOR_BYTES, CHECKSUM_BYTES, CHARACTER_BYTES = 1600, 96, 4
-"""Bytes that a process keeps for a requested tensor, each of its checksums, each character of its name.
-
-They cover its stored form, its place, its request and its history.
-"""
+"""Bytes that a process keeps for a requested tensor, each of its checksums, each character of its name. They
+cover its stored form, its place, its request and its history."""
 
 
 GROUPING = "upriver"
@@ -51,18 +49,16 @@ GROUPING = "upriver"
 class ColdFile:
     """Hold a weights file that is partly here and partly requested.
 
-    All methods belong to the event loop's thread unless a section below says otherwise.
+    All methods belong to the event loop's thread unless a section below says otherwise. Methods that wait
+    raise an `UpriverError` if tensors do not arrive, or if the file's digest is wrong.
 
     Args:
-        found: Metadata of the file.
-        digest: Digest of the file.
         limits: Bounds on its use of the link.
         device: Device on which programs with these weights run.
         on_forged: Called if each chunk matches the manifest but the whole file has another digest.
 
     Attributes:
         fd: Descriptor of the memory, which holds the file's header from the start.
-        nbytes: Bytes of the file.
         numbers: Number of each tensor in the file, by key.
 
     Raises:
@@ -111,11 +107,7 @@ class ColdFile:
         return self._arrivals.error
 
     def wait(self, numbers: Collection[int], *, timeout_s: float) -> bool:
-        """Wait until these tensors are here, outside the event loop's thread; return False after the timeout.
-
-        Raises:
-            UpriverError: If they do not arrive.
-        """
+        """Wait until these tensors are here, outside the event loop's thread; False after a timeout."""
         if not self._asked.issuperset(numbers):
             self._tell(lambda: self.ask(numbers))
         return self._arrivals.wait(numbers, self._hurry, timeout_s=timeout_s)
@@ -131,7 +123,6 @@ class ColdFile:
         """Request these tensors.
 
         Args:
-            numbers: Their numbers in the file.
             to_end: Whether all others follow, so that the file can be checked against its digest.
         """
         self._wanted.append(set(numbers) - self._asked)
@@ -152,9 +143,6 @@ class ColdFile:
 
         A request that begins now and works that long ends no later than one that began earlier, and waits
         less in between. A worker that waits for weights is not available to other requests.
-
-        Raises:
-            UpriverError: If they do not arrive.
         """
         for number in first:
             self._hurry(number)
@@ -168,21 +156,13 @@ class ColdFile:
             await news.wait()
 
     async def over(self) -> None:
-        """Wait until nothing is in progress.
-
-        Raises:
-            UpriverError: If a tensor does not arrive, or the digest is wrong.
-        """
+        """Wait until nothing is in progress."""
         while self.coming:
             await self._news.wait()
         self._arrivals.check()
 
     async def checked(self) -> None:
-        """Wait until the digest is checked, if all of the file was requested.
-
-        Raises:
-            UpriverError: If the digest is wrong, or the file does not arrive.
-        """
+        """Wait until the digest is checked, if all of the file was requested."""
         while self._to_end and not self._arrivals.over:
             await self._news.wait()
         self._arrivals.check()
@@ -304,11 +284,7 @@ class ColdFile:
                 remember(self._found.source, stream, self._groupings)
 
     def _folded(self) -> str:
-        """Return the digest of the file, once all of it is here.
-
-        Raises:
-            UpriverError: If it does not arrive.
-        """
+        """Return the digest of the file, once all of it is here."""
         folded, end = hashlib.sha256(), 0
         with self._memory.room(0, self.nbytes) as data:
             for number, tensor in enumerate(self._tensors):
@@ -328,16 +304,13 @@ def kept_bytes(manifest: Manifest) -> int:
 
 
 class _Part:
-    """Receive tensors of one stream, as its sink. A thread creates the stream.
+    """Receive tensors of one stream, as its :class:`~upriver.coldstart.fetch.weight_stream.Sink`.
 
-    At the end it drops the file, because the two refer to each other: so memory is freed at once.
+    A thread creates the stream. At the end the part drops the file, because the two refer to each other: so
+    memory is freed at once.
 
     Args:
-        file: File of the tensors.
-        numbers: Their numbers in it, in order.
-
-    Attributes:
-        stream: Stream of the tensors, once it exists.
+        numbers: Their numbers in the file, in order.
     """
 
     def __init__(self, file: ColdFile, numbers: Sequence[int]) -> None:
@@ -350,7 +323,6 @@ class _Part:
         self._thread = BackgroundThread(self._begin, name="cold-part")
 
     def start(self) -> None:
-        """Start the thread that creates the stream."""
         try:
             self._thread.start()
         except UpriverError as error:
@@ -362,7 +334,6 @@ class _Part:
             self.stream.cancel()
 
     def join(self) -> None:
-        """Wait until its threads have ended."""
         self._thread.join()
         if self.stream is not None:
             self.stream.join()
@@ -400,11 +371,9 @@ class _Part:
         file.unreadable(error)
 
     def room(self, index: int) -> memoryview:
-        """See :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
         return self._here().room(self._numbers[index])
 
     def filled(self, index: int) -> None:
-        """See :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
         file = self._here()
         self._left -= 1
         file.came(self._numbers[index], last=not self._left)
@@ -412,7 +381,6 @@ class _Part:
             self._file = None
 
     def failed(self, error: UpriverError) -> None:
-        """See :class:`~upriver.coldstart.fetch.weight_stream.Sink`."""
         file, self._file = self._file, None
         if file is not None:
             file.failed(error)

@@ -17,7 +17,6 @@ class ProgramBuilder:
     """Assemble a program, and hash it on arrival.
 
     Args:
-        key: Its key here.
         digest: Expected digest of the graph.
     """
 
@@ -31,11 +30,7 @@ class ProgramBuilder:
         self.graph_nbytes = self.weights_nbytes = 0
 
     def add_graph(self, graph: bytes) -> None:
-        """Add the whole ``graph.json``.
-
-        Raises:
-            ProgramError: If its digest is another one.
-        """
+        """Add the whole ``graph.json``; raise `ProgramError` if its digest is another one."""
         if len(graph) > MAX_GRAPH_BYTES:
             raise ProgramError(f"graph.json has at most {MAX_GRAPH_BYTES} bytes, got {len(graph)}")
         got = hashlib.sha256(graph).hexdigest()
@@ -52,11 +47,7 @@ class ProgramBuilder:
         self.weights_nbytes += len(piece)
 
     def finish(self) -> ProgramFiles:
-        """Return the program, sealed.
-
-        Raises:
-            ProgramError: If the weights are not those that the graph names.
-        """
+        """Return the program, sealed; raise `ProgramError` if the graph names other weights."""
         got = self._hash.hexdigest()
         if got != self.weights_digest:
             raise ProgramError(f"the weights have digest {got}, the graph names {self.weights_digest}")
@@ -64,11 +55,7 @@ class ProgramBuilder:
         return self.finish_with(self._weights)
 
     def finish_with(self, weights: SealedFile | ColdFile, *, numbers: Sequence[int] = ()) -> ProgramFiles:
-        """Return the program with a weights file of the digest that the graph names.
-
-        Args:
-            numbers: Numbers of its weights in a file that still arrives.
-        """
+        """Return the program with a weights file of the digest that the graph names."""
         self._graph.seal()
         return ProgramFiles(
             key=self.key, digest=self._digest, graph=self._graph, weights=weights, numbers=numbers
@@ -84,7 +71,6 @@ async def fill(
     """Feed a body to a builder: the length of the graph, the graph, the weights.
 
     Args:
-        body_nbytes: Expected bytes of the body.
         room: Called with the bytes received so far, and the most of them that are the graph's; raises if
             there is no memory.
     """

@@ -65,7 +65,6 @@ class Sandbox:
     """Command with which workers are confined.
 
     Attributes:
-        kind: The sandbox in use.
         command: Arguments that precede a worker's own command line.
         warning: Text for the operator; empty if there is none.
     """
@@ -80,8 +79,6 @@ class Enclosure:
     """Everything that confines each worker of a server.
 
     Attributes:
-        sandbox: See `Sandbox`.
-        device: Device on which workers compute.
         memory_bytes: Most memory admitted on the device at once; None if unknown.
         groups: Maker of a control group for each worker; None if impossible, or if memory is unknown.
         own_code: Whether workers run the user's own code. Such workers see what the front sees, and only
@@ -122,13 +119,11 @@ def enclose(
 ) -> Enclosure:
     """Determine how workers can be confined here. Call it once, before any worker starts.
 
+    See `Enclosure` for the other arguments.
+
     Args:
         mode: "bubblewrap" requires it, "auto" uses it where it works. Neither applies to workers that run own
             code.
-        device: Device on which workers compute.
-        memory_bytes: Most memory admitted on the device at once; None if unknown.
-        own_code: Whether workers run the user's own code.
-        hidden: Environment variables that such workers do not see.
 
     Raises:
         ConfigError: If bubblewrap is required and does not work.
@@ -145,11 +140,7 @@ def enclose(
 
 
 def choose(mode: Mode, *, device: str) -> Sandbox:
-    """Return the sandbox that works here.
-
-    Raises:
-        ConfigError: If bubblewrap is required and does not work.
-    """
+    """Return the sandbox that works here; raise `ConfigError` as `enclose` does."""
     if mode == "none":
         return Sandbox()
     bwrap = shutil.which("bwrap")
@@ -174,9 +165,7 @@ def bubblewrap(bwrap: str, namespaces: Sequence[str], *, device: str) -> tuple[s
     """Return the command line to which a worker's own is appended.
 
     Args:
-        bwrap: Path of the program.
         namespaces: Options that make a user namespace.
-        device: Device on which workers compute.
     """
     options = [*namespaces]
     options += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]

@@ -62,11 +62,7 @@ _V2 = _Version(
 
 
 class ControlGroup:
-    """Control group of one worker.
-
-    Attributes:
-        nbytes: Memory limit.
-    """
+    """Control group of one worker."""
 
     def __init__(self, path: Path, version: _Version, nbytes: int) -> None:
         self._path = path
@@ -110,12 +106,7 @@ class ControlGroup:
 
 
 class ControlGroups:
-    """Make the workers' groups, and remove those whose worker or front has ended.
-
-    Args:
-        parent: Group in which they are made.
-        version: Names of their files.
-    """
+    """Make the workers' groups, and remove those whose worker or front has ended."""
 
     def __init__(self, parent: Path, version: _Version) -> None:
         self._parent = parent

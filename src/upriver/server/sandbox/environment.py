@@ -43,8 +43,6 @@ def code_environment(
     -m``.
 
     Args:
-        environment: The front's environment.
-        threads: Threads of each worker.
         hidden: Variables that hold credentials of stores.
     """
     secret = (TOKEN_VARIABLE, *hidden)
@@ -62,8 +60,6 @@ def worker_environment(
     """Return the environment of a confined worker, with its libraries' threads and its allocator's settings.
 
     Args:
-        environment: The front's environment.
-        threads: Threads of each worker.
         boxed: Whether the worker has a file system of its own, without a home folder.
     """
     kept = {name: environment[name] for name in _KEPT_VARIABLES if name in environment}

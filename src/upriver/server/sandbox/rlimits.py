@@ -75,7 +75,6 @@ def limits(memory_bytes: int | None, *, device: str, own_code: bool = False) -> 
     Args:
         memory_bytes: Most memory that may be admitted; None if unknown.
         device: Device on which the worker computes; admitted memory is that device's.
-        own_code: Whether the worker runs the user's own code.
     """
     found = {} if own_code else {"RLIMIT_NOFILE": MAX_FILES}
     if on_cpu(device):

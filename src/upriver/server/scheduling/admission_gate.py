@@ -14,7 +14,6 @@ class AdmissionGate:
     """Admission that tasks wait for. All methods belong to the event loop's thread.
 
     Args:
-        queue: Decides which request is admitted.
         budget: The queue's memory; bytes that come free in it start a round.
         collect_s: Seconds that a round waits for further requests.
     """

@@ -25,29 +25,21 @@ from upriver.server.tenants import Tenant
 from upriver.types import MicroBatch
 
 TAIL_BYTES = 2 << 20
-"""Bytes of an answer that may wait for the socket while the next micro-batch is computed.
-
-Some 20 ms at 1 Gbit/s, in which a live reader asks for more.
-"""
+"""Bytes of an answer that may wait for the socket while the next micro-batch is computed. Some 20 ms at 1
+Gbit/s, in which a live reader asks for more."""
 
 COPIES = 3
-"""Copies of a micro-batch's stored bytes: from the store, in the worker, and of the next micro-batch.
-
-The worker holds its copy while it computes, and the next one is read meanwhile.
-"""
+"""Copies of a micro-batch's stored bytes: from the store, in the worker, and of the next micro-batch. The
+worker holds its copy while it computes, and the next one is read meanwhile."""
 
 UNSEEN = 8
-"""Multiple of the stored bytes for images of unknown size, which are not resized to one size.
-
-A JPEG usually decodes to five times its bytes. If the estimate is too low, the worker asks for the missing
-bytes before it allocates them.
-"""
+"""Multiple of the stored bytes for images of unknown size, which are not resized to one size. A JPEG usually
+decodes to five times its bytes. If the estimate is too low, the worker asks for the missing bytes before it
+allocates them."""
 
 DECODING_BYTES = 192 << 20
-"""Memory of each worker to decode and change one image at a time, say a JPEG of 16 megapixels.
-
-The worker asks for more before a larger image, since only the image itself tells its size.
-"""
+"""Memory of each worker to decode and change one image at a time, say a JPEG of 16 megapixels. The worker
+asks for more before a larger image, since only the image itself tells its size."""
 
 FLOAT = 4
 """Multiple of the bytes of pixels that they need as a tensor."""
@@ -59,26 +51,20 @@ GRAPH_FACTOR = 24
 """Most bytes of a graph as objects in a worker, as a multiple of its bytes as JSON."""
 
 WEIGHED_BYTES = 1 << 20
-"""Bytes of graphs as JSON that a worker keeps as objects for the next question.
-
-A client asks for some cuts of one network in a row. These bytes count as memory of idle workers. A larger
-graph gets memory of its own.
-"""
+"""Bytes of graphs as JSON that a worker keeps as objects for the next question. A client asks for some cuts
+of one network in a row. These bytes count as memory of idle workers. A larger graph gets memory of its
+own."""
 
 MAX_WEIGHED = 4096
 """Stage ranges whose footprints are remembered: three numbers each."""
 
 MAX_FORMS = MAX_WEIGHED
-"""Positions of programs whose footprints are remembered, as many as stage ranges.
-
-A graph is read in the event loop, where all other requests wait.
-"""
+"""Positions of programs whose footprints are remembered, as many as stage ranges. A graph is read in the
+event loop, where all other requests wait."""
 
 MAX_FORM_TENSORS = 65_536
-"""Tensors that these positions may have together: each is a type and a shape, some hundred bytes.
-
-One position may have a thousand.
-"""
+"""Tensors that these positions may have together: each is a type and a shape, some hundred bytes. One
+position may have a thousand."""
 
 END = -1
 """Replaces the stop of a stage range: the program's last stage, which the front does not know."""
@@ -101,11 +87,7 @@ class Scales(Protocol):
 
 
 class FootprintCache:
-    """Cache the footprints of stage ranges; each is computed once, for all concurrent requests.
-
-    Args:
-        scales: Computes them.
-    """
+    """Cache the footprints of stage ranges; each is computed once, for all concurrent requests."""
 
     def __init__(self, scales: Scales) -> None:
         self._scales = scales
@@ -203,22 +185,14 @@ class PositionFootprint:
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
 
     def check_size(self, micro_batch: int) -> None:
-        """Check that the program was made for micro-batches of this size.
-
-        Raises:
-            ProtocolError: If it was not.
-        """
+        """Raise `ProtocolError` unless the program was made for micro-batches of this size."""
         if self.micro_batch != micro_batch:
             raise ProtocolError(
                 f"the program is made for micro-batches of {self.micro_batch}, not {micro_batch}"
             )
 
     def check_given(self, request: RunRequest, batches: Sequence[MicroBatch]) -> None:
-        """Check that a request's inputs fit the program at this position, before it runs.
-
-        Raises:
-            ProtocolError: If they do not.
-        """
+        """Raise `ProtocolError`, before a run, unless a request's inputs fit the program at this position."""
         if request.dataset is not None and self.count != 1:
             raise ProtocolError(f"a dataset gives one tensor, and the program takes {self.count}")
         for index, batch in enumerate(() if request.given else batches):
@@ -296,8 +270,6 @@ def program_bytes(nbytes: int, *, graph_nbytes: int, workers: int, copies: int =
 
     Args:
         nbytes: Bytes of graph and weights file.
-        graph_nbytes: Bytes of the graph alone.
-        workers: Workers that may load it.
         copies: Copies of its weights: one if workers share them, one each on an accelerator.
     """
     return graph_nbytes + copies * (nbytes - graph_nbytes) + GRAPH_FACTOR * graph_nbytes * workers
@@ -317,7 +289,6 @@ class InputFootprint:
     """Describe the memory of a request's largest micro-batch before model stages.
 
     Attributes:
-        stored_bytes: Bytes as stored.
         out_bytes: Bytes after the input stages, with a row for each sample that it has room for; infinite if
             only the samples tell.
         unseen_bytes: Usual bytes in that case.
@@ -344,10 +315,8 @@ def request_bytes(
     """Return the bytes of a request besides its program, by samples of one forward pass.
 
     Args:
-        request: The request.
         dataset: Source of its samples; None if they were sent along.
         weighed: Footprint of its model stages, by samples of a forward pass; empty if it has none.
-        batches: The samples sent along.
     """
     sizes = tuple(weighed) or (request.micro_batch,)
     given = InputFootprint() if dataset is None else input_of(request, dataset, batches)

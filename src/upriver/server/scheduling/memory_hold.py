@@ -12,10 +12,8 @@ from upriver.control.memory_budget import MemoryHold
 from upriver.errors import Overloaded
 
 DECISION_S = 10.0
-"""Seconds that a worker's thread waits for the event loop's decision.
-
-The decision takes milliseconds, but an event loop that is being closed never answers.
-"""
+"""Seconds that a worker's thread waits for the event loop's decision. The decision takes milliseconds, but an
+event loop that is being closed never answers."""
 
 
 class MemoryUse:
@@ -55,7 +53,6 @@ class AnswerRoom:
     """Decide whether an answer fits its request's memory. A worker's thread asks, the event loop decides.
 
     Args:
-        hold: The request's memory.
         loop: Event loop that the hold belongs to.
         make_room: See `MakeRoom`.
         check_fits: Raises DoesNotFit if the request may never hold this many bytes.

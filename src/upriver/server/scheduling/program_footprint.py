@@ -29,8 +29,6 @@ class FootprintEstimator:
     """Estimate the footprints of stage ranges of one graph.
 
     Args:
-        graph: Untrusted graph.
-        device: Device that it will run on.
         caps: Bounds on its declarations.
 
     Attributes:

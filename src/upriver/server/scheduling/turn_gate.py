@@ -13,9 +13,6 @@ class TurnGate:
     """Turns that tasks wait for. All methods belong to the event loop's thread.
 
     A free slot is never kept while a turn waits.
-
-    Attributes:
-        queue: Decides whose turn is next.
     """
 
     def __init__(self, queue: FairQueue) -> None:
