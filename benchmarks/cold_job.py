@@ -182,7 +182,7 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
     from upriver.coldstart.format.checkpoint import find
     from upriver.coldstart.model.arrivals import Arrivals
     from upriver.coldstart.model.assignment import held, match
-    from upriver.coldstart.model.weight_barrier import WeightGate
+    from upriver.coldstart.model.weight_barrier import WeightBarrier
     from upriver.store import Store
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -226,7 +226,7 @@ def parts(spec: Spec, _: Say) -> dict[str, Any]:
     arrivals = Arrivals(len(loaded))
     for number in range(len(loaded)):
         arrivals.filled(number)
-    gate = WeightGate(arrivals, lambda _: None)
+    gate = WeightBarrier(arrivals, lambda _: None)
     for number, tensor in held(matched):
         gate.hold(tensor, number)
     with gate.guarded():

@@ -49,9 +49,9 @@ class Backoff:
 
 
 class CircuitBreaker:
-    """Stop calling a failing server for an exponentially growing interval. Reset after a success.
+    """Say how long not to call a failing server: for an interval that grows from failure to failure.
 
-    Not thread-safe.
+    A success makes the next pause short again, and does not end a running one. Not thread-safe.
 
     Args:
         backoff: Length of the pauses.

@@ -63,10 +63,10 @@ class Waiting:
     ) -> None:
         self.now = 0
         self.budget = MemoryBudget(total)
-        self.shelf = ProgramCache(self.budget, most_bytes=total, on_evict=lambda key: None)
+        self.program_cache = ProgramCache(self.budget, most_bytes=total, on_evict=lambda key: None)
         self.line = AdmissionQueue(
             self.budget,
-            self.shelf,
+            self.program_cache,
             policy,
             most=most,
             most_waiting=waiting,
@@ -126,10 +126,10 @@ class Waiting:
 
     def keep(self, key: str, nbytes: int, owner: str = ANYONE.name) -> None:
         """Keep a loaded program that no request uses."""
-        upload = self.shelf.coming(owner=owner)
-        self.shelf.grow(upload, nbytes)
-        self.shelf.put(cast(Any, SimpleNamespace(key=key)), upload)
-        self.shelf.over(key, upload)
+        upload = self.program_cache.coming(owner=owner)
+        self.program_cache.grow(upload, nbytes)
+        self.program_cache.put(cast(Any, SimpleNamespace(key=key)), upload)
+        self.program_cache.over(key, upload)
 
     def leave(self, coming: Coming) -> None:
         self.line.leave(coming.result(), self.now)
@@ -465,7 +465,7 @@ def test_an_idle_program_that_others_wait_for_makes_room_where_nobody_could_go_o
     assert w.gone_in == ["b"]
     w.leave(b)
     w.settle()
-    assert a.done and w.shelf.keys == {"t/a"}
+    assert a.done and w.program_cache.keys == {"t/a"}
 
 
 def test_an_idle_program_that_others_wait_for_stays_as_long_as_there_is_room_without_it() -> None:
@@ -509,15 +509,15 @@ def test_a_policy_never_thinks_that_a_request_takes_less_than_it_does(nbytes) ->
 
 def test_a_program_that_has_come_and_that_nobody_uses_makes_room() -> None:
     w = Waiting(100)
-    upload = w.shelf.coming(owner="t")
-    w.shelf.grow(upload, 60)
+    upload = w.program_cache.coming(owner="t")
+    w.program_cache.grow(upload, 60)
     task = w.come("r", 80)
     w.settle()
     assert not task.done
-    w.shelf.put(SimpleNamespace(key="t/p"), upload)
-    w.shelf.over("t/p", upload)
+    w.program_cache.put(SimpleNamespace(key="t/p"), upload)
+    w.program_cache.over("t/p", upload)
     w.settle()
-    assert task.done and not w.shelf.keys
+    assert task.done and not w.program_cache.keys
 
 
 def test_the_adaptive_way_fills_memory_and_takes_smaller_batches_when_it_is_short() -> None:

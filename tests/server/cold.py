@@ -99,7 +99,7 @@ class Served(Running):
         return [row.pid for unit in self.units for row in unit.pool.rows() if row.state == "busy"]
 
     def is_whole(self, program: Program) -> bool:
-        files = self.units[0].shelf.files(f"anyone/{program.digest}")
+        files = self.units[0].program_cache.files(f"anyone/{program.digest}")
         return files is not None and files.cold is None
 
 

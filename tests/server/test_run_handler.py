@@ -22,8 +22,8 @@ from upriver.server.http.errors import ErrorWording
 from upriver.server.observability.load import LoadMeter
 from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.run_handler import JOINED_BYTES, RunHandler
+from upriver.server.scheduling.answer_memory import MemoryUse
 from upriver.server.scheduling.footprint import TAIL_BYTES
-from upriver.server.scheduling.memory_hold import MemoryUse
 from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import ANYONE, Tenant, hash_token
 from upriver.types import Timings

@@ -29,7 +29,7 @@ from upriver.coldstart.model.assignment import MatchedWeights, held, match, memo
 from upriver.coldstart.model.construction import construct
 from upriver.coldstart.model.lazy_module import WeightGuard
 from upriver.coldstart.model.load_hooks import check_loading_code
-from upriver.coldstart.model.weight_barrier import WeightGate
+from upriver.coldstart.model.weight_barrier import WeightBarrier
 from upriver.errors import ConfigError, StoreError
 from upriver.program.graph.devices import make_ready
 from upriver.store import Store
@@ -57,7 +57,7 @@ class Loading(Handle[nn.Module]):
         super().__init__(plan, memories(matched.source.tensors, matched.targets), ahead=ahead, steps=steps)
         self._all = source
         self._keeps, self._shown = threading.Lock(), False
-        self._gate = WeightGate(self._arrivals, self._stream.hurry)
+        self._gate = WeightBarrier(self._arrivals, self._stream.hurry)
         self.touched = self._gate.touched
         for number, tensor in held(matched):
             self._gate.hold(tensor, number)

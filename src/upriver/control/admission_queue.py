@@ -180,7 +180,7 @@ class AdmissionQueue:
     def __init__(
         self,
         budget: MemoryBudget,
-        shelf: EvictablePrograms,
+        program_cache: EvictablePrograms,
         policy: Policy,
         *,
         most: int,
@@ -189,7 +189,7 @@ class AdmissionQueue:
         min_batch: int = 1,
         spare: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._budget, self._shelf, self._policy = budget, shelf, policy
+        self._budget, self._program_cache, self._policy = budget, program_cache, policy
         self._most, self._most_waiting, self._most_waiting_bytes = most, most_waiting, most_waiting_bytes
         self._min_batch, self._spare = min_batch, spare
         self._waiting: list[Waiter] = []  # in order of arrival
@@ -253,7 +253,7 @@ class AdmissionQueue:
         self._admitted[admitted.tenant] -= 1
         self._holding[admitted.tenant] -= admitted.nbytes
         if admitted.program is not None:
-            self._shelf.give_back(admitted.program)
+            self._program_cache.give_back(admitted.program)
         self._retries.freed(admitted.nbytes, now)
 
     def _waiter(self, wanted: AdmissionRequest, now: float) -> Waiter:
@@ -384,10 +384,10 @@ class AdmissionQueue:
 
         Idle programs are evicted for them, except those in ``but``.
         """
-        free = self._budget.free_bytes + self._shelf.idle_bytes(but=but)
+        free = self._budget.free_bytes + self._program_cache.idle_bytes(but=but)
         asks = [waiter.ask for waiter in waiters]
         by_key = {waiter.ask.key: waiter for waiter in waiters}
-        grants = self._policy(asks, free, loaded=self._shelf.keys, most=most)
+        grants = self._policy(asks, free, loaded=self._program_cache.keys, most=most)
         granted = [(by_key[grant.key], grant.batch) for grant in grants]
         return [waiter for waiter, size in granted if self._admit(waiter, size, now, but)]
 
@@ -408,7 +408,7 @@ class AdmissionQueue:
         """Return the bytes, besides idle programs, that must come free before a request is admitted."""
         size, wanted = waiter.ask.smallest, waiter.wanted
         needed = wanted.nbytes[size] + self._new_bytes(wanted.programs.get(size))
-        return needed - self._budget.free_bytes - self._shelf.idle_bytes(but=waiter.keys)
+        return needed - self._budget.free_bytes - self._program_cache.idle_bytes(but=waiter.keys)
 
     def _send_back(self, waiter: Waiter, error: Overloaded) -> None:
         """Refuse a waiting request, which holds nothing yet."""
@@ -449,13 +449,13 @@ class AdmissionQueue:
         if size == waiter.ask.smallest and not promised and not self._admitted[tenant.name]:
             return True
         own = frozenset[str]() if program is None else frozenset((program.key,))
-        held = self._budget.held_by(tenant.name) - self._shelf.idle_bytes(but=own, owner=tenant.name)
+        held = self._budget.held_by(tenant.name) - self._program_cache.idle_bytes(but=own, owner=tenant.name)
         more = waiter.wanted.nbytes[size] + self._new_bytes(program)
         return held + promised + more <= tenant.memory_share * self._budget.total_bytes
 
     def _new_bytes(self, program: NeededProgram | None) -> int:
         """Return the bytes of a program that is not in the cache yet; else 0."""
-        return program.nbytes if program is not None and program.key not in self._shelf else 0
+        return program.nbytes if program is not None and program.key not in self._program_cache else 0
 
     def _admit(self, waiter: Waiter, granted: int, now: float, but: Collection[str]) -> bool:
         """Take memory for the granted size, or for the next smaller one; return whether any was free.
@@ -465,7 +465,7 @@ class AdmissionQueue:
         for size in reversed([size for size in waiter.ask.sizes if size <= granted]):
             program, nbytes = waiter.wanted.programs.get(size), waiter.wanted.nbytes[size]
             room = nbytes + self._new_bytes(program)
-            if self._may_hold(waiter, size) and self._shelf.make_room(room, but=but):
+            if self._may_hold(waiter, size) and self._program_cache.make_room(room, but=but):
                 self._begin(waiter, size, program, now)
                 return True
         return False
@@ -473,7 +473,7 @@ class AdmissionQueue:
     def _begin(self, waiter: Waiter, size: int, program: NeededProgram | None, now: float) -> None:
         tenant, nbytes = waiter.wanted.tenant.name, waiter.wanted.nbytes[size]
         if program is not None:
-            self._shelf.take(program.key, program.nbytes, owner=tenant)
+            self._program_cache.take(program.key, program.nbytes, owner=tenant)
         self._admitted[tenant] += 1
         self._holding[tenant] += nbytes
         self._waiting.remove(waiter)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from upriver.control.delivery_table import DealtRoute, Pin, PrefetchWindow, Received, Way
-from upriver.control.prefetch_window import told, window_for
 from upriver.control.route_dealing import deal
+from upriver.control.window_size import told, window_for
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.finetune.calibration.server_gate import JobRequirements

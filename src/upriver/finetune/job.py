@@ -18,8 +18,8 @@ from torch import nn
 
 from upriver import tracing
 from upriver.control.delivery_table import PrefetchWindow
-from upriver.control.prefetch_window import told
 from upriver.control.route_dealing import deal
+from upriver.control.window_size import told
 from upriver.engine.fingerprint import flags, here
 from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
 from upriver.finetune.feature_source import FeatureSource

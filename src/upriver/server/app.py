@@ -192,7 +192,7 @@ class Front:
         self.metrics.queue(load.waiting, load.waiting_bytes)
         self.metrics.memory(load.reserved_bytes, used, load.budget_bytes)
         self.metrics.load(load.k, load.machine)
-        self.metrics.program_bytes.set(sum(unit.shelf.nbytes for unit in self.units))
+        self.metrics.program_bytes.set(sum(unit.program_cache.nbytes for unit in self.units))
         self.metrics.draining.set(self.draining)
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -462,7 +462,7 @@ class Front:
                 done=self.metrics.micro_batches_by(),
             ),
             workers=tuple(row for unit in self.units for row in unit.pool.rows()),
-            programs=tuple(row for unit in self.units for row in program_rows(unit.shelf)),
+            programs=tuple(row for unit in self.units for row in program_rows(unit.program_cache)),
             errors=self.metrics.errors.rows(),
             budget_bytes=load.budget_bytes,
             reserved_bytes=load.reserved_bytes,

@@ -79,7 +79,7 @@ class DeviceGroup:
         self.device, self._config = device, config
         self.base: MemoryHold | None = None
         self.budget = MemoryBudget(_memory(config, device))
-        self.shelf = ProgramCache(
+        self.program_cache = ProgramCache(
             self.budget,
             most_bytes=config.program_budget_bytes,
             on_evict=self._evicted,
@@ -110,7 +110,7 @@ class DeviceGroup:
         self.programs = ProgramRegistry(
             stores,
             prefix=config.prefix,
-            shelf=self.shelf,
+            program_cache=self.program_cache,
             caps=config.caps,
             most_bytes=config.program_budget_bytes,
             stored_bytes=config.stored_bytes,
@@ -123,7 +123,7 @@ class DeviceGroup:
         by_memory = config.admission == "adaptive"
         queue = AdmissionQueue(
             self.budget,
-            self.shelf,
+            self.program_cache,
             POLICIES[config.admission],
             most=config.max_admitted,
             most_waiting=config.max_waiting,
@@ -154,7 +154,7 @@ class DeviceGroup:
 
     def hold_index(self, nbytes: int) -> MemoryHold:
         """Hold memory for a dataset's index; unused programs are evicted to make room."""
-        self.shelf.make_room(nbytes)
+        self.program_cache.make_room(nbytes)
         return self.budget.hold(nbytes, owner=INDEXES)
 
     async def hold_base(self) -> None:

@@ -50,6 +50,7 @@ from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.registry import KnownProgram, ProgramRegistry
 from upriver.server.programs.streaming_weights import ColdFile
 from upriver.server.scheduling.admission_gate import AdmissionGate
+from upriver.server.scheduling.answer_memory import AnswerRoom, MemoryUse
 from upriver.server.scheduling.footprint import (
     END,
     TAIL_BYTES,
@@ -60,7 +61,6 @@ from upriver.server.scheduling.footprint import (
     unheld_bytes,
     works_ahead,
 )
-from upriver.server.scheduling.memory_hold import AnswerRoom, MemoryUse
 from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import Tenant
 from upriver.store import Store

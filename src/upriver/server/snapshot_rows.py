@@ -31,7 +31,7 @@ def tenant_rows(
     )
 
 
-def program_rows(shelf: ProgramCache) -> tuple[ProgramRow, ...]:
+def program_rows(program_cache: ProgramCache) -> tuple[ProgramRow, ...]:
     """Return the state of each cached program at this moment."""
     return tuple(
         ProgramRow(
@@ -40,5 +40,5 @@ def program_rows(shelf: ProgramCache) -> tuple[ProgramRow, ...]:
             nbytes=kept.nbytes,
             users=kept.users,
         )
-        for kept in shelf
+        for kept in program_cache
     )

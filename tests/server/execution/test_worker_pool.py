@@ -321,7 +321,7 @@ def test_an_upload_that_is_given_up_holds_its_memory_until_the_worker_is_done_wi
             assert unit.budget.reserved_bytes >= before + len(body)
             scene.may_load.set()
             await until(lambda: unit.budget.reserved_bytes == before)
-            assert program.digest not in "".join(unit.shelf.keys)
+            assert program.digest not in "".join(unit.program_cache.keys)
         finally:
             scene.may_load.set()
             await front.units.close()

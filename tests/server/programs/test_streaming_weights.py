@@ -217,7 +217,7 @@ def failed(server: Any, asked: RunRequest, batches: list[MicroBatch]) -> tuple[i
 
 
 def held(server: Served) -> int:
-    return sum(unit.shelf.nbytes for unit in server.units)
+    return sum(unit.program_cache.nbytes for unit in server.units)
 
 
 def changed(s3: GatedServer, path: str, data: bytes) -> None:
@@ -329,7 +329,7 @@ def test_a_store_that_says_nothing_holds_up_cold_programs_alone(
     with serving(s3, max_admitted=count) as server, ThreadPoolExecutor(count) as beside:
         answers = [beside.submit(run, server, request(program), sent(program)) for program in made]
         try:
-            wait_for(lambda: len(server.units[0].shelf.keys) == count)
+            wait_for(lambda: len(server.units[0].program_cache.keys) == count)
             assert ask(server, "GET", "/metrics")[0] == 200
         finally:
             go_on.set()

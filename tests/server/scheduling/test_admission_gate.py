@@ -38,9 +38,9 @@ class Waiting:
 
     def __init__(self, *, waiting: int = 16) -> None:
         self.budget = MemoryBudget(100)
-        self.shelf = ProgramCache(self.budget, most_bytes=100, on_evict=lambda key: None)
+        self.program_cache = ProgramCache(self.budget, most_bytes=100, on_evict=lambda key: None)
         queue = AdmissionQueue(
-            self.budget, self.shelf, static, most=8, most_waiting=waiting, most_waiting_bytes=10**6
+            self.budget, self.program_cache, static, most=8, most_waiting=waiting, most_waiting_bytes=10**6
         )
         self.line = AdmissionGate(queue, self.budget)
         self.gone_in: list[str] = []

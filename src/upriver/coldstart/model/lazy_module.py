@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from upriver.coldstart.model.weight_barrier import WeightGate
+from upriver.coldstart.model.weight_barrier import WeightBarrier
 from upriver.program.example_inputs import tensors_in
 
 FREE = frozenset({"__class__", "__doc__", "__module__"})
@@ -32,7 +32,7 @@ class WeightGuard:
     """Prevent reads of a model's weights before they arrive."""
 
     def __init__(
-        self, model: nn.Module, gate: WeightGate, *, after_call: Callable[[], object] = lambda: None
+        self, model: nn.Module, gate: WeightBarrier, *, after_call: Callable[[], object] = lambda: None
     ) -> None:
         self._gate, self._after_call = gate, after_call
         self._inside = threading.local()

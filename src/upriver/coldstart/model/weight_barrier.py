@@ -49,7 +49,7 @@ def pushed(mode: TorchDispatchMode) -> Iterator[None]:
         _pop_mode()
 
 
-class WeightGate:
+class WeightBarrier:
     """Map operator arguments to the tensors that must have arrived.
 
     Attributes:
@@ -111,7 +111,7 @@ class _Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, gate: WeightGate, caches: bool) -> None:
+    def __init__(self, gate: WeightBarrier, caches: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._gate, self._caches = gate, caches
         self._is_idle = False

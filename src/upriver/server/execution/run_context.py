@@ -17,7 +17,7 @@ from upriver.server.execution.worker_process import Job, Result
 from upriver.server.observability import tracing
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.registry import KnownProgram
-from upriver.server.scheduling.memory_hold import MemoryUse
+from upriver.server.scheduling.answer_memory import MemoryUse
 from upriver.server.tenants import Tenant
 from upriver.types import MicroBatch, Timings
 

@@ -52,8 +52,8 @@ from upriver.server.programs.cache import ProgramCache
 from upriver.server.programs.program_files import ProgramFiles
 from upriver.server.programs.streaming_weights import ColdFile, kept_bytes
 from upriver.server.programs.upload_builder import ProgramBuilder, fill
+from upriver.server.scheduling.answer_memory import MemoryUse
 from upriver.server.scheduling.footprint import program_bytes
-from upriver.server.scheduling.memory_hold import MemoryUse
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
 from upriver.text import bytes_text
@@ -141,7 +141,7 @@ class ProgramRegistry:
         stores: Mapping[str, Store],
         *,
         prefix: str,
-        shelf: ProgramCache,
+        program_cache: ProgramCache,
         caps: Caps,
         most_bytes: int,
         stored_bytes: int,
@@ -152,7 +152,7 @@ class ProgramRegistry:
         limits: StreamLimits | None = None,
     ) -> None:
         self._stores, self._prefix = stores, prefix
-        self._shelf, self._caps, self._most_bytes = shelf, caps, most_bytes
+        self._program_cache, self._caps, self._most_bytes = program_cache, caps, most_bytes
         self._workers, self._copies, self._metrics = workers, copies, metrics
         self._stored_bytes = stored_bytes
         self._noted: dict[str, float] = {}
@@ -200,9 +200,11 @@ class ProgramRegistry:
             ProgramError: If it is damaged.
             StoreError: If it cannot be read.
         """
-        self._metrics.program("kept" if self._shelf.files(known.key) is not None else "read", tenant.name)
+        self._metrics.program(
+            "kept" if self._program_cache.files(known.key) is not None else "read", tenant.name
+        )
         try:
-            files = await self._shelf.load(known.key, lambda: self._read(tenant, known))
+            files = await self._program_cache.load(known.key, lambda: self._read(tenant, known))
         except ObjectNotFound:
             self._known.pop(known.key, None)
             raise ProgramNotFound(
@@ -210,7 +212,7 @@ class ProgramRegistry:
             ) from None
         if (cold := files.cold) is not None:
             cold.ask(files.places(weighed.weights), to_end=weighed.to_end)
-            self._shelf.come(known.key, files)
+            self._program_cache.come(known.key, files)
         return files
 
     async def close(self) -> None:
@@ -227,7 +229,7 @@ class ProgramRegistry:
 
     def make_room(self, nbytes: int) -> bool:
         """Evict unused programs until this many bytes are free, if possible."""
-        return self._shelf.make_room(nbytes)
+        return self._program_cache.make_room(nbytes)
 
     def _note_use(self, known: KnownProgram) -> None:
         """Note in the store that a program is used, in the background, once an hour."""
@@ -265,7 +267,7 @@ class ProgramRegistry:
             StoreError: If the store cannot be listed.
         """
         place = self._own(tenant)
-        if self._shelf.files(key_of(tenant, digest)) is None:
+        if self._program_cache.files(key_of(tenant, digest)) is None:
             graph, check = graph_path(place.prefix, digest), partial(self._check_stored, tenant)
             look = partial(check_upload, place.store, place.prefix, graph, body_nbytes, check=check)
             await self._looked(place.store, look)
@@ -292,8 +294,8 @@ class ProgramRegistry:
         """
         self._own(tenant)
         self._check_size(tenant, body_nbytes)
-        hold = self._shelf.coming(owner=tenant.name)
-        with MemoryUse(lambda: self._shelf.over(key_of(tenant, digest), hold)) as use:
+        hold = self._program_cache.coming(owner=tenant.name)
+        with MemoryUse(lambda: self._program_cache.over(key_of(tenant, digest), hold)) as use:
             yield hold, use
 
     async def receive(
@@ -312,14 +314,16 @@ class ProgramRegistry:
             DoesNotFit: If there is never enough memory for it.
             Overloaded: If there is no memory for it now.
         """
-        if self._shelf.files(key_of(tenant, digest)) is not None:  # its digest says that it is the same
+        if (
+            self._program_cache.files(key_of(tenant, digest)) is not None
+        ):  # its digest says that it is the same
             async for _ in chunks:
                 pass
             return None
 
         def room(nbytes: int, graph_nbytes: int) -> None:
             taken = self._takes(nbytes, min(nbytes, graph_nbytes), workers=1)
-            self._shelf.grow(hold, -(-taken // STEP_BYTES) * STEP_BYTES)
+            self._program_cache.grow(hold, -(-taken // STEP_BYTES) * STEP_BYTES)
 
         builder = ProgramBuilder(key_of(tenant, digest), digest)
         await fill(builder, chunks, body_nbytes, room)
@@ -334,7 +338,7 @@ class ProgramRegistry:
     def weighed(self, program: ProgramFiles, weighed: Weighed, hold: MemoryHold) -> None:
         """Hold the memory that loading an upload needs, before a worker loads it."""
         nbytes = self._takes(program.nbytes, program.graph.nbytes)
-        self._shelf.grow(hold, nbytes + self._workers * weighed.constant_bytes)
+        self._program_cache.grow(hold, nbytes + self._workers * weighed.constant_bytes)
 
     async def put(self, tenant: Tenant, program: ProgramFiles, hold: MemoryHold, manifest: bytes) -> None:
         """Store a program that a worker has loaded: weights first, so that a stored graph always has them.
@@ -369,7 +373,7 @@ class ProgramRegistry:
                     sealed = msgspec.structs.replace(described, etag=info.etag)
                     await store.put_async(layout.manifest_path(weights), sealed.encode())
             await store.put_async(graph, program.graph.view())
-        self._shelf.put(program, hold)
+        self._program_cache.put(program, hold)
         self._weights[tenant.name, weights_digest] = program.weights
         self._metrics.program("stored", tenant.name)
 
@@ -547,7 +551,7 @@ class ProgramRegistry:
                 continue
             nbytes = builder.graph_nbytes + info.size
             self._check_size(tenant, nbytes)
-            self._shelf.grow(hold, self._takes(nbytes, builder.graph_nbytes, workers=1))
+            self._program_cache.grow(hold, self._takes(nbytes, builder.graph_nbytes, workers=1))
             return await self._add_stored_weights(place, builder)
         raise ProgramNotFound(f"weights {builder.weights_digest} are not here; send them, too")
 

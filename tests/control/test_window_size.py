@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.planning import alexnet, cluster
 from upriver.control.delivery_table import PrefetchWindow
-from upriver.control.prefetch_window import LEAST, spare_bytes, window_for
+from upriver.control.window_size import LEAST, spare_bytes, window_for
 from upriver.cost import CostModel, route_at
 from upriver.policies._common import plan_with
 from upriver.types import ComputeTier, Plan, Workload
