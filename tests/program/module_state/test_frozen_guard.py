@@ -19,7 +19,8 @@ from torch.nn.utils import parametrize
 
 from upriver.errors import FrozenChanged
 from upriver.program.eval_mode import no_fast_path
-from upriver.program.freeze import freeze_to, keep_in_eval
+from upriver.program.freeze import fold, freeze_to, keep_in_eval
+from upriver.program.module_state import frozen_guard
 from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.split.split import Split, split
@@ -173,6 +174,24 @@ def test_guard_what_changes_in_the_frozen_part_is_named(change: str, cut: tuple[
     for _ in range(2):
         with pytest.raises(FrozenChanged, match=f"{named}.* changed after the job had started"):
             guard.check_versions()
+
+
+def test_guard_a_write_of_the_same_values_costs_one_tensor_not_all(
+    cut: tuple[Net, Split], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DistributedDataParallel writes frozen buffers in each forward, as they are."""
+    model, parts = cut
+    guard, folded = guarded(model, parts), list[torch.Tensor]()
+    weight = next(tensor for tensor in guard._tensors().values() if tensor.numel())
+    monkeypatch.setattr(frozen_guard, "fold", lambda tensor: folded.append(tensor) or fold(tensor))
+    guard.check_versions()
+    assert not folded
+    with torch.no_grad():
+        weight.copy_(weight.clone())
+    guard.check_versions()
+    assert [tensor is weight for tensor in folded] == [True]
+    guard.check_values()
+    assert len(folded) > 2
 
 
 def test_guard_a_hook_for_all_modules_is_an_error(cut: tuple[Net, Split]) -> None:

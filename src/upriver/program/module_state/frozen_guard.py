@@ -59,7 +59,8 @@ class FrozenGuard:
         self._dicts = [each for module in modules for each in (module._parameters, module._buffers)]
         known = set(map(id, self._dicts))
         self._owners = [owner for owner in _owners(model, self._also) if id(owner[0]) not in known]
-        self._first = self._read()
+        self._digest = self._read_digest()
+        self._versions = self._read_versions()
         self._look()
 
     def _tensors(self) -> dict[str, torch.Tensor]:
@@ -76,9 +77,11 @@ class FrozenGuard:
         ]
         return found | {name: tensor for name, tensor in named if name in self._also}
 
-    def _read(self) -> dict[str, tuple[int, bool]]:
-        """Return the digest and the flag of each frozen tensor."""
-        return {name: (fold(tensor), tensor.requires_grad) for name, tensor in self._tensors().items()}
+    def _read_versions(self) -> dict[str, tuple[int, int, bool]]:
+        return {name: _state(tensor) for name, tensor in self._tensors().items()}
+
+    def _read_digest(self) -> dict[str, int]:
+        return {name: fold(tensor) for name, tensor in self._tensors().items()}
 
     def _held(self) -> list[torch.Tensor | None]:
         """Return all frozen tensors, and None for empty places, without their names."""
@@ -138,15 +141,27 @@ class FrozenGuard:
         return self._again(hooked)
 
     def _compare(self) -> None:
-        now = self._read()
-        for name, first in self._first.items():
-            if now.get(name) != first:
+        now = self._read_versions()
+        touched = [name for name in self._versions if now.get(name) != self._versions[name]]
+        tensors = self._tensors()
+        for name in touched:
+            same_flag = name in now and now[name][2] == self._versions[name][2]
+            if not same_flag or fold(tensors[name]) != self._digest[name]:
                 raise _changed(f"{name!r}, which is frozen,")
+        self._versions = now
 
     def check_values(self) -> None:
         """Raise :class:`FrozenChanged` if the values of a frozen tensor differ from those at the start."""
         self.check_versions(values=True)
-        self._compare()
+        now = self._read_digest()
+        for name in self._digest:
+            if now.get(name) != self._digest[name]:
+                raise _changed(f"{name!r}, which is frozen,")
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int, bool]:
+    version = 0 if tensor.is_inference() else tensor._version  # inference tensors have no version
+    return version, tensor.data_ptr(), tensor.requires_grad
 
 
 def _changed(what: str) -> FrozenChanged:
