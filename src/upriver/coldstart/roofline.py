@@ -83,8 +83,7 @@ ACCELERATOR = DevicePace(flops_per_s=6e12, moved_bytes_per_s=240e9)
 
 def pace_of(device: torch.device) -> DevicePace:
     """Return the rates of a device of this machine, as calibrated or else by default."""
-    name = _name_of(device, torch.get_num_threads())
-    if (kept := _PACES.load(name, msgspec.json.Decoder(_Kept).decode)) is not None:
+    if (kept := _kept(device)) is not None:
         return DevicePace(flops_per_s=kept.flops_per_s, moved_bytes_per_s=kept.moved_bytes_per_s)
     if device.type != "cpu":
         return ACCELERATOR
@@ -100,6 +99,10 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     schema: Literal["upriver.pace/1"]
     flops_per_s: _Rate
     moved_bytes_per_s: _Rate
+
+
+def _kept(device: torch.device) -> _Kept | None:
+    return _PACES.load(_name_of(device, torch.get_num_threads()), msgspec.json.Decoder(_Kept).decode)
 
 
 def keep_pace(device: torch.device, pace: DevicePace, *, threads: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -592,3 +593,10 @@ def test_micro_batches_of_few_samples_are_proven_with_padding_too(samples: int) 
     model = frozen(Towers(), "frozen")
     x = torch.randn(samples, 6)
     agree(model, split(model, x), x)
+
+
+def test_is_proven_by_digest_alone_is_none_without_a_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
+    assert proof_cache.is_proven("a" * 64) is None
