@@ -618,3 +618,8 @@ def test_what_it_waited_for_others_is_told_and_what_it_waited_for_its_own_is_not
     w.leave(next_one)
     w.settle()
     assert own.result().waited_s == 0.0
+
+
+def test_least_is_the_first_size_that_makes_sense_or_the_largest() -> None:
+    wanted = AdmissionRequest(tenant=ANYONE, nbytes={16: 1, 32: 2, 64: 4}, programs={})
+    assert [wanted.least(size) for size in (1, 16, 17, 64, 65)] == [16, 16, 32, 64, 64]

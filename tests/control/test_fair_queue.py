@@ -388,3 +388,12 @@ def test_every_turn_comes_or_is_given_up(steps: list[tuple[str, int]], slots: in
     numbers = [each.number for each in desk.given]
     assert len(set(numbers)) == len(numbers)
     assert {number for number in range(len(turns))} - gone == set(numbers)
+
+
+def test_end_of_the_last_turn_forgets_the_tenant() -> None:
+    queue = FairQueue(slots=1)
+    for name in ("a", "b"):
+        queue.ask(tenant=name, weight=1.0, request=object(), seconds=1.0)
+    while (turn := queue.grant()) is not None:
+        queue.end(turn)
+    assert not queue._tenants
