@@ -27,6 +27,7 @@ from upriver.cluster.deployment import SERVERS, ReplicaSettings, Scale, applicat
 from upriver.cluster.discover import LISTING_PATH, NAMESPACE, RayBook
 from upriver.cluster.document import is_loopback
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
+from upriver.rpc.child_server import ASK_S
 from upriver.rpc.short_question import get
 from upriver.text import said
 
@@ -46,9 +47,6 @@ OBJECT_STORE_BYTES = 100 << 20
 
 POLL_S = 0.25
 """Interval between two checks whether the first replica serves."""
-
-ASK_S = 5.0
-"""Timeout of a request to the directory, or of a connection attempt."""
 
 LAST_LOOK_S = 10.0
 """Final wait for ``serve.run``, which looks every second and gives up if the application is gone."""

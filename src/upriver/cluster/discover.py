@@ -40,7 +40,7 @@ LISTING_PATH = "/servers"
 
 
 class ReplicaEntry(NamedTuple):
-    """One replica's server: since when it serves (seconds since 1970), and its lease by the book's clock."""
+    """Entry of a replica's server: its start in seconds since 1970, and its lease by the book's clock."""
 
     since: float
     url: str

@@ -17,7 +17,7 @@ INDEXES = "indexes"
 
 
 class MemoryBudget:
-    """One pool of memory, of which parts are held."""
+    """Memory that is handed out in parts, each held by an owner."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes

@@ -206,7 +206,7 @@ class StepWindow:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ShareCandidate:
-    """One way to make batches, its ratio, and the capacities of both sides in it.
+    """Candidate set of stages to offload, with its ratio and the capacities of both sides.
 
     Attributes:
         name: Name of the stages that run elsewhere; `HERE` for none.
