@@ -50,14 +50,9 @@ def deprecated_keywords(
                     raise TypeError(_unknown(name, keyword, [*parameters, *places]))
                 option, kind, field = places[keyword]
                 if keywords.get(option) is not None:
-                    raise TypeError(f"{name}() got both {option} and {keyword}: give {field} in {option}")
+                    raise TypeError(both_given(name, option, keyword, field))
                 made.setdefault(option, {})[field] = keywords.pop(keyword)
-                warnings.warn(
-                    f"{name}({keyword}=…) is {name}({option}={kind.__name__}({field}=…)) now; "
-                    "0.3 will not have the old keyword",
-                    DeprecationWarning,
-                    stacklevel=2,
-                )
+                warn_replaced(name, keyword, f"{option}={kind.__name__}({field}=…)", stacklevel=2)
             for option, fields in made.items():
                 keywords[option] = options[option][0](**fields)
             return function(*args, **keywords)
@@ -65,6 +60,20 @@ def deprecated_keywords(
         return wrapper
 
     return decorate
+
+
+def warn_replaced(name: str, keyword: str, new: str, *, stacklevel: int) -> None:
+    """Warn that a function's keyword is written as ``new`` now; ``stacklevel`` counts from the caller."""
+    warnings.warn(
+        f"{name}({keyword}=…) is {name}({new}) now; 0.3 will not have the old keyword",
+        DeprecationWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
+def both_given(name: str, option: str, keyword: str, field: str) -> str:
+    """Return the error text for a call with an option and one of the keywords that it replaced."""
+    return f"{name}() got both {option} and {keyword}: give {field} in {option}"
 
 
 def _unknown(name: str, keyword: str, known: list[str]) -> str:

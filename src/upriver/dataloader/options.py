@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
@@ -10,6 +9,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 import torch
 from torch import nn
 
+from upriver._deprecation import both_given, warn_replaced
 from upriver.dataloader.offload_stretch import Offloading
 from upriver.errors import ConfigError
 from upriver.policies import OFFLOAD_POLICIES
@@ -110,14 +110,9 @@ def take_old_keywords(
         *((name, "offload", AutoOffload) for name in auto),
     ]:
         if isinstance({"workers": workers, "offload": offload}[option], new):
-            raise TypeError(f"DataLoader() got both {option} and {old}: give {old} in {option}")
+            raise TypeError(both_given("DataLoader", option, old, old))
         first = "urls, " if new is RemoteWorkers else ""
-        warnings.warn(
-            f"DataLoader({old}=…) is DataLoader({option}={new.__name__}({first}{old}=…)) now; "
-            "0.3 will not have the old keyword",
-            DeprecationWarning,
-            stacklevel=3,
-        )
+        warn_replaced("DataLoader", old, f"{option}={new.__name__}({first}{old}=…)", stacklevel=3)
     if access and workers and isinstance(workers, Sequence) and not isinstance(workers, str):
         workers = RemoteWorkers(workers, **access)
     decides = offload if isinstance(offload, AutoOffload) else AutoOffload(**auto)
