@@ -471,3 +471,13 @@ def test_a_stage_that_was_not_measured_is_named() -> None:
 def test_unknown_memory_rules_nothing_out() -> None:
     assert math.isinf(StorageTier().memory_bytes)
     assert CostModel(alexnet(), cluster(), Workload(batch_size=4096, num_samples=4096)).fits(0)
+
+
+def test_a_table_is_the_sequence_of_its_rows() -> None:
+    model = CostModel(alexnet(), cluster(), Workload(batch_size=128, num_samples=1280))
+    table, rows = model.table(), tuple(model.row(cut) for cut in model.cuts)
+    assert len(table) == len(rows) and tuple(table) == rows
+    assert (table[0], table[-1], table[1:3]) == (rows[0], rows[-1], rows[1:3])
+    assert table == rows and table == model.table() and hash(table) == hash(rows)
+    assert table != rows[:-1] and table != (*rows[:-1], rows[0]) and table != 1
+    assert rows[0].name == "(not split)" and rows[-1].name == model.profile.stage(model.profile.freeze).name

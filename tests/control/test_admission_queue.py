@@ -140,6 +140,7 @@ def test_as_many_go_as_there_is_memory_for_and_the_next_when_some_is_back() -> N
     tasks = [w.come(f"r{number}", 40) for number in range(4)]
     w.settle()
     assert w.gone_in == ["r0", "r1"] and w.budget.reserved_bytes == 80
+    assert [w.line.admitted_of(name) for name in (ANYONE.name, "another")] == [2, 0]
     w.leave(tasks[0])
     w.settle()
     assert w.gone_in == ["r0", "r1", "r2"]
@@ -148,7 +149,7 @@ def test_as_many_go_as_there_is_memory_for_and_the_next_when_some_is_back() -> N
     w.settle()
     assert w.gone_in == ["r0", "r1", "r2", "r3"]
     w.leave(tasks[3])
-    assert w.budget.reserved_bytes == 0 and w.line.waiting == 0
+    assert w.budget.reserved_bytes == 0 and w.line.waiting == 0 == w.line.admitted_of(ANYONE.name)
 
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:

@@ -98,6 +98,12 @@ def test_a_refusal_with_nothing_else_in_flight_makes_a_server_rest() -> None:
     assert MAX_REST_S <= state.breaker.pause_s <= 2 * MAX_REST_S
 
 
+def test_a_refusal_before_any_answer_counts_from_its_request_on() -> None:
+    state = server()
+    finish(state, Overloaded("full"), began=0, now=2)
+    assert state.refusals.available(2) == pytest.approx(1 - 2 / WINDOW_S)
+
+
 def test_a_refusal_next_to_other_requests_lowers_the_limit_and_answers_raise_it() -> None:
     state = server(4)
     for _ in range(3):

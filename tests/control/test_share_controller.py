@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.control.plants import Plant, Speeds, best_throughput
 from upriver.control.share_controller import (
     BAND,
+    EASE,
     MORE_TURNS,
     MOST_WINDOW,
     NEAR,
@@ -175,6 +176,7 @@ def test_waits_that_do_not_matter_change_nothing() -> None:
     assert ratio_after(0.4, *[window(0.01, 0.0), window(0.0, 0.02), window(0.3, 0.2)] * 5) == 0.4
     assert ratio_after(0.4, *[window(0.5, 0.0, given=0)] * 5) == 0.4
     assert ratio_after(0.5, *[window(BAND / 2, 0.0)] * (PATIENCE - 1)) == 0.5
+    assert ratio_after(0.5, *[window(BAND / 2, BAND / 2)] * PATIENCE) == 0.5 - EASE, "the band ends at BAND"
 
 
 def test_workers_are_let_go_slowly_and_only_where_both_sides_were_seen_to_be_in_time() -> None:
@@ -216,6 +218,10 @@ def batches(count: int, *, seconds: float = 1.0, elsewhere: int = 0) -> StepWind
         waits = EpochWaits(samples=4, given=4 * (number < elsewhere))
         found.add(BatchStep(waited_s=0.0, consumed_s=seconds, nbytes=1, waits=waits))
     return found
+
+
+def test_nobody_has_waited_in_a_window_of_no_time() -> None:
+    assert (StepWindow().waited, StepWindow().here, StepWindow().throughput) == (0, 0, 0)
 
 
 def test_a_window_has_batches_seconds_and_some_of_both_sides() -> None:

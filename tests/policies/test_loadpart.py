@@ -160,6 +160,7 @@ def test_a_faster_link_sends_earlier_and_a_busier_server_less() -> None:
 def test_what_is_not_sent_costs_nothing_on_the_link() -> None:
     local = plan(*slow_device(bandwidth=1.0), ONE)
     assert local.cut == 21 and local.predicted is not None
+    assert " among cuts 0 to 21. " in local.why
     assert local.predicted.bytes == local.predicted.network_s == local.predicted.storage_s == 0
     assert local.predicted.epoch_s == local.predicted.compute_s == pytest.approx(21 * 40e-3)
     sent = plan(*slow_device(bandwidth=1e12), ONE)

@@ -237,6 +237,12 @@ def test_what_is_forged_is_refused(node):
         build(node, TENSORS)
 
 
+@pytest.mark.parametrize("kind", ["i", "f"])
+def test_a_forged_number_is_quoted_by_its_first_40_characters(kind):
+    with pytest.raises(ProtocolError, match=f"got '{'9' * 40}'$"):
+        build([kind, "9" * 401], ())
+
+
 def test_depth_is_bounded():
     node = 1
     for _ in range(MAX_DEPTH + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import re
@@ -214,7 +215,9 @@ def test_several_read_at_once_and_never_more_than_allowed(store: Store, server: 
         by = store.direct(3)
         assert by is not None
         async with by:
-            by.open("a", 10)
+            for _ in range(2):
+                by.open("a", 10)
+                assert len(by._opening) == 3
             await asyncio.gather(*(into(store, by, room, 10 * n) for n, room in enumerate(rooms)))
             by.open("a", 10)
             await asyncio.gather(*by._opening)
@@ -455,7 +458,11 @@ def test_any_other_answer_is_left_to_obstore(store: Store, server: Crooked, name
         assert not server.crooks
 
 
-def test_after_some_refusals_nothing_more_is_asked(store: Store, server: Crooked) -> None:
+def test_after_some_refusals_nothing_more_is_asked(
+    store: Store, server: Crooked, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, direct.__name__)
+
     async def reading() -> None:
         async with opened(store, MOST_REFUSALS) as by:
             for number in range(MOST_REFUSALS + 2):
@@ -467,6 +474,8 @@ def test_after_some_refusals_nothing_more_is_asked(store: Store, server: Crooked
             assert not by._opening
 
     asyncio.run(reading())
+    told = [record.getMessage() for record in caplog.records if record.name == direct.__name__]
+    assert told == ["a read is left to obstore: _Refused"] * MOST_REFUSALS, "and no signed URL"
 
 
 def test_refusals_count_only_where_they_follow_each_other(store: Store, server: Crooked) -> None:
@@ -476,7 +485,7 @@ def test_refusals_count_only_where_they_follow_each_other(store: Store, server: 
                 by.open("a", 1)
                 await asyncio.gather(*by._opening)
                 assert len(by._idle) == 1, "one answer that is as it should be was between each two"
-                server.crooks = [CROOKS["no range"]] * (number % MOST_REFUSALS != 0)
+                server.crooks = [CROOKS["no range"]] * (number % MOST_REFUSALS != MOST_REFUSALS - 1)
                 room = bytearray(50)
                 await into(store, by, room)
                 assert room == BIG[:50] and not server.crooks
@@ -623,6 +632,24 @@ def test_what_came_before_a_silence_is_told_although_it_is_no_piece(sizes: tuple
     assert room[:240_000] == content[:240_000] and not any(room[240_000:])
 
 
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 206 x\r\n"])
+def test_who_waits_is_told_at_once_that_the_store_hung_up(said: bytes) -> None:
+    async def hanging_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"end")
+        writer.write(said)
+        writer.close()
+
+    async def reading() -> None:
+        async with await asyncio.start_server(hanging_up, "127.0.0.1", 0) as server:
+            address = server.sockets[0].getsockname()
+            _, connection = await asyncio.get_running_loop().create_connection(_Connection, *address)
+            with pytest.raises(ConnectionResetError, match="the store hung up"):
+                await connection.ask(b"end", 0, BufferSequence(memoryview(bytearray(9))), 60)
+            assert not connection.is_open
+
+    asyncio.run(reading())
+
+
 def test_nothing_is_left_open(store: Store) -> None:
     read(store, 0, 10, num=4)
     before = len(os.listdir("/proc/self/fd"))
@@ -700,6 +727,27 @@ def test_a_connection_is_used_again_only_where_the_store_keeps_it(
 
     asyncio.run(reading())
     assert room == content
+
+
+@pytest.mark.parametrize("nbytes", [ROOM_BYTES - 1, ROOM_BYTES])
+def test_a_buffer_with_room_enough_is_read_into_without_a_copy(nbytes: int) -> None:
+    room = bytearray(nbytes)
+    head = b"HTTP/1.1 206 x\r\nContent-Range: bytes 0-%d/*\r\nContent-Length: %d\r\n\r\n" % (
+        nbytes - 1,
+        nbytes,
+    )
+
+    async def reading() -> object:
+        connection = _Connection()
+        connection.connection_made(_Transport())
+        asking = asyncio.create_task(connection.ask(b"", 0, BufferSequence(memoryview(room)), 60))
+        await asyncio.sleep(0)
+        connection.get_buffer(-1)[: len(head)] = head
+        connection.buffer_updated(len(head))
+        await asking
+        return connection.get_buffer(-1).obj
+
+    assert (asyncio.run(reading()) is room) == (nbytes == ROOM_BYTES)
 
 
 def test_a_head_that_goes_on_and_on_is_read_no_further() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from tests.coldstart.ordered import Ordered, published
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.load_model import load, loading
+from upriver.errors import StoreError
 
 
 class Caller(threading.Thread):
@@ -422,3 +423,36 @@ def test_compiled_code_reads_nothing_early(
     assert len(ran) == 4
     ask(model)
     assert len(ran) == 5
+
+
+def test_compiled_code_of_a_load_that_fails_does_not_run(
+    ran: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append("compiled")
+            return graph.forward(*args)
+
+        return run
+
+    def build() -> nn.Module:
+        return Compiled("module", lambda what: torch.compile(what, backend=backend))
+
+    store = published(build(), "failing")
+    stream = held_back(monkeypatch)
+    stream.error = (0, StoreError("gone"))
+    model = load(build, "model", store=store)
+
+    @torch.no_grad()
+    def ask() -> str:
+        with pytest.raises(StoreError) as caught:
+            model(torch.ones(2, 3))
+        return str(caught.value)
+
+    caller = Caller(ask)
+    while not stream.sink._arrivals._all_waited and caller.is_alive():
+        time.sleep(0.001)
+    release(stream)
+    caller.join(60)
+    assert caller.answers == ["gone"] and not ran
+    stream.join()

@@ -94,6 +94,7 @@ def test_steps_take_every_sample_once_and_in_order(
         for start, stop in map(order.step, range(first, order.num_steps))
     ]
     assert len(order.ids) == kept
+    assert first_micro_batch(order, order.num_steps) == len(order.micro_batches)
     assert [ids for _, ids in got] == wanted
     assert [rows for rows, _ in got] == [[float(sample) for sample in ids] for ids in wanted]
     if first == 0 and not bad and not drop_last:

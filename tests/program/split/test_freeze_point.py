@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -32,6 +35,7 @@ from upriver._torchvision import ensure_torchvision
 from upriver.errors import CaptureError, ConfigError, ModelError
 from upriver.program.example_inputs import Example, Inputs, tensors_in
 from upriver.program.freeze import keep_in_eval
+from upriver.program.graph.executor import Program
 from upriver.program.split import proof_cache
 from upriver.program.split.crossing_values import CrossingValues
 from upriver.program.split.freeze_point import FreezePoint
@@ -403,7 +407,7 @@ def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: object)
     assert calls
 
 
-def test_a_proof_depends_on_whatever_a_forward_may_read() -> None:
+def test_a_proof_depends_on_whatever_a_forward_may_read(tmp_path: Path) -> None:
     model = frozen_small()
     x = torch.randn(4, 3, 16, 16)
     parts = split(model, x)
@@ -425,6 +429,19 @@ def test_a_proof_depends_on_whatever_a_forward_may_read() -> None:
         model.block3.setting = setting
         digests.append(proof_cache.proof_digest(model, parts.program, point))
         assert proof_cache.proof_digest(model, parts.program, point) == digests[-1]
+    for number in range(2):  # code of one name, from files that differ
+        file = tmp_path / f"{number}.py"
+        file.write_text(f"def scale():\n    return {number}\n")
+        spec = importlib.util.spec_from_file_location("users_code", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        model.block3.setting = module.scale
+        digests.append(proof_cache.proof_digest(model, parts.program, point))
+    model.block3.register_parameter("tied", next(model.block3.parameters()))
+    digests.append(proof_cache.proof_digest(model, parts.program, point))
+    elsewhere = SimpleNamespace(digest=parts.program.digest, device=torch.device("meta"))
+    digests.append(proof_cache.proof_digest(model, cast(Program, elsewhere), point))
     assert len(set(digests)) == len(digests)
 
 

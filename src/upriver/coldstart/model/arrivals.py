@@ -24,19 +24,15 @@ class Arrivals:
         self._waited: Counter[int] = Counter()
         self._all_waited = 0
 
-    def filled(self, index: int) -> bool:
-        """Mark a tensor as arrived. Return True if it was the last.
-
-        An arrival after an error changes nothing.
-        """
+    def filled(self, index: int) -> None:
+        """Mark a tensor as arrived; after an error this changes nothing."""
         with self._changed:
             if self._error is not None or self._here[index]:
-                return False
+                return
             self._here[index] = True
             self._left -= 1
             if index in self._waited or (self._all_waited and not self._left):
                 self._changed.notify_all()
-            return not self._left
 
     def failed(self, error: UpriverError) -> bool:
         """Mark the remaining tensors as failed. Return False if all have arrived or the load has failed."""
