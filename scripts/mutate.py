@@ -1,14 +1,19 @@
 """Change the code in small ways, one at a time, and report each change that no test of its room notices.
 
 Run ``python scripts/mutate.py --seed N``. The seed draws functions, and a place to change in each of them.
-The script changes copies of the repository, never the working tree. `EQUIVALENT` lists changes that alter
-no behaviour.
+The script changes copies of the repository, never the working tree. The test file that mirrors the changed
+module runs first, and the others of its room only if it passes. `EQUIVALENT` lists changes that alter no
+behaviour.
+
+With ``--report FILE`` every outcome is written at once. The same command then judges what the file lacks, and
+again what survived, so that a new test shows its effect.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import itertools
 import json
 import os
@@ -18,18 +23,27 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("src", "tests", "benchmarks", "scripts", "docs", "pyproject.toml", "README.md")
 GOAL = 0.95
 """Share of the changes that tests must notice, equivalent ones apart."""
 
-QUICK = ("-m", "not full", "--hypothesis-profile=quick")
+TEST_LIMIT_S = 120
+"""Seconds after which a test hangs: tests of the rooms take at most a tenth, and machines are shared."""
+
+PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not full"]
+PYTEST += ["--hypothesis-profile=quick", "--fork", f"--timeout={TEST_LIMIT_S}"]
+NO_TESTS = 5
+"""Exit code of pytest where a file has no quick test."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +69,7 @@ ROOMS = {
     "barrier": Room(
         code=("coldstart/model/weight_barrier.py", "coldstart/model/arrivals.py"),
         tests=(
+            "coldstart/model/test_arrivals.py",
             "coldstart/model/test_weight_barrier.py",
             "coldstart/test_load.py",
             "coldstart/test_devices.py",
@@ -149,7 +164,7 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What the tests made of a change: ``killed``, ``survived`` or ``equivalent``."""
+    """What the tests made of a change: ``killed``, ``timeout``, ``survived`` or ``equivalent``."""
 
     mutant: Mutant
     result: str
@@ -244,12 +259,13 @@ def mutants_of(room: str, path: Path, root: Path = ROOT) -> list[list[Mutant]]:
         starts.append(starts[-1] + len(line))
     everything = []
     for name, function in functions_of(ast.parse(source)):
+        first, last = starts[function.lineno - 1], starts[function.end_lineno or 0]
         found = []
         for node in (inner for statement in function.body for inner in walked(statement)):
             for start, end, text in replacements(node, source, starts):
                 changed = source[:start] + text.encode() + source[end:]
                 try:
-                    ast.parse(changed)
+                    ast.parse(b"if True:\n " + source[first:start] + text.encode() + source[end:last])
                 except SyntaxError:
                     continue
                 number = source.count(b"\n", 0, start)
@@ -271,13 +287,23 @@ def mutants_of(room: str, path: Path, root: Path = ROOT) -> list[list[Mutant]]:
     return everything
 
 
+def judged(report: Path) -> list[Outcome]:
+    """Return the outcomes that a report holds."""
+    if not report.exists():
+        return []
+    lines = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+    return [Outcome(**{**line, "mutant": Mutant(**line["mutant"])}) for line in lines]
+
+
 def draw(seed: int, count: int, rooms: Sequence[str], root: Path = ROOT) -> list[Mutant]:
     """Draw changes by a seed: rooms in turns, in each a function, in it a place; none twice.
+
+    Each room has a generator of its own. Its changes are the same whichever other rooms are drawn from.
 
     Args:
         count: Of changes; fewer if the rooms have no more.
     """
-    chance = random.Random(seed)
+    chances = {room: random.Random(f"{seed} {room}") for room in rooms}
     pools = {}
     for room in rooms:
         paths = [root / "src" / "upriver" / code for code in ROOMS[room].code]
@@ -287,13 +313,19 @@ def draw(seed: int, count: int, rooms: Sequence[str], root: Path = ROOT) -> list
     while len(drawn) < count and any(pools.values()):
         for room, pool in pools.items():
             if pool and len(drawn) < count:
-                function = chance.choice(pool)
-                drawn.append(function.pop(chance.randrange(len(function))))
+                function = chances[room].choice(pool)
+                drawn.append(function.pop(chances[room].randrange(len(function))))
                 pools[room] = [left for left in pool if left]
     return drawn
 
 
 # -------------------------------------------------------------------------------------------------- tests
+
+
+def mirror_of(module: str) -> str:
+    """Return the path below ``tests`` at which the test file of a module lies, if it has one."""
+    inner = Path(module).relative_to("src/upriver")
+    return str(inner.with_name(f"test_{inner.name}"))
 
 
 class Copies:
@@ -306,6 +338,8 @@ class Copies:
 
     def __init__(self, folder: Path, count: int) -> None:
         self._free: SimpleQueue[Path] = SimpleQueue()
+        self._seconds = itertools.count()
+        self._running: set[subprocess.Popen[bytes]] = set()
         for number in range(count):
             copy = folder / str(number)
             copy.mkdir()
@@ -322,58 +356,80 @@ class Copies:
     def run(self, room: str, mutant: Mutant | None, limit_s: float) -> tuple[int, str]:
         """Run the tests of a room on a change, or on the code as it is.
 
+        Args:
+            limit_s: For all tests of the room; each test has `TEST_LIMIT_S`.
+
         Returns:
             The exit code of pytest, -1 where it took longer than allowed, and the first failure.
         """
         copy = self._free.get()
         try:
-            file = copy / mutant.path if mutant else None
-            whole = file.read_bytes() if file else b""
-            if mutant and file:
-                file.write_bytes(whole[: mutant.start] + mutant.text.encode() + whole[mutant.end :])
+            if mutant is None:
+                return self._pytest(copy, ROOMS[room].tests, limit_s)
+            file = copy / mutant.path
+            whole, times = file.read_bytes(), file.stat()
+            file.write_bytes(whole[: mutant.start] + mutant.text.encode() + whole[mutant.end :])
+            # Python compares the size of a source and whole seconds of its time with those of its bytecode.
+            second = next(self._seconds)
+            os.utime(file, (second, second))
             try:
-                return self._pytest(copy, room, limit_s)
+                mirror = mirror_of(mutant.path)
+                code, by = NO_TESTS, ""
+                if (copy / "tests" / mirror).exists():
+                    code, by = self._pytest(copy, [mirror], limit_s)
+                others = [path for path in ROOMS[room].tests if path != mirror]
+                if code in (0, NO_TESTS) and others:
+                    code, by = self._pytest(copy, others, limit_s, "--ignore", f"tests/{mirror}")
+                return (0, "") if code == NO_TESTS else (code, by)
             finally:
-                if file:
-                    file.write_bytes(whole)
+                file.write_bytes(whole)
+                os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
         finally:
             self._free.put(copy)
 
-    @staticmethod
-    def _pytest(copy: Path, room: str, limit_s: float) -> tuple[int, str]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:xdist",
-            "-p",
-            "no:cacheprovider",
-            *QUICK,
-        ]
-        command += [str(Path("tests") / path) for path in ROOMS[room].tests]
-        environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
-        process = subprocess.Popen(
-            command,
-            cwd=copy,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        try:
-            said, _ = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.communicate()
-            return -1, "longer than allowed"
+    def stop(self) -> None:
+        """Kill the tests that run."""
+        for process in list(self._running):
+            _kill(process)
+
+    def _pytest(self, copy: Path, tests: Sequence[str], limit_s: float, *more: str) -> tuple[int, str]:
+        environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # each run would compile everything
+        # A file, as a server that outlives its test would keep a pipe open.
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            process = subprocess.Popen(
+                [sys.executable, *PYTEST, *(f"tests/{path}" for path in tests), *more],
+                cwd=copy,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            self._running.add(process)
+            try:
+                process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                _kill(process)
+                return -1, "longer than allowed"
+            finally:
+                self._running.discard(process)
+            output.seek(0)
+            said = output.read()
         first = next(
             (line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))), said[-300:]
         )
-        return process.returncode, first
+        hung = process.returncode and "from pytest-timeout" in said
+        return -1 if hung else process.returncode, first
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill tests and all that they started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait()
 
 
 def judge(copies: Copies, mutant: Mutant, limit_s: float) -> Outcome:
@@ -382,7 +438,7 @@ def judge(copies: Copies, mutant: Mutant, limit_s: float) -> Outcome:
         return Outcome(mutant=mutant, result="equivalent", seconds=0.0, by=EQUIVALENT[mutant.key])
     began = time.perf_counter()
     code, by = copies.run(mutant.room, mutant, limit_s)
-    result = "survived" if code == 0 else "killed"
+    result = {0: "survived", -1: "timeout"}.get(code, "killed")
     return Outcome(mutant=mutant, result=result, seconds=time.perf_counter() - began, by=by if code else "")
 
 
@@ -394,17 +450,18 @@ def told(outcome: Outcome) -> str:
 
 def summary(outcomes: Sequence[Outcome]) -> tuple[str, bool]:
     """Return a table by room, and whether the share of killed changes reaches `GOAL`."""
-    lines = []
-    for room in dict.fromkeys(one.mutant.room for one in outcomes):
-        results = [one.result for one in outcomes if one.mutant.room == room]
-        lines.append(
-            f"{room:10} {results.count('killed')} killed, {results.count('survived')} survived, "
-            f"{results.count('equivalent')} equivalent"
-        )
-    killed = sum(one.result == "killed" for one in outcomes)
-    judged = killed + sum(one.result == "survived" for one in outcomes)
-    share = killed / judged if judged else 1.0
-    lines.append(f"killed {killed} of {judged} ({share:.1%}; goal {GOAL:.0%})")
+    rooms = dict.fromkeys(one.mutant.room for one in outcomes)
+    counts = {room: Counter(one.result for one in outcomes if one.mutant.room == room) for room in rooms}
+    lines = [
+        f"{room:10} {count['killed'] + count['timeout']} killed ({count['timeout']} by a test that hung), "
+        f"{count['survived']} survived, {count['equivalent']} equivalent"
+        for room, count in counts.items()
+    ]
+    total = Counter(one.result for one in outcomes)
+    killed = total["killed"] + total["timeout"]
+    tested = killed + total["survived"]
+    share = killed / tested if tested else 1.0
+    lines.append(f"killed {killed} of {tested} ({share:.1%}; goal {GOAL:.0%})")
     return "\n".join(lines), share >= GOAL
 
 
@@ -418,32 +475,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="tests at a time")
     parser.add_argument("--list", action="store_true", help="print the changes, and run nothing")
-    parser.add_argument("--report", type=Path, help="write every outcome to this file, as JSON lines")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        help="write every outcome to this file, as JSON lines; judge no kill in it again",
+    )
     options = parser.parse_args(arguments)
     rooms = options.room or list(ROOMS)
-    drawn = draw(options.seed, options.count, rooms)
+    drawn = draw(options.seed, options.count, rooms, ROOT)
     if options.list:
         for mutant in drawn:
             print(told(Outcome(mutant=mutant, result=mutant.room, seconds=0.0)))
         return 0
-    with tempfile.TemporaryDirectory() as folder:
+    reported = judged(options.report) if options.report else []
+    killed = {one.mutant: one for one in reported if one.result in ("killed", "timeout")}
+    outcomes = [killed[one] for one in drawn if one in killed]
+    left = [one for one in drawn if one not in killed]
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
         copies = Copies(Path(folder), options.at_once)
         limits = {}
-        for room in dict.fromkeys(mutant.room for mutant in drawn):
+        for room in dict.fromkeys(one.room for one in left if one.key not in EQUIVALENT):
             began = time.perf_counter()
             code, by = copies.run(room, None, 3600)
             if code:
                 print(f"the tests of {room} fail as it is: {by}", file=sys.stderr)
                 return 2
             limits[room] = 60 + 5 * (time.perf_counter() - began)
-        outcomes = []
-        with ThreadPoolExecutor(options.at_once) as pool:
-            for outcome in pool.map(lambda one: judge(copies, one, limits[one.room]), drawn):
+        try:
+            running = [pool.submit(judge, copies, one, limits.get(one.room, 0.0)) for one in left]
+            for number, done in enumerate(as_completed(running), len(outcomes) + 1):
+                outcome = done.result()
                 outcomes.append(outcome)
-                print(f"[{len(outcomes)}/{len(drawn)}] {told(outcome)}", flush=True)
+                print(f"[{number}/{len(drawn)}] {told(outcome)}", flush=True)
                 if options.report:
                     with options.report.open("a", encoding="utf-8") as report:
-                        report.write(json.dumps({"seed": options.seed, **asdict(outcome)}) + "\n")
+                        report.write(json.dumps(asdict(outcome)) + "\n")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            copies.stop()
     text, reached = summary(outcomes)
     print(text)
     return int(not reached)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,7 @@ def test_draw_is_decided_by_its_seed_and_takes_rooms_in_turns() -> None:
     drawn = mutate.draw(3, 12, rooms)
     assert drawn == mutate.draw(3, 12, rooms) != mutate.draw(4, 12, rooms)
     assert [one.room for one in drawn] == rooms * 6
+    assert [one for one in drawn if one.room == "draws"] == mutate.draw(3, 6, ["draws"])
     assert len({(one.path, one.start, one.end, one.text) for one in drawn}) == 12
 
 
@@ -67,32 +70,95 @@ def test_every_room_names_code_and_tests_that_exist() -> None:
         assert all((mutate.ROOT / "tests" / path).exists() for path in room.tests)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("test", "result"), [("assert twice(2) == 4", "killed"), ("twice(2)", "survived")])
-def test_judge_tells_a_test_that_notices_from_one_that_does_not(
-    test: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = tmp_path / "repository"
+def test_the_mirror_of_a_module_is_its_test_file() -> None:
+    assert mutate.mirror_of("src/upriver/cost.py") == "test_cost.py"
+    assert mutate.mirror_of("src/upriver/control/partition.py") == "control/test_partition.py"
+
+
+def test_summary_counts_a_test_that_hung_as_a_kill_and_tells_of_it(tmp_path: Path) -> None:
+    outcomes = [
+        mutate.Outcome(mutant=mutant, result=result, seconds=1.0)
+        for mutant, result in zip(changes(tmp_path), ["killed", "timeout", "survived"], strict=False)
+    ]
+    text, reached = mutate.summary(outcomes)
+    assert "2 killed (1 by a test that hung), 1 survived" in text
+    assert "killed 2 of 3 (66.7%" in text
+    assert not reached
+    assert mutate.summary(outcomes[:2])[1]
+
+
+CONFTEST = """
+from hypothesis import settings
+
+settings.register_profile("quick")
+
+def pytest_addoption(parser):
+    parser.addoption("--fork", action="store_true")
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: slow")
+"""
+
+
+def small_repository(root: Path, monkeypatch: pytest.MonkeyPatch, test: str) -> Path:
+    """Write a repository of one function, a mirroring test file and another one; return the latter."""
     package, tests = root / "src" / "upriver", root / "tests"
     package.mkdir(parents=True)
     tests.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "small.py").write_text("def twice(number):\n    return 2 * number + 0\n")
-    (tests / "conftest.py").write_text(
-        "from hypothesis import settings\nsettings.register_profile('quick')\n"
-        "def pytest_configure(config):\n    config.addinivalue_line('markers', 'full: slow')\n"
-    )
-    (tests / "test_small.py").write_text(f"from upriver.small import twice\n\n\ndef test_it():\n    {test}\n")
+    (package / "small.py").write_text("def twice(number):\n    return 2 * number\n")
+    (tests / "conftest.py").write_text(CONFTEST)
+    (tests / "test_small.py").write_text("def test_nothing():\n    pass\n")
+    other = tests / "test_other.py"
+    other.write_text(f"from upriver.small import twice\n\ndef test_it():\n    {test}\n")
     monkeypatch.setattr(mutate, "ROOT", root)
     monkeypatch.setattr(mutate, "COPIED", ("src", "tests"))
-    monkeypatch.setattr(mutate, "ROOMS", {"small": mutate.Room(code=("small.py",), tests=("test_small.py",))})
-    [found] = mutate.mutants_of("small", package / "small.py", root)
-    mutant = next(one for one in found if one.after == "return 2 / number + 0")
+    room = mutate.Room(code=("small.py",), tests=("test_small.py", "test_other.py"))
+    monkeypatch.setattr(mutate, "ROOMS", {"small": room})
+    return other
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("test", "result"),
+    [
+        ("assert twice(2) == 4", "killed"),
+        ("twice(2)", "survived"),
+        ("import time; twice(2) == 4 or time.sleep(60)", "timeout"),
+    ],
+)
+def test_judge_tells_a_test_that_notices_from_one_that_does_not_or_hangs(
+    test: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "repository"
+    small_repository(root, monkeypatch, test)
+    monkeypatch.setattr(mutate, "PYTEST", [*mutate.PYTEST, "--timeout=5"])
+    [found] = mutate.mutants_of("small", root / "src" / "upriver" / "small.py", root)
+    mutant = next(one for one in found if one.after == "return 2 / number")
     (tmp_path / "copies").mkdir()
     copies = mutate.Copies(tmp_path / "copies", 1)
     assert copies.run("small", None, 60)[0] == 0
-    assert mutate.judge(copies, mutant, 60).result == ("survived" if result == "survived" else "killed")
+    assert mutate.judge(copies, mutant, 60).result == result
     assert (tmp_path / "copies" / "0" / mutant.path).read_bytes() == (root / mutant.path).read_bytes()
+    assert copies.run("small", None, 60)[0] == 0, "no bytecode of the change is left"
+
+
+@pytest.mark.full
+def test_a_report_is_continued_and_survivors_in_it_are_judged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = small_repository(tmp_path / "repository", monkeypatch, "assert twice(2) is not None")
+    options = ["--count", "9", "--at-once", "1", "--report", str(tmp_path / "report")]
+
+    def results() -> Counter[str]:
+        lines = (tmp_path / "report").read_text().splitlines()
+        return Counter(json.loads(line)["result"] for line in lines)
+
+    assert mutate.main(options) == 1
+    assert results() == {"killed": 1, "survived": 2}
+    other.write_text(other.read_text().replace("is not None", "== 4"))
+    assert mutate.main(options) == 0
+    assert results() == {"killed": 3, "survived": 2}
 
 
 def test_judge_of_an_equivalent_change_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
