@@ -14,7 +14,7 @@ MOST_MODULES = 20
 MOST_ARGUMENTS = 15
 """Arguments of one function, ``self`` and ``cls`` included. A command's arguments are its command line."""
 
-OWN_TESTS = {"benchmarks"}
+OWN_TESTS = {"benchmarks", "docs"}
 """Folders of tests that belong to no folder of the package."""
 
 FRAGMENTS = {
