@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,14 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kills.job import BATCH, MICRO_BATCH, SEED, Difference, make_data, through_servers, train
+from benchmarks.kills.killer import Servers, drawn
 from upriver.control.server_choice import Health
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.prefetch.sampler import epoch_order
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from _kills import Servers, drawn
-from _kills_job import BATCH, MICRO_BATCH, SEED, Difference, make_data, through_servers, train
 
 EVERY = 8
 """Steps from one kill to the next."""

@@ -206,7 +206,7 @@ class Apart:
 @pytest.fixture
 def apart(tmp_path: Path) -> Iterator[Apart]:
     images(tmp_path, 200)
-    script = Path(__file__).resolve().parents[2] / "benchmarks" / "object_server.py"
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "harness" / "object_server.py"
     command = [sys.executable, str(script), str(tmp_path)]
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as objects,

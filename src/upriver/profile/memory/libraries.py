@@ -1,7 +1,7 @@
 """Bound the memory that libraries keep in a process after calls, however large the tensors.
 
 This memory stays from run to run, in addition to all live tensors. Three parts are counted. Each was measured
-with torch 2.13, oneDNN 3.12 and MKL 2024.2 (``benchmarks/memory_model.py`` shows a process's memory):
+with torch 2.13, oneDNN 3.12 and MKL 2024.2 (``benchmarks/memory_model`` shows a process's memory):
 
 - a start: pools, tables and pages half used;
 - the code that oneDNN generates for each form of convolution, one kernel a direction;

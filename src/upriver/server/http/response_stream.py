@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * 1024
 """Bytes passed to the socket at once. The HTTP layer joins each chunk with its length: the copy should fit
-the second-level cache (measured in ``benchmarks/wire.py``)."""
+the second-level cache (measured in ``benchmarks/wire``)."""
 
 LAST_WORDS_S = 1.0
 """Seconds that a response gets after its deadline to report that it missed it."""

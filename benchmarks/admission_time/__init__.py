@@ -1,0 +1,1 @@
+"""Time the admission of a thousand requests."""

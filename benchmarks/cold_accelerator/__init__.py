@@ -1,0 +1,1 @@
+"""Time the first answer of a fresh process on an accelerator."""

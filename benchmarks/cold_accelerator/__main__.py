@@ -1,0 +1,323 @@
+"""Time the first answer of a fresh process on an accelerator, with a model in an object store.
+
+The claim: from the end of its imports to the first right answer, the accelerator's own start included,
+upriver is fastest, or within 3 % of the fastest system. Weights reach the accelerator's memory while it
+computes, and every answer is ``torch.equal`` to that of the whole model there.
+
+The store is on the same host, behind loopback and without a limit; `cold_start` covers links. Every way
+constructs the model as upriver does, without filling weights that will arrive. Each has its own number of
+requests, the best of those tried.
+
+Run ``python -m benchmarks.cold_accelerator``. ``--minutes 8`` ends it before the next turn, and still writes
+the runs so far to ``results/cold_accelerator.md``. Every run is a fork of a process that has imported PyTorch
+and the models, and has not touched an accelerator. Other systems take part where they are installed next to
+upriver.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from benchmarks.cold_start import job as cold_job
+from benchmarks.cold_start import ways as cold_ways
+from benchmarks.cold_start.bed import Local, for_amazon
+from benchmarks.cold_start.found import NEAR_BEST
+from benchmarks.cold_start.models import MODELS, answer, made_up
+from benchmarks.cold_start.settings import FORMS, OURS, STREAMED, WAYS
+from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.input_pipeline.bed import Failed
+
+if TYPE_CHECKING:
+    import torch
+
+Do = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+RUNS = RESULTS / "cold_accelerator.json"
+CHOSEN = ("resnet50", "vgg19", "gpt2", "bert")
+KNOBS, REPEATS, BATCH = (4, 16), 5, 1
+LIMIT_S, END_S = 120.0, 10.0
+
+
+@dataclass
+class Found:
+    """All runs.
+
+    Attributes:
+        runs: The specification and the times of each run.
+        nbytes: Bytes of each model's weights.
+        failed: The runs that failed.
+        where: The code version and the machine.
+    """
+
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)
+    where: str = ""
+
+    @property
+    def turns(self) -> int:
+        """Return the number of turns that count. The first turn chose the numbers of requests."""
+        return max((each["turn"] for each in self.runs), default=0)
+
+    def best(self, model: str, way: str) -> int:
+        """Return the number of requests with the fastest run of this way in the first turn."""
+        tried = [
+            each
+            for each in self.runs
+            if (each["turn"], each["model"], each["run"], each["started"]) == (0, model, way, False)
+        ]
+        return min(tried, key=lambda each: each["answered_s"])["knob"] if tried else KNOBS[0]
+
+    def seconds(self, model: str, way: str, started: bool) -> Spread | None:
+        """Return the seconds to the first answer."""
+        values = [
+            each["answered_s"]
+            for each in self.runs
+            if each["turn"] and (each["model"], each["run"], each["started"]) == (model, way, started)
+        ]
+        return Spread.of(values) if values else None
+
+
+# ------------------------------------------------------------------------------------------ in the process
+
+
+def publish(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Publish a model to the store in every form, and its right answer."""
+    from safetensors.torch import save_file
+
+    forms = sorted({FORMS[way] for way in spec["ways"]})
+    writes = {**spec, **spec["writing"], "forms": forms, "calls": []}
+    found = cold_job.publish(writes, _nobody)
+    if "model.tensors" in forms:
+        cold_job.tensors(writes, _nobody)
+    model = MODELS[spec["model"]]
+    right = answer(made_up(model).to(spec["device"]), _there(spec, model.inputs(BATCH)))
+    save_file({"right": right.cpu().contiguous()}, _right_of(spec))
+    return found
+
+
+def _nobody(_: str) -> None:
+    """Ignore a message."""
+
+
+def _right_of(spec: Mapping[str, Any]) -> Path:
+    """Return the path of the right answer."""
+    return Path(spec["references"]) / f"{spec['model']}.right"
+
+
+def run(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run until the first answer. Return the times from the end of the imports on."""
+    import torch
+    from safetensors.torch import load_file
+
+    model = MODELS[spec["model"]]
+    model.prepare()
+    loader, inputs = cold_ways.loader_of(spec, model.build), model.inputs(BATCH)
+    if spec["started"]:
+        layer = torch.nn.Linear(8, 8, device=spec["device"])
+        answer(layer, {"input": torch.ones(8, 8, device=spec["device"])}).cpu()
+    began = time.perf_counter()
+    network = loader()
+    callable_at = time.perf_counter()
+    found = answer(network, _there(spec, inputs)).cpu()
+    answered = time.perf_counter()
+    loader.finish()
+    whole = time.perf_counter()
+    right = load_file(_right_of(spec))["right"]
+    return {
+        "callable_s": callable_at - began,
+        "answered_s": answered - began,
+        "whole_s": whole - began,
+        "device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
+        "equal": found.dtype == right.dtype and torch.equal(found, right),
+    }
+
+
+def _there(spec: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.to(spec["device"]) for name, value in inputs.items()}
+
+
+# ------------------------------------------------------------------------------------------- beside it
+
+
+def can_run() -> list[str]:
+    """Return the names of the ways whose packages are installed."""
+    needs = {name: [package.replace("-", "_") for package in way.needs] for name, way in WAYS.items()}
+    return [name for name in WAYS if all(map(importlib.util.find_spec, needs[name]))]
+
+
+def child(do: Do, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Execute `do` in a fork of this process, which has imported models and not touched a device.
+
+    Raises:
+        Failed: If the fork fails.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as scratch:
+        process = context.Process(target=_forked, args=(do, {**spec, "scratch": scratch}, theirs))
+        process.start()
+        theirs.close()
+        try:
+            found: dict[str, Any] = ours.recv() if ours.poll(LIMIT_S) else {"failed": "no answer"}
+        except EOFError:
+            found = {"failed": "it ended"}
+        finally:
+            process.join(END_S)
+            process.kill()
+            process.join()
+    if "failed" in found:
+        raise Failed(found["failed"])
+    return found
+
+
+def _forked(do: Do, spec: Mapping[str, Any], answers: Connection) -> None:
+    os.environ["UPRIVER_CACHE"] = spec["cache"]
+    os.environ.update(for_amazon(spec["options"]))
+    try:
+        answers.send(do(spec))
+    except Exception as error:
+        answers.send({"failed": f"{type(error).__name__}: {error}".splitlines()[0]})
+
+
+def spec_of(
+    model: str, place: Local, scratch: str, ways: Sequence[str], *, device: str = "cpu"
+) -> dict[str, Any]:
+    """Return the specification for `publish`, or, with the way, its knob and ``started``, for `run`."""
+    uri, options = place.writing
+    return {
+        "model": model,
+        "folder": model,
+        "references": scratch,
+        "cache": f"{scratch}/{model}",
+        "bucket": place.bucket,
+        "options": dict(place.options),
+        "writing": {"uri": uri, "options": options},
+        "ways": list(ways),
+        "assign": True,
+        "device": device,
+    }
+
+
+def measure(
+    models: Sequence[str], ways: Sequence[str], *, device: str, repeats: int, minutes: float
+) -> Found:
+    """Measure a turn of every model to choose each way's number of requests, and then the counted turns."""
+    ends_s, console = time.monotonic() + 60 * minutes, Console(stderr=True)
+    found = Found()
+    for model in models:
+        MODELS[model].prepare()
+    with Local() as place, tempfile.TemporaryDirectory() as scratch:
+        specs = {model: spec_of(model, place, scratch, ways, device=device) for model in models}
+        for model, spec in specs.items():
+            found.nbytes[model] = child(publish, spec)["nbytes"]
+        for turn, model in itertools.product(range(repeats + 1), models):
+            if time.monotonic() > ends_s:
+                break
+            knobs = {way: KNOBS if turn == 0 else (found.best(model, way),) for way in ways}
+            tasks = [(way, knob, started) for way in ways for knob in knobs[way] for started in (False, True)]
+            random.Random(f"{turn} {model}").shuffle(tasks)
+            for way, knob, started in tasks:
+                task = {"run": way, "knob": knob, "started": started}
+                task["cache"] = f"{scratch}/{model}-{way}-{knob}"
+                try:
+                    got = child(run, specs[model] | task)
+                except Failed as error:
+                    found.failed.append(f"{model}, {way}: {error}")
+                    console.print(found.failed[-1], style="red", markup=False)
+                    continue
+                found.runs.append({"turn": turn, "model": model} | task | got)
+                told = f"{turn} {model} {way} {knob}{' started' if started else ''}"
+                console.print(f"{told}: {got['answered_s']:.3f} s", markup=False)
+    return found
+
+
+def text(found: Found, ways: Sequence[str]) -> str:
+    """Return the report."""
+    _, claim, place, *_ = __doc__.split("\n\n")
+    lines = ["# Cold start on an accelerator", ""]
+    lines += [claim.replace("The claim: from", "**Claim.** From").replace("``", "`"), "", place, ""]
+    for started in (False, True):
+        lines += [f"## {'An accelerator that computed before' if started else 'A fresh process'}", ""]
+        header = ["model", "MB", *(WAYS[way].title for way in ways), "upriver / best other"]
+        rows, met = [], []
+        for model, nbytes in found.nbytes.items():
+            spreads = [found.seconds(model, way, started) for way in ways]
+            medians = {way: each.median for way, each in zip(ways, spreads, strict=True) if each is not None}
+            others = [median for way, median in medians.items() if way not in STREAMED]
+            ratio = medians[OURS] / min(others) if OURS in medians and others else float("nan")
+            met.append(ratio <= 1 + NEAR_BEST)
+            cells = ["" if each is None else each.text(2) for each in spreads]
+            rows.append([MODELS[model].title, f"{nbytes / 1e6:.0f}", *cells, f"{ratio:.2f}"])
+        lines += [f"First, or within 3 % of who is: {sum(met)} of {len(met)}.", "", table(header, rows), ""]
+    knobs = " and ".join(map(str, KNOBS))
+    turns = f"{found.turns} {'turn' if found.turns == 1 else 'turns'}"
+    lines += [
+        f"Seconds to the first answer: median (least to most) of {turns} of all ways in an order drawn for "
+        f"each, batch {BATCH}. Requests at once: the better of {knobs} in a turn before.",
+        "",
+    ]
+    wrong = Counter((each["model"], each["run"]) for each in found.runs if not each["equal"])
+    right = len(found.runs) - wrong.total()
+    lines += [
+        f"{right} of {len(found.runs)} answers were `torch.equal` to those of the whole model there.",
+        "",
+    ]
+    lines += [
+        f"- not equal: {MODELS[model].title} by {WAYS[way].title}, {number} times"
+        for (model, way), number in wrong.items()
+    ]
+    lines += [f"- failed: {each}" for each in sorted(set(found.failed))]
+    return "\n".join([*lines, *([""] if wrong or found.failed else []), found.where, ""])
+
+
+def where() -> str:
+    """Return the code version and the machine."""
+    import torch
+
+    there = torch.cuda.get_device_name() if torch.cuda.is_available() else "no accelerator"
+    return f"Upriver at {commit()}; {there}; {machine()}; {versions('torch', 'obstore')}."
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0, help="no further turn begins after so many")
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--models", default=",".join(CHOSEN))
+    parser.add_argument("--device", default="cuda", help="cpu shows without an accelerator that it works")
+    parser.add_argument("--ways", default=",".join(can_run()))
+    parser.add_argument(
+        "--runs", type=Path, default=RUNS, help="file for all runs, with the report beside it"
+    )
+    parser.add_argument("--write", action="store_true", help="only write the report, from that file")
+    chosen = parser.parse_args()
+    ways = chosen.ways.split(",")
+    if chosen.write:
+        found = Found(**json.loads(chosen.runs.read_text(encoding="utf-8")))
+    else:
+        models, device = chosen.models.split(","), chosen.device
+        found = measure(models, ways, device=device, repeats=chosen.repeats, minutes=chosen.minutes)
+        found.where = where()
+        chosen.runs.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
+    chosen.runs.with_suffix(".md").write_text(text(found, ways), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Count the instructions of a call once a model has arrived."""

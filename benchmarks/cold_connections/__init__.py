@@ -1,0 +1,1 @@
+"""Time first answers from a store that limits each connection."""

@@ -1,0 +1,1 @@
+"""Time the decision where one request is cut."""

@@ -1,0 +1,175 @@
+"""Share what every benchmark needs: machine facts, interleaving, CPU time, spreads and tables."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import torch
+
+from benchmarks.harness.children import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Repeated measurements of one figure. A single measurement means nothing on a shared machine."""
+
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Build a spread from the repeats, in the order in which they were measured."""
+        return cls(tuple(values))
+
+    @property
+    def median(self) -> float:
+        """Return the median of the repeats."""
+        return statistics.median(self.values)
+
+    def text(self, digits: int = 2) -> str:
+        """Return ``median (lowest to highest)`` as text."""
+        low, high = min(self.values), max(self.values)
+        return f"{self.median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def interleave(runs: Mapping[str, Callable[[int], T]], repeats: int) -> dict[str, list[T]]:
+    """Interleave runs as A B A B …, so that other load on the machine affects all alike.
+
+    Args:
+        runs: Name to a function that receives the number of the repeat.
+        repeats: How often each function runs.
+
+    Returns:
+        The results of each function, in order.
+    """
+    results: dict[str, list[T]] = {name: [] for name in runs}
+    for repeat in range(repeats):
+        for name, run in runs.items():
+            results[name].append(run(repeat))
+    return results
+
+
+def cpu_seconds() -> float:
+    """Return the CPU time, user and system, of this process and all its descendants so far.
+
+    Ended descendants count too.
+    """
+    mine = os.times()
+    total = mine.user + mine.system + mine.children_user + mine.children_system
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            total += times.user + times.system + times.children_user + times.children_system
+    return float(total)
+
+
+def confine(cores: Sequence[int]) -> None:
+    """Pin every thread of this process and its descendants to these cores, and what they start later.
+
+    ``os.sched_setaffinity`` moves a single thread, so the threads of libraries would stay behind.
+    """
+    here = psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+            for thread in process.threads():
+                os.sched_setaffinity(thread.id, cores)
+
+
+def let_threads_sleep() -> None:
+    """Restart this program with OpenMP threads that sleep while they wait, unless the user set a policy.
+
+    OpenMP threads spin by default. Spinning takes cores from other processes of the same run. On a busy
+    machine the threads then wait for each other.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads it once, when the library is loaded
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def commit() -> str:
+    """Return the measured commit, and whether tracked files differ from it."""
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
+    return (_git("rev-parse", "--short=12", "HEAD") or "unknown") + (
+        ", with local changes" if changed else ""
+    )
+
+
+POLICIES = "src/upriver/policies"
+
+
+def code() -> str:
+    """Return the version of the code in ``src`` that runs, and whether files differ from it.
+
+    Later commits elsewhere do not change this version. Policies are left out: a benchmark run receives its
+    choice, so its record stays valid when a policy changes.
+    """
+    listed = _git("ls-tree", "-r", "HEAD", "src").splitlines()
+    files = [line for line in listed if not line.split("\t", 1)[1].startswith(f"{POLICIES}/")]
+    changed = _git("status", "--porcelain", "--", "src", f":(exclude){POLICIES}")
+    digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:12] if files else "unknown"
+    return _noted(digest, changed)
+
+
+def version_of(files: Iterable[Path]) -> str:
+    """Return a version of the contents of these files, taken in order."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def policies() -> str:
+    """Return the git tree of the policies, and whether files differ from it."""
+    changed = _git("status", "--porcelain", "--", POLICIES)
+    return _noted(_git("rev-parse", "--short=12", f"HEAD:{POLICIES}") or "unknown", changed)
+
+
+def _noted(version: str, changed: str) -> str:
+    return f"{version}, changed" if changed else version
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def machine() -> str:
+    """Return the processor, cores and memory, without the name of the host."""
+    model = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        model = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+        )
+    cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory().total / 2**30
+    return (
+        f"{model}, {cores} cores as the operating system counts them, {memory:.0f} GiB, "
+        f"torch kernels for {torch.backends.cpu.get_cpu_capability()}"
+    )
+
+
+def versions(*packages: str) -> str:
+    """Return the versions of Python and of the named packages."""
+    found = (f"{package} {importlib.metadata.version(package)}" for package in packages)
+    return ", ".join((f"Python {platform.python_version()}", *found))

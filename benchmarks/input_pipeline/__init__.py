@@ -1,0 +1,1 @@
+"""Measure whether offloading the input pipeline pays."""

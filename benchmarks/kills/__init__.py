@@ -1,0 +1,1 @@
+"""Kill processes of two servers, and compare the job with an undisturbed one."""

@@ -1,0 +1,1 @@
+"""Measure how far latency models are off."""

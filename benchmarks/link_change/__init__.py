@@ -1,0 +1,1 @@
+"""Count the iterations until a plan follows a changed link."""

@@ -1,0 +1,1 @@
+"""Measure whether a device should know how busy a server is."""

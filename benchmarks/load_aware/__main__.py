@@ -1,0 +1,184 @@
+"""Measure whether knowledge of the server's load pays when a network is split between device and server.
+
+The claim: with a slow device, a thin link and a busy server, upriver's policy
+
+- answers faster than Neurosurgeon, which is blind to load, while the load changes, by the figures of LoADPart
+  (SqueezeNet 14.2 % on average and 32.3 % at best, AlexNet 4.95 % and 39.4 %), and at most 3 % slower with
+  the networks that cannot gain;
+- is never more than 3 % above the best of local and full offload, and within 10 % of the best fixed cut in
+  hindsight;
+- spends at most 1 % of the time of 100 requests on cutting;
+- gives the same answers to the bit, wherever they are computed.
+
+Run ``python -m benchmarks.load_aware`` as root. It may be ended at any moment: each part with each network is
+a line of ``results/load_aware.jsonl``, and the next start resumes there. ``--only load`` selects a part,
+``--only link-alexnet`` a part with one network, ``--minutes 20`` begins no further one after that time,
+``--list`` prints the progress, ``--quick`` shows in some minutes that it works, ``--write`` only writes
+``results/load_aware.md`` and its plots from the existing runs. All of it takes some 65 minutes on two cores.
+
+The device has the first core and a network namespace, the server the second, its disturbers, and another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from benchmarks.harness.common import RESULTS, ROOT, commit, version_of
+from benchmarks.harness.hosts import sigterm_raises
+from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.testbed import TestbedError
+from benchmarks.load_aware.bed import Bed, Failed, device_on
+from benchmarks.load_aware.found import Found
+from benchmarks.load_aware.measure import measure
+from benchmarks.load_aware.report import write
+from benchmarks.load_aware.schedule import OURS, QUICK, SETTINGS, Setting
+
+MEASURING = ("background", "bed", "job", "measure", "networks", "schedule")
+"""Benchmark modules that determine a setting's figures, in addition to the package."""
+
+
+def version() -> str:
+    """Return the version of the code behind a row."""
+    files = [ROOT / "benchmarks" / "load_aware" / f"{name}.py" for name in MEASURING]
+    return version_of([*files, *sorted((ROOT / "src" / "upriver").rglob("*.py"))])
+
+
+def missing(setting: Setting, records: Records) -> bool:
+    """Return whether the setting has no run by the current code."""
+    return bool(records.rows.get(setting.key, {}).get("version") != version())
+
+
+# ---------------------------------------------------------------------------------------------- measuring
+
+
+class Bar:
+    """Show the progress of the benchmark.
+
+    Args:
+        progress: The display.
+        phases: Number of phases to come.
+    """
+
+    def __init__(self, progress: Progress, phases: int) -> None:
+        self._progress = progress
+        self._task: TaskID = progress.add_task("", total=phases)
+
+    def say(self, text: str) -> None:
+        """Show the current activity."""
+        self._progress.update(self._task, description=text)
+
+    def begin(self, text: str) -> None:
+        """Show that a phase begins."""
+        self._progress.update(self._task, description=text, advance=1)
+
+
+def run(settings: Sequence[Setting], records: Records, deadline: Deadline, bar: Bar) -> None:
+    """Run settings of one network, one after another, with one server and one device.
+
+    Raises:
+        Failed: If a setting fails.
+        TimeIsUp: If no further setting may begin.
+    """
+    first = settings[0]
+    with tempfile.TemporaryDirectory() as folder, Bed(Path(folder)) as bed:
+        carried = bed.prove([phase.mbit for setting in settings for phase in setting.phases])
+        bed.begin(first.phases[0])
+        with device_on(bed, first) as device:
+            bar.say(f"{first.network}: the server is measured")
+            device.ask(do="open", way=OURS)
+            facts = {**device.ask(do="facts"), "carried": carried}
+            for setting in settings:
+                deadline.check()
+                load = round(os.getloadavg()[0], 2)
+                bar.say(f"{setting.key}: warms up")
+                found = measure(device, bed, setting, bar.begin)
+                records.add(setting.key, {**facts_of(setting), **facts, "load": load, **found})
+
+
+def facts_of(setting: Setting) -> dict[str, Any]:
+    """Return the provenance of a row."""
+    return {
+        "commit": commit(),
+        "version": version(),
+        "factor": setting.factor,
+        "schedule": [asdict(phase) for phase in setting.phases],
+    }
+
+
+def run_all(settings: Sequence[Setting], records: Records, deadline: Deadline) -> list[str]:
+    """Run everything that is missing, network by network. Return why some of it failed.
+
+    Raises:
+        TimeIsUp: If the deadline passes first.
+    """
+    failed: list[str] = []
+    left = [setting for setting in settings if missing(setting, records)]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with ExitStack() as stack:
+        stack.enter_context(sigterm_raises())
+        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), refresh_per_second=1))
+        bar = Bar(progress, sum(len(setting.phases) for setting in left))
+        for network in dict.fromkeys(setting.network for setting in left):
+            deadline.check()
+            try:
+                run([each for each in left if each.network == network], records, deadline, bar)
+            except (Failed, TestbedError) as error:  # the others may work
+                failed.append(f"{network}: {error}")
+    return failed
+
+
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="settings that begin with one"
+    )
+    parser.add_argument("--minutes", type=float, help="begin no further setting after so many")
+    parser.add_argument("--quick", action="store_true", help="a small form that says nothing")
+    parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
+    parser.add_argument("--write", action="store_true", help="only write the report from what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run what is missing, then report all records."""
+    options = parsed()
+    name, settings = ("load_aware_quick", QUICK) if options.quick else ("load_aware", SETTINGS)
+    records = Records(options.out / f"{name}.jsonl")
+    wanted = [setting for setting in settings if any(setting.key.startswith(part) for part in options.only)]
+    if options.list:
+        for setting in wanted:
+            left = "missing" if missing(setting, records) else "finished"
+            print(f"{setting.key}, {setting.seconds:g} s at least: {left}")
+        return
+    failed: list[str] = []
+    if not options.write:
+        try:
+            failed = run_all(wanted, records, Deadline(options.minutes))
+        except TimeIsUp:
+            print("time is up; the next start goes on from here", file=sys.stderr)
+    found = [Found(setting, records) for setting in settings]
+    print(write(found, options.out, name))
+    failed += [
+        f"{each.setting.key}: {each.wrong} wrong answers" for each in found if each.complete and each.wrong
+    ]
+    if failed:
+        sys.exit("\n".join(f"error: {why}" for why in failed))
+
+
+if __name__ == "__main__":
+    main()

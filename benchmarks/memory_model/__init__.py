@@ -1,0 +1,1 @@
+"""Compare estimates of memory with measured peaks."""

@@ -1,0 +1,1 @@
+"""Compare the plain way with an ordinary PyTorch loop."""

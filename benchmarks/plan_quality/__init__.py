@@ -1,0 +1,1 @@
+"""Compare chosen plans with every cut, measured."""

@@ -1,0 +1,1 @@
+"""Time the planning of a chain of a thousand stages."""

@@ -1,0 +1,109 @@
+"""Time the planning for a chain of a thousand stages, by policy.
+
+Run with ``python -m benchmarks.plan_time``; ``--write`` writes ``benchmarks/results/plan_time.md``. Each
+repeat plans another random chain on another random cluster, so that no result is cached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from upriver.cost import CostModel
+from upriver.policies import POLICIES
+from upriver.types import (
+    Cluster,
+    ComputeTier,
+    InputProfile,
+    Link,
+    Profile,
+    StageProfile,
+    StorageTier,
+    TailProfile,
+    Workload,
+)
+
+RESULT = RESULTS / "plan_time.md"
+STAGES = 1000
+REPEATS = 51
+GOAL_MS = 5.0
+WORKLOAD = Workload(batch_size=512, num_samples=50_000)
+
+
+def question(seed: int) -> tuple[Profile, Cluster, Workload]:
+    """Return a chain whose outputs shrink, not monotonically, and machines that fit a part of it."""
+    draw = random.Random(seed)
+    sizes = [6e5 * (1 - k / STAGES) ** 2 * draw.uniform(0.3, 2.0) + 1000 for k in range(STAGES)]
+    stages = tuple(
+        StageProfile(
+            name=f"stage{k}",
+            kind="random",
+            out_bytes=size,
+            param_bytes=draw.uniform(0, 1e5),
+            peak_bytes=3 * size,
+            seconds={
+                "storage": (draw.uniform(0, 1e-4), draw.uniform(1e-6, 1e-4)),
+                "compute": (draw.uniform(0, 1e-4), draw.uniform(1e-6, 1e-4)),
+            },
+        )
+        for k, size in enumerate(sizes)
+    )
+    profile = Profile(
+        model="random",
+        freeze=STAGES,
+        input=InputProfile(stored_bytes=110_000, tensor_bytes=602_112),
+        stages=stages,
+        tail=TailProfile(seconds=(1e-3, 1e-4), param_bytes=1e7, peak_bytes=1e5),
+    )
+    cluster = Cluster(
+        link=Link(bandwidth_bytes_per_s=10 ** draw.uniform(5.5, 8)),
+        storage=StorageTier(memory_bytes=6e7, seconds_per_byte={"read": 1e-9, "encode": 1e-9}),
+        compute=ComputeTier(memory_bytes=1e12, micro_batch=16, seconds_per_byte={"decode": 1e-9}),
+    )
+    return profile, cluster, WORKLOAD
+
+
+def main() -> None:
+    """Measure, print, and write on request."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    options = parser.parse_args()
+    questions = [question(seed) for seed in range(REPEATS + 1)]
+    for asked in questions:
+        assert 0 < CostModel(*asked).feasible.sum() <= STAGES, "some cuts fit the memory, and some do not"
+    taken: dict[str, list[float]] = {name: [] for name in POLICIES}
+    routes: dict[str, int] = dict.fromkeys(POLICIES, 0)
+    for number, asked in enumerate(questions):
+        for name, policy in POLICIES.items():
+            began = time.perf_counter()
+            plan = policy(*asked)
+            if number:  # the first warms up
+                taken[name].append(1e3 * (time.perf_counter() - began))
+                routes[name] = max(routes[name], len(plan.routes))
+    rows = []
+    for name, times in taken.items():
+        spread = Spread.of(times)
+        rows.append(
+            (f"`{name}`", spread.text(), routes[name], "met" if spread.median < GOAL_MS else "missed")
+        )
+    text = f"""# Planning a chain of {STAGES} stages
+
+**Claim.** Every policy answers in less than {GOAL_MS:.0f} ms, the linear program of the mix included.
+
+{table(("policy", "ms a plan", "routes at most", f"< {GOAL_MS:.0f} ms"), rows)}
+
+- {REPEATS} random chains and clusters, each policy on each in turn, after one to warm up; the whole call,
+  from profile and cluster to the plan with its explanation. Rows of its table are made when they are read.
+- Commit {commit()}; {machine()}; {versions("numpy")}.
+
+Run it again: `python -m benchmarks.plan_time --write`.
+"""
+    print(text)
+    if options.write:
+        RESULT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

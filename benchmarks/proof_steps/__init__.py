@@ -1,0 +1,1 @@
+"""Check whether a split trains what its model trains whole, over many models."""

@@ -1,0 +1,1 @@
+"""Compare the cost model with the runs that HAPI's authors published."""

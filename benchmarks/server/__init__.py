@@ -1,0 +1,1 @@
+"""Measure a near-data server with many tenants."""

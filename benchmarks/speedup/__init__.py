@@ -1,0 +1,1 @@
+"""Measure how much faster an epoch is near the data."""

@@ -1,0 +1,71 @@
+"""Time an epoch by each policy's plan and in the plain way, and compare it with the bound.
+
+Run ``python -m benchmarks.speedup`` as root. It may be ended at any moment: each run is a line of
+``results/speedup.jsonl``, and the next start resumes there. ``--minutes 20`` ends it by itself; ``--report``
+writes ``results/speedup.md`` and ``.png`` from the existing runs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.harness.planned import Deadline, Records, Rig, Setting, command, run_once
+from benchmarks.speedup.report import REPEATS, SWEEP, Speeds, plot, report
+
+QUICK = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)
+"""Setting of the quick form, which only shows that it works."""
+
+SETTINGS = (
+    *(
+        Setting(network=network, mbit=mbit, batch_size=32, samples=samples)
+        for mbit, samples in ((5, 256), (20, 384), (80, 384), (None, 384))
+        for network in ("alexnet", "resnet18")
+    ),
+    Setting(network="alexnet", mbit=20, batch_size=32, samples=384, client_speed=0.5),
+    Setting(network="resnet18", mbit=20, batch_size=32, samples=384, client_speed=0.5),
+    Setting(network="alexnet", mbit=20, batch_size=8, samples=384),
+    Setting(network="alexnet", mbit=20, batch_size=32, samples=384, stored_scale=2),
+    Setting(network="alexnet", mbit=20, batch_size=32, samples=192, stored_scale=8),
+)
+"""The settings vary the bandwidth, then halve the client's speed, then have a small training batch or larger
+stored images.
+
+An epoch has a dozen training steps: with fewer, filling and draining the pipeline alone would miss the goal.
+"""
+
+
+def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
+    """Run the missing parts of a setting: the plans, the loader's sweep, and all ways' repeats.
+
+    Raises:
+        TimeIsUp: If the deadline passes first.
+    """
+    with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
+        deadline.check()
+        rig.plan(records)
+        for label in (Speeds(setting, records).unsplit, *SWEEP):
+            run_once(rig, records, label, 0, deadline)
+        labels = Speeds(setting, records).labels
+        for repeat in range(1, REPEATS + 1):
+            for label in labels:
+                run_once(rig, records, label, repeat, deadline)
+
+
+def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
+    """Write the report's two files. Return the text of the page."""
+    found = [Speeds(setting, records) for setting in settings]
+    text = report(found, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    plot(found, folder / f"{name}.png")
+    return text
+
+
+def main() -> None:
+    command(__doc__, "speedup", SETTINGS, QUICK, found=Speeds, measure=measure, write=write)
+
+
+if __name__ == "__main__":
+    main()

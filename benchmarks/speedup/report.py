@@ -1,0 +1,391 @@
+"""Report the records of `speedup`: seconds and bytes of an epoch, and their distance from the bound."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness.common import Spread, machine, table, versions
+from benchmarks.harness.planned import LOADER, Records, Setting, run_of, short
+from benchmarks.harness.slowed import way
+from benchmarks.plan_quality.report import LEAST_REPEATS, Found, so_far
+from upriver.finetune.calibration.measurement import CANARY
+
+REPEATS = 5
+SWEEP = tuple(
+    f"{LOADER}{workers}x{prefetch}" for workers, prefetch in ((0, 2), (1, 2), (1, 4), (2, 2), (2, 4))
+)
+POLICIES = ("upriver", "hapi", "neurosurgeon", "freeze", "min")
+PLAIN = "plain"
+"""The way without upriver: a ``DataLoader`` at its best."""
+
+GOAL_BOUND, GOAL_PLAIN, GOAL_MEASURING = 0.85, 0.95, 0.03
+EPOCHS = 10
+"""Epochs whose time the measuring share refers to."""
+
+LOSS_TOLERANCE = 1e-4
+"""Relative tolerance. Whole batches through the frozen modules may round otherwise than micro-batches."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """A setting and its records."""
+
+    setting: Setting
+    records: Records
+
+    @cached_property
+    def found(self) -> Found:
+        """Return the findings shared with `plan_quality`: plans, choices, the reference."""
+        return Found(self.setting, self.records)
+
+    @property
+    def unsplit(self) -> str:
+        """Return the cut that offloads nothing and gives the reference."""
+        return self.found.unsplit
+
+    def _row(self, label: str, repeat: int) -> dict[str, Any] | None:
+        return run_of(self.records, self.setting, label, repeat)
+
+    def why_not(self, label: str, repeat: int) -> str | None:
+        """Return why a run does not count: empty when it does, None when it does not exist."""
+        row, reference = self._row(label, repeat), self._row(self.unsplit, 0)
+        if not label.startswith(LOADER) or row is None or "error" in row:
+            return self.found.why_not(label, repeat)
+        if repeat == 0:  # a run of the sweep, whose samples come in another order
+            return ""
+        if reference is None or "losses" not in reference:
+            return "no reference"
+        return "" if alike(row["losses"], reference["losses"]) else "other losses"
+
+    def rows(self, label: str, repeats: Sequence[int] = range(1, REPEATS + 1)) -> list[dict[str, Any]]:
+        """Return the records of the runs that count."""
+        found = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
+        return [row for row in found if row is not None]
+
+    @cached_property
+    def best_loader(self) -> str | None:
+        """Return the fastest loop of the sweep; None before its end, or if none counts."""
+        if any(self.why_not(label, 0) is None for label in SWEEP):
+            return None
+        seconds = {label: rows[0]["seconds"] for label in SWEEP if (rows := self.rows(label, [0]))}
+        return min(seconds, key=seconds.__getitem__) if seconds else None
+
+    @cached_property
+    def ways(self) -> dict[str, str | None]:
+        """Return each way's choice, as records name it; None where it does not fit, or is not known yet."""
+        return {name: self.found.choices.get(name) for name in POLICIES} | {PLAIN: self.best_loader}
+
+    @property
+    def labels(self) -> list[str]:
+        """Return the labels of the runs that take turns."""
+        return list(dict.fromkeys(label for label in self.ways.values() if label is not None))
+
+    @cached_property
+    def missing(self) -> str:
+        """Return how much is still missing, or an empty text when the setting is finished."""
+        if self.found.plan is None:
+            return "not begun"
+        if any(self.why_not(label, 0) is None for label in (self.unsplit, *SWEEP)):
+            return "the loader's sweep is not done"
+        wanted = [(label, repeat) for label in self.labels for repeat in range(1, REPEATS + 1)]
+        there = sum(self.why_not(*each) is not None for each in wanted)
+        return f"{there} of {len(wanted)} repeats run" if there < len(wanted) else ""
+
+    def seconds(self, name: str) -> Spread | None:
+        """Return the seconds of a way's repeats, or None if too few count."""
+        label = self.ways[name]
+        rows = self.rows(label) if label is not None else []
+        return Spread.of(float(row["seconds"]) for row in rows) if len(rows) >= LEAST_REPEATS else None
+
+    def megabytes(self, name: str) -> float:
+        """Return the median of the megabytes that crossed the link to the training side, by its counters."""
+        rows = self.rows(self.ways[name] or "")
+        return statistics.median(float(row["bytes_from_storage"]) for row in rows) / 1e6
+
+    def cpu_s(self, name: str, side: str) -> float:
+        """Return the median of the core seconds that a side computed."""
+        return statistics.median(float(row["cpu_s"][side]) for row in self.rows(self.ways[name] or ""))
+
+    def _link_s(self, name: str) -> float:
+        """Return the seconds of the link for the bytes it carried, at its rate."""
+        mbit = self.setting.mbit
+        return 0.0 if mbit is None else 8 * self.megabytes(name) / mbit
+
+    def bound_s(self, name: str) -> float:
+        """Return the seconds of the busiest of storage, link and compute, if it were never idle.
+
+        The link's seconds are its bytes at its rate. The seconds of a side are what its processes computed on
+        its core, or on its share of a core.
+        """
+        setting = self.setting
+        storage_s = max(self.cpu_s(name, "server") / setting.server_speed, self.cpu_s(name, "storage"))
+        return max(storage_s, self._link_s(name), self.cpu_s(name, "compute") / setting.client_speed)
+
+    def profile_bound_s(self, name: str) -> float:
+        """Return the same bound by the measured profile of both sides, which covers the stages alone."""
+        plan = self.found.plan
+        assert plan is not None
+        cost = plan["predicted"][self.unsplit] if name == PLAIN else plan["plans"][name]["predicted"]
+        return max(float(cost["storage_s"]), float(cost["compute_s"]), self._link_s(name))
+
+    def of_bound(self, name: str) -> float | None:
+        """Return the bound over the median of the seconds."""
+        seconds = self.seconds(name)
+        return None if seconds is None else self.bound_s(name) / seconds.median
+
+    def of_profile_bound(self, name: str) -> float | None:
+        """Return the profile's bound over the median of the seconds."""
+        seconds = self.seconds(name)
+        return None if seconds is None else self.profile_bound_s(name) / seconds.median
+
+    @property
+    def measuring_s(self) -> dict[str, float]:
+        """Return the seconds of each measurement before the first iteration."""
+        assert self.found.plan is not None
+        return {part: float(s) for part, s in self.found.plan["measuring_s"].items() if part != CANARY}
+
+    @property
+    def measuring_share(self) -> float:
+        """Return the measuring time as a share of the first epochs, at the epoch time of `upriver`'s plan."""
+        seconds = self.seconds("upriver")
+        return math.inf if seconds is None else sum(self.measuring_s.values()) / (EPOCHS * seconds.median)
+
+    def over_plain(self, name: str) -> float | None:
+        """Return how many times as fast as the plain way this way is."""
+        seconds, plain = self.seconds(name), self.seconds(PLAIN)
+        return None if seconds is None or plain is None else plain.median / seconds.median
+
+
+def alike(losses: Sequence[float], reference: Sequence[float]) -> bool:
+    """Return whether two runs learned the same, except for rounding."""
+    return len(losses) == len(reference) and all(
+        math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE)
+        for ours, theirs in zip(losses, reference, strict=True)
+    )
+
+
+def verdict(done: Sequence[Speeds], declared: int) -> str:
+    """Return the goals in a few sentences, over the finished ones of the declared settings."""
+    bounds = [one.of_bound("upriver") or 0.0 for one in done]
+    plain = [one.over_plain("upriver") or 0.0 for one in done]
+    held = "Met" if min(bounds) >= GOAL_BOUND and min(plain) >= GOAL_PLAIN else "Missed"
+    of_bound, over_plain = statistics.median(bounds), statistics.median(plain)
+    return (
+        f"{held}{so_far(len(done), declared)}: `upriver` reaches {of_bound:.2f} of the bound at the median "
+        f"and {min(bounds):.2f} at least (goal {GOAL_BOUND}), and is {over_plain:.2f} times as fast as the "
+        f"plain way at the median, {min(plain):.2f} at least (goal {GOAL_PLAIN})."
+    )
+
+
+def measuring_verdict(done: Sequence[Speeds]) -> str:
+    """Return the verdict on measuring, judged where epochs are shortest."""
+    known = [(seconds.median, one) for one in done if (seconds := one.seconds("upriver")) is not None]
+    if not known:
+        return "Nothing is known of measuring yet."
+    epoch_s, smallest = min(known, key=lambda each: each[0])
+    share = smallest.measuring_share
+    return (
+        f"{'Met' if share < GOAL_MEASURING else 'Missed'}: in the smallest job ({smallest.setting.key}, "
+        f"epochs of {epoch_s:.2f} s) measuring takes {sum(smallest.measuring_s.values()):.2f} s, "
+        f"{share:.2%} of {EPOCHS} epochs (goal {GOAL_MEASURING:.0%})."
+    )
+
+
+def report(found: Sequence[Speeds], name: str) -> str:
+    """Return the report as Markdown."""
+    done = [one for one in found if not one.missing]
+    names = (*POLICIES, PLAIN)
+    header = ("setting", *names)
+
+    def of_each(cell: Callable[[Speeds, str], str]) -> str:
+        """Return a table of the settings and the ways. A cell is empty where too few runs count."""
+        cells = [[cell(one, each) if one.seconds(each) else "-" for each in names] for one in done]
+        return table(header, [[one.setting.key, *row] for one, row in zip(done, cells, strict=True)])
+
+    unfinished = [f"- {one.setting.key}: {one.missing}" for one in found if one.missing]
+    return TEMPLATE.format(
+        verdict=verdict(done, len(found)) if done else "Nothing is finished yet.",
+        measuring_verdict=measuring_verdict(done),
+        seconds=of_each(lambda one, each: _spread(one.seconds(each))),
+        factors=of_each(lambda one, each: _two(one.over_plain(each))),
+        bounds=of_each(lambda one, each: f"{_two(one.of_bound(each))} ({_two(one.of_profile_bound(each))})"),
+        moved=of_each(lambda one, each: f"{one.megabytes(each):.1f}"),
+        cpu=of_each(lambda one, each: f"{one.cpu_s(each, 'storage'):.1f} + {one.cpu_s(each, 'compute'):.1f}"),
+        chosen=table(header, [[one.setting.key, *(short(one.ways[each]) for each in names)] for one in done]),
+        sweep=_sweep(done),
+        measuring=_measuring(done),
+        bad="\n".join(f"- {line}" for one in found for line in _bad(one)) or "None.",
+        unfinished="\n".join(unfinished) or "None.",
+        name=name,
+        repeats=REPEATS,
+        least=LEAST_REPEATS,
+        tolerance=f"{LOSS_TOLERANCE:g}",
+        way=way(),
+        commits=_commits(found),
+        machine=machine(),
+        versions=versions("torch", "torchvision", "pillow"),
+    )
+
+
+def _spread(seconds: Spread | None) -> str:
+    """Format repeats for a table cell, with their number if some do not count."""
+    assert seconds is not None
+    few = len(seconds.values) < REPEATS
+    return seconds.text() + (f", {len(seconds.values)} of {REPEATS}" if few else "")
+
+
+def _sweep(done: Sequence[Speeds]) -> str:
+    rows = []
+    for one in done:
+        found = [one.rows(label, [0]) for label in SWEEP]
+        rows.append([one.setting.key, *(f"{row[0]['seconds']:.2f}" if row else "-" for row in found)])
+    return table(("setting", *(label.removeprefix(LOADER) for label in SWEEP)), rows)
+
+
+def _measuring(done: Sequence[Speeds]) -> str:
+    parts = list(dict.fromkeys(part for one in done for part in one.measuring_s))
+    rows = [
+        [
+            one.setting.key,
+            *(f"{one.measuring_s.get(part, 0.0):.2f}" for part in parts),
+            f"{one.measuring_share:.2%}",
+        ]
+        for one in done
+    ]
+    return table(("setting", *parts, f"of {EPOCHS} epochs"), rows)
+
+
+def _bad(one: Speeds) -> list[str]:
+    """Return the runs that do not count, and why."""
+    if one.found.plan is None:
+        return []
+    labels = dict.fromkeys((one.unsplit, *SWEEP, *one.labels))
+    every = ((label, repeat) for label in labels for repeat in range(REPEATS + 1))
+    return [
+        f"{one.setting.key}, {label}, {repeat}: {why}"
+        for label, repeat in every
+        if (why := one.why_not(label, repeat))
+    ]
+
+
+def _two(number: float | None) -> str:
+    return "-" if number is None else f"{number:.2f}"
+
+
+def _commits(found: Sequence[Speeds]) -> str:
+    keys = {one.setting.key for one in found}
+    rows: Sequence[Mapping[str, Any]] = list(found[0].records.rows.values()) if found else []
+    return ", ".join(sorted({str(row["commit"]) for row in rows if row.get("setting") in keys})) or "-"
+
+
+TEMPLATE = """# How long an epoch takes
+
+**Claim.** On two hosts with a shaped link, an epoch by `upriver`'s plan reaches at least 0.85 of the bound
+that storage, link and compute set, and is never below 0.95 times as fast as an ordinary PyTorch loop.
+Measuring before the first iteration takes less than 3 % of ten epochs of the smallest job.
+
+**{verdict}**
+
+**{measuring_verdict}**
+
+Times as fast as the plain way, medians:
+
+{factors}
+
+Seconds of an epoch, median (lowest to highest) of {repeats} repeats in turns:
+
+{seconds}
+
+The bound over the seconds; in brackets by the profile's bound:
+
+{bounds}
+
+MB that crossed the link to the training side:
+
+{moved}
+
+Seconds of a core that were computed, on the storage side + on the training side:
+
+{cpu}
+
+What was chosen (a cut, shares of several, or the loader's workers x prefetch factor):
+
+{chosen}
+
+![Times as fast as the plain way]({name}.png)
+
+## How it was measured
+
+- Two network namespaces with a link shaped both ways; server and object store on core 0, training on core 1,
+  one thread each. The near-data ways compute on both cores, the plain way on one: that is their point, and
+  the seconds of both are above. Random weights; frozen as in `split_overhead`. JPEG files of about 110 KB;
+  `jpegx8` has 8 times the pixels and bytes.
+- **Plain way**: the whole model in a loop over `DataLoader`, which reads whole batches from the same object
+  store with the same joined reads and input stages; the fastest form of the sweep below is repeated.
+- **Policies** choose from one measurement by the running system, and keep their plan. Eight settings were
+  planned before `upriver` took a mix only for a gain of some 5 %; by what was predicted it would choose the
+  same. ResNet-18 at 5 and 20 Mbit/s and AlexNet with `client0.5` were planned and run anew, ResNet-18 with
+  `client0.5` and `jpegx8` planned anew: the one's choice had been run, the other's was run by itself.
+- Seconds are those of a whole epoch, from the first request to the last optimizer step. Warm: worker
+  processes, programs, tail.
+- A run of upriver counts only if its losses are bit for bit those of the run that is not split, and every
+  micro-batch ran where the plan says; one of the plain way if each loss is within {tolerance} of it. All runs
+  of a setting are by the same code, policies aside. A way of which fewer than {least} repeats count has
+  failed.
+- **Bound**: the largest of what crossed the link at its rate and what the processes of each side computed, in
+  seconds of the core that they have, as the kernel counts them; protocol and copies are in it. The profile's
+  bound has the seconds of the stages alone in their place, as measured before the first iteration.
+- `client0.5`: the training process, {way}.
+- Commits {commits}. {machine}. {versions}.
+  Settings may be of different machines of this kind: compare within a row.
+
+Seconds of the loader's sweep, workers x prefetch factor, each once, on samples in another order:
+
+{sweep}
+
+Seconds of measuring before the first iteration, by part; frozen weights are in the store, no profile is kept:
+
+{measuring}
+
+Runs that do not count:
+
+{bad}
+
+Settings that are not finished:
+
+{unfinished}
+
+## What it does not show
+
+Accelerators; links with a long round trip; several jobs at once. In short epochs filling the pipeline weighs
+more than in long ones.
+
+Run it again: `python -m benchmarks.speedup`.
+"""
+
+
+def plot(found: Sequence[Speeds], path: Path) -> None:
+    """Plot the speed-ups over the plain way, a group of points for each setting."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    done = [one for one in found if not one.missing]
+    figure = Figure(figsize=(9, 1.5 + 0.4 * max(len(done), 1)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for mark, policy in zip("osD^v", POLICIES, strict=True):
+        points = [(row, one.over_plain(policy)) for row, one in enumerate(done)]
+        there = [(row, factor) for row, factor in points if factor is not None]
+        axes.plot([factor for _, factor in there], [row for row, _ in there], mark, label=policy, alpha=0.8)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(done)), [one.setting.key for one in done])
+    axes.set(xscale="log", xlabel="times as fast as the plain way")
+    axes.invert_yaxis()
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,1 @@
+"""Measure what strangers' connections cost somebody else's request."""

@@ -1,0 +1,1 @@
+"""Measure the share of a raw socket's rate that micro-batches reach."""

@@ -1,0 +1,109 @@
+"""Test the benchmark that counts the instructions of a call."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cold_calls import __main__ as cold_calls
+from benchmarks.cold_calls.__main__ import (
+    ARRIVED,
+    COPIED,
+    NETWORKS,
+    PLAIN,
+    Counted,
+    dumped,
+    in_turns,
+    keep,
+    kept,
+    text,
+)
+from benchmarks.cold_start.bed import paths
+from benchmarks.input_pipeline.bed import Failed
+
+
+@pytest.mark.full
+def test_a_model_that_arrives_answers_as_plain_ones_do(tmp_path: Path) -> None:
+    """Run everything but the counting of Valgrind; in a process of its own, as publishing forks it."""
+    argv = [sys.executable, "-c", _UNCOUNTED, str(tmp_path)]
+    done = subprocess.run(
+        argv, env={**os.environ, **paths()}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.split() == ["3", "True"], done.stderr
+
+
+_UNCOUNTED = """
+import sys
+from benchmarks.cold_accelerator.__main__ import child, publish, spec_of
+from benchmarks.cold_calls import __main__ as cold_calls
+from benchmarks.cold_start.bed import Local
+from benchmarks.cold_start.models import MODELS
+
+MODELS["squeezenet"].prepare()
+with Local() as place:
+    spec = spec_of("squeezenet", place, sys.argv[1], [cold_calls.OURS])
+    child(publish, spec)
+    begun = []
+    task = {"run": cold_calls.OURS, "knob": 4, "calls": 3}
+    equal = cold_calls.called(spec | task, begin=lambda: begun.extend("123"))
+    print(len(begun), equal)
+"""
+
+
+def test_parts_are_read_in_the_order_in_which_they_were_asked_for(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for number in (2, 10, 1):
+        (tmp_path / f"out.{number}").write_text(
+            f"part: {number}\ndesc: Trigger: Client Request\ntotals: {number}00\n"
+        )
+    (tmp_path / "out.11").write_text("part: 11\ndesc: Trigger: Program termination\ntotals: 5\n")
+    assert dumped(out) == [100, 200, 1000]
+
+
+def test_totals_belong_to_whose_turn_it_was() -> None:
+    assert in_turns([1, 2, 3, 5, 6, 4, 9, 7, 8], 3) == {
+        ARRIVED: [1, 4, 7],
+        PLAIN: [2, 5, 8],
+        COPIED: [3, 6, 9],
+    }
+    with pytest.raises(Failed, match="5 of 6 calls were counted"):
+        in_turns([1, 2, 3, 4, 5], 2)
+
+
+def counted(arrived: int, *, equal: bool = True) -> Counted:
+    counts = {name: [arrived if name == ARRIVED else 1_000_000] for name in NETWORKS}
+    return Counted(counts, equal, "Here.")
+
+
+def test_the_report_says_who_is_near_and_who_has_the_same_bits() -> None:
+    met = {"gpt2": counted(1_009_000), "vgg19": counted(1_000_000)}
+    assert "**Met**: within 1% for 2 of 2 models; the same bits in all calls for 2 of 2." in text(met)
+    row = "| GPT-2 | 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) | 1.0 (1.0 to 1.0) | 1.00900 | 1.00000 |"
+    assert row in text(met)
+    assert "**Missed**: within 1% for 1 of 2" in text(met | {"gpt2": counted(1_011_000)})
+    assert "bits in all calls for 1 of 2" in text(met | {"gpt2": counted(1_000_000, equal=False)})
+
+
+def test_a_model_that_failed_is_missed_and_named() -> None:
+    found = {"vgg19": counted(1_000_000), "gpt2": Counted({}, False, "Here.", "no end within 3600 s")}
+    assert "**Missed**: within 1% for 1 of 2 models; the same bits in all calls for 1 of 2." in text(found)
+    assert "- failed: GPT-2: no end within 3600 s" in text(found)
+
+
+def test_what_was_counted_is_kept_as_it_comes(tmp_path: Path) -> None:
+    runs = tmp_path / "runs.json"
+    assert kept(runs) == {}
+    found = {"vgg19": counted(1), "gpt2": Counted({}, False, "Here.", "it ended with 1")}
+    keep(found, runs)
+    assert kept(runs) == found
+    assert list(kept(runs)) == ["gpt2", "vgg19"]
+
+
+def test_without_valgrind_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(Failed, match="valgrind is not installed"):
+        cold_calls.counted({"cache": "", "calls": 1})
