@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.reports import RESULTS, table
 from upriver.control.batch_adaptation import Ask, Grant, adaptive, static
 
 RESULT = RESULTS / "admission_time.md"

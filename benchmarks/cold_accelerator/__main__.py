@@ -40,7 +40,9 @@ from benchmarks.cold_start.bed import Local, for_amazon
 from benchmarks.cold_start.found import NEAR_BEST
 from benchmarks.cold_start.models import MODELS, answer, made_up
 from benchmarks.cold_start.settings import FORMS, OURS, STREAMED, WAYS
-from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.reports import RESULTS, table
 from benchmarks.input_pipeline.bed import Failed
 
 if TYPE_CHECKING:

@@ -39,7 +39,9 @@ from benchmarks.cold_start.models import MODELS, answer, made_up
 from benchmarks.cold_start.settings import OURS
 from benchmarks.cold_start.ways import loader_of
 from benchmarks.harness.children import module_command
-from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.reports import RESULTS, table
 from benchmarks.input_pipeline.bed import Failed
 
 if TYPE_CHECKING:

@@ -27,7 +27,9 @@ from benchmarks.cold_accelerator.__main__ import BATCH, child, publish, run, spe
 from benchmarks.cold_start.bed import Local
 from benchmarks.cold_start.models import MODELS
 from benchmarks.cold_start.settings import OURS, WAYS
-from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.reports import RESULTS, table
 
 CONNECTION_BYTES_PER_S, LATENCY_S = 80e6, 0.02
 MOST_REQUESTS = 8

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 from benchmarks.cold_start.peers import Peers
 from benchmarks.cold_start.settings import Way
 from benchmarks.harness import children
-from benchmarks.harness.children import module_command
-from benchmarks.harness.common import ROOT
+from benchmarks.harness.children import ROOT, module_command
 from benchmarks.harness.hosts import Hosts, last_lines
 from benchmarks.harness.memory_group import memory_group
 from benchmarks.harness.swift import run_swift

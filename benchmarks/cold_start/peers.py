@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from benchmarks.cold_start.settings import WAYS, Way
-from benchmarks.harness.common import ROOT
+from benchmarks.harness.children import ROOT
 from benchmarks.harness.hosts import last_lines
 from benchmarks.input_pipeline.bed import Failed
 

@@ -7,7 +7,6 @@ construction too. So a peer's record outlasts every other change of upriver. Our
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -17,7 +16,8 @@ from types import MappingProxyType
 
 from benchmarks.cold_start.settings import PLAIN, WAYS, way_of
 from benchmarks.cold_start.ways import LOADERS
-from benchmarks.harness.common import ROOT
+from benchmarks.harness.children import ROOT
+from benchmarks.harness.code_version import essence
 
 EVERYBODYS = ("torch", "torchvision", "transformers")
 """Packages that make models, in our environment and, lent, in the peers' environment."""
@@ -92,7 +92,5 @@ class Versions:
 
 
 def _code(path: Path, *, without: Collection[str] = ()) -> bytes:
-    """Return a module without comments and layout, and without some of its functions and classes."""
-    tree = ast.parse(path.read_bytes())
-    kept = [ast.dump(node) for node in tree.body if getattr(node, "name", None) not in without]
-    return "\n".join((path.name, *kept)).encode()
+    """Return a module's code, with its name, without some of its functions and classes."""
+    return "\n".join((path.name, essence(path.read_bytes(), without=without))).encode()

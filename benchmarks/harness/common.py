@@ -1,14 +1,12 @@
-"""Share what every benchmark needs: machine facts, interleaving, CPU time, spreads and tables."""
+"""Share what every benchmark needs: machine facts, interleaving, CPU time and spreads."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import os
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +15,6 @@ from typing import TypeVar
 
 import psutil
 import torch
-
-from benchmarks.harness.children import ROOT
-
-RESULTS = ROOT / "benchmarks" / "results"
 
 T = TypeVar("T")
 
@@ -99,59 +93,6 @@ def let_threads_sleep() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:  # OpenMP reads it once, when the library is loaded
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
-
-
-def commit() -> str:
-    """Return the measured commit, and whether tracked files differ from it."""
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", "src", "benchmarks/*.py")
-    return (_git("rev-parse", "--short=12", "HEAD") or "unknown") + (
-        ", with local changes" if changed else ""
-    )
-
-
-POLICIES = "src/upriver/policies"
-
-
-def code() -> str:
-    """Return the version of the code in ``src`` that runs, and whether files differ from it.
-
-    Later commits elsewhere do not change this version. Policies are left out: a benchmark run receives its
-    choice, so its record stays valid when a policy changes.
-    """
-    listed = _git("ls-tree", "-r", "HEAD", "src").splitlines()
-    files = [line for line in listed if not line.split("\t", 1)[1].startswith(f"{POLICIES}/")]
-    changed = _git("status", "--porcelain", "--", "src", f":(exclude){POLICIES}")
-    digest = hashlib.sha256("\n".join(files).encode()).hexdigest()[:12] if files else "unknown"
-    return _noted(digest, changed)
-
-
-def version_of(files: Iterable[Path]) -> str:
-    """Return a version of the contents of these files, taken in order."""
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-def policies() -> str:
-    """Return the git tree of the policies, and whether files differ from it."""
-    changed = _git("status", "--porcelain", "--", POLICIES)
-    return _noted(_git("rev-parse", "--short=12", f"HEAD:{POLICIES}") or "unknown", changed)
-
-
-def _noted(version: str, changed: str) -> str:
-    return f"{version}, changed" if changed else version
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
 
 
 def machine() -> str:

@@ -27,7 +27,8 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.harness.children import module_command, paths
-from benchmarks.harness.common import RESULTS, code, commit, policies
+from benchmarks.harness.code_version import code, commit, policies
+from benchmarks.harness.reports import RESULTS
 from benchmarks.harness.slowed import cpu_s, slowed
 from benchmarks.harness.testbed import Testbed, TestbedError
 from benchmarks.split_overhead.__main__ import NETWORKS

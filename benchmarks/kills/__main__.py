@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import RESULTS, code, commit, let_threads_sleep
+from benchmarks.harness.code_version import code, commit
+from benchmarks.harness.common import let_threads_sleep
 from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.reports import RESULTS
 from benchmarks.kills.job import BATCH, Difference, make_data, through_servers, train
 from benchmarks.kills.killer import Killer, NotWell, Servers, drawn
 from benchmarks.kills.report import faults, report

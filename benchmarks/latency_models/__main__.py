@@ -23,9 +23,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, machine, versions
 from benchmarks.harness.loadpart_networks import NETWORKS, model_of
 from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.reports import RESULTS, table
 from upriver.profile.latency import op_benchmark
 from upriver.profile.latency.benchmark_configs import RANGES
 from upriver.profile.latency.calibration import LONG_S, OCCASIONS, TABLE_III, MeasuredConfig, fit, plan

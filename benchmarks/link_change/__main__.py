@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.children import module_command, paths
-from benchmarks.harness.common import RESULTS
 from benchmarks.harness.netns import PAYLOAD_SHARE
 from benchmarks.harness.planned import CACHE, RUN_LIMIT_S, START_LIMIT_S, Rig, RunFailed, Setting, make_data
+from benchmarks.harness.reports import RESULTS
 from benchmarks.harness.testbed import Testbed, TestbedError
 from benchmarks.link_change.report import Change, Jitter, report
 

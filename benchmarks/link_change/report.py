@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.harness.common import commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import machine, versions
 from benchmarks.harness.planned import Setting
+from benchmarks.harness.reports import table
 
 GOAL = 10
 """Iterations after the change within which the plan must equal a fresh one."""

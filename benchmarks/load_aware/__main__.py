@@ -34,9 +34,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness.common import RESULTS, ROOT, commit, version_of
+from benchmarks.harness.children import ROOT
+from benchmarks.harness.code_version import commit, version_of
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.reports import RESULTS
 from benchmarks.harness.testbed import TestbedError
 from benchmarks.load_aware.bed import Bed, Failed, device_on
 from benchmarks.load_aware.found import Found

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness.children import module_command, paths
-from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.reports import RESULTS, table
 from upriver._torchvision import ensure_torchvision
 from upriver.profile.memory.estimator import MemoryEstimate, stretch_peak, tail_peak
 from upriver.program.capture.prefix import capture

@@ -17,15 +17,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness.common import (
-    RESULTS,
-    commit,
-    confine,
-    interleave,
-    let_threads_sleep,
-    machine,
-    versions,
-)
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import confine, interleave, let_threads_sleep, machine, versions
+from benchmarks.harness.reports import RESULTS
 from benchmarks.plain.report import OURS, THEIRS, Row, plot, report
 from benchmarks.plain.sides import Photos, Plain, SharedLink, Side, Task, Vanilla, say
 from upriver.demo.data import demo_data

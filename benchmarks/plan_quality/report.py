@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import machine, table, versions
+from benchmarks.harness.common import machine, versions
 from benchmarks.harness.planned import (
     Records,
     Setting,
@@ -22,6 +22,7 @@ from benchmarks.harness.planned import (
     spread_of,
     why_not_valid,
 )
+from benchmarks.harness.reports import table
 from benchmarks.harness.slowed import way
 
 REPEATS = 5

@@ -10,7 +10,9 @@ import argparse
 import random
 import time
 
-from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.reports import RESULTS, table
 from upriver.cost import CostModel
 from upriver.policies import POLICIES
 from upriver.types import (

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.harness.children import ROOT
+from benchmarks.harness.code_version import commit
 
 RESULT = ROOT / "benchmarks" / "results" / "proof_steps.md"
 ROWS = RESULT.with_suffix(".jsonl")
@@ -69,7 +70,7 @@ def _make(rows: list[Row], options: argparse.Namespace) -> None:
         if (name, way) in done or time.monotonic() > until:
             continue
         before = _in_a_child(name, way, options.before) if options.before else None
-        row = _in_a_child(name, way, str(ROOT / "src"))
+        row = _in_a_child(name, way, str(ROOT / "src")) | {"commit": commit()}
         if before is not None:
             row |= {"before_s": before["proof_s"], "before": before["how"]}
             row |= {"split_before_s": before["split_s"]}
@@ -331,7 +332,9 @@ def _report(rows: Sequence[Row]) -> str:
             f"| `{row['name']}` | {row['way']} | {'' if row['right'] else 'WRONG: '}{how} | "
             f"{row['proof_s']} | {row['split_s']} | {row.get('before_s', '')} |"
         )
-    lines += ["", "Run it again: `python -m benchmarks.proof_steps`.", ""]
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
+    lines += ["", f"Commit {commits}." if commits else "Commit not told.", ""]
+    lines += ["Run it again: `python -m benchmarks.proof_steps`.", ""]
     return "\n".join(lines)
 
 

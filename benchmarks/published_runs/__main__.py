@@ -11,7 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from benchmarks.harness.common import RESULTS, commit, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import versions
+from benchmarks.harness.reports import RESULTS
 from benchmarks.published_runs.model import capture
 from benchmarks.published_runs.report import hold, plot, report
 from benchmarks.published_runs.runs import RUNS, pairs, read_runs

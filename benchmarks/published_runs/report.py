@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from benchmarks.harness.common import table
+from benchmarks.harness.reports import table
 from benchmarks.published_runs.model import (
     LABEL_BYTES,
     Machines,

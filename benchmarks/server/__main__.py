@@ -20,9 +20,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.harness.common import RESULTS, confine, let_threads_sleep
+from benchmarks.harness.common import confine, let_threads_sleep
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.reports import RESULTS
 from benchmarks.server import adaptation as server_adaptation
 from benchmarks.server import concurrency as server_concurrency
 from benchmarks.server import fairness as server_fairness

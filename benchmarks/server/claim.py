@@ -16,9 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from benchmarks.harness.common import Spread, code, commit, table
+from benchmarks.harness.code_version import code, commit
+from benchmarks.harness.common import Spread
 from benchmarks.harness.memory_group import MemoryGroup
 from benchmarks.harness.planned import Deadline, Records
+from benchmarks.harness.reports import table
 from benchmarks.server.host import Generator, Server, Settings
 from benchmarks.server.load import OK, Asked, Question
 from benchmarks.server.networks import SIDE

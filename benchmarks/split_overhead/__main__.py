@@ -25,7 +25,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness.children import module_command, paths
-from benchmarks.harness.common import RESULTS, Spread, commit, interleave, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, interleave, machine, versions
+from benchmarks.harness.reports import RESULTS, table
 from upriver._torchvision import ensure_torchvision
 from upriver.program.eval_mode import no_fast_path
 from upriver.program.freeze import InEval, freeze_to, frozen_units, keep_in_eval

@@ -32,7 +32,9 @@ from urllib.parse import urlsplit
 import numpy as np
 import psutil
 
-from benchmarks.harness.common import RESULTS, Spread, commit, machine, table, versions
+from benchmarks.harness.code_version import commit
+from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.reports import RESULTS, table
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest, encode
 from upriver.server.tenants import hash_token

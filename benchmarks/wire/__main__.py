@@ -31,18 +31,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness.children import module_command, paths
-from benchmarks.harness.common import (
-    RESULTS,
-    Spread,
-    code,
-    commit,
-    cpu_seconds,
-    interleave,
-    machine,
-    table,
-    versions,
-)
+from benchmarks.harness.code_version import code, commit
+from benchmarks.harness.common import Spread, cpu_seconds, interleave, machine, versions
 from benchmarks.harness.planned import Records
+from benchmarks.harness.reports import RESULTS, table
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.rpc.client import ServerClient
