@@ -49,7 +49,7 @@ def records(tmp_path: Path) -> Records:
     made = Records(tmp_path / "records.jsonl")
     plan = {"feasible": True, "shares": {"2": 1.0}, "predicted": cost(3.0, 2.0)}
     facts = {**FACTS, "cuts": [-1, 0, 1, 2], "why_not": {}}
-    measuring = {"canary": 9.0, "stages": 0.4, "link": 0.5}
+    measuring = {"canary": 0.3, "stages": 0.4, "link": 0.5}
     plans = {name: plan for name in POLICIES}
     predicted = {"-1": cost(0.0, 8.0)}
     made.add(plan_key(SETTING), {**facts, "plans": plans, "predicted": predicted, "measuring_s": measuring})
@@ -77,7 +77,7 @@ def test_seconds_and_bounds_of_a_finished_setting(records: Records) -> None:
     assert one.over_plain("upriver") == pytest.approx(2.0)
     assert verdict([one], 1).startswith("Missed: `upriver` reaches 0.80 of the bound")
     assert verdict([one], 2).startswith("Missed so far, 1 of 2 settings: ")
-    assert one.measuring_share == pytest.approx(0.9 / 50)
+    assert one.measuring_share == pytest.approx(1.2 / 50)
     assert measuring_verdict([one]).startswith("Met: in the smallest job")
     text = report([one, Speeds(Setting(network="resnet18", mbit=5, batch_size=32, samples=64), records)], "x")
     assert "resnet18-jpeg-5Mbit-batch32-n64: not begun" in text and "5.00 (5.00 to 5.00)" in text
