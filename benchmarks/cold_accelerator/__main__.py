@@ -20,40 +20,34 @@ import argparse
 import importlib.util
 import itertools
 import json
-import multiprocessing
-import os
 import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from benchmarks.cold_start import job as cold_job
-from benchmarks.cold_start import ways as cold_ways
-from benchmarks.cold_start.bed import Local, for_amazon
+from benchmarks.cold_start.bed import Local
+from benchmarks.cold_start.forked import BATCH, child, publish, run, spec_of
 from benchmarks.cold_start.found import NEAR_BEST
-from benchmarks.cold_start.models import MODELS, answer, made_up
-from benchmarks.cold_start.settings import FORMS, OURS, STREAMED, WAYS
+from benchmarks.cold_start.models import MODELS
+from benchmarks.cold_start.settings import OURS, STREAMED, WAYS
+from benchmarks.harness.children import Failed
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.reports import RESULTS, table
-from benchmarks.input_pipeline.bed import Failed
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-Do = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 RUNS = RESULTS / "cold_accelerator.json"
 CHOSEN = ("resnet50", "vgg19", "gpt2", "bert")
-KNOBS, REPEATS, BATCH = (4, 16), 5, 1
-LIMIT_S, END_S = 120.0, 10.0
+KNOBS, REPEATS = (4, 16), 5
 
 
 @dataclass
@@ -99,62 +93,6 @@ class Found:
 # ------------------------------------------------------------------------------------------ in the process
 
 
-def publish(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Publish a model to the store in every form, and its right answer."""
-    from safetensors.torch import save_file
-
-    forms = sorted({FORMS[way] for way in spec["ways"]})
-    writes = {**spec, **spec["writing"], "forms": forms, "calls": []}
-    found = cold_job.publish(writes, _nobody)
-    if "model.tensors" in forms:
-        cold_job.tensors(writes, _nobody)
-    model = MODELS[spec["model"]]
-    right = answer(made_up(model).to(spec["device"]), _there(spec, model.inputs(BATCH)))
-    save_file({"right": right.cpu().contiguous()}, _right_of(spec))
-    return found
-
-
-def _nobody(_: str) -> None:
-    """Ignore a message."""
-
-
-def _right_of(spec: Mapping[str, Any]) -> Path:
-    """Return the path of the right answer."""
-    return Path(spec["references"]) / f"{spec['model']}.right"
-
-
-def run(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Run until the first answer. Return the times from the end of the imports on."""
-    import torch
-    from safetensors.torch import load_file
-
-    model = MODELS[spec["model"]]
-    model.prepare()
-    loader, inputs = cold_ways.loader_of(spec, model.build), model.inputs(BATCH)
-    if spec["started"]:
-        layer = torch.nn.Linear(8, 8, device=spec["device"])
-        answer(layer, {"input": torch.ones(8, 8, device=spec["device"])}).cpu()
-    began = time.perf_counter()
-    network = loader()
-    callable_at = time.perf_counter()
-    found = answer(network, _there(spec, inputs)).cpu()
-    answered = time.perf_counter()
-    loader.finish()
-    whole = time.perf_counter()
-    right = load_file(_right_of(spec))["right"]
-    return {
-        "callable_s": callable_at - began,
-        "answered_s": answered - began,
-        "whole_s": whole - began,
-        "device_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0,
-        "equal": found.dtype == right.dtype and torch.equal(found, right),
-    }
-
-
-def _there(spec: Mapping[str, Any], inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.to(spec["device"]) for name, value in inputs.items()}
-
-
 # ------------------------------------------------------------------------------------------- beside it
 
 
@@ -162,59 +100,6 @@ def can_run() -> list[str]:
     """Return the names of the ways whose packages are installed."""
     needs = {name: [package.replace("-", "_") for package in way.needs] for name, way in WAYS.items()}
     return [name for name in WAYS if all(map(importlib.util.find_spec, needs[name]))]
-
-
-def child(do: Do, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Execute `do` in a fork of this process, which has imported models and not touched a device.
-
-    Raises:
-        Failed: If the fork fails.
-    """
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as scratch:
-        process = context.Process(target=_forked, args=(do, {**spec, "scratch": scratch}, theirs))
-        process.start()
-        theirs.close()
-        try:
-            found: dict[str, Any] = ours.recv() if ours.poll(LIMIT_S) else {"failed": "no answer"}
-        except EOFError:
-            found = {"failed": "it ended"}
-        finally:
-            process.join(END_S)
-            process.kill()
-            process.join()
-    if "failed" in found:
-        raise Failed(found["failed"])
-    return found
-
-
-def _forked(do: Do, spec: Mapping[str, Any], answers: Connection) -> None:
-    os.environ["UPRIVER_CACHE"] = spec["cache"]
-    os.environ.update(for_amazon(spec["options"]))
-    try:
-        answers.send(do(spec))
-    except Exception as error:
-        answers.send({"failed": f"{type(error).__name__}: {error}".splitlines()[0]})
-
-
-def spec_of(
-    model: str, place: Local, scratch: str, ways: Sequence[str], *, device: str = "cpu"
-) -> dict[str, Any]:
-    """Return the specification for `publish`, or, with the way, its knob and ``started``, for `run`."""
-    uri, options = place.writing
-    return {
-        "model": model,
-        "folder": model,
-        "references": scratch,
-        "cache": f"{scratch}/{model}",
-        "bucket": place.bucket,
-        "options": dict(place.options),
-        "writing": {"uri": uri, "options": options},
-        "ways": list(ways),
-        "assign": True,
-        "device": device,
-    }
 
 
 def measure(

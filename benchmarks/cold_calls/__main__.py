@@ -32,17 +32,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from benchmarks.cold_accelerator.__main__ import BATCH, child, publish, spec_of
 from benchmarks.cold_start.bed import Local, paths
+from benchmarks.cold_start.forked import BATCH, child, publish, spec_of
 from benchmarks.cold_start.found import MOST_AFTER
 from benchmarks.cold_start.models import MODELS, answer, made_up
 from benchmarks.cold_start.settings import OURS
 from benchmarks.cold_start.ways import loader_of
-from benchmarks.harness.children import module_command
+from benchmarks.harness.children import Failed, module_command
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.reports import RESULTS, table
-from benchmarks.input_pipeline.bed import Failed
 
 if TYPE_CHECKING:
     from torch import nn

@@ -23,12 +23,12 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.cold_accelerator.__main__ import BATCH, child, publish, run, spec_of
 from benchmarks.cold_start.bed import Local
+from benchmarks.cold_start.forked import BATCH, child, publish, run, spec_of
 from benchmarks.cold_start.models import MODELS
 from benchmarks.cold_start.settings import OURS, WAYS
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.reports import RESULTS, table
 
 CONNECTION_BYTES_PER_S, LATENCY_S = 80e6, 0.02

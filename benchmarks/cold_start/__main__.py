@@ -48,12 +48,12 @@ from benchmarks.cold_start.peers import Peers
 from benchmarks.cold_start.report import write
 from benchmarks.cold_start.settings import QUICK, SETTINGS, Setting
 from benchmarks.cold_start.versions import Versions
+from benchmarks.harness.children import Failed
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.hosts import sigterm_raises
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.harness.reports import RESULTS
 from benchmarks.harness.testbed import TestbedError
-from benchmarks.input_pipeline.bed import Failed
 
 
 def run_all(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shutil
 import subprocess
 import sys
@@ -22,12 +21,11 @@ from typing import Any, Protocol
 from benchmarks.cold_start.peers import Peers
 from benchmarks.cold_start.settings import Way
 from benchmarks.harness import children
-from benchmarks.harness.children import ROOT, module_command
+from benchmarks.harness.children import BORROW, ROOT, Failed, Lines, module_command, site_packages
 from benchmarks.harness.hosts import Hosts, last_lines
 from benchmarks.harness.memory_group import memory_group
 from benchmarks.harness.swift import run_swift
 from benchmarks.harness.testbed import Testbed
-from benchmarks.input_pipeline.bed import BORROW, Failed
 
 STORE_CORE, ANSWER_CORE = 0, 1
 RUN_LIMIT_S, PUBLISH_LIMIT_S = 600.0, 1800.0
@@ -131,7 +129,7 @@ class Local(Hosts):
             stack.callback(self.end_all)
             argv = module_command("harness.object_server", root, "--bucket", BUCKET, *self._told)
             server = self.popen_at(argv, cores=2, near=True, stdout=subprocess.PIPE, env=paths())
-            said = Lines(server).line(READY_LIMIT_S)
+            said = Lines(server).next(READY_LIMIT_S)
             self.bucket = BUCKET
             self.options = {
                 "endpoint": json.loads(said)["listening"],
@@ -253,7 +251,7 @@ class Jobs:
                 "bucket": self._place.bucket,
                 "scratch": folder,
                 "references": str(self.references),
-                "packages": [path for path in sys.path if path.endswith("site-packages")],
+                "packages": site_packages(),
             }
             told = ["benchmarks.cold_start.job", json.dumps(spec)]
             argv = [self._peers.python, "-c", BORROW, *told] if peer else [sys.executable, "-m", *told]
@@ -286,9 +284,9 @@ class Jobs:
 def _answered(process: subprocess.Popen[Any], spawned: float, limit_s: float) -> dict[str, Any]:
     """Return the report of a process, with the moment of its answer if it gives one."""
     lines, answered_at = Lines(process), None
-    if (line := lines.line(limit_s)) == "answered":
+    if (line := lines.next(limit_s)) == b"answered":
         answered_at = time.monotonic()
-        line = lines.line(limit_s)
+        line = lines.next(limit_s)
     found: dict[str, Any] = json.loads(line)
     return found if answered_at is None else told(found, spawned, answered_at)
 
@@ -329,35 +327,6 @@ def for_amazon(options: Mapping[str, str]) -> dict[str, str]:
         "AWS_EC2_METADATA_DISABLED": "true",
         "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
     }
-
-
-class Lines:
-    """Read the output of a process, line by line.
-
-    Args:
-        process: A process whose stdout is a pipe.
-    """
-
-    def __init__(self, process: subprocess.Popen[Any]) -> None:
-        self._process, self._rest = process, b""
-
-    def line(self, limit_s: float) -> str:
-        """Return the next line.
-
-        Raises:
-            Failed: If no line arrives within this many seconds.
-        """
-        assert self._process.stdout is not None
-        descriptor, until = self._process.stdout.fileno(), time.monotonic() + limit_s
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
-            data = os.read(descriptor, 1 << 16) if ready else b""
-            if not data:
-                what = "has ended" if ready else f"said nothing for {limit_s:g} s"
-                raise Failed(f"the process {what}")
-            self._rest += data
-        line, self._rest = self._rest.split(b"\n", 1)
-        return line.decode()
 
 
 def paths(code: Path = ROOT) -> dict[str, str]:

@@ -16,8 +16,8 @@ from benchmarks.cold_start.bound import Parts
 from benchmarks.cold_start.measure import BASELINES, baseline_key, has_memory, sweep_key
 from benchmarks.cold_start.models import SMALL
 from benchmarks.cold_start.settings import OURS, PARTS, PLAIN, STREAMED, WAYS, Setting, way_of
-from benchmarks.harness.common import Spread
-from benchmarks.harness.planned import Records
+from benchmarks.harness.measuring import Spread
+from benchmarks.harness.records import Records
 
 NEAR_BEST, LEAST_SHARE, MOST_MEMORY, MOST_AFTER = 0.03, 0.85, 1.1, 0.01
 MOST_FAILED = 0.2

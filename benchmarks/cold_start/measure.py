@@ -30,8 +30,8 @@ from benchmarks.cold_start.settings import (
     way_of,
 )
 from benchmarks.cold_start.versions import Versions
-from benchmarks.harness.planned import Records
-from benchmarks.input_pipeline.bed import Failed
+from benchmarks.harness.children import Failed
+from benchmarks.harness.records import Records
 
 AFTER_REPEATS = 10
 """Processes that compare the forward pass of a loaded model with a plain one's."""

@@ -9,9 +9,8 @@ import subprocess
 from pathlib import Path
 
 from benchmarks.cold_start.settings import WAYS, Way
-from benchmarks.harness.children import ROOT
+from benchmarks.harness.children import ROOT, Failed
 from benchmarks.harness.hosts import last_lines
-from benchmarks.input_pipeline.bed import Failed
 
 VARIABLE = "UPRIVER_BENCHMARK_COLD_PEERS"
 PACKAGES = (

@@ -39,7 +39,7 @@ from benchmarks.cold_start.settings import (
     way_of,
 )
 from benchmarks.cold_start.ways import STORED_PART_BYTES
-from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.reports import table
 
 MEMORY_RUNS = (*WAYS, OURS + PLAIN, "sequential" + PLAIN)

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import Spread, interleave, machine, versions
+from benchmarks.harness.long_chain import STAGES, question
+from benchmarks.harness.measuring import Spread, interleave, machine, versions
 from benchmarks.harness.reports import RESULTS, table
-from benchmarks.plan_time.__main__ import STAGES, question
 from upriver.control.partition import ESTIMATES, CutChoice, PartitionRule, ServerConditions, choose
 from upriver.latency import LatencyModel, LatencySums
 from upriver.policies import loadpart

@@ -31,16 +31,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
-from benchmarks.harness.children import ROOT
+from benchmarks.harness.children import ROOT, Failed
 from benchmarks.harness.code_version import commit, version_of
 from benchmarks.harness.hosts import sigterm_raises
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.progress import Bar, progress_shown
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.harness.reports import RESULTS
 from benchmarks.harness.testbed import TestbedError
-from benchmarks.input_pipeline.bed import Bed, Failed, Job, Setting, peer
+from benchmarks.input_pipeline.bed import Bed, Job, Setting, peer
 from benchmarks.input_pipeline.data import FILES, make_data, mean_bytes
 from benchmarks.input_pipeline.measure import CANDIDATES, measure
 from benchmarks.input_pipeline.pace import Probe
@@ -148,31 +148,11 @@ def _valid(row: Mapping[str, Any], now: str, whole: Mapping[str, Any]) -> bool:
 # ---------------------------------------------------------------------------------------------- measuring
 
 
-class Bar:
-    """Show the progress of a setting.
-
-    Args:
-        progress: The display.
-        setting: Label of its line.
-    """
-
-    def __init__(self, progress: Progress, setting: Setting) -> None:
-        self._progress, self._setting = progress, setting
-        candidates = len(CANDIDATES) if setting.disk_mbit is not None else 1
-        expected = 4 + 3 * 5 + 6 * setting.repeats + (len(setting.ratios) + 3 * 4) * candidates
-        self._task: TaskID = progress.add_task(setting.key, total=expected)
-
-    def __call__(self, way: str) -> None:
-        """Show that an epoch begins."""
-        self._progress.update(self._task, description=f"{self._setting.key}: {way}", advance=1)
-
-    def say(self, key: str, began: float) -> None:
-        """Show that a row of the setting is finished."""
-        self._progress.console.print(f"{key}: {time.monotonic() - began:.0f} s", highlight=False)
-
-    def done(self) -> None:
-        """Remove the line."""
-        self._progress.update(self._task, description=self._setting.key, total=1, completed=1)
+def bar_of(setting: Setting, progress: Progress) -> Bar:
+    """Return the bar of a setting, as long as it has epochs at most."""
+    candidates = len(CANDIDATES) if setting.disk_mbit is not None else 1
+    expected = 4 + 3 * 5 + 6 * setting.repeats + (len(setting.ratios) + 3 * 4) * candidates
+    return Bar(progress, expected, setting.key)
 
 
 def run(setting: Setting, keys: Sequence[str], records: Records, root: Path, bar: Bar) -> list[str]:
@@ -190,7 +170,7 @@ def run(setting: Setting, keys: Sequence[str], records: Records, root: Path, bar
                 found = {"stored_bytes": stored, **run_ways(bed, setting, root, bar)}
             else:
                 wait_s, name = records.rows[setting.key]["wait_s"], key.removeprefix(f"{setting.key}|")
-                bar(PEERS[name])
+                bar.begin(PEERS[name])
                 try:
                     told = peer(bed, name, interpreter(name), setting, root, wait_s)
                 except Failed as error:  # the others may work
@@ -198,7 +178,7 @@ def run(setting: Setting, keys: Sequence[str], records: Records, root: Path, bar
                     continue
                 found = {"wait_s": wait_s, **told}
             records.add(key, {**facts, **found})
-            bar.say(key, began)
+            bar.log(f"{key}: {time.monotonic() - began:.0f} s")
     bar.done()
     return failed
 
@@ -208,7 +188,7 @@ def run_ways(bed: Bed, setting: Setting, root: Path, bar: Bar) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as cache:
         job = Job(bed, setting, root, Path(cache))
         try:
-            return measure(job, setting, Probe(root, setting.workload), bar)
+            return measure(job, setting, Probe(root, setting.workload), bar.begin)
         finally:
             job.end()
 
@@ -228,11 +208,10 @@ def run_all(
         TimeIsUp: If the deadline passes first.
     """
     failed: list[str] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:
         stack.enter_context(sigterm_raises())
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), refresh_per_second=1))
+        progress = stack.enter_context(progress_shown())
         for kind in FILES:
             if any(WORKLOADS[setting.workload].kind == kind for setting in settings):
                 make_data(root, kind, files)
@@ -242,7 +221,7 @@ def run_all(
                 continue
             deadline.check()
             try:
-                failed += run(setting, keys, records, root, Bar(progress, setting))
+                failed += run(setting, keys, records, root, bar_of(setting, progress))
             except (Failed, TestbedError) as error:  # the others may work
                 failed.append(f"{setting.key}: {error}")
     return failed

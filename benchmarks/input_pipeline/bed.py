@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import netns
-from benchmarks.harness.children import module_command, paths
+from benchmarks.harness.children import BORROW, Child, Failed, module_command, paths, site_packages
 from benchmarks.harness.slowed import cpu_s
 from benchmarks.harness.testbed import Service, Testbed, burst_for
 from benchmarks.input_pipeline.model import EPOCHS
@@ -26,19 +23,6 @@ MBIT = 1e6 / 8
 TENTHS = tuple(number / 10 for number in range(1, 11))
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
-
-BORROW = """
-import json, runpy, sys
-sys.path += json.loads(sys.argv[-1])["packages"]
-sys.argv = sys.argv[1:]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-"""Script that runs a peer's module in that peer's environment. Missing modules come from this environment;
-the peer's own win."""
-
-
-class Failed(Exception):
-    """Error for a failed action. The text has one or more lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,15 +153,15 @@ class Job:
             "url": bed.worker.url,
             "cache": str(cache),
         }
-        self._process = bed.popen(
+        process = bed.popen(
             "compute",
             module_command("input_pipeline.job", json.dumps(spec)),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=paths(),
         )
-        self._rest = b""
-        self._answer(START_LIMIT_S)
+        self._child = Child(process, "the training process")
+        self._child.answer(START_LIMIT_S)
 
     def open(self, way: str, *, num_workers: int) -> None:
         """Make a way's loader, unless it exists."""
@@ -189,7 +173,7 @@ class Job:
         Raises:
             Failed: If the training fails.
         """
-        sides = {"trainer": self._process.pid, "worker": self._bed.worker.process.pid}
+        sides = {"trainer": self._child.process.pid, "worker": self._bed.worker.process.pid}
         spent = {side: cpu_s(pid) for side, pid in sides.items()}
         before = self._bed.bytes_carried()
         order = {"do": "epoch", "way": way, "number": number, "wait_s": wait_s}
@@ -212,31 +196,10 @@ class Job:
 
     def end(self) -> None:
         """End the process."""
-        self._bed.end(self._process)
+        self._bed.end(self._child.process)
 
     def _ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise Failed("the training process has ended") from None
-        return self._answer(EPOCH_LIMIT_S)
-
-    def _answer(self, limit_s: float) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        descriptor, until = self._process.stdout.fileno(), time.monotonic() + limit_s
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
-            data = os.read(descriptor, 1 << 16) if ready else b""
-            if not data:
-                raise Failed("the training process " + ("has ended" if ready else "does not answer"))
-            self._rest += data
-        line, self._rest = self._rest.split(b"\n", 1)
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise Failed(answer["error"])
-        return answer
+        return self._child.ask(EPOCH_LIMIT_S, order)
 
 
 def peer(bed: Bed, name: str, python: Path, setting: Setting, root: Path, wait_s: float) -> dict[str, Any]:
@@ -260,7 +223,7 @@ def peer(bed: Bed, name: str, python: Path, setting: Setting, root: Path, wait_s
         "root": str(root),
         "wait_s": wait_s,
         "addresses": dict(bed.addresses),
-        "packages": [path for path in sys.path if path.endswith("site-packages")],
+        "packages": site_packages(),
     }
     script, before = f"benchmarks.input_pipeline.peer_{name}", bed.bytes_carried()
     other = bed.popen(

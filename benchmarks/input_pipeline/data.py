@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.harness.planned import jpeg
+from benchmarks.harness.photographs import jpeg
 from benchmarks.input_pipeline.workloads import SPEECH_RATE, SPEECH_S, WORD_RATE, WORD_S, Kind
 
 FILES: Mapping[Kind, int] = {"photographs": 64, "speech": 16, "words": 64}

@@ -18,9 +18,7 @@ Ways
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
 import warnings
 import weakref
 from collections import Counter, deque
@@ -33,6 +31,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import RandomSampler, default_collate
 
 import upriver
+from benchmarks.harness.children import answer_orders, by_name
 from benchmarks.input_pipeline.model import EPOCHS, Consumer, train, train_apart
 from benchmarks.input_pipeline.workloads import NAME, Samples
 from upriver.dataloader.epoch import Epoch
@@ -251,22 +250,10 @@ def _told(loader: upriver.DataLoader, before: Counter[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Execute orders until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
     torch.set_num_threads(1)
     # The sweep includes more processes than this host has cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    trainer = Trainer(json.loads(sys.argv[1]))
-    answers.write(json.dumps({"ready": True}) + "\n")
-    answers.flush()
-    for line in sys.stdin:
-        try:
-            order = json.loads(line)
-            answer = getattr(trainer, order.pop("do"))(**order)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    answer_orders(lambda spec: by_name(Trainer(spec)))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import Spread, machine, versions
-from benchmarks.harness.planned import Records
+from benchmarks.harness.measuring import Spread, machine, versions
+from benchmarks.harness.records import Records
 from benchmarks.harness.reports import table
 from benchmarks.input_pipeline.bed import Setting
 from benchmarks.input_pipeline.measure import HEADROOM, HERE, NEAR, NEAREST, POLICIES, SWEEPS

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.code_version import code, commit
-from benchmarks.harness.common import let_threads_sleep
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.measuring import let_threads_sleep
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.harness.reports import RESULTS
 from benchmarks.kills.job import BATCH, Difference, make_data, through_servers, train
 from benchmarks.kills.killer import Killer, NotWell, Servers, drawn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness.common import machine, versions
+from benchmarks.harness.measuring import machine, versions
 from benchmarks.harness.reports import table
 
 GOAL_SHARE = 0.5

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import Spread, machine, versions
 from benchmarks.harness.loadpart_networks import NETWORKS, model_of
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.measuring import Spread, machine, versions
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.harness.reports import RESULTS, table
 from upriver.profile.latency import op_benchmark
 from upriver.profile.latency.benchmark_configs import RANGES

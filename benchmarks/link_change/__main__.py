@@ -9,9 +9,7 @@ a fifth.
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,11 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.children import module_command, paths
+from benchmarks.harness.children import Failed
 from benchmarks.harness.netns import PAYLOAD_SHARE
-from benchmarks.harness.planned import CACHE, RUN_LIMIT_S, START_LIMIT_S, Rig, RunFailed, Setting, make_data
 from benchmarks.harness.reports import RESULTS
 from benchmarks.harness.testbed import Testbed, TestbedError
+from benchmarks.harness.training.plans import Setting
+from benchmarks.harness.training.rig import RUN_LIMIT_S, START_LIMIT_S, Rig, make_data
 from benchmarks.link_change.report import Change, Jitter, report
 
 AFTER_MBIT = 20.0
@@ -67,16 +66,7 @@ class LinkRig(Rig):
             server = bed.run_server({"default": self._folder.as_uri()}, "--threads", 1)
             objects = bed.run_objects(self._folder)
             spec = {"setting": asdict(self.setting), "url": server.url, "uri": objects.uri}
-            self._child = bed.popen(
-                "compute",
-                module_command("link_change.job", json.dumps(spec | {"options": objects.options})),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env={**paths(), "UPRIVER_CACHE": str(CACHE)},
-            )
-            self._rest = b""
-            stack.callback(self._end_child)
-            self._answer(START_LIMIT_S)
+            self._child = self._begun("link_change.job", spec | {"options": objects.options}, stack)
             self._ask({"do": "publish"}, START_LIMIT_S)
             for mbit in (AFTER_MBIT, self.setting.mbit or 0.0):
                 self.set_mbit(mbit)
@@ -173,7 +163,7 @@ def main() -> None:
             reference = undisturbed(rig, mbit, length)
             change = changed(rig, mbit, length)
             jitters = [jittered(rig, around, length) for around in (mbit, AFTER_MBIT)]
-    except (TestbedError, RunFailed) as error:
+    except (TestbedError, Failed) as error:
         sys.exit(f"error: {error}")
     text = report(setting, AFTER_MBIT, change, reference, jitters)
     print(text)

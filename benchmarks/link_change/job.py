@@ -1,6 +1,6 @@
 """Run the training side of `link_change`: a job that goes on planning, a few steps at a time.
 
-Accepts the orders of `planned_job` and three more. ``begin`` makes a job and starts its first epoch anew.
+Accepts the orders of `training.job` and three more. ``begin`` makes a job and starts its first epoch anew.
 ``steps`` trains some steps, or for some seconds, and reports each. ``judge`` returns what the plans that ran
 would cost over a link, and what a fresh plan would cost.
 """
@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import upriver
-from benchmarks.harness import planned_job
-from benchmarks.harness.planned_job import LEARNING_RATE, Trainer
+from benchmarks.harness.training.job import LEARNING_RATE, Trainer, main
 from upriver.cache import cache_folder
 from upriver.cost import CostModel, CutTable, route_between
 from upriver.policies import POLICIES
@@ -147,5 +146,4 @@ def _shares(given: Mapping[str, float]) -> dict[int, float]:
 
 
 if __name__ == "__main__":
-    planned_job.Trainer = Follower  # type: ignore[misc]
-    planned_job.main()
+    main(Follower)

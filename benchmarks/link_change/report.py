@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import machine, versions
-from benchmarks.harness.planned import Setting
+from benchmarks.harness.measuring import machine, versions
 from benchmarks.harness.reports import table
+from benchmarks.harness.training.plans import Setting
 
 GOAL = 10
 """Iterations after the change within which the plan must equal a fresh one."""

@@ -31,16 +31,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-
-from benchmarks.harness.children import ROOT
+from benchmarks.harness.children import ROOT, Failed
 from benchmarks.harness.code_version import commit, version_of
 from benchmarks.harness.hosts import sigterm_raises
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.progress import Bar, progress_shown
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.harness.reports import RESULTS
 from benchmarks.harness.testbed import TestbedError
-from benchmarks.load_aware.bed import Bed, Failed, device_on
+from benchmarks.load_aware.bed import Bed, device_on
 from benchmarks.load_aware.found import Found
 from benchmarks.load_aware.measure import measure
 from benchmarks.load_aware.report import write
@@ -62,27 +60,6 @@ def missing(setting: Setting, records: Records) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- measuring
-
-
-class Bar:
-    """Show the progress of the benchmark.
-
-    Args:
-        progress: The display.
-        phases: Number of phases to come.
-    """
-
-    def __init__(self, progress: Progress, phases: int) -> None:
-        self._progress = progress
-        self._task: TaskID = progress.add_task("", total=phases)
-
-    def say(self, text: str) -> None:
-        """Show the current activity."""
-        self._progress.update(self._task, description=text)
-
-    def begin(self, text: str) -> None:
-        """Show that a phase begins."""
-        self._progress.update(self._task, description=text, advance=1)
 
 
 def run(settings: Sequence[Setting], records: Records, deadline: Deadline, bar: Bar) -> None:
@@ -126,10 +103,9 @@ def run_all(settings: Sequence[Setting], records: Records, deadline: Deadline) -
     """
     failed: list[str] = []
     left = [setting for setting in settings if missing(setting, records)]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with ExitStack() as stack:
         stack.enter_context(sigterm_raises())
-        progress = stack.enter_context(Progress(*columns, console=Console(stderr=True), refresh_per_second=1))
+        progress = stack.enter_context(progress_shown())
         bar = Bar(progress, sum(len(setting.phases) for setting in left))
         for network in dict.fromkeys(setting.network for setting in left):
             deadline.check()

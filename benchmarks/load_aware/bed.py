@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import select
 import subprocess
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.children import module_command, paths
+from benchmarks.harness.children import Child, module_command, paths
 from benchmarks.harness.hosts import Side
 from benchmarks.harness.testbed import Testbed, burst_for
 from benchmarks.load_aware.schedule import LEVELS, MOST_PROCESSES, Phase, Setting
@@ -32,74 +29,35 @@ LOAD_WINDOW_S, LOAD_WATCH_S = _DEFAULTS["load_window_s"], _DEFAULTS["load_watch_
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-class Failed(Exception):
-    """Error for a failed action. The text has one or more lines."""
-
-
-class Worker:
-    """A process that reads orders as JSON lines and answers each with one line.
+def begun(bed: Testbed, side: Side, name: str, *arguments: object, **env: str) -> Child:
+    """Start a module of this benchmark on one side. It ends with the testbed at the latest.
 
     Args:
-        bed: The testbed, with which the process ends at the latest.
+        bed: The testbed.
         side: Side of the testbed.
-        argv: Command of a module; see `module_command`. The process first reports that it is ready.
+        name: The module.
+        arguments: Of the module.
         env: Added to the environment of every process.
     """
+    process = bed.popen(
+        side,
+        module_command(f"load_aware.{name}", *arguments),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**paths(), **ONE_THREAD, **env},
+    )
+    return Child(process, name)
 
-    def __init__(
-        self, bed: Testbed, side: Side, argv: list[object], *, env: Mapping[str, str] | None = None
-    ) -> None:
-        self._bed, self._name = bed, str(argv[2]).rpartition(".")[2]
-        self._process = bed.popen(
-            side,
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**paths(), **ONE_THREAD, **(env or {})},
-        )
-        self._rest = b""
 
-    def say(self, line: str) -> None:
-        """Send an order without waiting.
+class Device:
+    """Run the device of the benchmark; see ``job.Device``."""
 
-        Raises:
-            Failed: If the process has ended.
-        """
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise Failed(f"{self._name} has ended") from None
+    def __init__(self, child: Child) -> None:
+        self._child = child
 
-    def answer(self, limit_s: float) -> dict[str, Any]:
-        """Return the next answer.
-
-        Raises:
-            Failed: If the process ends, exceeds the time, or fails.
-        """
-        assert self._process.stdout is not None
-        descriptor, until = self._process.stdout.fileno(), time.monotonic() + limit_s
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
-            data = os.read(descriptor, 1 << 16) if ready else b""
-            if not data:
-                raise Failed(f"{self._name} " + ("has ended" if ready else "does not answer"))
-            self._rest += data
-        line, self._rest = self._rest.split(b"\n", 1)
-        found: dict[str, Any] = json.loads(line)
-        if "error" in found:
-            raise Failed(found["error"])
-        return found
-
-    def ask(self, limit_s: float = REQUEST_LIMIT_S, **order: object) -> dict[str, Any]:
-        """Send an order, and wait for its answer."""
-        self.say(json.dumps(order))
-        return self.answer(limit_s)
-
-    def end(self) -> None:
-        """End the process."""
-        self._bed.end(self._process)
+    def ask(self, **order: object) -> dict[str, Any]:
+        """Send an order, and return its answer."""
+        return self._child.ask(REQUEST_LIMIT_S, order)
 
 
 class Bed(Testbed):
@@ -117,7 +75,7 @@ class Bed(Testbed):
         super().__init__(None, cores={"compute": DEVICE_CORE, "storage": SERVER_CORE}, check=False)
         self.store = (folder / "store").as_uri()
         self.folder = folder
-        self._background: list[Worker] = []
+        self._background: list[Child] = []
 
     def __enter__(self) -> Bed:
         super().__enter__()
@@ -125,8 +83,9 @@ class Bed(Testbed):
             (self.folder / "store").mkdir()
             options = ("--threads", 1, "--workers", 1)
             self.url = self.run_server({"default": self.store}, *options, env=ONE_THREAD).url
-            program = module_command("load_aware.background", BACKGROUND_LIMIT_S)
-            self._background += [Worker(self, "storage", program) for _ in range(MOST_PROCESSES)]
+            self._background += [
+                begun(self, "storage", "background", BACKGROUND_LIMIT_S) for _ in range(MOST_PROCESSES)
+            ]
             for process in self._background:
                 process.answer(START_LIMIT_S)
         except BaseException:
@@ -162,17 +121,13 @@ class Bed(Testbed):
 
 
 @contextmanager
-def device_on(bed: Bed, setting: Setting) -> Iterator[Worker]:
+def device_on(bed: Bed, setting: Setting) -> Iterator[Device]:
     """Run the slow device. Its network is published when the block begins."""
     spec = {"network": setting.network, "factor": setting.factor, "url": bed.url, "store": bed.store}
-    device = Worker(
-        bed,
-        "compute",
-        module_command("load_aware.job", json.dumps(spec)),
-        env={"UPRIVER_CACHE": str(bed.folder / "cache")},
-    )
+    cache = {"UPRIVER_CACHE": str(bed.folder / "cache")}
+    child = begun(bed, "compute", "job", json.dumps(spec), **cache)
     try:
-        device.answer(START_LIMIT_S)
-        yield device
+        child.answer(START_LIMIT_S)
+        yield Device(child)
     finally:
-        device.end()
+        bed.end(child.process)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from benchmarks.harness.common import Spread
-from benchmarks.harness.planned import Records
+from benchmarks.harness.measuring import Spread
+from benchmarks.harness.records import Records
 from benchmarks.load_aware.measure import LATER
 from benchmarks.load_aware.schedule import (
     CHOOSING,

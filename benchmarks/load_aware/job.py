@@ -14,20 +14,19 @@ Ways
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
+from benchmarks.harness.children import answer_orders, by_name
 from benchmarks.harness.loadpart_networks import NAMED, model_of, paper_numbers
 from benchmarks.harness.testbed import PAYLOAD_SHARE
 from benchmarks.load_aware.schedule import FULL, LOADPART, LOCAL, NEUROSURGEON, OURS, cut_of
@@ -333,27 +332,15 @@ class Device:
 
 def main() -> None:
     """Execute orders until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
-
-    def say(answer: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
     torch.set_num_threads(1)
-    try:
-        device = Device(json.loads(sys.argv[1]))
-    except Exception as error:
-        say({"error": f"{type(error).__name__}: {error}"})
-        return
-    say({"ready": True})
-    for line in sys.stdin:
-        try:
-            order = json.loads(line)
-            say(getattr(device, order.pop("do"))(**order))
-        except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
-    device.end()
+    with ExitStack() as stack:
+
+        def device(spec: dict[str, Any]) -> Callable[[dict[str, Any]], Mapping[str, Any]]:
+            made = Device(spec)
+            stack.callback(made.end)
+            return by_name(made)
+
+        answer_orders(device)
 
 
 if __name__ == "__main__":

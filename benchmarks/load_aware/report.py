@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.common import machine, versions
+from benchmarks.harness.measuring import machine, versions
 from benchmarks.harness.reports import table
 from benchmarks.load_aware.bed import LOAD_WATCH_S, LOAD_WINDOW_S
 from benchmarks.load_aware.found import GOALS, OVER_ENDS_BY, REUSED, Found

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.harness.children import module_command, paths
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.reports import RESULTS, table
 from upriver._torchvision import ensure_torchvision
 from upriver.profile.memory.estimator import MemoryEstimate, stretch_peak, tail_peak

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import confine, interleave, let_threads_sleep, machine, versions
+from benchmarks.harness.measuring import confine, interleave, let_threads_sleep, machine, versions
 from benchmarks.harness.reports import RESULTS
 from benchmarks.plain.report import OURS, THEIRS, Row, plot, report
 from benchmarks.plain.sides import Photos, Plain, SharedLink, Side, Task, Vanilla, say

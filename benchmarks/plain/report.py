@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.harness.common import Spread
+from benchmarks.harness.measuring import Spread
 from benchmarks.harness.reports import table
 from benchmarks.plain.sides import LEARNING_RATE, Epoch
 from upriver.types import DEFAULT_MICRO_BATCH

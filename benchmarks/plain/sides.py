@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as MapDataset
 
-from benchmarks.harness.common import cpu_seconds
+from benchmarks.harness.measuring import cpu_seconds
 from upriver.engine.read import read_samples
 from upriver.finetune.options import Prefetch
 from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order

@@ -11,8 +11,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.planned import Deadline, Records, Rig, Setting, command, run_once
-from benchmarks.plan_quality.report import POLICIES, REPEATS, Found, plot, report
+from benchmarks.harness.records import Deadline, Records
+from benchmarks.harness.training.plans import REPEATS, Found, Setting
+from benchmarks.harness.training.rig import Rig, command, run_once
+from benchmarks.plan_quality.report import POLICIES, plot, report
 
 QUICK = Setting(network="alexnet", stored="jpeg", mbit=20, batch_size=32, samples=96)
 """Setting of the quick form, which only shows that it works."""

@@ -6,30 +6,20 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import machine, versions
-from benchmarks.harness.planned import (
-    Records,
-    Setting,
-    label_of,
-    plan_key,
-    run_of,
-    short,
-    spread_of,
-    why_not_valid,
-)
+from benchmarks.harness.measuring import machine, versions
 from benchmarks.harness.reports import table
 from benchmarks.harness.slowed import way
+from benchmarks.harness.training.plans import (
+    LEAST_REPEATS,
+    REPEATS,
+    Found,
+    short,
+    so_far,
+)
 
-REPEATS = 5
-LEAST_REPEATS = 3
-"""Least number of valid repeats for a median. A choice with fewer counts as failed."""
-
-FINALISTS = 3
 GOAL_WITHIN, GOAL_SHARE = 0.05, 0.95
 
 POLICIES = ("upriver", "exhaustive", "hapi", "hapi_bandwidth", "neurosurgeon", "freeze", "min", "nosplit")
@@ -60,130 +50,6 @@ def bin_of(ratio: float | None) -> str:
     return next((name for name, limit in limits if ratio <= limit), BINS[4])
 
 
-@dataclass(frozen=True)
-class Found:
-    """A setting and its records."""
-
-    setting: Setting
-    records: Records
-
-    @property
-    def plan(self) -> dict[str, Any] | None:
-        """Return the record of the policies' choices, or None before it exists."""
-        return self.records.rows.get(plan_key(self.setting))
-
-    @cached_property
-    def choices(self) -> dict[str, str | None]:
-        """Return each policy's choice by name, or None where the policy does not fit."""
-        plans = (self.plan or {}).get("plans", {})
-        return {
-            name: label_of({int(cut): share for cut, share in plan["shares"].items()})
-            if plan["feasible"]
-            else None
-            for name, plan in plans.items()
-        }
-
-    @property
-    def unsplit(self) -> str:
-        """Return the cut that offloads nothing and gives the reference."""
-        assert self.plan is not None
-        return str(self.plan["cuts"][0])
-
-    @property
-    def sweep_labels(self) -> list[str]:
-        """Return every legal cut, starting with the reference cut."""
-        assert self.plan is not None
-        legal = [str(cut) for cut in self.plan["cuts"] if str(cut) not in self.plan["why_not"]]
-        return [self.unsplit, *(label for label in legal if label != self.unsplit)]
-
-    @cached_property
-    def reference(self) -> str:
-        """Return the digest of the plain way's results, or an empty text if it did not run."""
-        return str((self._row(self.unsplit, 0) or {}).get("digest", ""))
-
-    def _row(self, label: str, repeat: int) -> dict[str, Any] | None:
-        return run_of(self.records, self.setting, label, repeat)
-
-    def why_not(self, label: str, repeat: int) -> str | None:
-        """Return why a run does not count: empty when it does, None when it does not exist."""
-        row = self._row(label, repeat)
-        return None if row is None else why_not_valid(row, self.reference)
-
-    def seconds(self, label: str, repeats: Sequence[int]) -> list[float]:
-        """Return the seconds of the runs that count."""
-        rows = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
-        return [float(row["seconds"]) for row in rows if row is not None]
-
-    @cached_property
-    def finalists(self) -> list[str]:
-        """Return the best three cuts of the sweep and every policy's choice.
-
-        They are known after the sweep.
-        """
-        excluded = set((self.plan or {}).get("why_not", {}))
-        swept = {
-            label: seconds[0]
-            for label in self.sweep_labels
-            if label not in excluded and (seconds := self.seconds(label, [0]))
-        }
-        best = sorted(swept, key=swept.__getitem__)[:FINALISTS]
-        return list(dict.fromkeys([*best, *(label for label in self.choices.values() if label is not None)]))
-
-    @cached_property
-    def missing(self) -> str:
-        """Return how much is still missing, or an empty text when the setting is finished."""
-        if self.plan is None:
-            return "not begun"
-        swept = [label for label in self.sweep_labels if self.why_not(label, 0) is not None]
-        if len(swept) < len(self.sweep_labels):
-            return f"{len(swept)} of {len(self.sweep_labels)} cuts run"
-        wanted = [(label, repeat) for label in self.finalists for repeat in range(1, REPEATS + 1)]
-        there = [each for each in wanted if self.why_not(*each) is not None]
-        return f"{len(there)} of {len(wanted)} repeats run" if len(there) < len(wanted) else ""
-
-    @cached_property
-    def medians(self) -> dict[str, float]:
-        """Return each finalist's median seconds over its valid repeats, if it has enough of them."""
-        found = {label: self.seconds(label, range(1, REPEATS + 1)) for label in self.finalists}
-        return {
-            label: statistics.median(seconds)
-            for label, seconds in found.items()
-            if len(seconds) >= LEAST_REPEATS
-        }
-
-    @property
-    def best(self) -> str:
-        """Return the single cut that was measured fastest."""
-        singles = {label: seconds for label, seconds in self.medians.items() if ":" not in label}
-        return min(singles, key=singles.__getitem__)
-
-    @property
-    def noise(self) -> float:
-        """Return the median over the finalists of half the range of their repeats, as a share."""
-        repeats = range(1, REPEATS + 1)
-        spreads = [spread_of(s) for label in self.finalists if (s := self.seconds(label, repeats))]
-        return statistics.median(spreads)
-
-    def ratio(self, policy: str) -> float | None:
-        """Return the seconds of a policy's choice over those of the best single cut.
-
-        The result is None where the policy does not fit, and infinite where too few of its runs count.
-        """
-        label = self.choices[policy]
-        return None if label is None else self.medians.get(label, math.inf) / self.medians[self.best]
-
-    @property
-    def not_counted(self) -> list[str]:
-        """Return the runs that do not count, and why."""
-        labels = dict.fromkeys((*self.sweep_labels, *self.finalists)) if self.plan is not None else {}
-        return [
-            f"{self.setting.key}, {label}, repeat {repeat}: {why}"
-            for label in labels
-            for repeat in range(REPEATS + 1)
-            if (why := self.why_not(label, repeat))
-        ]
-
-
 def judged(found: Sequence[Found]) -> list[Found]:
     """Return the finished settings in which some single cut can be compared with the choices."""
     return [one for one in found if not one.missing and any(":" not in label for label in one.medians)]
@@ -206,11 +72,6 @@ def verdict(done: Sequence[Found], declared: int) -> str:
         f"single cut in {within:.0%} of {len(done)} settings, and takes {mean:.3f} times its seconds on the "
         "mean."
     )
-
-
-def so_far(done: int, declared: int) -> str:
-    """Return how to read a verdict on a part of the settings."""
-    return "" if done == declared else f" so far, {done} of {declared} settings"
 
 
 def report(found: Sequence[Found], policies: Sequence[str], name: str = "plan_quality") -> str:

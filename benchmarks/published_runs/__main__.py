@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import versions
+from benchmarks.harness.measuring import versions
 from benchmarks.harness.reports import RESULTS
 from benchmarks.published_runs.model import capture
 from benchmarks.published_runs.report import hold, plot, report

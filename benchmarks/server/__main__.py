@@ -20,9 +20,10 @@ from pathlib import Path
 import psutil
 import torch
 
-from benchmarks.harness.common import confine, let_threads_sleep
+from benchmarks.harness.children import Failed
 from benchmarks.harness.hosts import sigterm_raises
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.measuring import confine, let_threads_sleep
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.harness.reports import RESULTS
 from benchmarks.server import adaptation as server_adaptation
 from benchmarks.server import concurrency as server_concurrency
@@ -33,7 +34,7 @@ from benchmarks.server import reuse as server_reuse
 from benchmarks.server import stalled as server_stalled
 from benchmarks.server import tenants as server_tenants
 from benchmarks.server.claim import Bench, Claim, Rows
-from benchmarks.server.host import CORES, LOAD_CORE, HostError
+from benchmarks.server.host import CORES, LOAD_CORE
 from benchmarks.server.networks import SIDE, SIDES, TINY
 from benchmarks.server.report import write
 from upriver.errors import UpriverError
@@ -77,7 +78,7 @@ def measure(claims: Sequence[Claim], on: Bench) -> list[str]:
         if on.missing(claim):
             try:
                 claim.measure(on)
-            except (HostError, UpriverError, OSError, psutil.Error) as error:  # the others may work
+            except (Failed, UpriverError, OSError, psutil.Error) as error:  # the others may work
                 failed.append(f"{claim.name}: {error}")
                 print(f"error: {failed[-1]}", file=sys.stderr, flush=True)
     return failed

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.harness.code_version import code, commit
-from benchmarks.harness.common import Spread
+from benchmarks.harness.measuring import Spread
 from benchmarks.harness.memory_group import MemoryGroup
-from benchmarks.harness.planned import Deadline, Records
+from benchmarks.harness.records import Deadline, Records
 from benchmarks.harness.reports import table
 from benchmarks.server.host import Generator, Server, Settings
 from benchmarks.server.load import OK, Asked, Question
@@ -81,7 +81,7 @@ class Claim(ABC):
 
         Raises:
             TimeIsUp: If the deadline passes first.
-            HostError: If a run cannot be made.
+            Failed: If a run cannot be made.
         """
 
     @abstractmethod

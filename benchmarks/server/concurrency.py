@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
-from benchmarks.harness.common import Spread
+from benchmarks.harness.measuring import Spread
 from benchmarks.server.claim import (
     Bench,
     Claim,

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from benchmarks.harness.common import Spread
+from benchmarks.harness.children import Failed
+from benchmarks.harness.measuring import Spread
 from benchmarks.server.claim import (
     Bench,
     Claim,
@@ -21,7 +22,7 @@ from benchmarks.server.claim import (
     table_of,
     wrong_text,
 )
-from benchmarks.server.host import HostError, Server
+from benchmarks.server.host import Server
 from benchmarks.server.load import OK, Stream, ended
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Fairness(Claim):
         done = bench.generator.put(server, questions, streams)
         answered = [each for each in ended(done, [modest]) if each.outcome == OK]
         if not answered:
-            raise HostError(f"nothing was answered: {outcomes(ended(done, [modest]))}")
+            raise Failed(f"nothing was answered: {outcomes(ended(done, [modest]))}")
         return {
             **outcomes(ended(done)),
             "latencies": latencies(answered),

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 import psutil
 
-from benchmarks.harness.children import module_command, paths
+from benchmarks.harness.children import Failed, Lines, ProcessLost, module_command, paths
 from benchmarks.harness.hosts import last_lines
 from benchmarks.harness.memory_group import MemoryGroup
 from benchmarks.server.load import Done, Order, Question, Stream
@@ -50,10 +49,6 @@ CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 SERVER_CORE, LOAD_CORE = CORES[0], CORES[-1]
 """The first core is the server's. The last one belongs to the processes that load or watch the server."""
-
-
-class HostError(Exception):
-    """Error for a failed process of the benchmark itself."""
 
 
 def pinned(cores: Collection[int], argv: Sequence[object], *, group: MemoryGroup | None = None) -> list[str]:
@@ -87,27 +82,6 @@ def end(process: subprocess.Popen[Any], *, limit_s: float = STOP_LIMIT_S) -> Non
         if stream is not None:
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
-
-
-class Lines:
-    """Read the lines that a process prints, each with a timeout."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        self.fd = process.stdout.fileno()
-        self._rest = b""
-
-    def next(self, limit_s: float) -> bytes:
-        """Return the next line. It is empty after the timeout or at the end."""
-        until = time.monotonic() + limit_s
-        while b"\n" not in self._rest:
-            ready, _, _ = select.select([self.fd], [], [], max(0.0, until - time.monotonic()))
-            data = os.read(self.fd, 1 << 20) if ready else b""
-            if not data:
-                return b""
-            self._rest += data
-        line, self._rest = self._rest.split(b"\n", 1)
-        return line
 
 
 # ---------------------------------------------------------------------------------------------- server
@@ -192,10 +166,10 @@ class Server:
         os.close(self._alive)
 
     def _wait_ready(self) -> None:
-        line = Lines(self._process).next(START_LIMIT_S)
-        if not line:
-            raise HostError(f"the server does not listen{last_lines(self.said())}")
-        found = json.loads(line)
+        try:
+            found = json.loads(Lines(self._process).next(START_LIMIT_S))
+        except ProcessLost:
+            raise Failed(f"the server does not listen{last_lines(self.said())}") from None
         self.url, self.pid = found["listening"], found["pid"]
         self.wait_for_workers()
 
@@ -203,12 +177,12 @@ class Server:
         """Wait until all workers run, including replacements.
 
         Raises:
-            HostError: If a worker does not appear in time.
+            Failed: If a worker does not appear in time.
         """
         until = time.monotonic() + START_LIMIT_S
         while (load := self.load()) is None or len(load.workers) < self._settings["workers"]:
             if time.monotonic() > until or self._process.poll() is not None:
-                raise HostError(f"the server's workers do not come{last_lines(self.said())}")
+                raise Failed(f"the server's workers do not come{last_lines(self.said())}")
             time.sleep(LOOK_S)
 
     def _family(self) -> list[psutil.Process]:
@@ -232,7 +206,7 @@ class Server:
         """Return the server's counters.
 
         Raises:
-            HostError: If the server does not answer.
+            Failed: If the server does not answer.
         """
         address = urlsplit(self.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=START_LIMIT_S)
@@ -242,10 +216,10 @@ class Server:
             response = connection.getresponse()
             body = response.read()
             if response.status != 200:
-                raise HostError(f"/metrics answered {response.status}")
+                raise Failed(f"/metrics answered {response.status}")
             return Metrics(body.decode())
         except (OSError, http.client.HTTPException) as error:  # the server has ended, or hangs
-            raise HostError(f"no /metrics: {error!r}{last_lines(self.said())}") from error
+            raise Failed(f"no /metrics: {error!r}{last_lines(self.said())}") from error
         finally:
             connection.close()
 
@@ -335,7 +309,7 @@ class Generator:
         """Execute an order.
 
         Raises:
-            HostError: If the order fails or exceeds its time. The next order then goes to a new process.
+            Failed: If the order fails or exceeds its time. The next order then goes to a new process.
         """
         if self._process.poll() is not None:
             self.__exit__()  # closes its pipes
@@ -348,15 +322,15 @@ class Generator:
             self._process.stdin.write(msgspec.json.encode(order) + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            raise HostError("the process that makes the load has ended") from None
+            raise Failed("the process that makes the load has ended") from None
         return self._answer(limit_s, said=server.said)
 
     def _answer(self, limit_s: float, said: Any = lambda: "") -> Done:
-        line = self._lines.next(limit_s)
-        if not line:
+        try:
+            done = msgspec.json.decode(self._lines.next(limit_s), type=Done)
+        except ProcessLost:
             self.__exit__()  # a late answer to this order is no answer to the next one
-            raise HostError(f"no load within {limit_s:g} s{last_lines(said())}")
-        done = msgspec.json.decode(line, type=Done)
+            raise Failed(f"no load within {limit_s:g} s{last_lines(said())}") from None
         if done.error:
-            raise HostError(f"{done.error}{last_lines(said())}")
+            raise Failed(f"{done.error}{last_lines(said())}")
         return done

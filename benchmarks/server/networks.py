@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from benchmarks.split_overhead.__main__ import NETWORKS
-from benchmarks.split_overhead.__main__ import build as build_published
+from benchmarks.harness.networks import NETWORKS
+from benchmarks.harness.networks import build as build_published
 from upriver.program.freeze import freeze_to
 
 TINY = "tiny"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from benchmarks.harness.common import Spread
+from benchmarks.harness.children import Failed
+from benchmarks.harness.measuring import Spread
 from benchmarks.server.claim import (
     Bench,
     Claim,
@@ -19,7 +20,7 @@ from benchmarks.server.claim import (
     outcomes,
     table_of,
 )
-from benchmarks.server.host import HostError, Server
+from benchmarks.server.host import Server
 from benchmarks.server.load import LEFT, OK, WRONG, Asked, Done, Stream, ended
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Overload(Claim):
             per_second[min(int(at), len(per_second) - 1)] += 1
         normal = latencies(done.streams.get(BEFORE, []))
         if not normal:
-            raise HostError("nothing was answered before the load began")
+            raise Failed("nothing was answered before the load began")
         return {
             **outcomes(flood),
             "seconds": self.overload_s,
@@ -161,7 +162,7 @@ class Overload(Claim):
         requests = ended(bench.generator.put(server, questions, streams))
         right = [each for each in requests if each.outcome == OK]
         if len(right) < 2:
-            raise HostError(f"{len(right)} answers in {self.saturate_s:g} s tell no rate")
+            raise Failed(f"{len(right)} answers in {self.saturate_s:g} s tell no rate")
         done = [each.done_s for each in right]
         peak = (len(done) - 1) / (max(done) - min(done))
         return peak, peak * median(each.work_s for each in right)

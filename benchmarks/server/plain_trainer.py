@@ -7,7 +7,6 @@ trains one step on one training batch, and reports the loss and the seconds.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import sys
 import time
@@ -17,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness.common import confine
+from benchmarks.harness.children import answers
+from benchmarks.harness.measuring import confine
 from benchmarks.server.networks import build
 from upriver.engine.read import read_samples
 from upriver.pipeline import Dataset
@@ -65,26 +65,21 @@ class Trainer:
 def main() -> None:
     """Build, wait, and train one step."""
     spec = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
-
-    def say(**answer: object) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
+    say = answers()
     torch.set_num_threads(1)
     if spec["data_bytes"] is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (spec["data_bytes"], spec["data_bytes"]))
     try:
         trainer = Trainer(spec)
-        say(ready=True)
+        say({"ready": True})
         sys.stdin.readline()
         confine([spec["core"]])
         began, spent = time.perf_counter(), time.process_time()
         loss = trainer.step()
-        say(loss=loss, seconds=time.perf_counter() - began, cpu_s=time.process_time() - spent)
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - spent
+        say({"loss": loss, "seconds": seconds, "cpu_s": cpu_s})
     except (MemoryError, RuntimeError) as error:  # torch reports a failed allocation this way
-        say(error=f"{type(error).__name__}: {error}"[:200])
+        say({"error": f"{type(error).__name__}: {error}"[:200]})
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.common import machine, versions
+from benchmarks.harness.measuring import machine, versions
 from benchmarks.harness.memory_group import EVERY_S, can_limit
-from benchmarks.harness.planned import JPEG_BYTES, PIXELS, Records
+from benchmarks.harness.photographs import JPEG_BYTES, PIXELS
+from benchmarks.harness.records import Records
 from benchmarks.server.claim import Claim, Rows
 
 SIZE = (8.0, 4.0)

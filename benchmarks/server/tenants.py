@@ -13,7 +13,7 @@ from itertools import cycle, islice
 from statistics import mean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from benchmarks.harness.children import module_command
+from benchmarks.harness.children import Failed, Lines, ProcessLost, module_command
 from benchmarks.harness.memory_group import MemoryGroup, Watch, memory_group
 from benchmarks.harness.slowed import cpu_s
 from benchmarks.server.claim import (
@@ -28,7 +28,7 @@ from benchmarks.server.claim import (
     outcomes,
     table_of,
 )
-from benchmarks.server.host import CORES, SERVER_CORE, HostError, Lines, Server, end, environment, pinned
+from benchmarks.server.host import CORES, SERVER_CORE, Server, end, environment, pinned
 from benchmarks.server.load import OK, Stream, ended
 from benchmarks.server.world import World
 
@@ -240,6 +240,14 @@ class _Trainer:
     process: subprocess.Popen[bytes]
     lines: Lines
 
+    def said(self, limit_s: float) -> dict[str, Any]:
+        """Return its next answer, which is empty if the process has ended."""
+        try:
+            found: dict[str, Any] = json.loads(self.lines.next(limit_s))
+        except ProcessLost:
+            return {}
+        return found
+
 
 @contextlib.contextmanager
 def _trainer(spec: dict[str, Any], group: MemoryGroup | None) -> Iterator[_Trainer]:
@@ -262,7 +270,7 @@ def _trained(trainers: Sequence[_Trainer]) -> Row:
     """Make all trainers run their step at once. Return when each finished."""
     there, why = [], ""
     for trainer in trainers:
-        said = _said(trainer.lines.next(BUILD_LIMIT_S))
+        said = trainer.said(BUILD_LIMIT_S)
         if "ready" in said:
             there.append(trainer)
         why = why or said.get("error", "" if "ready" in said else "ended")
@@ -273,8 +281,7 @@ def _trained(trainers: Sequence[_Trainer]) -> Row:
             trainer.process.stdin.write(b"go\n")
             trainer.process.stdin.flush()
     through, losses, spent = [], [], 0.0
-    for trainer, at, line in _answers(there):
-        said = _said(line)
+    for trainer, at, said in _answers(there):
         if "loss" in said:
             through.append(at - began)
             losses.append((trainer.network, said["loss"]))
@@ -291,23 +298,17 @@ def _trained(trainers: Sequence[_Trainer]) -> Row:
     }
 
 
-def _answers(trainers: Sequence[_Trainer]) -> Iterator[tuple[_Trainer, float, bytes]]:
+def _answers(trainers: Sequence[_Trainer]) -> Iterator[tuple[_Trainer, float, dict[str, Any]]]:
     """Yield each answer and its arrival time, in order of arrival. A killed trainer gives no answer."""
     waiting = {trainer.lines.fd: trainer for trainer in trainers}
     until = time.monotonic() + STEP_LIMIT_S
     while waiting:
         ready, _, _ = select.select(list(waiting), [], [], max(0.0, until - time.monotonic()))
         if not ready:
-            raise HostError(f"{len(waiting)} trainers take longer than {STEP_LIMIT_S:g} s")
+            raise Failed(f"{len(waiting)} trainers take longer than {STEP_LIMIT_S:g} s")
         for fd in ready:
             trainer = waiting.pop(fd)
-            yield trainer, time.monotonic(), trainer.lines.next(1.0)
-
-
-def _said(line: bytes) -> dict[str, Any]:
-    """Parse an answer. An empty line means that the process has ended."""
-    found: dict[str, Any] = json.loads(line) if line else {}
-    return found
+            yield trainer, time.monotonic(), trainer.said(1.0)
 
 
 FULL = Tenants(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.planned import CLASSES, jpeg
+from benchmarks.harness.photographs import CLASSES, jpeg
 from benchmarks.server.load import Question, digest_of
 from benchmarks.server.networks import SIDE, build
 from upriver.engine.engine import Engine

@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.harness.planned import Deadline, Records, Rig, Setting, command, run_once
+from benchmarks.harness.records import Deadline, Records
+from benchmarks.harness.training.plans import Setting
+from benchmarks.harness.training.rig import Rig, command, run_once
 from benchmarks.speedup.report import REPEATS, SWEEP, Speeds, plot, report
 
 QUICK = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)

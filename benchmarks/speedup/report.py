@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.common import Spread, machine, versions
-from benchmarks.harness.planned import LOADER, Records, Setting, run_of, short
+from benchmarks.harness.measuring import Spread, machine, versions
+from benchmarks.harness.records import Records
 from benchmarks.harness.reports import table
 from benchmarks.harness.slowed import way
-from benchmarks.plan_quality.report import LEAST_REPEATS, Found, so_far
+from benchmarks.harness.training.plans import LEAST_REPEATS, LOADER, Found, Setting, run_of, short, so_far
 from upriver.finetune.calibration.measurement import CANARY
 
 REPEATS = 5

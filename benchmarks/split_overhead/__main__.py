@@ -26,7 +26,8 @@ import torch
 
 from benchmarks.harness.children import module_command, paths
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import Spread, interleave, machine, versions
+from benchmarks.harness.measuring import Spread, interleave, machine, versions
+from benchmarks.harness.networks import BATCH, NETWORKS, build
 from benchmarks.harness.reports import RESULTS, table
 from upriver._torchvision import ensure_torchvision
 from upriver.program.eval_mode import no_fast_path
@@ -36,40 +37,11 @@ from upriver.program.split.split import split
 
 RESULT = RESULTS / "split_overhead.md"
 GOAL = 1.03
-BATCH = 16
 REPEATS = 7
 PEAKS = 3
 STEP_REPEATS = 200
 STEPS_TITLE = "## What a step takes beside the tail's own modules"
 WAYS = ("plain", "whole", "split")
-
-NETWORKS = {
-    # network: last frozen module, near the freeze points that HAPI (2025, Table 3) uses
-    "alexnet": "classifier.1",
-    "resnet18": "layer4.0",
-    "resnet50": "layer4.1",
-    "vgg11": "classifier.0",
-    "vgg19": "features.34",
-    "densenet121": "features.denseblock4",
-    "vit_b_16": "encoder.layers.encoder_layer_9",
-}
-"""The seven networks of the papers; their Transformer is ViT-B/16 here."""
-
-
-def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Return the network with random weights, frozen, and a batch."""
-    ensure_torchvision()
-    from torchvision import models
-
-    torch.manual_seed(0)
-    model = getattr(models, name)(weights=None)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and not module.weight.any():
-            torch.nn.init.normal_(
-                module.weight, std=0.02
-            )  # a head of zeros has the same loss for any features
-    freeze_to(model, NETWORKS[name])
-    return model.train(), torch.randn(BATCH, 3, 224, 224)
 
 
 def loss_of(answer: Any) -> torch.Tensor:

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.common import Spread, machine, versions
+from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.reports import RESULTS, table
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest, encode

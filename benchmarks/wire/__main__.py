@@ -32,8 +32,8 @@ import torch
 
 from benchmarks.harness.children import module_command, paths
 from benchmarks.harness.code_version import code, commit
-from benchmarks.harness.common import Spread, cpu_seconds, interleave, machine, versions
-from benchmarks.harness.planned import Records
+from benchmarks.harness.measuring import Spread, cpu_seconds, interleave, machine, versions
+from benchmarks.harness.records import Records
 from benchmarks.harness.reports import RESULTS, table
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest

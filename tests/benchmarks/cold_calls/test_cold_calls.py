@@ -23,7 +23,7 @@ from benchmarks.cold_calls.__main__ import (
     text,
 )
 from benchmarks.cold_start.bed import paths
-from benchmarks.input_pipeline.bed import Failed
+from benchmarks.harness.children import Failed
 
 
 @pytest.mark.full
@@ -38,7 +38,7 @@ def test_a_model_that_arrives_answers_as_plain_ones_do(tmp_path: Path) -> None:
 
 _UNCOUNTED = """
 import sys
-from benchmarks.cold_accelerator.__main__ import child, publish, spec_of
+from benchmarks.cold_start.forked import child, publish, spec_of
 from benchmarks.cold_calls import __main__ as cold_calls
 from benchmarks.cold_start.bed import Local
 from benchmarks.cold_start.models import MODELS

@@ -17,8 +17,8 @@ from benchmarks.cold_start.settings import (
     way_of,
 )
 from benchmarks.cold_start.versions import Versions
-from benchmarks.harness.planned import Records
-from benchmarks.input_pipeline.bed import Failed
+from benchmarks.harness.children import Failed
+from benchmarks.harness.records import Records
 
 SETTING = Setting(model="gpt2", repeats=3)
 NBYTES = 100_000_000

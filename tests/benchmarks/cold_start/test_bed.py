@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 from benchmarks.cold_start import __main__ as cold_start
 from benchmarks.cold_start import bed as cold_bed
 from benchmarks.cold_start import peers as cold_peers
-from benchmarks.cold_start.bed import Jobs, Lines, Local, Namespaces, told
+from benchmarks.cold_start.bed import Jobs, Local, Namespaces, told
 from benchmarks.cold_start.peers import Peers
 from benchmarks.cold_start.settings import (
     OURS,
@@ -23,8 +22,7 @@ from benchmarks.cold_start.settings import (
     WAYS,
 )
 from benchmarks.harness import testbed
-from benchmarks.harness.children import module_command
-from benchmarks.input_pipeline.bed import Failed
+from benchmarks.harness.children import Failed, module_command
 
 
 def test_moments_are_seconds_since_a_process_was_asked_for() -> None:
@@ -33,21 +31,6 @@ def test_moments_are_seconds_since_a_process_was_asked_for() -> None:
     assert found["imported_s"] == 3.0 and found["whole_s"] == 5.5
     assert found["total_s"] == 5.25, "the parent's clock"
     assert found["after_imports_s"] == 2.0 and found["equal"] is True and "answered" not in found
-
-
-def test_a_process_that_ends_or_hangs_is_told() -> None:
-    def saying(code: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE)
-
-    with saying("print('one'); print('two')") as process:
-        lines = Lines(process)
-        assert [lines.line(60), lines.line(60)] == ["one", "two"]
-        with pytest.raises(Failed, match="has ended"):
-            lines.line(60)
-    with saying("import time; time.sleep(60)") as process:
-        with pytest.raises(Failed, match="said nothing for 0 s"):
-            Lines(process).line(0)
-        process.kill()
 
 
 JOB = """

@@ -54,9 +54,8 @@ from benchmarks.cold_start.settings import (
 from benchmarks.cold_start.versions import CONSTRUCTION, Versions
 from benchmarks.cold_start.ways import LOADERS
 from benchmarks.harness import testbed
-from benchmarks.harness.children import module_command
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
-from benchmarks.input_pipeline.bed import Failed
+from benchmarks.harness.children import Failed, module_command
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from tests.benchmarks.cold_start.simulated import (
     NBYTES,
     PACKAGES,

@@ -17,7 +17,7 @@ from benchmarks.cold_start.imports import even_imports, kind_of, polished
 from benchmarks.cold_start.measure import turn_key
 from benchmarks.cold_start.report import verdict
 from benchmarks.cold_start.settings import OURS, PLAIN, STREAMED, XL, Setting, way_of
-from benchmarks.harness.planned import Records
+from benchmarks.harness.records import Records
 from tests.benchmarks.cold_start.simulated import SETTING, Simulated, made, measured
 
 SETTINGS = (

@@ -30,7 +30,7 @@ from benchmarks.cold_start.settings import (
     way_of,
 )
 from benchmarks.harness.netns import PAYLOAD_SHARE
-from benchmarks.harness.planned import Records
+from benchmarks.harness.records import Records
 from tests.benchmarks.cold_start.simulated import (
     NBYTES,
     SETTING,

@@ -18,7 +18,7 @@ from benchmarks.decision_time.__main__ import (
     report,
 )
 from benchmarks.harness.children import module_command
-from benchmarks.plan_time.__main__ import STAGES
+from benchmarks.harness.long_chain import STAGES
 
 
 def test_all_that_have_a_choice_decide_and_the_papers_is_its_algorithm() -> None:

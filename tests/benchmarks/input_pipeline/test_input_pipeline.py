@@ -18,12 +18,12 @@ import torch
 
 import upriver
 from benchmarks.harness import testbed
-from benchmarks.harness.children import module_command, paths
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.children import Failed, module_command, paths
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.input_pipeline import __main__ as input_pipeline
 from benchmarks.input_pipeline import measure as input_measure
 from benchmarks.input_pipeline.__main__ import QUICK, SETTINGS, missing, parsed, run_all, version, versions_of
-from benchmarks.input_pipeline.bed import Failed, Setting
+from benchmarks.input_pipeline.bed import Setting
 from benchmarks.input_pipeline.data import make_data
 from benchmarks.input_pipeline.job import Decided, TakesNext, Trainer
 from benchmarks.input_pipeline.measure import HERE, HOPELESS, MOST_LEARNING, SKIPPED, Epochs, measure

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.harness.common import Spread
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.measuring import Spread
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.latency_models import __main__ as latency_models
 from benchmarks.latency_models.__main__ import (
     Network,

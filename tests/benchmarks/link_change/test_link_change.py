@@ -141,7 +141,7 @@ def test_the_link_is_checked_at_each_rate_before_it_is_used(
     done: list[object] = []
     monkeypatch.setattr(link_change, "make_data", lambda setting, folder: None)
     monkeypatch.setattr(link_change, "Testbed", lambda rate: Bed(done))
-    monkeypatch.setattr(link_change.LinkRig, "_answer", lambda rig, limit_s: {})
+    monkeypatch.setattr(link_change.LinkRig, "_begun", lambda rig, module, spec, stack: None)
     monkeypatch.setattr(link_change.LinkRig, "_ask", lambda rig, order, limit_s: done.append(order["do"]))
     with link_change.LinkRig(link_change.SETTING, tmp_path) as rig:
         rig.begin()

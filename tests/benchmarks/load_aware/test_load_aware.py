@@ -12,10 +12,9 @@ import pytest
 from benchmarks.harness import testbed
 from benchmarks.harness.children import module_command
 from benchmarks.harness.loadpart_networks import NETWORKS
-from benchmarks.harness.planned import Deadline, Records, TimeIsUp
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
 from benchmarks.load_aware import __main__ as load_aware
 from benchmarks.load_aware.__main__ import missing, parsed, run_all, version
-from benchmarks.load_aware.bed import Failed, Worker
 from benchmarks.load_aware.found import BEST_GAIN, GOALS, MEAN_GAIN, OVER_ENDS_BY, Found
 from benchmarks.load_aware.measure import FIRST, LATER, MOST_FIXED, WARM, cutting_of, measure
 from benchmarks.load_aware.report import page, phases_table, verdict, write
@@ -329,32 +328,6 @@ def test_no_setting_begins_when_time_is_up(tmp_path: Path) -> None:
 
 def test_the_command_line() -> None:
     assert parsed([]).only == [""] and parsed(["--only", "load", "link-vgg16"]).only == ["load", "link-vgg16"]
-
-
-def test_a_process_that_ends_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Bed:
-        def popen(self, side: str, argv: Sequence[object], **options: Any) -> subprocess.Popen[bytes]:
-            options.pop("env")
-            return subprocess.Popen([*map(str, argv)], **options)
-
-        def end(self, process: subprocess.Popen[bytes]) -> None:
-            process.kill()
-            process.wait()
-            assert process.stdin is not None and process.stdout is not None
-            process.stdout.close()
-            process.stdin.close()
-
-    echo = "import sys\nfor line in sys.stdin: print(line.strip() if line.strip() != 'end' else exit())"
-    worker = Worker(Bed(), "compute", ["-c", echo])  # type: ignore[arg-type]
-    try:
-        worker.say('{"error": "no such way"}')
-        worker.say("end")
-        with pytest.raises(Failed, match="no such way"):
-            worker.answer(60)
-        with pytest.raises(Failed, match="has ended"):
-            worker.answer(60)
-    finally:
-        worker.end()
 
 
 # ---------------------------------------------------------------------------------------------- judging

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.harness.children import Failed
 from benchmarks.harness.memory_group import Watch, memory_group, pss_and_rss
-from benchmarks.harness.planned import Deadline, Records
+from benchmarks.harness.records import Deadline, Records
 from benchmarks.server import __main__ as server
 from benchmarks.server import load as server_load
 from benchmarks.server.adaptation import OFF as FIXED
@@ -28,7 +29,7 @@ from benchmarks.server.adaptation import ON as ADAPTIVE
 from benchmarks.server.adaptation import reductions
 from benchmarks.server.claim import Bench, Claim, Rows, outcomes, percentile
 from benchmarks.server.fairness import ALONE, EQUAL, WEIGHTED
-from benchmarks.server.host import Generator, HostError, Metrics, Server, toml
+from benchmarks.server.host import Generator, Metrics, Server, toml
 from benchmarks.server.load import (
     CLOSED,
     LEFT,
@@ -251,7 +252,7 @@ def test_an_order_that_took_too_long_is_no_answer_to_the_next_one() -> None:
             url=f"http://127.0.0.1:{listener.getsockname()[1]}", said=lambda: "it was silent"
         )
         readers = [Stalled(token="t", question="q", count=1, hold_s=1.0)]
-        with pytest.raises(HostError, match="it was silent"):
+        with pytest.raises(Failed, match="it was silent"):
             generator.put(nobody, {"q": Question(request=REQUEST)}, readers=readers, limit_s=0.01)
         assert generator.put(nobody, {}).readers == []
 
@@ -260,7 +261,7 @@ def test_a_server_that_has_ended_has_no_metrics(tmp_path: Path) -> None:
     gone = Server("memory://", tmp_path, {}, tenants={"t": {}})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         gone.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(HostError, match="no /metrics"):
+    with pytest.raises(Failed, match="no /metrics"):
         gone.metrics()
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.planned import Records, Setting, plan_key, run_key
+from benchmarks.harness.records import Records
+from benchmarks.harness.training.plans import Setting, plan_key, run_key
 from benchmarks.speedup import __main__ as speedup
 from benchmarks.speedup.report import (
     PLAIN,

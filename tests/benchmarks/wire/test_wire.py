@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.children import module_command
-from benchmarks.harness.planned import Records
+from benchmarks.harness.records import Records
 from benchmarks.wire.__main__ import FRAMES, FULL, GOAL, QUICK, RAW, SERVER, report, shares, verdict
 
 

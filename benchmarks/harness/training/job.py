@@ -1,4 +1,4 @@
-"""Run the training side of `planned.Rig`: read orders as JSON lines, and answer each with one line.
+"""Run the training side of `rig.Rig`: read orders as JSON lines, and answer each with one line.
 
 ``plan`` measures and answers with every policy's choice. ``run`` and ``loader`` prepare an epoch, which
 ``go`` then trains. Model, capture and weights stay from order to order, and an earlier job is reused. Every
@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import struct
-import sys
 import time
 import warnings
 from collections import Counter
@@ -29,9 +28,10 @@ import torch
 from torch import nn
 
 import upriver
-from benchmarks.harness.planned import MEASURED, SWEPT, Setting, label_of
-from benchmarks.harness.planned_loader import Loop
-from benchmarks.split_overhead.__main__ import build
+from benchmarks.harness.children import answer_orders
+from benchmarks.harness.networks import build
+from benchmarks.harness.training.loader import Loop
+from benchmarks.harness.training.plans import MEASURED, SWEPT, Setting, label_of
 from upriver.cache import cache_folder
 from upriver.control.route_dealing import deal
 from upriver.cost import CostModel
@@ -268,25 +268,12 @@ def misplaced(routes: Sequence[Route], placed: Sequence[int], start: int) -> str
     return "micro-batches by cut: " + ", ".join(f"{count} at {cut}" for cut, count in sorted(counts.items()))
 
 
-def main() -> None:
+def main(trainer: type[Trainer] = Trainer) -> None:
     """Execute orders until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries must not mix with the answers
     torch.set_num_threads(1)
     # A sweep includes more workers than this host has cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-
-    def say(answer: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-    trainer = Trainer(json.loads(sys.argv[1]))
-    say({"ready": True})
-    for line in sys.stdin:
-        try:
-            say(trainer.answer(json.loads(line)))
-        except Exception as error:
-            say({"error": f"{type(error).__name__}: {error}"})
+    answer_orders(lambda spec: trainer(spec).answer)
 
 
 if __name__ == "__main__":

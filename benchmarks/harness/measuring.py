@@ -1,4 +1,4 @@
-"""Share what every benchmark needs: machine facts, interleaving, CPU time and spreads."""
+"""Measure fairly: runs in turns, spreads, CPU time, cores, and facts about the machine."""
 
 from __future__ import annotations
 

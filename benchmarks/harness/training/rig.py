@@ -1,0 +1,255 @@
+"""Share what the benchmarks of plans need: settings, data, records and the two hosts.
+
+A benchmark declares `Setting`s, opens a `Rig` for one of them, and makes it run choices. A choice assigns the
+samples of an epoch to cuts. Every run becomes one line of `Records`, so a benchmark can be ended at any
+moment and resumes where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from benchmarks.harness.children import Child, Failed, ProcessLost, module_command, paths
+from benchmarks.harness.code_version import code, commit, policies
+from benchmarks.harness.photographs import CLASSES, jpeg
+from benchmarks.harness.records import Deadline, Records, TimeIsUp
+from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.slowed import cpu_s, slowed
+from benchmarks.harness.testbed import Testbed, TestbedError
+from benchmarks.harness.training.plans import (
+    LOADER,
+    MEASURED,
+    SWEPT,
+    Setting,
+    plan_key,
+    run_key,
+    run_of,
+    shares_from,
+)
+
+TENSOR_SHAPE = (3, 224, 224)
+"""Shape of stored float tensors of 602,112 bytes, as in HAPI (2025). A ``.npy`` file adds a header of 128
+bytes."""
+
+CACHE = Path(tempfile.gettempdir()) / "upriver-benchmarks"
+"""Folder for proofs of cuts, shared by all settings. Profiles are measured anew for each setting."""
+
+RUN_LIMIT_S = 1800.0
+START_LIMIT_S = 600.0
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+# --------------------------------------------------------------------------------------------------- data
+
+
+def make_data(setting: Setting, folder: Path) -> None:
+    """Write the stored samples of the setting in class folders. The samples are always the same."""
+    for number in range(setting.samples):
+        rng = np.random.default_rng([number, setting.stored_scale])
+        place = folder / "data" / f"class{number % CLASSES}"
+        place.mkdir(parents=True, exist_ok=True)
+        if setting.stored == "tensor":
+            np.save(place / f"{number:05}.npy", rng.standard_normal(TENSOR_SHAPE, dtype=np.float32))
+        else:
+            image = jpeg(rng, scale=setting.stored_scale)
+            (place / f"{number:05}.jpg").write_bytes(image)
+
+
+# ---------------------------------------------------------------------------------------------- the hosts
+
+
+class Rig:
+    """Run the two hosts of a setting: store and server on one, and a training process on the other.
+
+    Args:
+        setting: The setting to measure.
+        folder: An empty folder for the stored samples.
+
+    Attributes:
+        facts: Provenance that every record carries.
+    """
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.setting, self._folder = setting, folder
+        self.facts = {"setting": setting.key, "commit": commit(), "code": code()}
+
+    def __enter__(self) -> Rig:
+        setting = self.setting
+        with ExitStack() as stack:
+            make_data(setting, self._folder)
+            rate = None if setting.mbit is None else setting.mbit * 1e6 / 8
+            bed = self._bed = stack.enter_context(Testbed(rate))
+            server = bed.run_server({"default": self._folder.as_uri()}, "--threads", 1)
+            objects = bed.run_objects(self._folder)
+            spec = {"setting": asdict(setting), "url": server.url, "uri": objects.uri}
+            bed.set_rate(None)  # frozen weights go to the store once, before any measurement
+            self._child = self._begun("harness.training.job", spec | {"options": objects.options}, stack)
+            self._ask({"do": "publish"}, START_LIMIT_S)
+            stack.enter_context(slowed("server", server.process.pid, setting.server_speed))
+            stack.enter_context(slowed("client", self._child.process.pid, setting.client_speed))
+            bed.set_rate(rate)
+            bed.check()
+            self._sides = {
+                "server": [server.process.pid],
+                "storage": [server.process.pid, objects.process.pid],
+                "compute": [self._child.process.pid],
+            }
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def _begun(self, module: str, spec: Mapping[str, Any], stack: ExitStack) -> Child:
+        """Start the process that trains, and wait until it is ready. It ends with the stack."""
+        process = self._bed.popen(
+            "compute",
+            module_command(module, json.dumps(spec)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**paths(), "UPRIVER_CACHE": str(CACHE)},
+        )
+        stack.callback(self._bed.end, process)
+        child = Child(process, "the training process")
+        child.answer(START_LIMIT_S)
+        return child
+
+    def plan(self, records: Records) -> None:
+        """Record what every policy chooses, from one measurement by the running system.
+
+        Nothing happens if the record exists. Runs by other code then no longer count. If only policies
+        changed, they choose anew from the stored measurement, if one exists.
+        """
+        known = records.rows.get(plan_key(self.setting))
+        same_code = known is not None and known["code"] == self.facts["code"]
+        if known is not None and same_code and known.get("policies") == policies():
+            return
+        kept = known.get("measured") if known is not None and same_code else None
+        planned = self._ask({"do": "plan", "measured": kept}, START_LIMIT_S)
+        records.add(plan_key(self.setting), {**self.facts, "policies": policies(), **planned})
+
+    def run(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Run one epoch. Return its seconds from the first request to the last step, and the link's bytes.
+
+        The result also holds the compute seconds of the processes of each side, in seconds of a whole core:
+        of the near-data server, of all processes on its side, and of training.
+
+        Raises:
+            Failed: If the run fails. The process is then ready for the next order.
+        """
+        self._ask(order, START_LIMIT_S)
+        before, spent = self._bed.bytes_carried(), self._cpu_s()
+        done = self._ask({"do": "go"}, RUN_LIMIT_S)
+        carried, spent_now = self._bed.bytes_carried() - before, self._cpu_s()
+        return {
+            **done,
+            "cpu_s": {side: round(spent_now[side] - spent[side], 2) for side in spent},
+            "bytes_from_storage": carried.from_storage,
+            "bytes_from_compute": carried.from_compute,
+        }
+
+    def _cpu_s(self) -> dict[str, float]:
+        return {side: sum(map(cpu_s, pids)) for side, pids in self._sides.items()}
+
+    def choice(self, label: str, *, swept: bool) -> dict[str, Any]:
+        """Run one epoch of the labelled choice: of upriver, or of the plain loop.
+
+        Args:
+            label: Label of the choice.
+            swept: Whether the loop only searches for its best form, on samples in another order.
+        """
+        if label.startswith(LOADER):
+            workers, prefetch = map(int, label.removeprefix(LOADER).split("x"))
+            order = {"do": "loader", "workers": workers, "prefetch": prefetch}
+            return self.run(order | {"seed": SWEPT if swept else MEASURED})
+        shares = {str(cut): share for cut, share in shares_from(label).items()}
+        return self.run({"do": "run", "shares": shares})
+
+    def _ask(self, order: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        return self._child.ask(limit_s, order)
+
+
+def run_once(rig: Rig, records: Records, label: str, repeat: int, deadline: Deadline) -> None:
+    """Execute one run unless it is recorded. A failed run is recorded with its error."""
+    key = run_key(rig.setting, label, repeat)
+    if run_of(records, rig.setting, label, repeat) is not None:
+        return
+    deadline.check()
+    began, load = time.perf_counter(), round(os.getloadavg()[0], 2)
+    row: dict[str, Any]
+    try:
+        row = rig.choice(label, swept=repeat == 0)
+    except ProcessLost:
+        raise
+    except Failed as error:
+        row = {"error": str(error)}
+    records.add(key, {**rig.facts, "load": load, "choice": label, "repeat": repeat, **row})
+    said = f"{row['seconds']:.2f} s" if "seconds" in row else row["error"]
+    print(
+        f"{key}: {said} ({time.perf_counter() - began:.0f} s with preparation)", file=sys.stderr, flush=True
+    )
+
+
+class Finding(Protocol):
+    """The records of one setting."""
+
+    @property
+    def missing(self) -> str:
+        """Return what has not run yet, or an empty text when nothing is left."""
+
+
+def command(
+    description: str | None,
+    name: str,
+    settings: Sequence[Setting],
+    quick: Setting,
+    *,
+    found: Callable[[Setting, Records], Finding],
+    measure: Callable[[Setting, Records, Deadline], None],
+    write: Callable[[Sequence[Setting], Records, Path, str], str],
+) -> None:
+    """Run the command line of a resumable benchmark: run what is missing, then report all records."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
+    parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
+    parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
+    parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
+    parser.add_argument(
+        "--replan", action="store_true", help="let the policies of today choose in finished settings, too"
+    )
+    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
+    options = parser.parse_args()
+    settings, name = ((quick,), f"{name}_quick") if options.quick else (settings, name)
+    records = Records(options.out / f"{name}.jsonl")
+    if options.list:
+        for setting in settings:
+            print(f"{setting.key}: {found(setting, records).missing or 'finished'}")
+        return
+    if not options.report:
+        deadline = Deadline(options.minutes)
+        try:
+            for setting in settings:
+                wanted = any(part in setting.key for part in options.only)
+                if wanted and (options.replan or found(setting, records).missing):
+                    measure(setting, records, deadline)
+        except TimeIsUp:
+            print("time is up; the next start goes on from here", file=sys.stderr)
+        except (TestbedError, Failed) as error:
+            sys.exit(f"error: {error}")
+    print(write(settings, records, options.out, name))
