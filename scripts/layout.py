@@ -1,4 +1,8 @@
-"""Refuse crowded folders, shared class names, long signatures, stray tests, and docstrings without a verb."""
+"""Refuse crowded folders, shared class names, long signatures, stray tests, and docstrings without a verb.
+
+Usage: python scripts/layout.py ROOT TESTS [--apart]. With ``--apart`` each folder of the root has its own
+names.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +48,15 @@ def crowded(root: Path) -> Iterator[str]:
             yield f"{folder}: {len(modules)} modules; at most {MOST_MODULES}"
 
 
-def twice(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
-    """Name public classes that two modules define."""
+def twice(root: Path, trees: Mapping[Path, ast.Module], *, apart: bool) -> Iterator[str]:
+    """Name public classes that two modules define, of the whole tree or of one of its folders."""
     places = defaultdict(list)
     for path, tree in trees.items():
+        house = path.relative_to(root).parts[0] if apart else ""
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(f"{path}:{node.lineno}")
-    for name, found in sorted(places.items()):
+                places[house, node.name].append(f"{path}:{node.lineno}")
+    for (_, name), found in sorted(places.items()):
         if len(found) > 1:
             yield f"class {name} is defined by {' and '.join(found)}"
 
@@ -86,12 +91,12 @@ def fragments(trees: Mapping[Path, ast.Module]) -> Iterator[str]:
                     yield f"{path}:{getattr(node, 'lineno', 1)}: docstring opens with {words[0]!r}"
 
 
-def main(root: Path, tests: Path) -> int:
+def main(root: Path, tests: Path, *, apart: bool) -> int:
     """Print each problem; return 1 if there is any."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(root.rglob("*.py"))}
     found = [
         *crowded(root),
-        *twice(trees),
+        *twice(root, trees, apart=apart),
         *long_signatures(root, trees),
         *astray(root, tests),
         *fragments(trees),
@@ -103,4 +108,4 @@ def main(root: Path, tests: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), apart="--apart" in sys.argv))

@@ -1,12 +1,11 @@
 """Time a round of adaptive admission with 1,000 waiting requests, and measure how full the memory gets.
 
-Run with ``python -m benchmarks.admission_time``; ``--write`` writes ``benchmarks/results/admission_time.md``.
+Run with ``python -m benchmarks.admission_time``; it writes ``benchmarks/results/admission_time.md``.
 Each repeat uses other requests, so that no result is cached.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -14,10 +13,10 @@ from dataclasses import dataclass
 
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.reports import table
 from upriver.control.batch_adaptation import Ask, Grant, adaptive, static
 
-RESULT = RESULTS / "admission_time.md"
 REQUESTS = 1000
 REPEATS = 51
 GOAL_MS = 1.0
@@ -135,15 +134,14 @@ def share(queue: Queue, grants: Sequence[Grant]) -> float:
 
 
 def main() -> None:
-    """Measure, print, and write on request."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
+    """Measure and report."""
+    options = command_line(__doc__).parse_args()
+    repeats = 1 if options.quick else REPEATS
     taken: dict[str, list[float]] = {name: [] for name in QUEUES}
     static_ms: dict[str, list[float]] = {name: [] for name in QUEUES}
     shares: dict[str, list[float]] = {name: [] for name in QUEUES}
     admitted: dict[str, list[int]] = {name: [] for name in QUEUES}
-    for repeat in range(REPEATS + 1):
+    for repeat in range(repeats + 1):
         for name, make in QUEUES.items():
             queue = make(random.Random(f"{name} {repeat}"))
             began = time.perf_counter()
@@ -184,7 +182,7 @@ requests. The paper reports 25 ms a run.
 
 {table(header, rows)}
 
-- {REPEATS} random queues of each kind, kinds in turn, after one to warm up; the whole call, from the
+- {repeats} random queues of each kind, kinds in turn, after one to warm up; the whole call, from the
   requests to the grants. They are for twenty programs of 100 MB. An `Ask` is made when a request comes, and
   not in this time.
 - "Memory used" is bytes of samples over what is left for them, or over all that the largest batches would
@@ -193,11 +191,9 @@ requests. The paper reports 25 ms a run.
   `tests/control/test_batch_adaptation.py`.
 - Commit {commit()}; {machine()}; {versions("numpy")}.
 
-Run it again: `python -m benchmarks.admission_time --write`.
+Run it again: `python -m benchmarks.admission_time`.
 """
-    print(text)
-    if options.write:
-        RESULT.write_text(text, encoding="utf-8")
+    Output.of(options, "admission_time").write(text)
 
 
 if __name__ == "__main__":

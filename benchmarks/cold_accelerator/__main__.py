@@ -16,7 +16,6 @@ upriver.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import itertools
 import json
@@ -26,7 +25,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -39,13 +37,14 @@ from benchmarks.cold_start.settings import OURS, STREAMED, WAYS
 from benchmarks.harness.children import Failed
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.reports import table
 
 if TYPE_CHECKING:
     pass
 
 
-RUNS = RESULTS / "cold_accelerator.json"
+MINUTES = 30.0
 CHOSEN = ("resnet50", "vgg19", "gpt2", "bert")
 KNOBS, REPEATS = (4, 16), 5
 
@@ -183,27 +182,26 @@ def where() -> str:
 
 
 def main() -> None:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="no further turn begins after so many")
+    """Measure and report."""
+    parser = command_line(__doc__, resumable=True)
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--models", default=",".join(CHOSEN))
     parser.add_argument("--device", default="cuda", help="cpu shows without an accelerator that it works")
     parser.add_argument("--ways", default=",".join(can_run()))
-    parser.add_argument(
-        "--runs", type=Path, default=RUNS, help="file for all runs, with the report beside it"
-    )
-    parser.add_argument("--write", action="store_true", help="only write the report, from that file")
+    parser.set_defaults(minutes=MINUTES)
     chosen = parser.parse_args()
-    ways = chosen.ways.split(",")
-    if chosen.write:
-        found = Found(**json.loads(chosen.runs.read_text(encoding="utf-8")))
+    if chosen.quick:
+        vars(chosen).update(device="cpu", models="squeezenet", ways=f"{OURS},sequential", repeats=1)
+    output, ways = Output.of(chosen, "cold_accelerator"), chosen.ways.split(",")
+    runs = output.path(".json")
+    if chosen.report:
+        found = Found(**json.loads(runs.read_text(encoding="utf-8")))
     else:
         models, device = chosen.models.split(","), chosen.device
         found = measure(models, ways, device=device, repeats=chosen.repeats, minutes=chosen.minutes)
         found.where = where()
-        chosen.runs.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
-    chosen.runs.with_suffix(".md").write_text(text(found, ways), encoding="utf-8")
+        runs.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
+    output.write(text(found, ways))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,9 @@ Run ``python -m benchmarks.cold_connections``; it writes ``results/cold_connecti
 
 from __future__ import annotations
 
-import argparse
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +27,8 @@ from benchmarks.cold_start.models import MODELS
 from benchmarks.cold_start.settings import OURS, WAYS
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.reports import table
 
 CONNECTION_BYTES_PER_S, LATENCY_S = 80e6, 0.02
 MOST_REQUESTS = 8
@@ -150,15 +149,14 @@ def text(found: Runs, nbytes: Mapping[str, int]) -> str:
 
 
 def main() -> None:
-    """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--models", default=",".join(CHOSEN))
-    parser.add_argument("--report", type=Path, default=RESULTS / "cold_connections.md")
+    """Measure and report."""
+    parser = command_line(__doc__)
+    parser.add_argument("--repeats", type=int, help=f"rounds; {REPEATS}, or 1 with --quick")
+    parser.add_argument("--models", help=f"{','.join(CHOSEN)}, or squeezenet with --quick")
     chosen = parser.parse_args()
-    report = text(*measure(chosen.models.split(","), repeats=chosen.repeats))
-    chosen.report.write_text(report)
-    print(report)
+    models = (chosen.models or ("squeezenet" if chosen.quick else ",".join(CHOSEN))).split(",")
+    repeats = chosen.repeats or (1 if chosen.quick else REPEATS)
+    Output.of(chosen, "cold_connections").write(text(*measure(models, repeats=repeats)))
 
 
 if __name__ == "__main__":

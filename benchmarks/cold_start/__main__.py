@@ -16,7 +16,7 @@ Run ``python -m benchmarks.cold_start`` as root, after installing Swift (``scrip
 ended at any moment: each run is a line of ``results/cold_start.jsonl``, and the next start resumes there. It
 makes the first turn of all settings, then the second one of all, and so on, so that every setting has early
 results. ``--only gpt2`` selects settings by the beginning of their names, ``--minutes 90`` ends it between
-two turns, ``--repeats 3`` makes fewer of them, ``--list`` prints the progress, ``--write`` only writes
+two turns, ``--repeats 3`` makes fewer of them, ``--list`` prints the progress, ``--report`` only writes
 ``results/cold_start.md`` and ``.png`` from the existing runs. All of it takes ten to sixteen hours.
 ``--quick`` shows within two minutes, without root and on this host alone, that it works.
 
@@ -51,8 +51,7 @@ from benchmarks.cold_start.versions import Versions
 from benchmarks.harness.children import Failed
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.hosts import sigterm_raises
-from benchmarks.harness.records import Deadline, Records, TimeIsUp
-from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
 from benchmarks.harness.testbed import TestbedError
 
 
@@ -141,19 +140,13 @@ def go_through(measures: Measures, deadline: Deadline, failed: list[str], say: C
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, resumable=True)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="settings that begin with one"
     )
-    parser.add_argument("--minutes", type=float, help="begin no further turn after so many")
     parser.add_argument("--repeats", type=int, help="turns of each setting, if it has more")
-    parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
     parser.add_argument("--no-peers", action="store_true", help="leave other systems out")
     parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
-    parser.add_argument("--write", action="store_true", help="only write the report from what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
     options = parser.parse_args(arguments)
     if options.repeats is not None and options.repeats < 1:
         parser.error(f"argument --repeats: must be at least 1, got {options.repeats}")
@@ -163,8 +156,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run what is missing, then report all records."""
     options = parsed()
-    name, settings = ("cold_start_quick", QUICK) if options.quick else ("cold_start", SETTINGS)
-    records = Records(options.out / f"{name}.jsonl")
+    output, settings = Output.of(options, "cold_start"), QUICK if options.quick else SETTINGS
+    records = output.records()
     failed: list[str] = []
     try:
         peers = Peers(without=options.no_peers or options.quick)
@@ -176,7 +169,7 @@ def main() -> None:
         if options.list:
             list_what_is_left(wanted, records, Versions(packages=peers.versions), sweeps=not options.quick)
             return
-        if not options.write:
+        if not options.report:
             if not (options.no_peers or options.quick):
                 peers.check()
             print(f"ways that take part: {', '.join(peers.ways())}", file=sys.stderr)
@@ -187,7 +180,7 @@ def main() -> None:
     except TimeIsUp:
         print("time is up; the next start goes on from here", file=sys.stderr)
     found = [Found(setting, records) for setting in settings]
-    print(write(found, options.out, name, hint=peers.hint()))
+    print(write(found, output.folder, output.name, hint=peers.hint()))
     failed += wrong(found)
     if failed:
         sys.exit("\n".join(f"error: {why}" for why in failed))

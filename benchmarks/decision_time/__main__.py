@@ -1,30 +1,28 @@
 """Time the decision where to cut a request, in a chain of a thousand stages, with its sums prepared.
 
-Run with ``python -m benchmarks.decision_time``; ``--write`` writes ``benchmarks/results/decision_time.md``.
+Run with ``python -m benchmarks.decision_time``; it writes ``benchmarks/results/decision_time.md``.
 Sums that do not change from request to request are prepared (`upriver.latency.LatencySums`). The link and the
 server's load change at each decision, so that no result is cached.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.long_chain import STAGES, question
 from benchmarks.harness.measuring import Spread, interleave, machine, versions
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.reports import table
 from upriver.control.partition import ESTIMATES, CutChoice, PartitionRule, ServerConditions, choose
 from upriver.latency import LatencyModel, LatencySums
 from upriver.policies import loadpart
 
-NAME = "decision_time.md"
 CHAINS = 20
 DECISIONS = 2001
 GOAL_US = 100.0
@@ -129,24 +127,21 @@ def report(taken: Mapping[str, Sequence[float]], stages: int) -> str:
   `load_aware.md` has decisions of its networks with all of that.
 - Commit {commit()}; {machine()}; {versions("numpy")}.
 
-Run it again: `python -m benchmarks.decision_time --write`.
+Run it again: `python -m benchmarks.decision_time`.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write on request."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--decisions", type=int, default=DECISIONS, help="of each, at least 1")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the report lies")
-    parser.add_argument("--write", action="store_true", help=f"write {NAME} there")
+    """Measure and report."""
+    parser = command_line(__doc__)
+    parser.add_argument("--decisions", type=int, help=f"of each, at least 1; {DECISIONS}, or 3 with --quick")
     options = parser.parse_args(arguments)
-    if options.decisions < 1:
-        parser.error(f"--decisions must be at least 1, got {options.decisions}")
+    decisions = (3 if options.quick else DECISIONS) if options.decisions is None else options.decisions
+    if decisions < 1:
+        parser.error(f"--decisions must be at least 1, got {decisions}")
     chains = [chain(seed) for seed in range(CHAINS)]
-    text = report(measure(chains, options.decisions), STAGES)
-    print(text)
-    if options.write:
-        (options.out / NAME).write_text(text, encoding="utf-8")
+    text = report(measure(chains, decisions), STAGES)
+    Output.of(options, "decision_time").write(text)
 
 
 if __name__ == "__main__":

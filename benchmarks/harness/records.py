@@ -1,14 +1,24 @@
-"""Keep the records of a benchmark that can be ended at any moment and resumes where it stopped."""
+"""Keep what a benchmark makes: its report, and records by which it resumes where it stopped."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import math
 import os
+import sys
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from benchmarks.harness.reports import RESULTS
+
+QUICK = Path(tempfile.gettempdir()) / "upriver-benchmarks-quick"
+"""Folder for what quick forms make, if no other is named."""
 
 
 class Records:
@@ -67,3 +77,63 @@ class Deadline:
         """
         if time.monotonic() >= self._until:
             raise TimeIsUp
+
+
+@contextlib.contextmanager
+def until_time_is_up() -> Iterator[None]:
+    """End the block where a deadline has passed, and say so."""
+    try:
+        yield
+    except TimeIsUp:
+        print("time is up; the next start goes on from here", file=sys.stderr)
+
+
+def command_line(description: str | None, *, resumable: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the options that every benchmark has, or every one with records."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a small form; its figures say nothing")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="where report and records lie: benchmarks/results otherwise, a temporary folder with --quick",
+    )
+    if resumable:
+        parser.add_argument("--minutes", type=float, help="begin no further run after so many")
+        parser.add_argument("--report", action="store_true", help="only write the report from what is there")
+    return parser
+
+
+@dataclass(frozen=True)
+class Output:
+    """The place of a benchmark's records and report.
+
+    Attributes:
+        folder: The folder.
+        name: Name of the files, without their endings.
+    """
+
+    folder: Path
+    name: str
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, name: str) -> Output:
+        """Return the place that the options of `command_line` name. Quick forms have files of their own."""
+        folder = options.out or (QUICK if options.quick else RESULTS)
+        return cls(folder, f"{name}_quick" if options.quick else name)
+
+    def path(self, ending: str) -> Path:
+        """Return the path of a file, whose folder exists."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self.folder / f"{self.name}{ending}"
+
+    def records(self) -> Records:
+        """Return the records."""
+        return Records(self.folder / f"{self.name}.jsonl")
+
+    def write(self, report: str) -> None:
+        """Write and print the report."""
+        self.path(".md").write_text(report, encoding="utf-8")
+        print(report)

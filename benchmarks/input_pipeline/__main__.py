@@ -13,7 +13,7 @@ The claim: with workloads of real JPEG and WAV files and prep stalls from none t
 Run ``python -m benchmarks.input_pipeline`` as root. It may be ended at any moment: each setting is a line of
 ``results/input_pipeline.jsonl``, each peer in it another one, and the next start resumes there. ``--only R``
 selects workloads or settings, ``--minutes 20`` ends it between two of them, ``--list`` prints the progress,
-``--quick`` shows in a minute that it works, ``--write`` only writes ``results/input_pipeline.md`` and
+``--quick`` shows in a minute that it works, ``--report`` only writes ``results/input_pipeline.md`` and
 ``.png`` from the existing runs. All of it takes some 100 minutes on two cores.
 
 The trainer has the first core and a network namespace, the worker the second and another one.
@@ -37,8 +37,7 @@ from benchmarks.harness.children import ROOT, Failed
 from benchmarks.harness.code_version import commit, version_of
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.progress import Bar, progress_shown
-from benchmarks.harness.records import Deadline, Records, TimeIsUp
-from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
 from benchmarks.harness.testbed import TestbedError
 from benchmarks.input_pipeline.bed import Bed, Job, Setting, peer
 from benchmarks.input_pipeline.data import FILES, make_data, mean_bytes
@@ -229,26 +228,20 @@ def run_all(
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, resumable=True)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="settings that begin with one"
     )
-    parser.add_argument("--minutes", type=float, help="begin no further setting after so many")
-    parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
     parser.add_argument("--no-peers", action="store_true", help="leave other systems out")
     parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
-    parser.add_argument("--write", action="store_true", help="only write the report from what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Run what is missing, then report all records."""
     options = parsed()
-    name, settings = ("input_pipeline_quick", QUICK) if options.quick else ("input_pipeline", SETTINGS)
-    records = Records(options.out / f"{name}.jsonl")
+    output, settings = Output.of(options, "input_pipeline"), QUICK if options.quick else SETTINGS
+    records = output.records()
     wanted = [setting for setting in settings if any(setting.key.startswith(part) for part in options.only)]
     if options.no_peers:
         wanted = [setting.with_peers() for setting in wanted]
@@ -257,7 +250,7 @@ def main() -> None:
             print(f"{setting.key}: {', '.join(missing(setting, records)) or 'finished'}")
         return
     failed: list[str] = []
-    if not options.write:
+    if not options.report:
         try:
             failed = run_all(
                 wanted, records, Deadline(options.minutes), QUICK_FILES if options.quick else None
@@ -265,7 +258,7 @@ def main() -> None:
         except TimeIsUp:
             print("time is up; the next start goes on from here", file=sys.stderr)
     found = [Found(setting, records) for setting in settings]
-    print(write(found, options.out, name))
+    print(write(found, output.folder, output.name))
     if failed:
         sys.exit("\n".join(f"error: {why}" for why in failed))
 

@@ -7,7 +7,6 @@ little, ``--report`` only writes ``results/kills.md`` from the existing runs.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import sys
@@ -21,8 +20,7 @@ from typing import Any
 
 from benchmarks.harness.code_version import code, commit
 from benchmarks.harness.measuring import let_threads_sleep
-from benchmarks.harness.records import Deadline, Records, TimeIsUp
-from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.records import Deadline, Output, TimeIsUp, command_line
 from benchmarks.kills.job import BATCH, Difference, make_data, through_servers, train
 from benchmarks.kills.killer import Killer, NotWell, Servers, drawn
 from benchmarks.kills.report import faults, report
@@ -161,15 +159,10 @@ def run(setting: Setting, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
-    parser.add_argument("--quick", action="store_true", help="a small form that says little")
-    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
-    options = parser.parse_args()
+    options = command_line(__doc__, resumable=True).parse_args()
     os.environ["UPRIVER_CACHE"] = os.devnull  # proofs and profiles are made anew, and none are left behind
-    setting, name = (QUICK, "kills_quick") if options.quick else (FULL, "kills")
-    records, deadline = Records(options.out / f"{name}.jsonl"), Deadline(options.minutes)
+    setting, output = QUICK if options.quick else FULL, Output.of(options, "kills")
+    records, deadline = output.records(), Deadline(options.minutes)
     try:
         for seed in setting.seeds:
             if options.report or records.rows.get(f"seed{seed}", {}).get("code") == code():
@@ -186,9 +179,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     rows = [records.rows[f"seed{seed}"] for seed in setting.seeds if f"seed{seed}" in records]
     text = report(rows, len(setting.seeds), every_s=setting.every_s)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{name}.md").write_text(text, encoding="utf-8")
-    print(text)
+    output.write(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure the errors of latency models: operators by kind, as in LoADPart's Table III, and six networks.
 
-Run with ``python -m benchmarks.latency_models``; ``--write`` writes ``benchmarks/results/latency_models.md``.
+Run with ``python -m benchmarks.latency_models``; it writes ``benchmarks/results/latency_models.md``.
 The configurations are those of `upriver.profile.latency.benchmark_configs`, fixed beforehand. Every fifth of
 a kind is held out, and errors are of the held-out ones. All of it takes some 10 minutes, on one core. Each
 kind's timings become a record, so the benchmark can be ended at any moment and resumes there.
@@ -8,7 +8,6 @@ kind's timings become a record, so the benchmark can be ended at any moment and 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import hashlib
 import os
@@ -26,8 +25,8 @@ import torch
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.loadpart_networks import NETWORKS, model_of
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.records import Deadline, Records, TimeIsUp
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
+from benchmarks.harness.reports import table
 from upriver.profile.latency import op_benchmark
 from upriver.profile.latency.benchmark_configs import RANGES
 from upriver.profile.latency.calibration import LONG_S, OCCASIONS, TABLE_III, MeasuredConfig, fit, plan
@@ -291,7 +290,7 @@ The sum that ours predicts for a whole network is at most {GOAL:.0%} off the sho
   work makes memory slower at one time than at another: an error of some per cent may be the machine's.
 - Not shown: an accelerator, other types than float32, several threads.
 
-Run it again: `python -m benchmarks.latency_models --write`.
+Run it again: `python -m benchmarks.latency_models`.
 """
 
 
@@ -338,17 +337,11 @@ def _network_row(network: Network) -> Sequence[object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, help="begin no further kind or network after so many")
-    parser.add_argument("--quick", action="store_true", help="a small form that says little")
-    parser.add_argument("--report", action="store_true", help="only report what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
-    parser.add_argument("--write", action="store_true", help="write the report there")
-    options = parser.parse_args()
+    options = command_line(__doc__, resumable=True).parse_args()
     torch.set_num_threads(1)
-    name = "latency_models_quick" if options.quick else "latency_models"
+    output = Output.of(options, "latency_models")
     kinds = tuple(TABLE_III) if options.quick else tuple(RANGES)
-    records = Records(options.out / f"{name}.jsonl")
+    records = output.records()
     if not options.report:
         try:
             deadline = Deadline(options.minutes)
@@ -359,9 +352,7 @@ def main() -> None:
     networks = [network for each in NETWORKS if (network := predicted(records, predictor, each))]
     noise = {kind: apart(records, kind) for kind in kinds}
     text = report(predictor.errors, networks, records.rows.values(), noise)
-    if options.write:
-        (options.out / f"{name}.md").write_text(text, encoding="utf-8")
-    print(text)
+    output.write(text)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measure how soon a running job has the right plan after a link change, and whether it ignores jitter.
 
-Run ``python -m benchmarks.link_change`` as root; ``--write`` writes ``results/link_change.md``, ``--quick``
+Run ``python -m benchmarks.link_change`` as root; it writes ``benchmarks/results/link_change.md``, ``--quick``
 is a small form that shows nothing. A job with ``policy="upriver"`` trains over 200 Mbit/s. In the middle of
 an epoch the link drops to 20 Mbit/s. Then other jobs train over links whose rate changes each second by up to
 a fifth.
@@ -8,7 +8,6 @@ a fifth.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 
 from benchmarks.harness.children import Failed
 from benchmarks.harness.netns import PAYLOAD_SHARE
-from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.records import Output, command_line
 from benchmarks.harness.testbed import Testbed, TestbedError
 from benchmarks.harness.training.plans import Setting
 from benchmarks.harness.training.rig import RUN_LIMIT_S, START_LIMIT_S, Rig, make_data
@@ -149,9 +148,7 @@ def jittered(rig: LinkRig, mbit: float, length: Length) -> Jitter:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the report to results/")
-    parser.add_argument("--quick", action="store_true", help="a small form that says nothing")
+    parser = command_line(__doc__)
     parser.add_argument("--network", help="another network than resnet18")
     options = parser.parse_args()
     setting, length = (QUICK, QUICK_LENGTH) if options.quick else (SETTING, LENGTH)
@@ -166,10 +163,7 @@ def main() -> None:
     except (TestbedError, Failed) as error:
         sys.exit(f"error: {error}")
     text = report(setting, AFTER_MBIT, change, reference, jitters)
-    print(text)
-    if options.write:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        (RESULTS / "link_change.md").write_text(text, encoding="utf-8")
+    Output.of(options, "link_change").write(text)
 
 
 if __name__ == "__main__":

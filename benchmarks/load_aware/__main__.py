@@ -13,7 +13,7 @@ The claim: with a slow device, a thin link and a busy server, upriver's policy
 Run ``python -m benchmarks.load_aware`` as root. It may be ended at any moment: each part with each network is
 a line of ``results/load_aware.jsonl``, and the next start resumes there. ``--only load`` selects a part,
 ``--only link-alexnet`` a part with one network, ``--minutes 20`` begins no further one after that time,
-``--list`` prints the progress, ``--quick`` shows in some minutes that it works, ``--write`` only writes
+``--list`` prints the progress, ``--quick`` shows in some minutes that it works, ``--report`` only writes
 ``results/load_aware.md`` and its plots from the existing runs. All of it takes some 65 minutes on two cores.
 
 The device has the first core and a network namespace, the server the second, its disturbers, and another one.
@@ -35,8 +35,7 @@ from benchmarks.harness.children import ROOT, Failed
 from benchmarks.harness.code_version import commit, version_of
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.progress import Bar, progress_shown
-from benchmarks.harness.records import Deadline, Records, TimeIsUp
-from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
 from benchmarks.harness.testbed import TestbedError
 from benchmarks.load_aware.bed import Bed, device_on
 from benchmarks.load_aware.found import Found
@@ -118,25 +117,19 @@ def run_all(settings: Sequence[Setting], records: Records, deadline: Deadline) -
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, resumable=True)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="settings that begin with one"
     )
-    parser.add_argument("--minutes", type=float, help="begin no further setting after so many")
-    parser.add_argument("--quick", action="store_true", help="a small form that says nothing")
     parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
-    parser.add_argument("--write", action="store_true", help="only write the report from what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Run what is missing, then report all records."""
     options = parsed()
-    name, settings = ("load_aware_quick", QUICK) if options.quick else ("load_aware", SETTINGS)
-    records = Records(options.out / f"{name}.jsonl")
+    output, settings = Output.of(options, "load_aware"), QUICK if options.quick else SETTINGS
+    records = output.records()
     wanted = [setting for setting in settings if any(setting.key.startswith(part) for part in options.only)]
     if options.list:
         for setting in wanted:
@@ -144,13 +137,13 @@ def main() -> None:
             print(f"{setting.key}, {setting.seconds:g} s at least: {left}")
         return
     failed: list[str] = []
-    if not options.write:
+    if not options.report:
         try:
             failed = run_all(wanted, records, Deadline(options.minutes))
         except TimeIsUp:
             print("time is up; the next start goes on from here", file=sys.stderr)
     found = [Found(setting, records) for setting in settings]
-    print(write(found, options.out, name))
+    print(write(found, output.folder, output.name))
     failed += [
         f"{each.setting.key}: {each.wrong} wrong answers" for each in found if each.complete and each.wrong
     ]

@@ -49,7 +49,7 @@ def begun(bed: Testbed, side: Side, name: str, *arguments: object, **env: str) -
     return Child(process, name)
 
 
-class Device:
+class DeviceProcess:
     """Run the device of the benchmark; see ``job.Device``."""
 
     def __init__(self, child: Child) -> None:
@@ -121,13 +121,13 @@ class Bed(Testbed):
 
 
 @contextmanager
-def device_on(bed: Bed, setting: Setting) -> Iterator[Device]:
+def device_on(bed: Bed, setting: Setting) -> Iterator[DeviceProcess]:
     """Run the slow device. Its network is published when the block begins."""
     spec = {"network": setting.network, "factor": setting.factor, "url": bed.url, "store": bed.store}
     cache = {"UPRIVER_CACHE": str(bed.folder / "cache")}
     child = begun(bed, "compute", "job", json.dumps(spec), **cache)
     try:
         child.answer(START_LIMIT_S)
-        yield Device(child)
+        yield DeviceProcess(child)
     finally:
         bed.end(child.process)

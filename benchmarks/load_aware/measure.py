@@ -31,7 +31,7 @@ Tick = Callable[[str], None]
 Told = dict[str, Any]
 
 
-class Device(Protocol):
+class OrderTaker(Protocol):
     """Execute orders; see ``job.Device``."""
 
     def ask(self, **order: Any) -> Told:
@@ -46,7 +46,7 @@ class Conditions(Protocol):
 
 
 def measure(
-    device: Device,
+    device: OrderTaker,
     bed: Conditions,
     setting: Setting,
     tick: Tick,
@@ -84,7 +84,7 @@ def measure(
     }
 
 
-def fixed_cuts(device: Device, setting: Setting) -> list[int]:
+def fixed_cuts(device: OrderTaker, setting: Setting) -> list[int]:
     """Return cuts inside the network: the paper's, and the most frequent winners over loads and rates."""
     loads = LIKELY_LOADS if setting.part == "load" else LIKELY_LOADS[:1]
     rates = sorted({phase.mbit for phase in setting.phases})
@@ -92,7 +92,7 @@ def fixed_cuts(device: Device, setting: Setting) -> list[int]:
     return sorted({*found["cuts"][:MOST_FIXED], *found["named"]})
 
 
-def cutting_of(device: Device, cut: int) -> Told | None:
+def cutting_of(device: OrderTaker, cut: int) -> Told | None:
     """Return the seconds of the first request at a cut and of the next ones; None if it was used before."""
     if not device.ask(do="open", way=way_of(cut))["new"]:
         return None
@@ -120,7 +120,7 @@ class Phases:
 
     def __init__(
         self,
-        device: Device,
+        device: OrderTaker,
         bed: Conditions,
         setting: Setting,
         cuts: Sequence[int],

@@ -1,6 +1,6 @@
 """Compare predicted with measured peak memory: four networks, three batches, forward and training.
 
-Run with ``python -m benchmarks.memory_model``; ``--write`` writes ``benchmarks/results/memory_model.md``.
+Run with ``python -m benchmarks.memory_model``; it writes ``benchmarks/results/memory_model.md``.
 Each peak is of a process of its own, above its memory with loaded weights and warm libraries. The estimate is
 made before, from the program or the model alone.
 """
@@ -25,12 +25,12 @@ import torch
 from benchmarks.harness.children import module_command, paths
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.reports import table
 from upriver._torchvision import ensure_torchvision
 from upriver.profile.memory.estimator import MemoryEstimate, stretch_peak, tail_peak
 from upriver.program.capture.prefix import capture
 
-RESULT = RESULTS / "memory_model.md"
 NETWORKS = ("alexnet", "resnet18", "densenet121", "vit_b_16")
 BATCHES = (4, 8, 16)
 WAYS = ("forward", "training")
@@ -130,12 +130,12 @@ def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int 
     return found
 
 
-def kept(names: Sequence[str]) -> list[tuple[str, ...]]:
+def kept(names: Sequence[str], repeats: int) -> list[tuple[str, ...]]:
     """Return the memory of processes besides tensors, and its reservation, where tensors are small."""
     lines = []
     for name in names:
         for way in WAYS:
-            runs = [child(name, way, 2, size=SMALL) for _ in range(REPEATS)]
+            runs = [child(name, way, 2, size=SMALL) for _ in range(repeats)]
             beside = Spread.of((run["process"] - run["low"]) / 1e6 for run in runs)
             run = runs[0]
             lines.append(
@@ -226,8 +226,7 @@ def _under_usual(shares: Sequence[float]) -> str:
 
 def main() -> None:
     """Measure all, or one row for the parent."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser = command_line(__doc__)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS)
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -235,18 +234,19 @@ def main() -> None:
         name, way, batch, size = arguments.one
         print(json.dumps(measure(name, way, int(batch), int(size))))
         return
+    names, batches = arguments.networks, BATCHES
+    if arguments.quick:
+        names, batches = names[:1], batches[:1]
+    repeats = 1 if arguments.quick else REPEATS
     rows = []
-    for name in arguments.networks:
+    for name in names:
         for way in WAYS:
-            for batch in BATCHES:
-                runs = [child(name, way, batch) for _ in range(REPEATS)]
-                usual = child(name, way, batch, allocator=False) if batch == max(BATCHES) else None
+            for batch in batches:
+                runs = [child(name, way, batch) for _ in range(repeats)]
+                usual = child(name, way, batch, allocator=False) if batch == batches[-1] else None
                 rows.append({"network": name, "way": way, "batch": batch, "runs": runs, "usual": usual})
                 print(name, way, batch, runs, usual, file=sys.stderr, flush=True)
-    page = report(rows, kept(arguments.networks))
-    if arguments.write:
-        RESULT.write_text(page, encoding="utf-8")
-    print(page)
+    Output.of(arguments, "memory_model").write(report(rows, kept(names, repeats)))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import confine, interleave, let_threads_sleep, machine, versions
-from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.records import Output, command_line
 from benchmarks.plain.report import OURS, THEIRS, Row, plot, report
 from benchmarks.plain.sides import Photos, Plain, SharedLink, Side, Task, Vanilla, say
 from upriver.demo.data import demo_data
@@ -121,7 +121,7 @@ def same_pixels(data: Dataset) -> bool:
     return torch.equal(batch.tensors[0], torch.stack([pixels for pixels, _, _ in theirs]))
 
 
-def run(options: argparse.Namespace) -> str:
+def run(options: argparse.Namespace, picture: Path) -> str:
     """Measure every setting, and return the report."""
     began, load = time.perf_counter(), os.getloadavg()[0]
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -141,35 +141,26 @@ def run(options: argparse.Namespace) -> str:
     num_bytes = len(data[MEASURED]) * data[MEASURED].stored_bytes
     work_s = min(row.spread(side, "cpu_s").median for row in rows for side in (OURS, THEIRS))
     facts |= {"weights": origin, "minutes": f"{(time.perf_counter() - began) / 60:.1f}"}
-    if options.out is not None:
-        plot(rows, work_s, num_bytes, options.out / "plain.png")
+    plot(rows, work_s, num_bytes, picture)
     return report(rows, work_s, num_bytes, facts, options)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--images", type=int, default=96, help="images of an epoch, at least 16")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a training step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 3], help="DataLoader's, to try")
     parser.add_argument("--prefetch", type=int, nargs="+", default=[2, 4], help="DataLoader's, to try")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 3], help="the plain way's, to try")
-    parser.add_argument("--quick", action="store_true", help="small numbers that say nothing")
-    parser.add_argument("--out", type=Path, help=f"where to write; {RESULTS.name} unless --quick")
     options = parser.parse_args()
     if options.quick:
         vars(options).update(images=32, batch_size=24, repeats=2, workers=[0, 1], prefetch=[2], threads=[1])
-    elif options.out is None:
-        options.out = RESULTS
-    if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
     let_threads_sleep()
     # The sweep includes more workers than cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    text = run(options)
-    if options.out is not None:
-        (options.out / "plain.md").write_text(text, encoding="utf-8")
-    print(text)
+    output = Output.of(options, "plain")
+    output.write(run(options, output.path(".png")))
 
 
 if __name__ == "__main__":

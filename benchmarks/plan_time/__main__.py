@@ -1,32 +1,30 @@
 """Time the planning for a chain of a thousand stages, by policy.
 
-Run with ``python -m benchmarks.plan_time``; ``--write`` writes ``benchmarks/results/plan_time.md``. Each
+Run with ``python -m benchmarks.plan_time``; it writes ``benchmarks/results/plan_time.md``. Each
 repeat plans another random chain on another random cluster, so that no result is cached.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
 
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.long_chain import STAGES, question
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.reports import table
 from upriver.cost import CostModel
 from upriver.policies import POLICIES
 
-RESULT = RESULTS / "plan_time.md"
 REPEATS = 51
 GOAL_MS = 5.0
 
 
 def main() -> None:
-    """Measure, print, and write on request."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
-    questions = [question(seed) for seed in range(REPEATS + 1)]
+    """Measure and report."""
+    options = command_line(__doc__).parse_args()
+    repeats = 1 if options.quick else REPEATS
+    questions = [question(seed) for seed in range(repeats + 1)]
     for asked in questions:
         assert 0 < CostModel(*asked).feasible.sum() <= STAGES, "some cuts fit the memory, and some do not"
     taken: dict[str, list[float]] = {name: [] for name in POLICIES}
@@ -50,15 +48,13 @@ def main() -> None:
 
 {table(("policy", "ms a plan", "routes at most", f"< {GOAL_MS:.0f} ms"), rows)}
 
-- {REPEATS} random chains and clusters, each policy on each in turn, after one to warm up; the whole call,
+- {repeats} random chains and clusters, each policy on each in turn, after one to warm up; the whole call,
   from profile and cluster to the plan with its explanation. Rows of its table are made when they are read.
 - Commit {commit()}; {machine()}; {versions("numpy")}.
 
-Run it again: `python -m benchmarks.plan_time --write`.
+Run it again: `python -m benchmarks.plan_time`.
 """
-    print(text)
-    if options.write:
-        RESULT.write_text(text, encoding="utf-8")
+    Output.of(options, "plan_time").write(text)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.children import ROOT
 from benchmarks.harness.code_version import commit
-
-RESULT = ROOT / "benchmarks" / "results" / "proof_steps.md"
-ROWS = RESULT.with_suffix(".jsonl")
+from benchmarks.harness.records import Deadline, Output, command_line, until_time_is_up
 
 WAYS = ("plain", "checkpoint", "reentrant", "lora", "momentum")
 MOMENTUM = ("torchvision:resnet18", "torchvision:squeezenet1_1", "timm:vit_small_patch16_224")
@@ -44,43 +43,46 @@ Row = dict[str, Any]
 
 def main() -> int:
     """Make the missing rows, or the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__, resumable=True)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="these ways")
     parser.add_argument("--again", action="store_true", help="also rows that are there")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no row after so long")
     parser.add_argument("--before", metavar="SRC", help="a src folder to compare with")
-    parser.add_argument("--report", action="store_true", help="only write the report")
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
         print(json.dumps(_row(*options.row)))
         return 0
-    rows = _kept()
+    if options.quick:
+        options.only, options.ways = ["own_models:siamese"], ["plain"]
+    output = Output.of(options, "proof_steps")
+    rows = _kept(output.path(".jsonl"))
     if not options.report:
-        _make(rows, options)
-    RESULT.write_text(_report(rows))
+        with until_time_is_up():
+            _make(rows, options, output.path(".jsonl"))
+    output.write(_report(rows))
     return 0 if all(row["right"] for row in rows) else 1
 
 
-def _make(rows: list[Row], options: argparse.Namespace) -> None:
-    until = time.monotonic() + 60 * options.minutes
+def _make(rows: list[Row], options: argparse.Namespace, path: Path) -> None:
+    deadline = Deadline(options.minutes)
     done = {(row["name"], row["way"]) for row in rows if not options.again}
     for name, way in _wanted(options.only, options.ways):
-        if (name, way) in done or time.monotonic() > until:
+        if (name, way) in done:
             continue
+        deadline.check()
         before = _in_a_child(name, way, options.before) if options.before else None
         row = _in_a_child(name, way, str(ROOT / "src")) | {"commit": commit()}
         if before is not None:
             row |= {"before_s": before["proof_s"], "before": before["how"]}
             row |= {"split_before_s": before["split_s"]}
         rows[:] = [other for other in rows if (other["name"], other["way"]) != (name, way)] + [row]
-        ROWS.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        path.write_text("".join(json.dumps(each) + "\n" for each in rows))
         print(_line(row), flush=True)
 
 
-def _kept() -> list[Row]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.is_file() else []
+def _kept(path: Path) -> list[Row]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def _wanted(only: Sequence[str] | None, ways: Sequence[str]) -> Iterator[tuple[str, str]]:

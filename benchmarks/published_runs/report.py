@@ -480,5 +480,5 @@ factor takes that up. It differs little between the five fits.
 ## Configuration
 
 - Commit {commit}. {versions}. Nothing here depends on the machine it runs on.
-- Run it again: `python -m benchmarks.published_runs --write`.
+- Run it again: `python -m benchmarks.published_runs`.
 """

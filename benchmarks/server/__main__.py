@@ -23,8 +23,7 @@ import torch
 from benchmarks.harness.children import Failed
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.measuring import confine, let_threads_sleep
-from benchmarks.harness.records import Deadline, Records, TimeIsUp
-from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
 from benchmarks.server import adaptation as server_adaptation
 from benchmarks.server import concurrency as server_concurrency
 from benchmarks.server import fairness as server_fairness
@@ -87,23 +86,17 @@ def measure(claims: Sequence[Claim], on: Bench) -> list[str]:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     names = [claim.name for claim in FULL]
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, resumable=True)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="claims")
-    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
-    parser.add_argument("--quick", action="store_true", help="small runs that say nothing")
     parser.add_argument("--list", action="store_true", help="only list the claims and how far they are")
-    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Run what is missing, then report all records."""
     options = parsed()
-    name, claims = ("server_quick", QUICK) if options.quick else ("server", FULL)
-    records = Records(options.out / f"{name}.jsonl")
+    output, claims = Output.of(options, "server"), QUICK if options.quick else FULL
+    records = output.records()
     wanted = [claim for claim in claims if claim.name in options.only]
     if options.list:
         for claim in wanted:
@@ -122,7 +115,7 @@ def main() -> None:
         except TimeIsUp:
             print("time is up; the next start goes on from here", file=sys.stderr)
         confine(CORES)  # the report names them
-    print(write(claims, records, options.out, name))
+    print(write(claims, records, output.folder, output.name))
     if failed:
         sys.exit("\n".join(f"error: {why}" for why in failed))
 

@@ -1,6 +1,6 @@
 """Compare prefix and tail with the whole model on one machine: the cost of a cut that gains nothing.
 
-Run with ``python -m benchmarks.split_overhead``; ``--write`` writes ``benchmarks/results/split_overhead.md``.
+Run with ``python -m benchmarks.split_overhead``; it writes ``benchmarks/results/split_overhead.md``.
 One training iteration (forward, backward, no step) of the user's model takes turns with the same through the
 captured prefix and the tail. Memory is the peak of a process that does only the one or the other. The cost of
 a job's step without the tail's own modules is measured by itself: ``--steps`` measures only that, and
@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ from benchmarks.harness.children import module_command, paths
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, interleave, machine, versions
 from benchmarks.harness.networks import BATCH, NETWORKS, build
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.reports import table
 from upriver._torchvision import ensure_torchvision
 from upriver.program.eval_mode import no_fast_path
 from upriver.program.freeze import InEval, freeze_to, frozen_units, keep_in_eval
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.split.split import split
 
-RESULT = RESULTS / "split_overhead.md"
 GOAL = 1.03
 REPEATS = 7
 PEAKS = 3
@@ -102,12 +102,12 @@ class Run:
         keep_in_eval(self.model, list(self.parts.in_eval))
 
 
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, repeats: int) -> dict[str, Any]:
     """Measure one row's times in this process."""
     run = Run(name)
     interleave(run.ways(), 1)  # warms up
     run.losses = {"fused": [], "whole": [], "split": []}
-    seconds = interleave(run.ways(), REPEATS)
+    seconds = interleave(run.ways(), repeats)
     program = run.parts.program
     assert program is not None
     return {
@@ -281,10 +281,10 @@ def steps_of(name: str) -> dict[str, Any]:
     return Step(name).measure()
 
 
-def steps_part() -> str:
-    """Return the part of the page about steps."""
+def steps_part(names: Iterable[str]) -> str:
+    """Return the part of the page about steps of these networks."""
     rows = []
-    for name in STEPS:
+    for name in names:
         print(f"a step of {name} ...", file=sys.stderr, flush=True)
         row = child("--step", name)
         numbers = (f"{row[key]:.2f}" for key in ("hand", "step", "over", "look"))
@@ -307,7 +307,7 @@ def steps_part() -> str:
   hooks, attributes), keep it in eval, run the tail. By hand: the tail's modules called one after the other.
 - Commit {commit()}; {versions("torch", "torchvision", "transformers")}.
 
-Again: `python -m benchmarks.split_overhead --steps --write`.
+Again: `python -m benchmarks.split_overhead --steps`.
 """
 
 
@@ -392,47 +392,44 @@ Peak memory cut / whole: {statistics.median(peaks):.3f} at the median, {max(peak
   crosses it sent; once a model and its versions, then remembered.
 - Commit {commit()}; {machine()}; {versions("torch", "torchvision")}.
 
-Run it again: `python -m benchmarks.split_overhead --write`.
+Run it again: `python -m benchmarks.split_overhead`.
 """
 
 
 def main() -> None:
     """Measure and report."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    parser = command_line(__doc__)
     parser.add_argument("--only", nargs="*", default=list(NETWORKS), help="networks")
     parser.add_argument("--steps", action="store_true", help="only what a step takes")
     parser.add_argument("--step", help=argparse.SUPPRESS)
-    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
-        print(json.dumps(measure(options.row)))
+        name, repeats = options.row
+        print(json.dumps(measure(name, int(repeats))))
         return
     if options.step:
         print(json.dumps(steps_of(options.step)))
         return
-    if options.steps:
-        part = steps_part()
-        print(part)
-        if options.write:
-            page = RESULT.read_text(encoding="utf-8")
-            kept = re.split(f"^{re.escape(STEPS_TITLE)}", page, flags=re.MULTILINE)[0].rstrip()
-            RESULT.write_text(f"{kept}\n\n{part}", encoding="utf-8")
-        return
     if options.peak:
         print(json.dumps(peak_of(*options.peak)))
         return
+    output = Output.of(options, "split_overhead")
+    if options.steps:
+        page = output.path(".md").read_text(encoding="utf-8")
+        kept = re.split(f"^{re.escape(STEPS_TITLE)}", page, flags=re.MULTILINE)[0].rstrip()
+        output.write(f"{kept}\n\n{steps_part(STEPS)}")
+        return
+    names, repeats, peaks = (["alexnet"], 1, 1) if options.quick else (options.only, REPEATS, PEAKS)
     rows = []
-    for name in options.only:
+    for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        row = child("--row", name)
-        row["peak"] = interleave({way: partial(_peak_of_child, name, way) for way in WAYS}, PEAKS)
+        row = child("--row", name, str(repeats))
+        row["peak"] = interleave({way: partial(_peak_of_child, name, way) for way in WAYS}, peaks)
         rows.append(row)
-    text = f"{report(rows)}\n{steps_part()}"
-    print(text)
-    if options.write:
-        RESULT.write_text(text, encoding="utf-8")
+    stepped = list(STEPS)[:1] if options.quick else STEPS
+    output.write(f"{report(rows)}\n{steps_part(stepped)}")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ of JSON for each setting. ``--source SRC`` runs the server of another source tre
 reads four small arrays for each request; its process may have 1,024 descriptors. It takes about a minute.
 
 ``--small`` measures instead the processor time of the front for such a request, one and eight at a time, in
-turns with the server of ``--source``; ``--write`` writes ``benchmarks/results/small_requests.md``.
+turns with the server of ``--source``; it writes ``benchmarks/results/small_requests.md``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
@@ -34,7 +33,8 @@ import psutil
 
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.reports import table
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest, encode
 from upriver.server.tenants import hash_token
@@ -50,7 +50,6 @@ TENANTS = ("working", "looking")
 WATCH_S = 5.0
 """Seconds in which each setting is watched."""
 
-RESULT = RESULTS / "small_requests.md"
 TURNS, ASKED_A_TURN = 8, 400
 AT_ONCE = (1, 8)
 
@@ -285,25 +284,25 @@ def cost(server: Server, body: bytes, at_once: int) -> tuple[float, float]:
     return loop, others
 
 
-def small(servers: dict[str, Server], body: bytes) -> Iterator[dict[str, Any]]:
+def small(servers: dict[str, Server], body: bytes, turns: int) -> Iterator[dict[str, Any]]:
     """Yield the cost of a small request to each server, in turns."""
     found: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    for _ in range(TURNS):
+    for _ in range(turns):
         for at_once in AT_ONCE:
             for name, server in servers.items():
                 found.setdefault((name, at_once), []).append(cost(server, body, at_once))
-    for (name, at_once), turns in found.items():
-        loop, others = zip(*turns, strict=True)
+    for (name, at_once), costs in found.items():
+        loop, others = zip(*costs, strict=True)
         yield {
             "server": name,
             "at_once": at_once,
-            "front_ms": list(map(sum, turns)),
+            "front_ms": list(map(sum, costs)),
             "loop_ms": list(loop),
             "threads_ms": list(others),
         }
 
 
-def report(found: Sequence[dict[str, Any]], nbytes: int) -> str:
+def report(found: Sequence[dict[str, Any]], nbytes: int, turns: int) -> str:
     """Return the results as a page."""
     header = ("server", "requests at a time", "front, ms", "event loop, ms", "other threads, ms")
     rows = [
@@ -318,7 +317,7 @@ def report(found: Sequence[dict[str, Any]], nbytes: int) -> str:
 
 Processor time of the front's process for one run request of {nbytes} bytes that reads {SAMPLES} arrays
 of 64 bytes from a file store, with a token, over connections that are kept. Milliseconds: the median and the
-range of {TURNS} turns of {ASKED_A_TURN} requests. Servers take turns, beside whatever else the machine does.
+range of {turns} turns of {ASKED_A_TURN} requests. Servers take turns, beside whatever else the machine does.
 The worker's process is left out.
 
 {table(header, rows)}
@@ -327,12 +326,12 @@ The worker's process is left out.
   rows of one run alone.
 - Commit {commit()}; {machine()}; {versions("uvicorn", "starlette", "httptools")}.
 
-Run it again: `python -m benchmarks.strangers --small --source SRC --write`.
+Run it again: `python -m benchmarks.strangers --small --source SRC`.
 """
 
 
-def measure_small(folder: Path, source: str | None, *, write: bool) -> None:
-    """Measure this tree's server and another one's. Print the results, and write the report on request."""
+def measure_small(folder: Path, source: str | None, turns: int) -> str:
+    """Measure this tree's server and another one's. Return the report."""
     body, servers = body_of(folder), dict[str, Server]()
     try:
         for name, src in [("before", source)] * (source is not None) + [("now", None)]:
@@ -341,27 +340,24 @@ def measure_small(folder: Path, source: str | None, *, write: bool) -> None:
             servers[name] = Server(folder / name, src)
             for _ in range(50):
                 asked(servers[name], body)
-        found = list(small(servers, body))
+        found = list(small(servers, body, turns))
     finally:
         for server in servers.values():
             server.end()
-    for each in found:
-        print(json.dumps(each), flush=True)
-    if write:
-        RESULT.write_text(report(found, len(body)))
+    return report(found, len(body), turns)
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--source", help="src of another tree, whose server is measured")
     parser.add_argument("--only", nargs="*", default=["alone", "strangers", "looking"])
     parser.add_argument("--small", action="store_true", help="measure what a small request costs instead")
-    parser.add_argument("--write", action="store_true", help="write the report of --small")
     options = parser.parse_args()
-    if options.small:
+    if options.small or options.quick:
         with tempfile.TemporaryDirectory(prefix="upriver-small-") as name:
-            measure_small(Path(name), options.source, write=options.write)
+            turns = 1 if options.quick else TURNS
+            Output.of(options, "small_requests").write(measure_small(Path(name), options.source, turns))
         return
     with tempfile.TemporaryDirectory(prefix="upriver-strangers-") as name:
         body = body_of(Path(name))

@@ -33,8 +33,8 @@ import torch
 from benchmarks.harness.children import module_command, paths
 from benchmarks.harness.code_version import code, commit
 from benchmarks.harness.measuring import Spread, cpu_seconds, interleave, machine, versions
-from benchmarks.harness.records import Records
-from benchmarks.harness.reports import RESULTS, table
+from benchmarks.harness.records import Deadline, Output, command_line, until_time_is_up
+from benchmarks.harness.reports import table
 from upriver.pipeline import LoadTensor, index
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.rpc.client import ServerClient
@@ -345,11 +345,8 @@ Run it again: `python -m benchmarks.wire`.
 
 def main() -> None:
     """Make the missing turns, and report all records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = command_line(__doc__, resumable=True)
     parser.add_argument("send", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--quick", action="store_true", help="a small form that says little")
-    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
     options = parser.parse_args()
     match options.send:
         case ["send-raw"]:
@@ -361,20 +358,20 @@ def main() -> None:
         case [other, *_]:
             parser.error(f"unknown argument {other!r}")
     torch.set_num_threads(1)
-    setting, name = (QUICK, "wire_quick") if options.quick else (FULL, "wire")
-    records = Records(options.out / f"{name}.jsonl")
-    for key in (f"turn{number}" for number in range(setting.turns)):
-        if options.report or records.rows.get(key, {}).get("code") == code():
-            continue
-        load = round(os.getloadavg()[0], 2)
-        records.add(key, {"commit": commit(), "code": code(), "load": load, **measure(setting)})
-        print(f"{key}: {verdict([records.rows[key]])}", file=sys.stderr, flush=True)
+    setting, output = QUICK if options.quick else FULL, Output.of(options, "wire")
+    records, deadline = output.records(), Deadline(options.minutes)
+    with until_time_is_up():
+        for key in (f"turn{number}" for number in range(setting.turns)):
+            if options.report or records.rows.get(key, {}).get("code") == code():
+                continue
+            deadline.check()
+            load = round(os.getloadavg()[0], 2)
+            records.add(key, {"commit": commit(), "code": code(), "load": load, **measure(setting)})
+            print(f"{key}: {verdict([records.rows[key]])}", file=sys.stderr, flush=True)
     turns = [records.rows[f"turn{number}"] for number in range(setting.turns) if f"turn{number}" in records]
     if not turns:
         sys.exit(f"error: no turn is recorded in {records.path}; run without --report first")
-    text = report(turns, setting)
-    (options.out / f"{name}.md").write_text(text, encoding="utf-8")
-    print(text)
+    output.write(report(turns, setting))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ moment and resumes where it stopped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -25,8 +24,7 @@ import numpy as np
 from benchmarks.harness.children import Child, Failed, ProcessLost, module_command, paths
 from benchmarks.harness.code_version import code, commit, policies
 from benchmarks.harness.photographs import CLASSES, jpeg
-from benchmarks.harness.records import Deadline, Records, TimeIsUp
-from benchmarks.harness.reports import RESULTS
+from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
 from benchmarks.harness.slowed import cpu_s, slowed
 from benchmarks.harness.testbed import Testbed, TestbedError
 from benchmarks.harness.training.plans import (
@@ -224,19 +222,15 @@ def command(
     write: Callable[[Sequence[Setting], Records, Path, str], str],
 ) -> None:
     """Run the command line of a resumable benchmark: run what is missing, then report all records."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--minutes", type=float, help="begin no further run after so many")
+    parser = command_line(description, resumable=True)
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
-    parser.add_argument("--quick", action="store_true", help="one small setting that says nothing")
     parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
     parser.add_argument(
         "--replan", action="store_true", help="let the policies of today choose in finished settings, too"
     )
-    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where records and report lie")
     options = parser.parse_args()
-    settings, name = ((quick,), f"{name}_quick") if options.quick else (settings, name)
-    records = Records(options.out / f"{name}.jsonl")
+    output = Output.of(options, name)
+    settings, records = (quick,) if options.quick else settings, output.records()
     if options.list:
         for setting in settings:
             print(f"{setting.key}: {found(setting, records).missing or 'finished'}")
@@ -252,4 +246,4 @@ def command(
             print("time is up; the next start goes on from here", file=sys.stderr)
         except (TestbedError, Failed) as error:
             sys.exit(f"error: {error}")
-    print(write(settings, records, options.out, name))
+    print(write(settings, records, output.folder, output.name))

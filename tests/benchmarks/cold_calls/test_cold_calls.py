@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,36 +19,7 @@ from benchmarks.cold_calls.__main__ import (
     kept,
     text,
 )
-from benchmarks.cold_start.bed import paths
 from benchmarks.harness.children import Failed
-
-
-@pytest.mark.full
-def test_a_model_that_arrives_answers_as_plain_ones_do(tmp_path: Path) -> None:
-    """Run everything but the counting of Valgrind; in a process of its own, as publishing forks it."""
-    argv = [sys.executable, "-c", _UNCOUNTED, str(tmp_path)]
-    done = subprocess.run(
-        argv, env={**os.environ, **paths()}, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout.split() == ["3", "True"], done.stderr
-
-
-_UNCOUNTED = """
-import sys
-from benchmarks.cold_start.forked import child, publish, spec_of
-from benchmarks.cold_calls import __main__ as cold_calls
-from benchmarks.cold_start.bed import Local
-from benchmarks.cold_start.models import MODELS
-
-MODELS["squeezenet"].prepare()
-with Local() as place:
-    spec = spec_of("squeezenet", place, sys.argv[1], [cold_calls.OURS])
-    child(publish, spec)
-    begun = []
-    task = {"run": cold_calls.OURS, "knob": 4, "calls": 3}
-    equal = cold_calls.called(spec | task, begin=lambda: begun.extend("123"))
-    print(len(begun), equal)
-"""
 
 
 def test_parts_are_read_in_the_order_in_which_they_were_asked_for(tmp_path: Path) -> None:

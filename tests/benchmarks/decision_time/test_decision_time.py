@@ -51,7 +51,7 @@ def test_the_page_judges_the_median_and_names_who_missed(median: float, said: st
 
 
 def test_the_script_writes_its_page(tmp_path: Path) -> None:
-    command = module_command("decision_time", "--write", "--decisions", "3")
+    command = module_command("decision_time", "--decisions", "3")
     done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "decision_time.md").read_text()

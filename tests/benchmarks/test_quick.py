@@ -1,0 +1,59 @@
+"""Run every claim's quick form, as `benchmarks/README.md` says."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import testbed
+from benchmarks.harness.children import ROOT, module_command
+
+SOON = ("admission_time", "decision_time", "plan_time")
+"""Claims whose quick form takes a few seconds."""
+
+LATER = (
+    "cold_calls",
+    "kills",
+    "latency_models",
+    "link_change",
+    "memory_model",
+    "plain",
+    "plan_quality",
+    "proof_steps",
+    "published_runs",
+    "server",
+    "speedup",
+    "split_overhead",
+    "strangers",
+)
+
+OWN = ("cold_accelerator", "cold_connections", "cold_start", "input_pipeline", "load_aware", "wire")
+"""Claims whose own tests run the quick form, and look closer at what it makes."""
+
+LINKED = ("link_change", "plan_quality", "speedup")
+"""Claims that need network namespaces."""
+
+
+def test_every_claim_has_a_quick_form_that_is_run() -> None:
+    claims = {path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")}
+    assert claims == {*SOON, *LATER, *OWN}
+    for claim in OWN:
+        tests = Path(__file__).parent / claim / f"test_{claim}.py"
+        assert '"--quick", "--out"' in tests.read_text(encoding="utf-8"), claim
+
+
+@pytest.mark.parametrize("claim", [*SOON, *(pytest.param(claim, marks=pytest.mark.full) for claim in LATER)])
+def test_the_quick_form_runs_and_writes_its_report(claim: str, tmp_path: Path) -> None:
+    if claim in LINKED:
+        try:
+            with testbed.Testbed(check=False):
+                pass
+        except testbed.Unavailable as error:
+            pytest.skip(str(error))
+    command = module_command(claim, "--quick", "--out", tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    [report] = tmp_path.glob("*_quick.md")
+    assert report.read_text(encoding="utf-8").strip() in done.stdout
