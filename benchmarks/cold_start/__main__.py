@@ -51,7 +51,7 @@ from benchmarks.cold_start.versions import Versions
 from benchmarks.harness.children import Failed
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.hosts import sigterm_raises
-from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
+from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
 from benchmarks.harness.testbed import TestbedError
 
 
@@ -174,11 +174,10 @@ def main() -> None:
                 peers.check()
             print(f"ways that take part: {', '.join(peers.ways())}", file=sys.stderr)
             print(f"ways that are left out: {', '.join(peers.left_out()) or 'none'}", file=sys.stderr)
-            run_all(wanted, records, Deadline(options.minutes), peers, failed, quick=options.quick)
+            with until_time_is_up():
+                run_all(wanted, records, Deadline(options.minutes), peers, failed, quick=options.quick)
     except (TestbedError, Failed) as error:  # no hosts to run on, or no system to compare with
         sys.exit(f"error: {error}")
-    except TimeIsUp:
-        print("time is up; the next start goes on from here", file=sys.stderr)
     found = [Found(setting, records) for setting in settings]
     print(write(found, output.folder, output.name, hint=peers.hint()))
     failed += wrong(found)

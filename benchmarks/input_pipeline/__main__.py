@@ -37,7 +37,7 @@ from benchmarks.harness.children import ROOT, Failed
 from benchmarks.harness.code_version import commit, version_of
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.progress import Bar, progress_shown
-from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
+from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
 from benchmarks.harness.testbed import TestbedError
 from benchmarks.input_pipeline.bed import Bed, Job, Setting, peer
 from benchmarks.input_pipeline.data import FILES, make_data, mean_bytes
@@ -251,12 +251,10 @@ def main() -> None:
         return
     failed: list[str] = []
     if not options.report:
-        try:
+        with until_time_is_up():
             failed = run_all(
                 wanted, records, Deadline(options.minutes), QUICK_FILES if options.quick else None
             )
-        except TimeIsUp:
-            print("time is up; the next start goes on from here", file=sys.stderr)
     found = [Found(setting, records) for setting in settings]
     print(write(found, output.folder, output.name))
     if failed:

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.harness.code_version import code, commit
 from benchmarks.harness.measuring import let_threads_sleep
-from benchmarks.harness.records import Deadline, Output, TimeIsUp, command_line
+from benchmarks.harness.records import Deadline, Output, command_line, until_time_is_up
 from benchmarks.kills.job import BATCH, Difference, make_data, through_servers, train
 from benchmarks.kills.killer import Killer, NotWell, Servers, drawn
 from benchmarks.kills.report import faults, report
@@ -163,23 +163,21 @@ def main() -> None:
     os.environ["UPRIVER_CACHE"] = os.devnull  # proofs and profiles are made anew, and none are left behind
     setting, output = QUICK if options.quick else FULL, Output.of(options, "kills")
     records, deadline = output.records(), Deadline(options.minutes)
-    try:
+    with until_time_is_up():
         for seed in setting.seeds:
             if options.report or records.rows.get(f"seed{seed}", {}).get("code") == code():
                 continue
             deadline.check()
             load = round(os.getloadavg()[0], 2)
-            row = {"commit": commit(), "code": code(), "load": load, **run(setting, seed)}
+            try:
+                row = {"commit": commit(), "code": code(), "load": load, **run(setting, seed)}
+            except NotWell as error:
+                sys.exit(f"error: {error}")
             records.add(f"seed{seed}", row)
             said = "; ".join(faults(row)) or f"no fault, {row['through_servers']:.0%} through servers"
             print(f"seed {seed}: {said} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
-    except TimeIsUp:
-        print("time is up; the next start goes on from here", file=sys.stderr)
-    except NotWell as error:
-        sys.exit(f"error: {error}")
     rows = [records.rows[f"seed{seed}"] for seed in setting.seeds if f"seed{seed}" in records]
-    text = report(rows, len(setting.seeds), every_s=setting.every_s)
-    output.write(text)
+    output.write(report(rows, len(setting.seeds), every_s=setting.every_s))
 
 
 if __name__ == "__main__":

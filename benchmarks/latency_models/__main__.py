@@ -25,7 +25,7 @@ import torch
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.loadpart_networks import NETWORKS, model_of
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
+from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
 from benchmarks.harness.reports import table
 from upriver.profile.latency import op_benchmark
 from upriver.profile.latency.benchmark_configs import RANGES
@@ -343,11 +343,9 @@ def main() -> None:
     kinds = tuple(TABLE_III) if options.quick else tuple(RANGES)
     records = output.records()
     if not options.report:
-        try:
+        with until_time_is_up():
             deadline = Deadline(options.minutes)
             measure(records, deadline, kinds=kinds, networks=tuple(NETWORKS), quick=options.quick)
-        except TimeIsUp:
-            print("time is up; the next start goes on from here", file=sys.stderr)
     predictor = fitted(records, kinds, quick=options.quick)
     networks = [network for each in NETWORKS if (network := predicted(records, predictor, each))]
     noise = {kind: apart(records, kind) for kind in kinds}

@@ -23,7 +23,7 @@ import torch
 from benchmarks.harness.children import Failed
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.measuring import confine, let_threads_sleep
-from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
+from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
 from benchmarks.server import adaptation as server_adaptation
 from benchmarks.server import concurrency as server_concurrency
 from benchmarks.server import fairness as server_fairness
@@ -107,13 +107,10 @@ def main() -> None:
         let_threads_sleep()
         confine([LOAD_CORE])
         torch.set_num_threads(1)
-        try:
-            with sigterm_raises(), tempfile.TemporaryDirectory() as folder:
-                deadline = Deadline(options.minutes)
-                with bench(records, deadline, Path(folder), quick=options.quick) as on:
-                    failed = measure(wanted, on)
-        except TimeIsUp:
-            print("time is up; the next start goes on from here", file=sys.stderr)
+        with until_time_is_up(), sigterm_raises(), tempfile.TemporaryDirectory() as folder:
+            deadline = Deadline(options.minutes)
+            with bench(records, deadline, Path(folder), quick=options.quick) as on:
+                failed = measure(wanted, on)
         confine(CORES)  # the report names them
     print(write(claims, records, output.folder, output.name))
     if failed:

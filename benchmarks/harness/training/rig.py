@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.harness.children import Child, Failed, ProcessLost, module_command, paths
 from benchmarks.harness.code_version import code, commit, policies
 from benchmarks.harness.photographs import CLASSES, jpeg
-from benchmarks.harness.records import Deadline, Output, Records, TimeIsUp, command_line
+from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
 from benchmarks.harness.slowed import cpu_s, slowed
 from benchmarks.harness.testbed import Testbed, TestbedError
 from benchmarks.harness.training.plans import (
@@ -237,13 +237,12 @@ def command(
         return
     if not options.report:
         deadline = Deadline(options.minutes)
-        try:
+        with until_time_is_up():
             for setting in settings:
                 wanted = any(part in setting.key for part in options.only)
                 if wanted and (options.replan or found(setting, records).missing):
-                    measure(setting, records, deadline)
-        except TimeIsUp:
-            print("time is up; the next start goes on from here", file=sys.stderr)
-        except (TestbedError, Failed) as error:
-            sys.exit(f"error: {error}")
+                    try:
+                        measure(setting, records, deadline)
+                    except (TestbedError, Failed) as error:
+                        sys.exit(f"error: {error}")
     print(write(settings, records, output.folder, output.name))
