@@ -73,7 +73,8 @@ def ours(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 def measure(models: Sequence[str], *, repeats: int) -> tuple[Runs, dict[str, int]]:
     """Run rounds of all models in turn. Return the results, and the bytes of each model."""
-    console, found = Console(stderr=True), {model: {name: [] for name in NAMES} for model in models}
+    console = Console(stderr=True)
+    found: Runs = {model: {name: [] for name in NAMES} for model in models}
     for model in models:
         MODELS[model].prepare()
     told = ("--latency-s", LATENCY_S, "--connection-bytes-per-s", CONNECTION_BYTES_PER_S)

@@ -41,7 +41,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.cold_start.bed import Jobs, Local, Namespaces, copied
+from benchmarks.cold_start.bed import Jobs, Local, Namespaces, Place, copied
 from benchmarks.cold_start.found import Found, wrong
 from benchmarks.cold_start.measure import Measures, missing, narrowed
 from benchmarks.cold_start.peers import Peers
@@ -89,7 +89,7 @@ def run_all(
             return
         deadline.check()
         status = stack.enter_context(console.status("starting"))
-        place = stack.enter_context(Local() if quick else Namespaces())
+        place: Place = stack.enter_context(Local()) if quick else stack.enter_context(Namespaces())
         jobs = Jobs(place, peers, scratch, code)
         measures = Measures(
             jobs, records, wanted, versions, status.update, commit=of_commit, sweeps=not quick

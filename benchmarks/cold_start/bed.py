@@ -22,7 +22,7 @@ from benchmarks.cold_start.peers import Peers
 from benchmarks.cold_start.settings import Way
 from benchmarks.harness import children
 from benchmarks.harness.children import BORROW, ROOT, Failed, Lines, module_command, site_packages
-from benchmarks.harness.hosts import Hosts, last_lines
+from benchmarks.harness.hosts import Hosts, Side, last_lines
 from benchmarks.harness.memory_group import memory_group
 from benchmarks.harness.swift import run_swift
 from benchmarks.harness.testbed import Testbed
@@ -70,10 +70,14 @@ class Place(Protocol):
 class Namespaces:
     """Two network namespaces and the project's Swift; needs root."""
 
+    bucket: str
+    options: Mapping[str, str]
+    writing: tuple[str, Mapping[str, str]]
+
     def __enter__(self) -> Namespaces:
         with ExitStack() as stack:
             data = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="upriver-cold-swift-")))
-            cores = {"storage": STORE_CORE, "compute": ANSWER_CORE}
+            cores: dict[Side, int] = {"storage": STORE_CORE, "compute": ANSWER_CORE}
             self.over(stack.enter_context(Testbed(None, cores=cores)))
             swift = run_swift(self._bed, data, tenants=(ACCOUNT,), buckets=(f"{ACCOUNT}:{BUCKET}",))
             self.bucket, self.options = BUCKET, swift.options(ACCOUNT)
@@ -118,6 +122,10 @@ class Local(Hosts):
     Args:
         told: More arguments of `object_server`.
     """
+
+    bucket: str
+    options: Mapping[str, str]
+    writing: tuple[str, Mapping[str, str]]
 
     def __init__(self, *told: object) -> None:
         super().__init__({}, {}, "")
@@ -208,8 +216,14 @@ class Jobs:
             calls: Batch sizes and thread counts whose right answers are stored.
         """
         uri, options = self._place.writing
-        spec = {"do": "publish", "model": model, "forms": list(forms), "calls": sorted(calls), "uri": uri}
-        spec |= {"options": dict(options)}
+        spec: dict[str, Any] = {
+            "do": "publish",
+            "model": model,
+            "forms": list(forms),
+            "calls": sorted(calls),
+            "uri": uri,
+            "options": dict(options),
+        }
         found = self._run(spec, cores=2, near=True, limit_s=PUBLISH_LIMIT_S)
         if "model.tensors" in forms:
             tensors = {**spec, "do": "tensors"}

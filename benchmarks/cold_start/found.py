@@ -87,10 +87,10 @@ class Found:
             keys = {number: baseline_key(setting, number, way) for number in range(BASELINES)}
             kept = {number: records.rows[key] for number, key in keys.items() if key in records}
             self.baselines[way] = [row for row in newest(kept).values() if "error" not in row]
-        keys = {way: sweep_key(setting, way) for way in setting.ways}
+        sweeps = {way: sweep_key(setting, way) for way in setting.ways}
         self.sweeps: dict[str, Row] = {
             way: records.rows[key]
-            for way, key in keys.items()
+            for way, key in sweeps.items()
             if key in records and "choice" in records.rows[key]
         }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from benchmarks.cold_start.settings import PLAIN, way_of
 
@@ -82,7 +82,7 @@ class _Loads:
         if unexpected:
             raise ValueError(f"weights that the model does not have: {', '.join(unexpected[:5])}")
         if assign and hasattr(network, "tie_weights"):
-            network.tie_weights()
+            cast(Any, network).tie_weights()
         return self._moved(network.eval())
 
     def _moved(self, network: nn.Module) -> nn.Module:
@@ -113,9 +113,10 @@ class Streamed(_Loads):
     def _prepare(self) -> None:
         from upriver.coldstart import load_model
 
+        self._module: Any
         self._module = load_model
         if not self._constructs:
-            load_model.construct = lambda build: build()
+            self._module.construct = lambda build: build()
 
     def __call__(self) -> nn.Module:
         """Return the model. Its weights arrive while it is called."""

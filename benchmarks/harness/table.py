@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness.children import ROOT
@@ -91,7 +91,10 @@ def changed_since(commit: str, without: Sequence[str]) -> bool:
 
 # -------------------------------------------------------------------------------------------------- pages
 
-PAGES = {RESULTS.parent / "README.md": all_claims, ROOT / "README.md": headlines}
+PAGES: Mapping[Path, Callable[[str], str]] = {
+    RESULTS.parent / "README.md": all_claims,
+    ROOT / "README.md": headlines,
+}
 
 
 def filled(page: str, made: str, name: str) -> str:

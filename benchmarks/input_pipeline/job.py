@@ -24,7 +24,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader as TorchLoader
@@ -76,10 +76,10 @@ class TakesNext(OffloadShare):
 class Greedy(upriver.DataLoader):
     """upriver's loader without any ratio."""
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         epoch = super().__iter__()._batches
         epoch.split = TakesNext(epoch, epoch.split)
-        return cast(Iterator[Any], epoch)
+        return epoch
 
 
 class Trainer:

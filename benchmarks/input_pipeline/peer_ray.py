@@ -12,6 +12,7 @@ trainer's.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -155,7 +156,7 @@ def _join(spec: Mapping[str, Any]) -> None:
     until, address = time.monotonic() + LIMIT_S, f"{spec['addresses']['compute']}:{PORT}"
     while not ray.is_initialized():
         try:
-            ray.init(address, logging_level="ERROR", log_to_driver=False)
+            ray.init(address, logging_level=logging.ERROR, log_to_driver=False)
         except ConnectionError:
             if time.monotonic() > until:
                 raise

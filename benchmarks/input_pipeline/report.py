@@ -11,7 +11,8 @@ from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.records import Records
 from benchmarks.harness.reports import table
 from benchmarks.input_pipeline.bed import Setting
-from benchmarks.input_pipeline.measure import HEADROOM, HERE, NEAR, NEAREST, POLICIES, SWEEPS
+from benchmarks.input_pipeline.job import HERE, POLICIES
+from benchmarks.input_pipeline.measure import HEADROOM, NEAR, NEAREST, SWEEPS
 from benchmarks.input_pipeline.model import EPOCHS
 from benchmarks.input_pipeline.workloads import WORKLOADS
 

@@ -77,8 +77,8 @@ def report(rows: Sequence[Row], runs: int, *, every_s: float) -> str:
         for row in rows
         for kill in row["kills"]
     ]
-    header = ("seed", "killed", "fronts and processes seen", "through servers", "asked again")
-    header += ("undisturbed s", "paced s", "with kills s", "faults")
+    header = ["seed", "killed", "fronts and processes seen", "through servers", "asked again"]
+    header += ["undisturbed s", "paced s", "with kills s", "faults"]
     commits = ", ".join(sorted({row["commit"] for row in rows})) or "none"
     return f"""# Servers that are killed
 

@@ -43,13 +43,16 @@ from benchmarks.load_aware.measure import measure
 from benchmarks.load_aware.report import write
 from benchmarks.load_aware.schedule import OURS, QUICK, SETTINGS, Setting
 
-MEASURING = ("background", "bed", "job", "measure", "networks", "schedule")
+MEASURING = (
+    *(f"load_aware/{name}.py" for name in ("background", "bed", "job", "measure", "schedule")),
+    "harness/loadpart_networks.py",
+)
 """Benchmark modules that determine a setting's figures, in addition to the package."""
 
 
 def version() -> str:
     """Return the version of the code behind a row."""
-    files = [ROOT / "benchmarks" / "load_aware" / f"{name}.py" for name in MEASURING]
+    files = [ROOT / "benchmarks" / name for name in MEASURING]
     return version_of([*files, *sorted((ROOT / "src" / "upriver").rglob("*.py"))])
 
 

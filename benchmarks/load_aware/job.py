@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.harness.children import answer_orders, by_name
 from benchmarks.harness.loadpart_networks import NAMED, model_of, paper_numbers
-from benchmarks.harness.testbed import PAYLOAD_SHARE
+from benchmarks.harness.netns import PAYLOAD_SHARE
 from benchmarks.load_aware.schedule import FULL, LOADPART, LOCAL, NEUROSURGEON, OURS, cut_of
 from upriver.coldstart.load_program import publish
 from upriver.control.partition import ESTIMATES, PartitionRule, ServerConditions
@@ -120,7 +120,7 @@ class Slowness:
 
             return original(program, tensors, start, stop, on_stage=wait)
 
-        Program.run = run  # type: ignore[method-assign]
+        Program.run = run  # type: ignore[method-assign, assignment]
 
     @contextmanager
     def away(self) -> Iterator[None]:

@@ -132,7 +132,7 @@ def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int 
 
 def kept(names: Sequence[str], repeats: int) -> list[tuple[str, ...]]:
     """Return the memory of processes besides tensors, and its reservation, where tensors are small."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for name in names:
         for way in WAYS:
             runs = [child(name, way, 2, size=SMALL) for _ in range(repeats)]
@@ -154,7 +154,8 @@ def kept(names: Sequence[str], repeats: int) -> list[tuple[str, ...]]:
 
 def report(rows: list[dict[str, Any]], beside: list[tuple[str, ...]]) -> str:
     """Return the report as Markdown."""
-    lines, shares, under, of_usual = [], {way: [] for way in WAYS}, [], []
+    lines, under, of_usual = [], [], []
+    shares: dict[str, list[float]] = {way: [] for way in WAYS}
     for row in rows:
         measured = Spread.of(run["process"] / 1e6 for run in row["runs"])
         high, low = row["runs"][0]["high"] / 1e6, row["runs"][0]["low"] / 1e6
@@ -234,10 +235,8 @@ def main() -> None:
         name, way, batch, size = arguments.one
         print(json.dumps(measure(name, way, int(batch), int(size))))
         return
-    names, batches = arguments.networks, BATCHES
-    if arguments.quick:
-        names, batches = names[:1], batches[:1]
-    repeats = 1 if arguments.quick else REPEATS
+    most, repeats = (1, 1) if arguments.quick else (None, REPEATS)
+    names, batches = arguments.networks[:most], BATCHES[:most]
     rows = []
     for name in names:
         for way in WAYS:

@@ -74,7 +74,7 @@ class Bench:
             )
             for number, ahead in grid(options.workers, options.prefetch, steps)
         }
-        return {OURS: ours, THEIRS: theirs}
+        return {OURS: dict(ours), THEIRS: dict(theirs)}
 
     def _plain(self, rate: float | None, *, seed: int, workers: int) -> Plain:
         key = (rate, seed, workers)

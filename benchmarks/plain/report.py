@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness.measuring import Spread
 from benchmarks.harness.reports import table
@@ -211,7 +212,7 @@ def plot(rows: Sequence[Row], work_s: float, num_bytes: float, path: Path) -> No
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for at, row in enumerate(rows):
-        label = {"label": "bound"} if at == 0 else {}
+        label: dict[str, Any] = {"label": "bound"} if at == 0 else {}
         axes.hlines(row.bound_s(work_s, num_bytes), at - 0.4, at + 0.4, "black", "dotted", **label)
         for side, colour, shift in ((OURS, "#1f6f8b", -0.2), (THEIRS, "#c0762b", 0.2)):
             seconds = row.spread(side, "wall_s")

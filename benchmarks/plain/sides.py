@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -235,14 +235,16 @@ class Vanilla:
     """An ordinary loop: whole batches from a ``DataLoader``, the frozen part in eval without gradients."""
 
     def __init__(self, task: Task, rate: float | None, *, seed: int, workers: int, prefetch: int) -> None:
-        model = self.model = copy.deepcopy(task.model).train()
+        model: Any = copy.deepcopy(task.model).train()
+        self.model: nn.Module = model
         stem = (model.conv1, model.bn1, model.relu, model.maxpool, model.layer1, model.layer2, model.layer3)
         self._frozen = nn.Sequential(*stem, model.layer4[0]).eval()
         self._tail = nn.Sequential(model.layer4[1], model.avgpool, nn.Flatten(), model.fc)
         self._order, self._link = partial(task.order, seed), SharedLink(rate)
         self._ids: list[int] = []
         self._batches = [[(0, 0)]] * max(workers, 1)
-        many = {"prefetch_factor": prefetch, "persistent_workers": True, "multiprocessing_context": CONTEXT}
+        many: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": True}
+        many["multiprocessing_context"] = CONTEXT
         self._loader: DataLoader[Sample] | None = DataLoader(
             Photos(task.data[seed], self._link, seed=seed),
             batch_sampler=self._batches,

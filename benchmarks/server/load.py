@@ -146,7 +146,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     found = xxhash.xxh3_128()
     for tensor in tensors:
         found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.contiguous().reshape(-1).numpy().view(np.uint8))
+        found.update(tensor.contiguous().reshape(-1).numpy().view(np.uint8).data)
     return found.hexdigest()
 
 

@@ -63,7 +63,7 @@ class Run:
 
     def ways(self) -> dict[str, Callable[[int], float]]:
         """Return the compared ways; ``fused`` only where torch has a fused path for this network."""
-        ways = {"whole": self.whole, "split": self.cut}
+        ways: dict[str, Callable[[int], float]] = {"whole": self.whole, "split": self.cut}
         has_fused = any(isinstance(module, torch.nn.MultiheadAttention) for module in self.model.modules())
         return ways | ({"fused": self.fused} if has_fused else {})
 
@@ -256,7 +256,7 @@ def bert() -> Any:
     """Return BERT-base with random weights: the last layer, the pooler and the classifier train."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    model = BertForSequenceClassification(BertConfig())
+    model: Any = BertForSequenceClassification(BertConfig())
     return (
         model,
         torch.randint(0, 1000, (2, 128)),

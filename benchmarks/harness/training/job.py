@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -174,7 +175,7 @@ class Trainer:
 
         def steps() -> Steps:
             for features, targets in job:
-                yield (lambda features=features: job(features)), targets
+                yield partial(job, features), targets
 
         self._prepared = ExitStack(), steps, self.orders[MEASURED], job
         return {"plan": [(route.cut, route.share) for route in job.plan.routes]}

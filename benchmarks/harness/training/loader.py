@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class Loop:
         self._in_eval = list(frozen_units(model))
         batches = [list(order.ids[slice(*order.step(step))]) for step in range(order.num_steps)]
         self._batches = [[order.ids[0]]] * max(workers, 1)
-        many = {"prefetch_factor": prefetch, "persistent_workers": True, "multiprocessing_context": CONTEXT}
+        many: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": True}
+        many["multiprocessing_context"] = CONTEXT
         self._loader: DataLoader[Sample] | None = DataLoader(
             Stored(data),
             batch_sampler=self._batches,
@@ -76,7 +78,7 @@ class Loop:
         """Yield for each training step a function that returns the model's answer, and the targets."""
         for inputs, targets in self._loader or ():
             keep_in_eval(self._model, self._in_eval)
-            yield (lambda inputs=inputs: self._model(inputs)), targets
+            yield partial(self._model, inputs), targets
 
     def close(self) -> None:
         """End the workers."""
