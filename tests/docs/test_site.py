@@ -1,0 +1,69 @@
+"""Build the site as `make docs` does, and check that it is whole."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(mkdocs, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {
+        str(page.relative_to(tmp_path)): page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html")
+    }
+    written = {
+        str(page.relative_to(ROOT / "docs").with_suffix(".html")) for page in ROOT.glob("docs/**/*.md")
+    }
+    assert written | {"reference/cli.html", "reference/http.html", "decisions/index.html"} <= pages.keys()
+    assert 'id="upriver.connect"' in pages["reference/api/finetune.html"]
+    for name, page in pages.items():
+        assert ":`" not in page, f"{name} shows a role of Sphinx"
+        assert 'src="http' not in page, f"{name} loads what another host serves"
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed"),
+    [
+        ("[here](other.md#part)", True),
+        ("[gone](missing.md)", False),
+        ("[gone](other.md#missing)", False),
+        ("[outside](../README.md)", False),
+    ],
+)
+def test_a_broken_link_fails_the_build(text: str, allowed: bool, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# Start\n\n{text}\n")
+    (tmp_path / "docs" / "other.md").write_text("# Other\n\n## Part\n")
+    config = site(tmp_path, nav=["index.md", "other.md"])
+    if allowed:
+        build(config)
+    else:
+        with pytest.raises(Abort):
+            build(config)
+
+
+def test_a_page_without_a_place_in_the_nav_fails_the_build(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("index.md", "orphan.md"):
+        (tmp_path / "docs" / name).write_text("# Page\n")
+    with pytest.raises(Abort):
+        build(site(tmp_path, nav=["index.md"]))
+
+
+def site(folder: Path, nav: list[str]) -> Any:
+    """Return the project's configuration for other pages."""
+    places = {"docs_dir": str(folder / "docs"), "site_dir": str(folder / "site")}
+    return load_config(
+        str(ROOT / "mkdocs.yml"), **places, nav=nav, hooks=[], plugins=[], theme={"name": "mkdocs"}
+    )
