@@ -145,6 +145,13 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
+def test_cuts_draws_the_bytes_of_a_stored_sample(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "cuts.svg"
+    assert main(["cuts", "cut_models:small", "--plot", str(picture), "--stored-bytes", "20"]) == 0
+    assert "<!-- a stored sample: 20 B -->" in picture.read_text(encoding="utf-8")
+
+
 def test_a_picture_that_cannot_be_written_is_one_line_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +173,8 @@ def test_a_picture_that_cannot_be_written_is_one_line_and_leaves_nothing(
         (["--granularity", "end"], "'end'"),
         (["--autocast", "float64"], "float64"),
         (["--plot", "/does/not/exist/cuts.png"], "/does/not/exist"),
+        (["--stored-bytes", "7"], "--stored-bytes is a line of the picture: give --plot"),
+        (["--stored-bytes", "-7", "--plot", "cuts.png"], "stored_bytes"),
         (["--freeze-to", "7"], "'7'"),
         (["--input-shape", "7"], "shape"),
         (["--nodes", "all"], "--nodes must be paper, got 'all'"),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,14 +15,15 @@ from PIL import Image
 from torch import nn
 
 from upriver.cli import main
-from upriver.demo.bench import Used, same_state
+from upriver.demo.bench import same_state
 from upriver.demo.data import VERSION
 from upriver.demo.model import FREEZE_TO, build_model, calibrate, freeze
 from upriver.demo.result import CutShare, DemoResult, TrainingRun
 from upriver.demo.run import datasets, images_of
 from upriver.demo.settings import DemoSettings
+from upriver.demo.usage import UsageRecorder, Used
 from upriver.errors import ConfigError
-from upriver.report.demo_plot import Curve, plot_demo
+from upriver.rpc.link_meter import LinkMeter
 
 
 @pytest.mark.slow
@@ -204,7 +205,24 @@ def _way(parts: dict[int, float], seconds: float, num_bytes: int) -> TrainingRun
         bound_s=(seconds / 2, seconds / 2),
         samples={"local": 4},
         num_workers=2,
+        busy=((), ()),
     )
+
+
+def test_usage_recorder_says_when_each_was_busy() -> None:
+    meter = LinkMeter(1e6)
+    with (
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) as server,
+        UsageRecorder(server.pid, meter) as recorder,
+    ):
+        meter.account(300_000, "answers")
+        server.kill()
+    busy = recorder.busy(1e6)
+    assert busy[0].start_s == 0 and all(a.stop_s == b.start_s for a, b in pairwise(busy))
+    crossed = sum(span.link * (span.stop_s - span.start_s) for span in busy)
+    assert 0.2 < crossed <= 0.3 + 1e-6  # a first piece may pass at once
+    assert all(0 <= share <= 1 for span in busy for share in span[2:])
+    assert any(span.storage > 0 for span in busy)
 
 
 def test_result_as_json_and_as_a_table() -> None:
@@ -238,13 +256,3 @@ def test_result_as_json_and_as_a_table() -> None:
             worker_trials={},
         ).verdict()
     )
-
-
-def test_picture_shows_both() -> None:
-    plain = Curve(label="plain", epoch_s=[30, 31], epoch_bytes=[9_000_000] * 2, losses=[2.0, 1.5, 1.0])
-    near = Curve(label="near-data", epoch_s=[12, 11], epoch_bytes=[2_000_000] * 2, losses=[2.0, 1.5, 1.0])
-    with Image.open(io.BytesIO(plot_demo(plain, near, title="both"))) as picture:
-        assert picture.format == "PNG"
-        colours = {tuple(pixel) for pixel in picture.convert("RGB").get_flattened_data()}
-    assert {(0x8C, 0x8C, 0x8C), (0x1F, 0x6F, 0x8B)} <= colours
-    assert plot_demo(plain, near, title="both", image_format="pdf").startswith(b"%PDF")

@@ -10,15 +10,18 @@ from hypothesis import given, settings
 from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
 from tests.report.asking import EPOCH, plans, points
 from upriver.policies import POLICIES
-from upriver.report.choices import marks
-from upriver.report.plan_plot import GREYS, TIERS, draw_cuts, plot_plans
-from upriver.types import Cluster, ComputeTier, CutRow, Profile, StorageTier, Workload
+from upriver.report.choices import choice_text, shares
+from upriver.report.figure import MOST_NAMES, encoded
+from upriver.report.plan_plot import GREYS, TIERS, plot_plans
+from upriver.report.sweep import logarithmic
+from upriver.types import Cluster, ComputeTier, CutRow, Profile, StorageTier, TailProfile, Workload
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
+
+from tests.report.legible import assert_legible
 
 PNG = b"\x89PNG"
 
@@ -29,16 +32,12 @@ def small() -> Cluster:
 
 def drawn(machines: Cluster) -> tuple[Figure, list[CutRow]]:
     asked = plans(alexnet(storage_s=6e-5), machines)
-    figure = Figure()
-    FigureCanvasAgg(figure)
-    rows = list(next(iter(asked.values())).table)
-    draw_cuts(figure.subplots(), rows, marks(asked))
-    return figure, rows
+    return plot_plans(asked, title="alexnet"), list(next(iter(asked.values())).table)
 
 
 def test_bars_are_the_seconds_of_each_tier_one_on_the_other() -> None:
     figure, rows = drawn(small())
-    bars = [c for c in figure.axes[0].containers if len(c.patches) == len(rows)]
+    bars = [c for c in figure.axes[1].containers if len(c.patches) == len(rows)]
     assert len(bars) == 3
     for place, row in enumerate(rows):
         bottom = 0.0
@@ -51,21 +50,24 @@ def test_bars_are_the_seconds_of_each_tier_one_on_the_other() -> None:
     assert {row.feasible for row in rows} == {True, False}
 
 
-def test_choices_stand_above_their_cuts() -> None:
+def test_plot_plans_marks_each_choice_in_the_line_of_its_policy() -> None:
     figure, rows = drawn(small())
+    choices, cuts, told = figure.axes
     asked = plans(alexnet(storage_s=6e-5), small())
-    texts = {round(text.xy[0]): text.get_text() for text in figure.axes[0].texts}
-    expected = marks(asked)
-    assert {rows[place].cut for place in texts} == set(expected)
-    for place, text in texts.items():
-        for name in expected[rows[place].cut]:
-            assert name in text
-    assert any("%" in text for text in texts.values()) == any(len(p.routes) > 1 for p in asked.values())
+    expected = [
+        (rows[place].cut, line) for place, line in choices.collections[0].get_offsets().data.astype(int)
+    ]
+    assert expected == [(cut, line) for line, plan in enumerate(asked.values()) for cut in shares(plan)]
+    assert [text.get_text() for text in choices.get_yticklabels()] == list(asked)
+    assert [text.get_text() for text in told.get_yticklabels()] == [choice_text(p) for p in asked.values()]
+    chosen = {cut for plan in asked.values() for cut in shares(plan)}
+    for row, bar in zip(rows, cuts.containers[0].patches, strict=True):
+        assert (bar.get_edgecolor() == to_rgba("black")) == (row.cut in chosen)
 
 
 def test_the_legend_names_what_there_is() -> None:
     for machines, grey in ((small(), True), (cluster(), False)):
-        legend = drawn(machines)[0].axes[0].get_legend()
+        legend = drawn(machines)[0].axes[1].get_legend()
         assert legend is not None
         labels = {text.get_text() for text in legend.get_texts()}
         assert labels == {"storage", "network", "compute", "epoch"} | ({"does not fit"} if grey else set())
@@ -75,35 +77,54 @@ def test_the_legend_names_what_there_is() -> None:
 @settings(max_examples=12, deadline=None)
 def test_every_question_has_a_picture(profile: Profile, cluster: Cluster, workload: Workload) -> None:
     sweep = points(profile, cluster, (1e5, 1e9), workload)
-    picture = plot_plans(plans(profile, cluster, workload), title="random", points=sweep)
-    assert picture.startswith(PNG)
+    figure = plot_plans(plans(profile, cluster, workload), title="random", points=sweep)
+    figure.draw_without_rendering()
 
 
-@pytest.mark.parametrize("count", [1, 59, 300])
-def test_long_and_short_chains(count: int) -> None:
-    long = replace(alexnet(), stages=tuple(stage(f"s{k}", 1000 + k) for k in range(count)), freeze=count)
-    assert plot_plans(plans(long, cluster()), title="long").startswith(PNG)
+@pytest.mark.parametrize("count", [1, MOST_NAMES, 300])
+@pytest.mark.parametrize("machines", [small(), cluster(4e6)], ids=["small", "slow"])
+def test_plot_plans_of_short_and_long_chains_is_legible(count: int, machines: Cluster) -> None:
+    names = [f"encoder.layers.{k}.attention.output.dropout.0" for k in range(count)]
+    stages = tuple(stage(name, 1000 + k, storage=1e-5) for k, name in enumerate(names))
+    long = replace(alexnet(), stages=stages, freeze=count)
+    assert_legible(plot_plans(plans(long, machines), title="Where to cut " + "a/long/name" * 20))
+
+
+def test_plot_plans_with_a_sweep_is_legible() -> None:
+    for rates in ((1e6,), (1e6, 1.1e6, 1.2e6), logarithmic(1e4, 1e9)):
+        sweep = points(alexnet(storage_s=6e-5), small(), rates)
+        assert_legible(plot_plans(plans(alexnet(storage_s=6e-5), small()), title="alexnet", points=sweep))
+
+
+def test_plot_plans_of_zero_seconds_is_legible() -> None:
+    free = replace(
+        alexnet(storage_s=0, compute_s=0, stored_bytes=0),
+        stages=(stage("free", 0, storage=0, compute=0),),
+        freeze=1,
+        tail=TailProfile(seconds=(0, 0), param_bytes=0, peak_bytes=0),
+    )
+    sweep = points(free, cluster())
+    assert_legible(plot_plans(plans(free, cluster()), title="free", points=sweep))
 
 
 def test_names_are_no_formulas_and_need_no_font() -> None:
     odd = alexnet()
     stages = (replace(odd.stages[0], name="$\\frac{$ _^"), replace(odd.stages[1], name="层"), *odd.stages[2:])
     asked = plans(replace(odd, stages=stages), cluster())
-    assert plot_plans(asked, title="$\\sum_$ 网").startswith(PNG)
+    assert encoded(plot_plans(asked, title="$\\sum_$ 网"), "png").startswith(PNG)
 
 
 def test_nothing_that_fits_is_drawn_all_the_same() -> None:
     tiny = replace(cluster(), compute=ComputeTier(memory_bytes=0), storage=StorageTier(memory_bytes=0))
-    picture = plot_plans(plans(alexnet(), tiny), title="none", points=points(alexnet(), tiny))
-    assert picture.startswith(PNG)
+    assert_legible(plot_plans(plans(alexnet(), tiny), title="none", points=points(alexnet(), tiny)))
 
 
 def test_a_plan_without_cuts_has_an_empty_picture() -> None:
     bare = replace(POLICIES["hapi"](alexnet(), cluster(), EPOCH), table=())
-    assert plot_plans({"hapi": bare}, title="unsplit").startswith(PNG)
+    assert_legible(plot_plans({"hapi": bare}, title="unsplit"))
 
 
 def test_other_forms_of_picture() -> None:
-    one = {"hapi": POLICIES["hapi"](alexnet(), cluster(), EPOCH)}
-    assert b"<svg" in plot_plans(one, title="a", image_format="svg")
-    assert plot_plans(one, title="a", image_format="pdf").startswith(b"%PDF")
+    figure = plot_plans({"hapi": POLICIES["hapi"](alexnet(), cluster(), EPOCH)}, title="a")
+    assert b"<svg" in encoded(figure, "svg")
+    assert encoded(figure, "pdf").startswith(b"%PDF")

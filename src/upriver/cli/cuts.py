@@ -21,7 +21,7 @@ from upriver.cli.options import (
     check_module,
     parse_shape,
 )
-from upriver.cli.output import check_picture, write_whole
+from upriver.cli.output import check_picture, write_picture
 from upriver.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +45,12 @@ def cuts(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw bytes and operations over the cuts.")
     ] = None,
+    stored_bytes: Annotated[
+        float | None,
+        typer.Option(
+            help="With --plot: bytes of a stored sample, as a line; those of the model's input without it."
+        ),
+    ] = None,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -63,6 +69,7 @@ def cuts(
     _check_nodes(nodes, {"--freeze-to": freeze_to, "--granularity": granularity, "--plot": plot})
     precision = autocast_dtype(autocast)
     check_picture(plot)
+    _check_stored_bytes(stored_bytes, plot)
     network, inputs = load_model(model, input_shape=parse_shape(input_shape))
     check_module(network, freeze_to)
     if nodes is not None:
@@ -79,9 +86,21 @@ def cuts(
             autocast=precision,
         )
     if plot is not None:
-        write_whole(plot, _picture(found, model, plot.suffix))
+        from upriver.report.cuts_plot import plot_cuts
+
+        write_picture(plot, plot_cuts(found.rows, title=f"Cuts of {model}", stored_bytes=stored_bytes))
         note(f"Picture: {plot}")
     emit([asdict(row) for row in found.rows], as_json=as_json, text=lambda: _print(found))
+
+
+def _check_stored_bytes(stored_bytes: float | None, plot: Path | None) -> None:
+    from upriver.types import MOST_BYTES, require_finite
+
+    if stored_bytes is None:
+        return
+    require_finite("stored_bytes", stored_bytes, at_most=MOST_BYTES, positive=True)
+    if plot is None:
+        raise ConfigError("--stored-bytes is a line of the picture: give --plot FILE.png, too")
 
 
 def _check_nodes(nodes: str | None, others: Mapping[str, object]) -> None:
@@ -96,13 +115,6 @@ def _check_nodes(nodes: str | None, others: Mapping[str, object]) -> None:
     for option, value in others.items():
         if value is not None:
             raise ConfigError(f"--nodes paper and {option} exclude each other: give one of them")
-
-
-def _picture(found: Survey, title: str, ending: str) -> bytes:
-    """Return the picture as a file of the kind that its suffix names."""
-    from upriver.report.cuts_plot import plot_cuts
-
-    return plot_cuts(found.rows, title=title, image_format=ending.lower().removeprefix("."))
 
 
 def _print(found: Survey) -> None:

@@ -12,7 +12,7 @@ from rich.progress import Progress, TaskID
 
 from upriver.cli.common import DebugOption, JsonOption, emit, progress_bar
 from upriver.cli.options import WeightsOption
-from upriver.cli.output import check_picture, write_whole
+from upriver.cli.output import check_picture, write_picture
 
 if TYPE_CHECKING:
     from upriver.demo.result import DemoResult
@@ -46,7 +46,7 @@ def demo(
     )
     with progress_bar() as bar:
         result = run_demo(settings, BarWatcher(bar))
-    write_whole(plot, picture(result, image_format=plot.suffix.lower().removeprefix(".")))
+    write_picture(plot, picture(result))
     result = replace(result, plot=str(plot))
     emit(result.to_json(), as_json=as_json, text=lambda: _print(result))
 

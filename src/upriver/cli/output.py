@@ -7,9 +7,13 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from upriver.errors import ConfigError, StoreError
 from upriver.files import replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -65,3 +69,10 @@ def write_whole(path: Path, data: bytes) -> None:
     """Write a file so that readers find the old one or all of the new one; see `written`."""
     with written(path) as new:
         new.write_bytes(data)
+
+
+def write_picture(path: Path, figure: Figure) -> None:
+    """Write a figure in the format that the suffix names; see `check_picture` and `written`."""
+    from upriver.report.figure import encoded
+
+    write_whole(path, encoded(figure, path.suffix.lower().removeprefix(".")))

@@ -6,17 +6,18 @@ import contextlib
 import copy
 import time
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from upriver.demo.result import CutShare, TrainingRun
 from upriver.demo.settings import DemoSettings, Watcher
+from upriver.demo.usage import UsageRecorder, Used
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.options import Prefetch
 from upriver.finetune.session import Near, connect
 from upriver.pipeline import Dataset
+from upriver.report.demo_plot import BusySpan
 from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.local_server import EmbeddedServer
 
@@ -65,20 +66,23 @@ class Bench:
         self, label: str, *, policy: str, num_workers: int
     ) -> tuple[TrainingRun, nn.Module, torch.Tensor]:
         """Train and evaluate with one policy. Return the losses also as one tensor, to compare bits."""
-        epochs = self._settings.epochs
+        epochs, link_bytes_per_s = self._settings.epochs, self._settings.link_bytes_per_s
         total = epochs * len(self._train)
         losses: list[torch.Tensor] = []
         bounds: list[float] = []
+        busy: list[tuple[BusySpan, ...]] = []
         with self._job(policy, num_workers) as (job, model, near):
             optimizer = _optimizer(model)
             done = 0
             for epoch in range(1, epochs + 1):
                 before = Used.now(job, near)
-                for loss, count in self._steps(job, model, optimizer):
-                    losses.append(loss)
-                    done += count
-                    self._watch.advance(f"{label}, epoch {epoch} of {epochs}", done, total)
-                bounds.append(Used.now(job, near).since(before).bound_s(self._settings.link_bytes_per_s))
+                with UsageRecorder(self._server.pid, near.meter) as recorder:
+                    for loss, count in self._steps(job, model, optimizer):
+                        losses.append(loss)
+                        done += count
+                        self._watch.advance(f"{label}, epoch {epoch} of {epochs}", done, total)
+                busy.append(recorder.busy(link_bytes_per_s))
+                bounds.append(Used.now(job, near).since(before).bound_s(link_bytes_per_s))
                 self._watch.say(
                     f"{label}, epoch {epoch}: {job.report.epoch_s[-1]:.1f} s, loss {losses[-1].item():.4f}"
                 )
@@ -99,6 +103,7 @@ class Bench:
                 bound_s=tuple(bounds),
                 samples=report.samples,
                 num_workers=num_workers,
+                busy=tuple(busy),
             )
         return way, model, torch.stack(losses)
 
@@ -132,37 +137,6 @@ class Bench:
                 on_progress=self._watch.say,
             )
             yield job, model, near
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Used:
-    """Resources used by an epoch: the link, the trainer's core, the server's core."""
-
-    link_bytes: int
-    trainer_s: float
-    server_s: float
-
-    @classmethod
-    def now(cls, job: FinetuneJob, near: Near) -> Used:
-        """Return the use since the start of this process."""
-        server_s = sum(
-            phases.get("input", 0.0) + phases.get("forward", 0.0)
-            for source, phases in job.report.phases.items()
-            if source.startswith("http")
-        )
-        return cls(link_bytes=near.meter.total_bytes, trainer_s=time.process_time(), server_s=server_s)
-
-    def since(self, before: Used) -> Used:
-        """Return the use since an earlier reading."""
-        return Used(
-            link_bytes=self.link_bytes - before.link_bytes,
-            trainer_s=self.trainer_s - before.trainer_s,
-            server_s=self.server_s - before.server_s,
-        )
-
-    def bound_s(self, link_bytes_per_s: float) -> float:
-        """Return the seconds of the busiest of the three, were it never idle."""
-        return max(self.link_bytes / link_bytes_per_s, self.trainer_s, self.server_s)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:

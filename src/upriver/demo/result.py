@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from upriver.report.demo_plot import BusySpan
 from upriver.text import aligned, bytes_text
 
 
@@ -41,6 +42,7 @@ class TrainingRun:
             tier, compute seconds of the trainer. No schedule can be faster.
         samples: Source to number of delivered samples, evaluation included.
         num_workers: Loader threads of the plain run.
+        busy: For each epoch, how busy storage tier, link and trainer were over time.
     """
 
     epoch_s: tuple[float, ...]
@@ -53,6 +55,7 @@ class TrainingRun:
     bound_s: tuple[float, ...]
     samples: Mapping[str, int]
     num_workers: int
+    busy: tuple[tuple[BusySpan, ...], ...]
 
     @property
     def main(self) -> CutShare:

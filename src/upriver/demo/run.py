@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from upriver.report.demo_plot import Curve, plot_demo
 from upriver.rpc.local_server import EmbeddedServer
 from upriver.store import Store
 from upriver.types import DEFAULT_POLICY
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def run_demo(settings: DemoSettings, watch: Watcher) -> DemoResult:
@@ -169,15 +173,22 @@ def _listed(trials: Mapping[int, float]) -> str:
     return ", ".join(f"{workers}: {seconds:.1f} s" for workers, seconds in trials.items())
 
 
-def picture(result: DemoResult, *, image_format: str) -> bytes:
-    """Return the image file of the plot of both runs."""
+def picture(result: DemoResult) -> Figure:
+    """Draw both runs, and their second epoch over time: the first one includes the start."""
 
-    def curve(label: str, way: TrainingRun) -> Curve:
-        return Curve(label=label, epoch_s=way.epoch_s, epoch_bytes=way.epoch_bytes, losses=way.losses)
+    def curve(label: str, run: TrainingRun) -> Curve:
+        drawn = min(2, len(run.busy))
+        return Curve(
+            label=label,
+            epoch_s=run.epoch_s,
+            epoch_bytes=run.epoch_bytes,
+            losses=run.losses,
+            busy=run.busy[drawn - 1],
+            busy_epoch=drawn,
+        )
 
     title = (
-        f"ResNet-18 over {result.conditions['link_mbit']:g} Mbit/s: plain, and near the data from cut "
-        f"{result.near_data.cuts}"
+        f"Fine-tuning ResNet-18 over {result.conditions['link_mbit']:g} Mbit/s: plain, with images as stored "
+        f"over the link, and near-data, with cut {result.near_data.cuts}"
     )
-    plain, near_data = curve("plain", result.plain), curve("near-data", result.near_data)
-    return plot_demo(plain, near_data, title=title, image_format=image_format)
+    return plot_demo(curve("plain", result.plain), curve("near-data", result.near_data), title=title)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from typing import NamedTuple
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
-FILLED_COLOUR, TOUCHED_COLOUR = "#1f6f8b", "#d55e00"
-"""Blue and vermilion, distinct in print and for the colour-blind."""
+from upriver.report.figure import BLUE, VERMILION, legend_above, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class WeightSpans(NamedTuple):
@@ -26,47 +28,55 @@ class WeightSpans(NamedTuple):
     touched_s: float | None
 
 
-def plot_ways(ways: Sequence[WeightSpans], *, answer_s: float, title: str, image_format: str) -> bytes:
-    """Draw the plot: megabytes in execution order over seconds.
+def plot_load(
+    weights: Sequence[WeightSpans], *, first_byte_s: float | None, answer_s: float, title: str
+) -> Figure:
+    """Draw bytes in execution order over the time since the first byte; earlier times are at its left edge.
 
     Args:
-        ways: Times of the weights, in execution order.
+        weights: Times of the weights, in execution order.
+        first_byte_s: Time of the first byte. None if no byte was requested: time then starts with the load.
         answer_s: Time of the first result.
-        image_format: ``png``, ``svg`` or ``pdf``.
     """
-    # Use Figure and its canvas directly: pyplot keeps state, and may start a window toolkit.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    def at(seconds: float) -> float:
+        return max(0.0, seconds - (first_byte_s or 0.0))
+
+    figure = new_figure(9.0, 5.5, title)
     axes = figure.subplots()
-    ends = [sum(way.nbytes for way in ways[: number + 1]) / 1e6 for number in range(len(ways))]
-    heights = [way.nbytes / 1e6 for way in ways]
+    ends = list(accumulate(weight.nbytes for weight in weights))
+    middles = [end - weight.nbytes / 2 for end, weight in zip(ends, weights, strict=True)]
     axes.barh(
-        [end - height / 2 for end, height in zip(ends, heights, strict=True)],
-        [way.filled_s - way.asked_s for way in ways],
-        left=[way.asked_s for way in ways],
-        height=heights,
-        color=FILLED_COLOUR,
+        middles,
+        [at(weight.filled_s) - at(weight.asked_s) for weight in weights],
+        left=[at(weight.asked_s) for weight in weights],
+        height=[weight.nbytes for weight in weights],
+        color=BLUE,
         alpha=0.45,
-        label="asked for, until there",
+        label="requested, until it has arrived",
     )
-    read = [
-        (way.touched_s, end - way.nbytes / 2e6)
-        for way, end in zip(ways, ends, strict=True)
-        if way.touched_s is not None
+    reads = [
+        (at(weight.touched_s), middle)
+        for weight, middle in zip(weights, middles, strict=True)
+        if weight.touched_s is not None
     ]
     axes.plot(
-        [at for at, _ in read], [place for _, place in read], ".", color=TOUCHED_COLOUR, label="first read"
+        [read for read, _ in reads],
+        [middle for _, middle in reads],
+        ".",
+        color=VERMILION,
+        clip_on=False,
+        label="first read",
     )
-    axes.axvline(answer_s, color="black", linewidth=1, label="first answer")
+    axes.axvline(at(answer_s), color="black", linewidth=1, label="first answer")
     axes.set_xlim(left=0)
     axes.set_ylim(max(ends, default=1.0), 0)
-    axes.set_xlabel("seconds since the load began")
-    axes.set_ylabel("MB of weights, in execution order")
-    axes.legend(loc="lower left")
-    axes.set_title(title)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=image_format, dpi=120)
-    return drawn.getvalue()
+    axes.yaxis.set_major_formatter(EngFormatter("B"))
+    axes.set_ylabel("weights in the order of their first read (bytes)")
+    start = (
+        "the load began" if first_byte_s is None else f"the first byte, {first_byte_s:.3g} s into the load"
+    )
+    axes.set_xlabel(f"time since {start} (s)")
+    legend_above(axes, ncols=3)
+    return figure

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-BYTES_COLOUR, FLOPS_COLOUR = "#1f6f8b", "#d55e00"
-"""Blue and vermilion, distinct in print and for the colour-blind."""
+from upriver.report.figure import (
+    BLUE,
+    PALE_BLUE,
+    VERMILION,
+    label_logarithmic,
+    legend_above,
+    legend_entries,
+    name_places,
+    new_figure,
+    width_of,
+)
+from upriver.text import bytes_text
 
-MOST_NAMES = 60
-"""Most cuts with names. Names of more cuts would overlap."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 class PlottedCut(Protocol):
@@ -33,38 +43,59 @@ class PlottedCut(Protocol):
         """True if a model may be cut there."""
 
 
-def plot_cuts(rows: Sequence[PlottedCut], *, title: str, image_format: str) -> bytes:
-    """Draw the plot: bytes as steps, operations as a line, hatched where no cut is legal.
+def plot_cuts(rows: Sequence[PlottedCut], *, title: str, stored_bytes: float | None = None) -> Figure:
+    """Draw bytes as bars with the stored bytes as a line, operations as a curve, hatches at illegal cuts.
 
     Args:
-        rows: Cuts in order.
-        image_format: ``png``, ``svg`` or ``pdf``.
+        rows: Cuts in order, cut 0 first.
+        stored_bytes: Bytes of a stored sample. Without it, the line is at the bytes of the model's input.
     """
-    # Use Figure and its canvas directly: pyplot keeps state, and may start a window toolkit.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
-    numbers = range(len(rows))
-    figure = Figure(figsize=(max(7.0, min(20.0, 0.3 * len(rows))), 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width_of(len(rows)), 6.0, title)
     axes = figure.subplots()
-    sizes = [row.bytes_per_sample / 1e6 for row in rows]
-    axes.step(numbers, sizes, where="mid", color=BYTES_COLOUR, linewidth=2)
-    for number, row in zip(numbers, rows, strict=True):
-        if not row.legal:
-            axes.axvspan(number - 0.5, number + 0.5, facecolor="none", edgecolor="#b0b0b0", hatch="///")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(-0.5, len(rows) - 0.5)
-    axes.set_ylabel("MB that cross the cut, per sample", color=BYTES_COLOUR)
-    if len(rows) <= MOST_NAMES:
-        axes.set_xticks(numbers, [row.after for row in rows], rotation=90, fontsize=7)
+    if stored_bytes is None:
+        _draw_bytes(axes, rows, rows[0].bytes_per_sample, "the model's input")
     else:
-        axes.set_xlabel("cut")
+        _draw_bytes(axes, rows, stored_bytes, "a stored sample")
+    flops = [row.flops_before for row in rows]
     work = axes.twinx()
-    work.plot(numbers, [row.flops_before / 1e9 for row in rows], "--", color=FLOPS_COLOUR, linewidth=1.5)
-    work.set_ylim(bottom=0)
-    work.set_ylabel("GFLOP before the cut, per sample", color=FLOPS_COLOUR)
-    axes.set_title(title)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=image_format, dpi=120)
-    return drawn.getvalue()
+    work.plot(range(len(rows)), flops, ".--", color=VERMILION, label="operations before the cut")
+    work.set_ylim(0, 1.05 * max(flops) or 1.0)
+    work.yaxis.set_major_formatter(EngFormatter("FLOP"))
+    work.set_ylabel("operations before the cut (FLOP per sample)", color=VERMILION)
+    name_places(axes, [f"{row.after}  {number}" for number, row in enumerate(rows)])
+    axes.set_xlabel("module or operator before the cut, and the cut's number")
+    legend_above(axes, ncols=3, entries=legend_entries(axes, work))
+    return figure
+
+
+def _draw_bytes(axes: Axes, rows: Sequence[PlottedCut], stored_bytes: float, stored: str) -> None:
+    sizes = [row.bytes_per_sample for row in rows]
+    fewer = [number for number, size in enumerate(sizes) if size < stored_bytes]
+    others = [number for number, size in enumerate(sizes) if size >= stored_bytes]
+    for numbers, colour, compared in ((fewer, BLUE, "less than"), (others, PALE_BLUE, "not less than")):
+        if numbers:
+            heights = [sizes[number] for number in numbers]
+            axes.bar(numbers, heights, color=colour, label=f"crosses the cut: {compared} {stored}")
+    axes.axhline(stored_bytes, color="black", linestyle=":", label=f"{stored}: {bytes_text(stored_bytes)}")
+    illegal = [number for number, row in enumerate(rows) if not row.legal]
+    if illegal:
+        whole_height = axes.get_xaxis_transform()
+        axes.bar(
+            illegal,
+            1.0,
+            width=1.0,
+            transform=whole_height,
+            facecolor="none",
+            edgecolor="#b0b0b0",
+            hatch="///",
+            linewidth=0,
+            label="not a legal cut",
+        )
+    positive = [size for size in (*sizes, stored_bytes) if size > 0]
+    if positive:
+        axes.set_yscale("log")
+        axes.set_ylim(min(positive) / 2, 2 * max(positive))
+        label_logarithmic(axes.yaxis, "B")
+    axes.set_ylabel("crossing the cut (bytes per sample)", color=BLUE)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from upriver.report.choices import shares, unit_of
+from upriver.report.figure import label_logarithmic, legend_above
 from upriver.report.sweep import SweepPoint
 
 if TYPE_CHECKING:
@@ -17,14 +18,14 @@ COLOURS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d
 MARKERS = "osD^vPX*"
 """Markers, as a second way to tell lines apart."""
 
-BYTES_PER_S_OF_MBIT = 125_000.0
-
 
 def draw_sweep(points: Sequence[SweepPoint], epochs: Axes, cuts: Axes) -> None:
     """Draw predicted epochs on one pair of axes and choices on the other; a mix has a point for each cut."""
     from matplotlib.ticker import MaxNLocator
 
-    rates = [point.bandwidth_bytes_per_s / BYTES_PER_S_OF_MBIT for point in points]
+    epochs.sharex(cuts)
+    epochs.tick_params(axis="x", labelbottom=False)
+    rates = [8 * point.bandwidth_bytes_per_s for point in points]
     names = list(points[0].plans)
     for number, name in enumerate(names):
         plans = [point.plans[name] for point in points]
@@ -43,14 +44,16 @@ def draw_sweep(points: Sequence[SweepPoint], epochs: Axes, cuts: Axes) -> None:
         if each:
             x, y, sizes = zip(*each, strict=True)
             cuts.scatter(x, y, s=sizes, color=colour, marker=marker, zorder=3)
-    for axes in (epochs, cuts):
-        axes.set_xscale("log")
-        axes.grid(alpha=0.3)
+    cuts.set_xscale("log")
+    label_logarithmic(cuts.xaxis, "bit/s")
     predicted = [p.predicted.epoch_s for point in points for p in point.plans.values() if p.predicted]
     if predicted and min(predicted) > 0:
         epochs.set_yscale("log")
-    epochs.set_ylabel(f"predicted seconds of one {unit_of(points[0].plans)}")
-    epochs.legend(fontsize=8, ncols=4)
+        label_logarithmic(epochs.yaxis)
+    for axes in (epochs, cuts):
+        axes.grid(alpha=0.3)
+    epochs.set_ylabel(f"predicted {unit_of(points[0].plans)} (s)")
+    legend_above(epochs, ncols=4)
     cuts.yaxis.set_major_locator(MaxNLocator(integer=True))
-    cuts.set_ylabel("cut")
-    cuts.set_xlabel("bandwidth, Mbit/s")
+    cuts.set_ylabel("cut (larger: larger share)")
+    cuts.set_xlabel("bandwidth (bit/s)")

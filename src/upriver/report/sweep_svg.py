@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from upriver.report.choices import unit_of
 from upriver.report.sweep import SweepPoint
 from upriver.report.sweep_plot import COLOURS
 from upriver.text import rate_text, seconds_text
@@ -13,7 +14,7 @@ from upriver.text import rate_text, seconds_text
 WIDTH, HEIGHT = 360, 240
 """Size of the drawing. A phone shows it one to one, a desktop twice as large."""
 
-LEFT, RIGHT, TOP, BOTTOM = 44, 8, 8, 24
+LEFT, RIGHT, TOP, BOTTOM = 44, 8, 20, 36
 LEGEND_LINE = 13
 
 
@@ -26,8 +27,10 @@ def epochs_svg(points: Sequence[SweepPoint]) -> str:
     x = _Scale([point.bandwidth_bytes_per_s for point in points], LEFT, WIDTH - RIGHT)
     seconds = [plan.predicted.epoch_s for point in points for plan in point.plans.values() if plan.predicted]
     y = _Scale([s for s in seconds if s > 0], HEIGHT - BOTTOM, TOP)
-    parts = [_frame()]
-    parts += [_text(x.at(value), HEIGHT - 8, rate_text(value), "middle") for value in x.labels()]
+    quantity = f"predicted {unit_of(points[0].plans)}"
+    parts = [_frame(), _text(4, 9, f"{quantity} (s, logarithmic)", "start")]
+    parts += [_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 6, "bandwidth (bit/s, logarithmic)", "middle")]
+    parts += [_text(x.at(value), HEIGHT - 22, rate_text(value), "middle") for value in x.labels()]
     parts += [_text(LEFT - 4, y.at(value) + 3, f"{seconds_text(value)} s", "end") for value in y.labels()]
     for number, name in enumerate(names):
         colour, width = _colour(number), 1.0 + 0.8 * (len(names) - 1 - number)
@@ -40,7 +43,8 @@ def epochs_svg(points: Sequence[SweepPoint]) -> str:
             parts.append(_line(places, colour, width))
         parts.append(_legend(number, name, colour))
     height = HEIGHT + LEGEND_LINE * math.ceil(len(names) / 3) + 4
-    return f'<svg class="line" viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+    label = f'role="img" aria-label="{quantity} over the bandwidth"'
+    return f'<svg class="line" viewBox="0 0 {WIDTH} {height}" {label}>{"".join(parts)}</svg>'
 
 
 class _Scale:

@@ -106,8 +106,8 @@ def test_every_number_is_there() -> None:
     }
     assert [found["tenant"] for found in seen.tables["tenants"]] == ["anna", "ben"]
     assert seen.tables["workers"] == [
-        {"process": "17", "state": "busy", "program": "0123456789ab", "for s": "1.50", "restarts": "2"},
-        {"process": "-", "state": "starting", "program": "-", "for s": "0", "restarts": "0"},
+        {"process": "17", "state": "busy", "program": "0123456789ab", "in state, s": "1.50", "restarts": "2"},
+        {"process": "-", "state": "starting", "program": "-", "in state, s": "0", "restarts": "0"},
     ]
     assert seen.tables["programs"] == [
         {"program": "0123456789ab", "tenant": "anna", "memory": "1.05 MB", "users": "1"}
@@ -127,6 +127,8 @@ def test_the_bar_is_drawn_to_scale() -> None:
         ("reserved", "700"),
         ("used", "300"),
     ]
+    shown = Page(page(FULL)).text
+    assert "taken by workers" in shown and "set aside; the whole bar is the budget" in shown
     over = Snapshot(budget_bytes=10, reserved_bytes=10_000, used_bytes=5)
     assert re.findall(r'width="(\d+)" height="10"', page(over)) == ["1000", "500"]
 
@@ -141,7 +143,7 @@ def test_a_server_that_has_just_begun_has_a_page() -> None:
 def harmless(seen: Page) -> None:
     assert seen.tags <= {
         *("html", "head", "meta", "title", "style", "body", "h1", "h2", "dl", "dt", "dd", "p", "div"),
-        *("svg", "rect", "table", "thead", "tbody", "tr", "th", "td"),
+        *("svg", "rect", "span", "table", "thead", "tbody", "tr", "th", "td"),
     }
     assert seen.attributes <= {
         *("lang", "charset", "name", "content", "http-equiv", "id", "class", "role", "aria-label"),

@@ -14,7 +14,7 @@ from upriver.cli.coldstart.report import picture, print_load, streamed
 from upriver.cli.common import DebugOption, JsonOption, emit, note, progress_bar
 from upriver.cli.inputs import read_inputs
 from upriver.cli.options import InputShapeOption, StoreOption, parse_shape, store_options
-from upriver.cli.output import check_picture, write_whole
+from upriver.cli.output import check_picture, write_picture
 from upriver.errors import ConfigError, UpriverError
 from upriver.text import error_text
 
@@ -108,8 +108,7 @@ def coldstart(
         moments = handle.history()
         document |= streamed(handle, moments, answer_s)
         if plot is not None:
-            drawn = picture(handle, moments, answer_s=answer_s, title=begun.title, suffix=plot.suffix)
-            write_whole(plot, drawn)
+            write_picture(plot, picture(handle, moments, answer_s=answer_s, title=begun.title))
             note(f"Picture: {plot}")
     if compare:
         document["plain"] = _compared(begun.plainly, given)
@@ -192,7 +191,7 @@ def _model(
         return lambda: _asked(loaded, call)
 
     return _Begun(
-        title=f"{name}: {uri}",
+        title=f"{name} from {uri}",
         began_s=began_s,
         handle=handle,
         told={"model": name},

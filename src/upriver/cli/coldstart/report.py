@@ -9,6 +9,8 @@ from upriver.cli.common import print_fields
 from upriver.text import bytes_text, rate_text
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from upriver.coldstart import Arriving, Loading
     from upriver.coldstart.load_handle import LoadEvent
     from upriver.report.cold_plot import WeightSpans
@@ -89,16 +91,18 @@ def _times(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def picture(
-    handle: Arriving | Loading, moments: Sequence[LoadEvent], *, answer_s: float, title: str, suffix: str
-) -> bytes:
-    """Draw the load as a picture of the kind that a file's suffix names."""
-    from upriver.report.cold_plot import plot_ways
+    handle: Arriving | Loading, moments: Sequence[LoadEvent], *, answer_s: float, title: str
+) -> Figure:
+    """Draw the load's history; see `streamed`."""
+    from upriver.report.cold_plot import plot_load
 
-    image_format = suffix.lower().removeprefix(".")
-    return plot_ways(_ways(handle, moments), answer_s=answer_s, title=title, image_format=image_format)
+    first_byte_s = next((moment.at_s for moment in moments if moment.kind == "first_byte"), None)
+    return plot_load(
+        _spans(handle, moments), first_byte_s=first_byte_s, answer_s=answer_s, title=f"Cold start of {title}"
+    )
 
 
-def _ways(handle: Arriving | Loading, moments: Sequence[LoadEvent]) -> list[WeightSpans]:
+def _spans(handle: Arriving | Loading, moments: Sequence[LoadEvent]) -> list[WeightSpans]:
     """Return the times of each weight: weights in the order of their reads, then those of the file."""
     from upriver.report.cold_plot import WeightSpans
 

@@ -18,7 +18,7 @@ from upriver.cli.options import (
     parse_shape,
     parse_sweep,
 )
-from upriver.cli.output import check_output, check_picture, write_whole
+from upriver.cli.output import check_output, check_picture, write_picture, write_whole
 from upriver.errors import ConfigError
 from upriver.text import rate_text
 
@@ -377,10 +377,7 @@ class Outputs:
         if self.plot is not None:
             from upriver.report.plan_plot import plot_plans
 
-            kind = self.plot.suffix.lower().removeprefix(".")
-            write_whole(
-                self.plot, plot_plans(answer.plans, title=title, points=answer.points, image_format=kind)
-            )
+            write_picture(self.plot, plot_plans(answer.plans, title=title, points=answer.points))
         if self.html is not None:
             from upriver.report.plan_html import render_html
 

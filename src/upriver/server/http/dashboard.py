@@ -34,8 +34,10 @@ th, td { padding: .25rem .5rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid var(--line); }
 th.word, td.word { text-align: left; }
 .bar { display: block; width: 100%; height: 1rem; border: 1px solid var(--line); }
-.reserved { fill: var(--part); }
-.used { fill: var(--bar); }
+.reserved { fill: var(--part); background: var(--part); }
+.used { fill: var(--bar); background: var(--bar); }
+.key { font-size: .85rem; margin: .25rem 0; }
+.key span { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
 .alarm { color: var(--alarm); font-weight: 600; }
 .none { color: #888; margin: .25rem 0; }
 @media (prefers-color-scheme: dark) { :root { --bar: #6fc3df; --part: #6fc3df66; --alarm: #ff8a80; } }
@@ -138,6 +140,8 @@ def _bar(snapshot: Snapshot) -> str:
         f'aria-label="{escape(_memory_text(snapshot))}">'
         f'<rect class="reserved" width="{reserved}" height="10"/>'
         f'<rect class="used" width="{used}" height="10"/></svg>'
+        '<p class="key">Memory:<span class="used"></span>taken by workers'
+        '<span class="reserved"></span>set aside; the whole bar is the budget.</p>'
     )
 
 
@@ -160,7 +164,7 @@ def duration_text(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------ tables
 
 _TENANTS = ("tenant", "weight", "admitted", "waiting", "set aside", "micro-batches")
-_WORKERS = ("process", "state", "program", "for s", "restarts")
+_WORKERS = ("process", "state", "program", "in state, s", "restarts")
 _PROGRAMS = ("program", "tenant", "memory", "users")
 
 
