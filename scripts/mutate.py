@@ -41,7 +41,7 @@ TEST_LIMIT_S = 120
 """Seconds after which a test hangs: tests of the rooms take at most a tenth, and machines are shared."""
 
 PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not full"]
-PYTEST += ["--hypothesis-profile=quick", "--fork", f"--timeout={TEST_LIMIT_S}"]
+PYTEST += ["--hypothesis-profile=unshrunk", "--fork", f"--timeout={TEST_LIMIT_S}"]
 NO_TESTS = 5
 """Exit code of pytest where a file has no quick test."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
@@ -32,9 +32,11 @@ os.environ["SOME_SECRET"] = "known to the front alone"
 
 # Tests assert results, never seconds: a busy machine is no failure. Each run of a tree uses the same
 # examples, so that the result depends on the tree alone; ``--hypothesis-profile=search`` tries more, others
-# each run. ``make test`` tries fewer, by the profile ``quick``.
+# each run. ``make test`` tries fewer, by the profile ``quick``. `scripts/mutate.py` asks only whether a
+# property fails, so ``unshrunk`` looks for no smaller example.
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("unshrunk", settings.get_profile("quick"), phases=(Phase.explicit, Phase.generate))
 settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
 

@@ -426,6 +426,8 @@ def test_memory_is_judged_on_both_tiers_and_names_the_bytes() -> None:
         return CostModel(profile, machines, workload)
 
     # Storage: parameters and the largest peak x 10. Compute: the same x 100, and 1000 + 3 x 100 for the tail.
+    assert model(600, 8500).needs[Tier.STORAGE].tolist() == [0, 100 + 500, 300 + 700]
+    assert model(600, 8500).needs[Tier.COMPUTE].tolist() == [300 + 7000 + 1300, 200 + 7000 + 1300, 1300]
     assert model(600, 8500).shortfalls(0) == {Tier.COMPUTE: 300 + 7000 + 1300 - 8500}
     assert model(599.5, 8500).shortfalls(1) == {Tier.STORAGE: 0.5}
     assert model(600, 1300).shortfalls(1) == {Tier.COMPUTE: 7200}

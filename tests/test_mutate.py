@@ -90,7 +90,7 @@ def test_summary_counts_a_test_that_hung_as_a_kill_and_tells_of_it(tmp_path: Pat
 CONFTEST = """
 from hypothesis import settings
 
-settings.register_profile("quick")
+settings.register_profile("unshrunk")
 
 def pytest_addoption(parser):
     parser.addoption("--fork", action="store_true")

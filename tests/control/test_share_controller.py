@@ -220,6 +220,12 @@ def batches(count: int, *, seconds: float = 1.0, elsewhere: int = 0) -> StepWind
     return found
 
 
+def test_a_share_is_the_ratio_in_force_unless_more_than_a_batch_lies_between_them() -> None:
+    seen = batches(40, elsewhere=10)
+    assert [seen.share(ratio) for ratio in (0.25, 0.27, 0.28, 0.5)] == [0.25, 0.27, 0.25, 0.25]
+    assert StepWindow().share(0.3) == 0.3
+
+
 def test_nobody_has_waited_in_a_window_of_no_time() -> None:
     assert (StepWindow().waited, StepWindow().here, StepWindow().throughput) == (0, 0, 0)
 

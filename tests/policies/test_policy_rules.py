@@ -219,6 +219,14 @@ def test_what_is_searched_is_said(name: str) -> None:
     assert "among cuts 1 to 17" in POLICIES[name](thin, cluster(), EPOCH).why
 
 
+def test_a_plan_is_compared_with_not_splitting_its_neighbours_and_the_fastest() -> None:
+    """The freeze point has one neighbour."""
+    why = POLICIES["freeze"](alexnet(), cluster(), EPOCH).why
+    assert why.endswith(
+        "Beside it: cut 0 (not split) 48.6 s (13.88 x); cut 14 3.11 s (0.89 x); cut 16 3.32 s (0.95 x)."
+    )
+
+
 def test_hapi_bandwidth_says_both_conditions_when_it_falls_to_the_freeze_point() -> None:
     """A fast link carries every output within a second, but none is smaller than the stored sample."""
     plan = POLICIES["hapi_bandwidth"](alexnet(stored_bytes=1), cluster(bandwidth=1e15), EPOCH)
