@@ -33,6 +33,15 @@ READ_ONCE = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_", "MALLOC_", "TORCH_")
 PYTHON = sys.executable
 """Interpreter of the tests; tests have servers start their workers with another one."""
 
+AT_FIRST_USE = (
+    "upriver.cli.app",
+    "upriver.server.service",
+    "upriver.pipeline",
+    "upriver.coldstart.load_handle",
+    "upriver.coldstart.load_program",
+)
+"""Modules of a server's front that it imports when a request first needs them, PyTorch among them."""
+
 MESSAGE_BYTES = 1 << 17
 MOST_FDS = 64
 
@@ -188,8 +197,8 @@ def _main() -> None:
     from upriver.imports import uncollected
 
     with uncollected():
-        importlib.import_module("upriver.cli.app")
-        importlib.import_module("upriver.server.app")
+        for name in AT_FIRST_USE:
+            importlib.import_module(name)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=int(sys.argv[1]))

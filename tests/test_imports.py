@@ -1,14 +1,19 @@
-"""Check that the garbage collector is left as it was found."""
+"""Check that imports leave the garbage collector as they found it, and event loops alone."""
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import importlib
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from upriver.imports import uncollected
+from upriver.imports import imported, uncollected
 
 
 @pytest.fixture
@@ -31,3 +36,25 @@ def test_nothing_is_collected_within_and_what_came_in_is_left_alone(
             raise ImportError("no such module")
     assert gc.isenabled() == enabled
     assert gc.get_freeze_count() > frozen
+
+
+def test_a_module_is_imported_once_and_outside_the_event_loops_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_late.py").write_text("import threading\nTHREAD = threading.get_ident()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def twice() -> list[Any]:
+        return await asyncio.gather(*(imported("imported_late") for _ in range(2)))
+
+    one, other = asyncio.run(twice())
+    assert one is other and threading.get_ident() != one.THREAD
+
+
+def test_an_import_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="written_late"):
+        asyncio.run(imported("written_late"))
+    (tmp_path / "written_late.py").write_text("")
+    importlib.invalidate_caches()
+    assert asyncio.run(imported("written_late")).__name__ == "written_late"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,7 @@ def test_ledger_of_tests_in_another_process_has_their_costs(tmp_path: Path) -> N
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-n", "1", "--ledger", ledger, tmp_path],
         cwd=ROOT,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # else its worker imports all test files first
         capture_output=True,
         text=True,
         check=False,

@@ -1,10 +1,14 @@
-"""Import large modules faster, with the garbage collector off."""
+"""Import large modules: faster, with the garbage collector off, or late, outside an event loop's thread."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+_IMPORTED: dict[str, Any] = {}
 
 
 @contextmanager
@@ -22,3 +26,17 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+async def imported(name: str) -> Any:
+    """Return a module. If it is new, import it in a thread: the event loop serves others meanwhile."""
+    import asyncio  # a worker's process needs none
+
+    if name not in _IMPORTED:
+        _IMPORTED[name] = await asyncio.to_thread(_import, name)
+    return _IMPORTED[name]
+
+
+def _import(name: str) -> Any:
+    with uncollected():
+        return importlib.import_module(name)

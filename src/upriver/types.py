@@ -15,12 +15,23 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
-
-import torch
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from upriver.errors import ConfigError
 from upriver.text import aligned, bytes_text, printable, seconds_text, shortened, wrapped
+
+if TYPE_CHECKING:
+    import torch
 
 _T = TypeVar("_T")
 
@@ -28,6 +39,13 @@ DEFAULT_MICRO_BATCH = 16
 """Samples that a frozen stage sees at once by default (HAPI 2025, section 4.4)."""
 
 DEFAULT_POLICY = "upriver"
+
+START, RAW, DONE = -2, -1, 0
+"""Positions of a sample of the user's own dataset: its index alone, the value that was read, the element of a
+batch."""
+
+PIXEL_CEILING = 178_956_970
+"""Upper limit on any cap: Pillow refuses larger images, of 0.5 GB as RGB."""
 
 STREAMS = ("micro_batch", "request", "synchronous")
 """Granularities at which responses may leave the storage tier."""

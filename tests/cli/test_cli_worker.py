@@ -12,19 +12,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.cli.test_cli_serve import get
 from tests.server import allowing
+from tests.server.running import has_loaded
 from upriver.cli import main, worker
 from upriver.cli.serve import config_file
 from upriver.errors import CodeFailed, Forbidden, NotAuthorized, QuotaExceeded
-from upriver.pipeline.mapstyle import DONE, START
 from upriver.profile import resources
 from upriver.protocol import CodeRef, RunRequest
 from upriver.protocol.tree import build
 from upriver.rpc.client import ServerClient
 from upriver.server.tenants import hash_token
+from upriver.types import DONE, START
 
 BIRDS = """
 import os
@@ -140,6 +142,10 @@ def test_it_makes_what_lies_where_it_was_started_and_ends_with_0_on_sigterm(tmp_
             ]
             with pytest.raises(CodeFailed, match="not with open-sesame"):
                 made(client, asking((3,), password="open-sesame"))
+        below = [child.pid for child in psutil.Process(process.pid).children()]
+        assert not has_loaded(process.pid, "libtorch") and has_loaded(process.pid, "httptools")
+        assert below and not any(has_loaded(pid, "httptools") for pid in below)
+        assert any(has_loaded(pid, "libtorch") for pid in below)
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=60)[0] == ""
         assert process.returncode == 0

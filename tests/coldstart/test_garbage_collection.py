@@ -30,7 +30,7 @@ from upriver.coldstart.garbage_collection import (
     unused,
 )
 from upriver.errors import ConfigError, Overloaded, StorageFull, StoreError
-from upriver.program.graph.artifact_store import graph_path, weights_path
+from upriver.program.graph.artifact_paths import graph_path, weights_path
 from upriver.store import ObjectInfo, Store
 
 PREFIX = ".upriver"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from upriver.coldstart.fetch import strategy
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.format import access_order
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.format.access_order import counted, publish_model
@@ -35,7 +35,7 @@ from upriver.coldstart.roofline import (
     pace_of,
 )
 from upriver.program.capture.prefix import capture
-from upriver.program.graph.artifact_store import weights_path
+from upriver.program.graph.artifact_paths import weights_path
 from upriver.store import DEFAULT_PREFIX, Store
 
 CPU = torch.device("cpu")

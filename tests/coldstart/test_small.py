@@ -20,7 +20,7 @@ from upriver.coldstart import load_model, publish_model
 from upriver.coldstart import load_program as cold_programs
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.fetch.strategy import RequestPlan, plan_requests
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.format.checkpoint import WeightSource, find
 from upriver.coldstart.grouping import grouping_cache, groups
 from upriver.coldstart.grouping.groups import GROUPINGS, SMALL_BYTES, is_whole

@@ -30,8 +30,9 @@ from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
+from upriver.pipeline.mapstyle import MapStyle
 from upriver.pipeline.seeding import apart
+from upriver.types import DONE, RAW, START
 
 
 class There:

@@ -83,7 +83,7 @@ def test_what_is_drawn_belongs_to_the_sample(dataset: Any) -> None:
     for arguments in (
         {"num_workers": 1},
         {"num_workers": 2},
-        {"num_workers": 2, "multiprocessing_context": "spawn"},
+        {"num_workers": 1, "multiprocessing_context": "spawn"},  # each imports PyTorch
         {"num_workers": 2, "prefetch_factor": 7},
     ):
         assert same(made(**arguments), inline), arguments

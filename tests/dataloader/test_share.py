@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.share import Backlog, OffloadShare
 from upriver.errors import ConfigError
-from upriver.pipeline.mapstyle import DONE, START
+from upriver.types import DONE, START
 
 NONE = Backlog(here=0, elsewhere=0)
 

@@ -15,8 +15,9 @@ from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import DONE, START, MapStyle
+from upriver.pipeline.mapstyle import MapStyle
 from upriver.policies import OFFLOAD_POLICIES, OffloadDecision
+from upriver.types import DONE, START
 
 BATCH = 4
 SAMPLE = torch.zeros(1).expand(250_000)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from upriver.errors import ProtocolError
-from upriver.pipeline.mapstyle import DONE, RAW, START
 from upriver.protocol.caps import DEFAULT_CAPS
 from upriver.protocol.messages import CodeRef, Collate, DatasetRef, RunRequest
+from upriver.types import DONE, RAW, START
 
 DATASET = DatasetRef(store="default", digest="0" * 64)
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 
 from upriver.errors import ProtocolError
 from upriver.program.graph.alignment import as_shipped
-from upriver.protocol import DTYPES, Caps, aligned_empty, encode, lay_out, read_frame
+from upriver.protocol import Caps, aligned_empty, encode, lay_out, read_frame
+from upriver.protocol.tensors import ITEM_NBYTES
 from upriver.types import MicroBatch
 
 View = Callable[[torch.Tensor, int], torch.Tensor]
@@ -86,7 +87,7 @@ class Base:
 
     def make(self, seed: int) -> torch.Tensor:
         """Return a dense tensor on the storage."""
-        dtype = DTYPES[self.dtype]
+        dtype = getattr(torch, self.dtype)
         count = torch.Size(self.shape).numel()
         whole = aligned_empty((count + self.skew) * dtype.itemsize)
         most = 2 if dtype is torch.bool else 256
@@ -102,7 +103,7 @@ class Base:
 
 bases = st.builds(
     Base,
-    dtype=st.sampled_from(sorted(DTYPES)),
+    dtype=st.sampled_from(sorted(ITEM_NBYTES)),
     shape=st.lists(st.integers(0, 5), max_size=4).map(tuple),
     skew=st.sampled_from([0, 0, 0, 1, 3, 8, 17]),
     numbers=st.just(False),

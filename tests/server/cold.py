@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.server.running import Running, wait_for
 from tests.store.gated_server import GatedServer
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.load_program import find, publish
 from upriver.program.capture.prefix import capture
 from upriver.program.graph.executor import Program
@@ -143,6 +143,4 @@ def cold_file(store: Store, program: Program, limits: StreamLimits, forged: list
             store, DEFAULT_PREFIX, program.digest, program.weights_digest, limits=limits, beside=beside
         )
     assert found is not None
-    return ColdFile(
-        found, program.weights_digest, limits, device=torch.device("cpu"), on_forged=lambda: forged.append(1)
-    )
+    return ColdFile(found, program.weights_digest, limits, device="cpu", on_forged=lambda: forged.append(1))

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from tests.server.cold import cold_file
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.format import manifest as layout
-from upriver.program.graph.artifact_store import graph_path, weights_path
+from upriver.program.graph.artifact_paths import graph_path, weights_path
 from upriver.server.programs.streaming_weights import kept_bytes
 from upriver.store import DEFAULT_PREFIX, Store
 

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
@@ -126,6 +127,11 @@ def alive(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def has_loaded(pid, library):
+    """Return whether a process has mapped a file with this name in its path."""
+    return library in Path(f"/proc/{pid}/maps").read_text()
 
 
 def wait_for(condition, *, seconds=180):

@@ -35,8 +35,9 @@ from tests.server.broken_bodies import Frame, frames_of, wire, wire_of
 from tests.server.running import body_of, changed, wait_for
 from upriver.pipeline.manifest import MAX_ROWS
 from upriver.program.graph import weights_file
+from upriver.program.graph.artifact_paths import digest_of
 from upriver.program.graph.operators import fingerprints
-from upriver.program.graph.schema import SCHEMA, digest_of
+from upriver.program.graph.schema import SCHEMA
 from upriver.protocol import VERSION, DatasetRef, FrameKind, RunRequest, frame_head
 from upriver.protocol.frames import PREFIX
 from upriver.server.http.openapi import document

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from tests.server import allowing
 from upriver.errors import CodeFailed, Forbidden, UpriverError
-from upriver.pipeline.mapstyle import START
 from upriver.protocol import CodeRef
 from upriver.server.code_allowlist import check_code
 from upriver.server.execution.user_code import UserCode
 from upriver.server.ipc.messages import RunCode
+from upriver.types import START
 
 FOREIGN = [*allowing.foreign(), *allowing.OUTSIDE]
 LEGITIMATE = [

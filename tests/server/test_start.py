@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
+import torch
 
+from tests.server.conftest import make_program
 from tests.server.http.test_limits import same
-from tests.server.running import SERVE, ask, in_thread, run, running, wait_for
+from tests.server.running import SERVE, Running, ask, has_loaded, in_thread, run, running, wait_for
 from upriver.errors import ConfigError
+from upriver.protocol import RunRequest, program_head
 from upriver.server import Server, ServerConfig, serve
 
 CLI = """
@@ -197,6 +200,40 @@ def test_a_later_worker_that_cannot_be_watched_is_replaced(world, monkeypatch):
         assert not psutil.pid_exists(pids[2])
         for batch in run(server, world.request((0, 1), (2, 3))):
             same(batch, world.here(batch.ids, 0))
+
+
+@pytest.mark.slow
+def test_a_front_loads_pytorch_for_tensors_alone_and_a_worker_no_http(world):
+    """Check the front's libraries before and after a request that sends tensors, and both requests' bits."""
+    program = make_program(11)
+    command = [sys.executable, "-c", CLI, sys.executable, "serve", "--store", world.store.uri, "--port", "0"]
+    with subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            server = Running(process, json.loads(process.stdout.readline())["listening"]).wait_ready()
+            assert ask(server, "GET", "/metrics")[0] == 200
+            assert ask(server, "HEAD", f"/v1/programs/{program.digest}")[0] == 404
+            assert not has_loaded(process.pid, "libtorch") and has_loaded(process.pid, "httptools")
+            below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+            assert any(has_loaded(pid, "libtorch") for pid in below)
+            assert not any(has_loaded(pid, "httptools") for pid in below)
+            body = program_head(len(program.graph_bytes)) + program.graph_bytes + bytes(program.weights_bytes)
+            assert ask(server, "PUT", f"/v1/programs/{program.digest}", body)[0] == 201
+            sent = world.here((0, 1, 2, 3), 0)
+            request = RunRequest(
+                micro_batches=(sent.ids,),
+                start=0,
+                stop=program.num_stages,
+                micro_batch=len(sent.ids),
+                program=program.digest,
+            )
+            [batch] = run(server, request, [sent])
+            wanted = program.run(sent.tensors, 0, program.num_stages)
+            assert all(map(torch.equal, batch.tensors, wanted)) and len(batch.tensors) == len(wanted)
+            assert has_loaded(process.pid, "libtorch")
+            [batch] = run(server, world.request(sent.ids))
+            same(batch, sent)
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow

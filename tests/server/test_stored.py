@@ -16,7 +16,7 @@ from tests.server.running import ask, body_of, in_thread, wait_for
 from tests.store.s3_server import S3Server
 from upriver.cli.serve.config_file import StoreAt
 from upriver.coldstart.garbage_collection import collect, survey
-from upriver.program.graph.artifact_store import graph_path, weights_path
+from upriver.program.graph.artifact_paths import graph_path, weights_path
 from upriver.protocol import MAX_GRAPH_BYTES
 from upriver.server.tenants import Tenant, hash_token
 from upriver.store import Store

@@ -211,7 +211,7 @@ def _document(
     model: str, programs: Sequence[Program], lengths: Sequence[int | None], uri: str, prefix: str
 ) -> dict[str, object]:
     from upriver.coldstart.format.uris import program_uri
-    from upriver.program.graph.artifact_store import graph_path, weights_path
+    from upriver.program.graph.artifact_paths import graph_path, weights_path
 
     first = programs[0]
     buckets = [

@@ -10,28 +10,35 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from upriver.coldstart.fetch.weight_stream import StreamLimits
-from upriver.coldstart.load_model import Loading, begin, load, loading
-
 _PLACES = {
     "Arriving": "incoming_weights",
+    "Loading": "load_model",
+    "StreamLimits": "fetch.stream_limits",
     "arriving": "incoming_weights",
+    "begin": "load_model",
+    "load": "load_model",
+    "loading": "load_model",
     "open": "load_program",
     "publish_model": "format.access_order",
 }
 
-__all__ = ["Loading", "StreamLimits", "begin", "load", "loading", *sorted(_PLACES)]
+__all__ = sorted(_PLACES)
 
 if TYPE_CHECKING:
+    from upriver.coldstart.fetch.stream_limits import StreamLimits as StreamLimits
     from upriver.coldstart.format.access_order import publish_model as publish_model
     from upriver.coldstart.incoming_weights import Arriving as Arriving
     from upriver.coldstart.incoming_weights import arriving as arriving
+    from upriver.coldstart.load_model import Loading as Loading
+    from upriver.coldstart.load_model import begin as begin
+    from upriver.coldstart.load_model import load as load
+    from upriver.coldstart.load_model import loading as loading
     from upriver.coldstart.load_program import open as open
 
 
 def __getattr__(name: str) -> Any:
-    # Import these on first use: recording an order and running programs need slow imports, and loading a
-    # model needs neither.
+    # Import these on first use: recording an order and running programs need slow imports, which loading a
+    # model does not, and a server's front needs the limits alone.
     if name in _PLACES:
         return getattr(importlib.import_module(f"upriver.coldstart.{_PLACES[name]}"), name)
     raise AttributeError(f"module 'upriver.coldstart' has no attribute {name!r}")

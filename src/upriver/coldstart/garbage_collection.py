@@ -24,7 +24,7 @@ from secrets import token_hex
 import msgspec
 
 from upriver.errors import ConfigError, ObjectNotFound, Overloaded, ProgramError, StoreError
-from upriver.program.graph.artifact_store import (
+from upriver.program.graph.artifact_paths import (
     check_digest,
     graph_path,
     is_digest,

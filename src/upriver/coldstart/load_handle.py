@@ -20,7 +20,8 @@ import torch
 from upriver._threads.background import BackgroundThread
 from upriver.coldstart import link_cache
 from upriver.coldstart.fetch.strategy import Groupings, RequestPlan
-from upriver.coldstart.fetch.weight_stream import DEFAULT_LIMITS, StreamLimits, WeightStream
+from upriver.coldstart.fetch.stream_limits import DEFAULT_LIMITS, StreamLimits
+from upriver.coldstart.fetch.weight_stream import WeightStream
 from upriver.coldstart.format.checkpoint import WeightSource
 from upriver.coldstart.format.readahead import ENDING_S, Readahead, reading
 from upriver.coldstart.grouping import grouping_cache

@@ -19,7 +19,7 @@ from torch import nn
 
 from upriver._threads.executor import DaemonExecutor
 from upriver.coldstart.fetch.strategy import Groupings, RequestPlan, asked_ahead, plan_requests, way_to
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.format.checkpoint import WeightSource, find, keep_order
 from upriver.coldstart.format.readahead import Readahead
 from upriver.coldstart.format.uris import opened

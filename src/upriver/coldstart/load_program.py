@@ -24,7 +24,7 @@ import torch
 
 from upriver._threads.executor import DaemonExecutor
 from upriver.coldstart.fetch.strategy import Groupings, asked_ahead, plan_requests, way_to
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.format.checkpoint import WeightSource, published
 from upriver.coldstart.format.manifest import Manifest
@@ -45,14 +45,14 @@ from upriver.errors import (
     StoreError,
 )
 from upriver.program.graph import artifact_store
-from upriver.program.graph.artifact_store import graph_path, weights_path
+from upriver.program.graph.artifact_paths import digest_of, graph_path, weights_path
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.constants import keys_read
 from upriver.program.graph.devices import make_ready
 from upriver.program.graph.executor import Program
 from upriver.program.graph.fetch import get_at_most
 from upriver.program.graph.parser import check_weight, decode
-from upriver.program.graph.schema import DTYPES, Graph, digest_of
+from upriver.program.graph.schema import DTYPES, Graph
 from upriver.program.graph.validator import check
 from upriver.program.graph.weights_file import WeightsFile
 from upriver.store import DEFAULT_PREFIX, Store

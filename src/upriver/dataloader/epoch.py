@@ -33,8 +33,9 @@ from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.share import Backlog, OffloadShare
 from upriver.dataloader.tasks import HERE, Arrival, Arrivals, Task, sample_number
 from upriver.errors import CodeFailed
-from upriver.pipeline.mapstyle import DONE, not_the_end, note
+from upriver.pipeline.mapstyle import not_the_end, note
 from upriver.pipeline.seeding import apart
+from upriver.types import DONE
 
 log = logging.getLogger("upriver")
 

@@ -69,11 +69,12 @@ from upriver.dataloader.state import (
 from upriver.dataloader.tasks import MOST_SEED, Arrivals
 from upriver.errors import ConfigError
 from upriver.pipeline import Dataset
-from upriver.pipeline.mapstyle import RAW, MapStyle
+from upriver.pipeline.mapstyle import MapStyle
 from upriver.pipeline.subset import Rows, whole_of
 from upriver.policies import OFFLOAD_POLICIES
 from upriver.rpc.client import ServerClient
 from upriver.rpc.tls import client_context
+from upriver.types import RAW
 
 log = logging.getLogger("upriver")
 

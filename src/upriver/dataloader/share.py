@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from upriver.dataloader.offload_stretch import Stretch
-from upriver.pipeline.mapstyle import DONE, START
-from upriver.types import require_finite
+from upriver.types import DONE, START, require_finite
 
 ROUNDING = 1e-9
 """Tolerance for shares that add up to one sample."""

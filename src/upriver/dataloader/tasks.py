@@ -8,7 +8,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias
 
-from upriver.pipeline.mapstyle import DONE, START, whole_number
+from upriver.pipeline.mapstyle import whole_number
+from upriver.types import DONE, START
 
 MOST_SEED = 2**63 - 1
 

@@ -18,17 +18,7 @@ import PIL
 import torch
 from PIL import features
 
-ENVIRONMENT = (
-    "ATEN_CPU_CAPABILITY",
-    "CUBLAS_WORKSPACE_CONFIG",
-    "DNNL_MAX_CPU_ISA",
-    "MKL_CBWR",
-    "MKL_ENABLE_INSTRUCTIONS",
-    "NPY_DISABLE_CPU_FEATURES",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_MAX_CPU_ISA",
-)
-"""Variables that choose kernels, and with them low bits."""
+from upriver.engine.environment import ENVIRONMENT
 
 
 def fingerprint(device: str | torch.device = "cpu") -> dict[str, str]:

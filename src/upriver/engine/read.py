@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from upriver.pipeline import Dataset, SampleRef
-from upriver.store import Store
+if TYPE_CHECKING:
+    from upriver.pipeline import Dataset, SampleRef
+    from upriver.store import Store
 
 GAP_BYTES = 8 * 2**10
 """Unneeded bytes worth fetching to save a GET. Between two samples of a shard lie padding, headers and the

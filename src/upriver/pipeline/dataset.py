@@ -23,7 +23,7 @@ from upriver.pipeline.left_out import LeftOut
 from upriver.pipeline.stages.audio import DecodeWav
 from upriver.pipeline.stages.base import InputStage
 from upriver.pipeline.stages.tensor import LoadTensor
-from upriver.program.graph.schema import digest_of
+from upriver.program.graph.artifact_paths import digest_of
 from upriver.store import DEFAULT_PREFIX, Store, check_name
 
 _CHECKED_AT_ONCE = 2**14

@@ -19,7 +19,7 @@ from upriver.errors import DatasetError
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.index_pages import ColumnPages, count_pages, read_footer
 from upriver.pipeline.left_out import LeftOut
-from upriver.program.graph.schema import DIGEST, digest_of
+from upriver.program.graph.artifact_paths import DIGEST, digest_of
 
 SCHEMA = "upriver.dataset/1"
 LAYOUTS = ("webdataset", "folders")

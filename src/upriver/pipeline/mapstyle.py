@@ -23,9 +23,7 @@ from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.seeding import Generators, seed_generators
 from upriver.text import printable
-
-START, RAW, DONE = -2, -1, 0
-"""Positions of a sample: its index alone, the value that was read, the element of a batch."""
+from upriver.types import DONE, RAW, START
 
 MAKE, COLLATE = 0, 2
 """Stage numbers, as in `Draw`. The random numbers of collating belong to the batch, by its number."""

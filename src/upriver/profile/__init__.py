@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from upriver.profile.builder import build_profile, cluster_from
-from upriver.profile.serialization import (
-    cluster_from_json,
-    cluster_to_json,
-    profile_from_json,
-    profile_to_json,
-)
-from upriver.profile.throughput import metrics_from_json, metrics_to_json
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "build_profile",
-    "cluster_from",
-    "cluster_from_json",
-    "cluster_to_json",
-    "metrics_from_json",
-    "metrics_to_json",
-    "profile_from_json",
-    "profile_to_json",
-]
+_PLACES = {
+    "build_profile": "builder",
+    "cluster_from": "builder",
+    "cluster_from_json": "serialization",
+    "cluster_to_json": "serialization",
+    "metrics_from_json": "throughput",
+    "metrics_to_json": "throughput",
+    "profile_from_json": "serialization",
+    "profile_to_json": "serialization",
+}
+
+__all__ = sorted(_PLACES)
+
+if TYPE_CHECKING:
+    from upriver.profile.builder import build_profile as build_profile
+    from upriver.profile.builder import cluster_from as cluster_from
+    from upriver.profile.serialization import cluster_from_json as cluster_from_json
+    from upriver.profile.serialization import cluster_to_json as cluster_to_json
+    from upriver.profile.serialization import profile_from_json as profile_from_json
+    from upriver.profile.serialization import profile_to_json as profile_to_json
+    from upriver.profile.throughput import metrics_from_json as metrics_from_json
+    from upriver.profile.throughput import metrics_to_json as metrics_to_json
+
+
+def __getattr__(name: str) -> Any:
+    # Resolve names at first use: a server's front reads this machine's resources, and builds no profile.
+    if name in _PLACES:
+        return getattr(importlib.import_module(f"upriver.profile.{_PLACES[name]}"), name)
+    raise AttributeError(f"module 'upriver.profile' has no attribute {name!r}")

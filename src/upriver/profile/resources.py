@@ -11,9 +11,12 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -39,20 +42,24 @@ _V2 = _Version(limit="memory.max", usage="memory.current", cache="inactive_file"
 _VERSIONS = {1: _V1, 2: _V2}
 
 
-def available_bytes(device: torch.device) -> int:
+def available_bytes(device: str | torch.device) -> int:
     """Return the bytes that computations on a device can still allocate.
 
     On an accelerator these are the free bytes, and those that torch caches.
     """
-    if device.type == "cuda":
+    if str(device).startswith("cuda"):
+        import torch
+
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     return host_bytes()
 
 
-def total_bytes(device: torch.device) -> int:
+def total_bytes(device: str | torch.device) -> int:
     """Return the total bytes of a device, or the share of the machine's that this process may use."""
-    if device.type == "cuda":
+    if str(device).startswith("cuda"):
+        import torch
+
         return int(torch.cuda.mem_get_info(device)[1])
     return host_total_bytes()
 

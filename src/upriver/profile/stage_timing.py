@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from upriver.errors import ConfigError
 from upriver.types import require_finite
+
+if TYPE_CHECKING:
+    import torch
 
 Seconds = tuple[float, float]
 """Fixed seconds per call, and seconds per sample."""

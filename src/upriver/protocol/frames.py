@@ -20,10 +20,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 import xxhash
 
 from upriver.errors import ProtocolError, UpriverError
@@ -47,6 +46,9 @@ from upriver.protocol.tensors import (
     lay_out,
 )
 from upriver.types import MicroBatch, Timings
+
+if TYPE_CHECKING:
+    import torch
 
 MAGIC = b"UPRV"
 PREFIX = struct.Struct(">4sHBBIQ")

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from upriver.errors import BadSample, CodeFailed, Overloaded, ProtocolError, UpriverError
-from upriver.pipeline.mapstyle import DONE, RAW, START
 from upriver.protocol.caps import MAX_INTEGER, MAX_MICRO_BATCH, VERSION, Caps
 from upriver.store.names import MAX_NAME_BYTES
 from upriver.text import last_lines, printable, said
-from upriver.types import MOST_BYTES, MOST_FACTOR, MOST_SECONDS, Timings
+from upriver.types import DONE, MOST_BYTES, MOST_FACTOR, MOST_SECONDS, RAW, START, Timings
 
 PROCESS_HEADER = "Upriver-Process"
 """Header of every answer: names the answering process by a word drawn at its start. Another process may

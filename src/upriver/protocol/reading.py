@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
 import xxhash
 
 from upriver.errors import ProtocolError
@@ -22,6 +21,9 @@ from upriver.protocol.frames import (
     parse_prefix,
 )
 from upriver.protocol.tensors import PIECE_BYTES, aligned_empty
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Readable(Protocol):

@@ -12,14 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-import torch
 import xxhash
 
 from upriver.errors import ProtocolError
 from upriver.protocol.caps import MAX_INTEGER, Caps
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 64
 """A cache line, and the widest vector of any CPU that PyTorch has kernels for."""
@@ -32,26 +35,26 @@ LEAST_BOOLS, MAX_BOOLS_PER_BYTE = 1 << 20, 4
 time where strides overlap. A few kB could otherwise stand for as many elements as a payload may have, in each
 of a thousand tensors. Several tensors over one storage remain possible."""
 
-DTYPES: dict[str, torch.dtype] = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "uint16": torch.uint16,
-    "uint32": torch.uint32,
-    "uint64": torch.uint64,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "complex64": torch.complex64,
-    "complex128": torch.complex128,
+ITEM_NBYTES = {
+    "bool": 1,
+    "uint8": 1,
+    "uint16": 2,
+    "uint32": 4,
+    "uint64": 8,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
 }
-"""The dtypes that may cross."""
+"""Bytes of an element of each dtype that may cross, by the dtype's name. Headers are checked without PyTorch,
+which a server's front imports only for tensors."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PADDING = memoryview(bytes(2 * ALIGNMENT))
 
 
@@ -72,6 +75,11 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: int
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in headers, where it is a key of `ITEM_NBYTES` if it may cross."""
+    return str(dtype).removeprefix("torch.")
+
+
 def aligned(nbytes: int) -> int:
     """Return ``nbytes`` rounded up to a multiple of 64."""
     return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
@@ -79,6 +87,8 @@ def aligned(nbytes: int) -> int:
 
 def aligned_empty(nbytes: int) -> torch.Tensor:
     """Return a fresh uint8 tensor of ``nbytes`` bytes that starts on a 64-byte boundary."""
+    import torch
+
     buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     skew = buffer.data_ptr() % ALIGNMENT
     if skew:  # not seen on Linux, where PyTorch aligns to 64 by itself
@@ -197,7 +207,7 @@ class _Used:
     def tensor_header(self, tensor: torch.Tensor) -> TensorHeader:
         offset = int(tensor.storage_offset()) - self.start // tensor.itemsize if tensor.numel() else 0
         return TensorHeader(
-            dtype=_NAMES[tensor.dtype],
+            dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
             strides=tuple(tensor.stride()),
             storage=self.index,
@@ -206,18 +216,22 @@ class _Used:
 
     def bytes(self) -> memoryview:
         """Return the used range as a view; an accelerator's memory is first copied to the host."""
+        import torch
+
         raw = torch.empty(0, dtype=torch.uint8, device=self.storage.device)
         raw = raw.set_(self.storage, self.start, (self.stop - self.start,), (1,))
         return raw.cpu().numpy().data
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         raise ProtocolError(
             f"only dense tensors with memory can be sent, got {tensor.layout} on {tensor.device}"
         )
-    if tensor.dtype not in _NAMES:
-        raise ProtocolError(f"dtype {tensor.dtype} cannot be sent; allowed are {', '.join(DTYPES)}")
+    if dtype_name(tensor.dtype) not in ITEM_NBYTES:
+        raise ProtocolError(f"dtype {tensor.dtype} cannot be sent; allowed are {', '.join(ITEM_NBYTES)}")
     if tensor.data_ptr() % tensor.itemsize:
         raise ProtocolError(f"a tensor of {tensor.dtype} must lie at a multiple of {tensor.itemsize} bytes")
     # Lazy conjugation and negation are flags, not bytes: apply them to the bytes.
@@ -270,6 +284,8 @@ def build_tensors(
     Raises:
         ProtocolError: If a bool holds anything but 0 and 1.
     """
+    import torch
+
     whole, first = payload.untyped_storage(), payload.storage_offset()
     regions = []
     for start, storage in zip(region_starts(storages)[0], storages, strict=True):
@@ -282,7 +298,9 @@ def build_tensors(
 
 
 def _view(header: TensorHeader, region: torch.UntypedStorage) -> torch.Tensor:
-    view = torch.empty(0, dtype=DTYPES[header.dtype], device="cpu")
+    import torch
+
+    view = torch.empty(0, dtype=getattr(torch, header.dtype), device="cpu")
     view.set_(region, header.offset, header.shape, header.strides)
     if header.dtype == "bool" and view.numel():
         raw = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -299,8 +317,8 @@ def _without_repeats(tensor: TensorHeader) -> tuple[int, ...]:
 
 
 def _check_tensor(tensor: TensorHeader, storages: Sequence[StorageHeader], caps: Caps) -> None:
-    if tensor.dtype not in DTYPES:
-        raise ProtocolError(f"unknown dtype {tensor.dtype[:40]!r}; allowed are {', '.join(DTYPES)}")
+    if tensor.dtype not in ITEM_NBYTES:
+        raise ProtocolError(f"unknown dtype {tensor.dtype[:40]!r}; allowed are {', '.join(ITEM_NBYTES)}")
     _within("number of dimensions", len(tensor.shape), caps.dims)
     if len(tensor.shape) != len(tensor.strides):
         raise ProtocolError(f"{len(tensor.shape)} sizes but {len(tensor.strides)} strides")
@@ -309,7 +327,7 @@ def _check_tensor(tensor: TensorHeader, storages: Sequence[StorageHeader], caps:
         _within("stride", stride, MAX_INTEGER)
     _within("storage index", tensor.storage, len(storages) - 1)
     _within("offset", tensor.offset, MAX_INTEGER)
-    itemsize = DTYPES[tensor.dtype].itemsize
+    itemsize = ITEM_NBYTES[tensor.dtype]
     # Kernels use aligned instructions, which crash on a misaligned complex number.
     if storages[tensor.storage].skew % itemsize:
         raise ProtocolError(f"{tensor.dtype} must lie at a multiple of {itemsize} bytes")

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from upriver.errors import ConfigError, ProtocolError
-from upriver.protocol.tensors import ALIGNMENT, DTYPES, aligned_empty
+from upriver.protocol.tensors import ALIGNMENT, ITEM_NBYTES, aligned_empty, dtype_name
 
 Node: TypeAlias = "bool | int | float | str | list[Any] | None"
 
@@ -46,10 +46,8 @@ EXACT = 2**53
 MAX_DIGITS = 400
 """Digits of a larger whole number."""
 
-_NUMPY = {
-    np.dtype(str(dtype).removeprefix("torch.")): dtype
-    for dtype in DTYPES.values()
-    if "bfloat" not in str(dtype)
+_NUMPY: dict[np.dtype[Any], torch.dtype] = {
+    np.dtype(name): getattr(torch, name) for name in ITEM_NBYTES if name != "bfloat16"
 }
 _DOUBLE = struct.Struct(">d")
 
@@ -149,7 +147,7 @@ class _Flat:
 
         Any other property would depend on where the sample was made.
         """
-        if value.dtype not in DTYPES.values() or value.layout is not torch.strided or value.is_nested:
+        if dtype_name(value.dtype) not in ITEM_NBYTES or value.layout is not torch.strided or value.is_nested:
             raise self._refusal(value, where or "the sample", f" of {value.dtype}, {value.layout}")
         for held, more in _MORE.items():
             if held(value):

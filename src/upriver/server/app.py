@@ -29,7 +29,6 @@ from upriver.errors import (
     TooLarge,
     UpriverError,
 )
-from upriver.program.graph.devices import check_device
 from upriver.protocol import Info, Load, Uploaded, valid_digest
 from upriver.server.config import ServerConfig
 from upriver.server.device_group import DeviceGroup, DeviceGroups
@@ -105,8 +104,6 @@ class Front:
     """
 
     def __init__(self, config: ServerConfig) -> None:
-        for device in config.devices:
-            check_device(device)
         self._config = config
         self.draining = False
         everyone = list(config.everyone()) or [ANYONE]

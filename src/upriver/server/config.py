@@ -10,17 +10,16 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args, runtime_checkable
 from urllib.parse import urlsplit
 
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.control.memory_budget import BASE, INDEXES
 from upriver.errors import ConfigError
-from upriver.pipeline.formats.image import PIXEL_CEILING
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
 from upriver.server.code_allowlist import require_allow
 from upriver.server.observability.load import FREE_BELOW, WINDOW_S
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token, require_count
 from upriver.store import DEFAULT_PREFIX, Store, check_name
 from upriver.store.names import check_prefix
-from upriver.types import require_finite
+from upriver.types import PIXEL_CEILING, require_finite
 
 Admission = Literal["static", "adaptive"]
 ColdStart = Literal["stream", "whole"]

@@ -7,8 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-
-import torch
+from typing import TYPE_CHECKING
 
 from upriver.control.admission_queue import AdmissionQueue
 from upriver.control.batch_adaptation import POLICIES
@@ -16,7 +15,6 @@ from upriver.control.fair_queue import FairQueue
 from upriver.control.memory_budget import BASE, INDEXES, MemoryBudget, MemoryHold
 from upriver.errors import ConfigError, Overloaded
 from upriver.profile.resources import available_bytes, total_bytes
-from upriver.program.graph.devices import check_device
 from upriver.server.config import ServerConfig
 from upriver.server.execution.worker_pool import WorkerPool
 from upriver.server.http.errors import ErrorWording
@@ -36,6 +34,9 @@ from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import Tenant
 from upriver.store import Store
 from upriver.text import bytes_text
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class DeviceGroup:
             stored_bytes=config.stored_bytes,
             workers=config.workers,
             copies=1 if on_cpu(device) else config.workers,
-            device=torch.device(device),
+            device=device,
             limits=config.stream_limits,
             metrics=metrics,
         )
@@ -304,7 +305,7 @@ def _usable_bytes(device: str, *, reserve: float) -> int:
     Raises:
         ConfigError: If no bytes are left, or the device does not exist.
     """
-    available = available_bytes(check_device(device))
+    available = available_bytes(_checked(device))
     usable = int((1 - reserve) * available)
     if usable < 1:
         raise ConfigError(
@@ -314,12 +315,21 @@ def _usable_bytes(device: str, *, reserve: float) -> int:
     return usable
 
 
+def _checked(device: str) -> str | torch.device:
+    """Return a device that exists. An accelerator needs PyTorch, which takes more than a second to import."""
+    if device == "cpu":
+        return device
+    from upriver.program.graph.devices import check_device
+
+    return check_device(device)
+
+
 def _warn_of_too_much(budget: int, device: str, *, count: int) -> None:
     """Warn of a budget above the device's memory.
 
     It is no error, as the operator may know more than the machine reports.
     """
-    most = total_bytes(check_device(device))
+    most = total_bytes(_checked(device))
     if budget * count > most:
         where = "this machine, or the control group of this process," if on_cpu(device) else device
         log.warning(

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,7 +24,6 @@ from upriver.control.service_costs import ServiceCosts
 from upriver.engine.clock import Clock
 from upriver.engine.read import read_samples_async
 from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError, bare
-from upriver.pipeline import SampleRef
 from upriver.protocol import PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
 from upriver.server.code_allowlist import check_code
 from upriver.server.config import ServerConfig
@@ -65,6 +65,9 @@ from upriver.server.scheduling.turn_gate import TurnGate
 from upriver.server.tenants import Tenant
 from upriver.store import Store
 from upriver.types import Timings
+
+if TYPE_CHECKING:
+    from upriver.pipeline import SampleRef
 
 log = logging.getLogger(__name__)
 

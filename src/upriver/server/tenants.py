@@ -12,21 +12,23 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from upriver.control.admission_queue import TenantShare
 from upriver.errors import ConfigError, Forbidden
-from upriver.pipeline import Dataset
 from upriver.protocol import valid_digest, valid_store_name
 from upriver.store import Store
 from upriver.store.names import check_prefix
 from upriver.text import printable
 from upriver.types import require_finite
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from upriver.pipeline import Dataset
 
 _Rows = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -259,6 +261,8 @@ def _find_outside(dataset: Dataset, prefixes: tuple[str, ...]) -> _Rows | None:
 
 def inside(names: pa.Array, prefixes: tuple[str, ...]) -> _Rows:
     """Return a mask of the objects that equal a prefix, or lie in it as in a folder."""
+    import pyarrow.compute as pc
+
     found = np.zeros(len(names), dtype=np.bool_)
     for prefix in prefixes:
         found |= pc.equal(names, prefix).to_numpy(zero_copy_only=False)

@@ -33,8 +33,8 @@ from benchmarks.input_pipeline.report import GOALS, Found, page, verdict, write
 from benchmarks.input_pipeline.workloads import CLASSES, MODULE, WORKLOADS
 from upriver.dataloader.offload_stretch import Stretch
 from upriver.dataloader.share import Backlog, OffloadShare
-from upriver.pipeline.mapstyle import DONE, START
 from upriver.rpc.local_server import EmbeddedServer
+from upriver.types import DONE, START
 
 SETTING = Setting(workload="R", stall=0.5, batches=10, repeats=2, ratios=(0.1, 0.5, 0.8, 0.9, 1.0))
 

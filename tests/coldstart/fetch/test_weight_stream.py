@@ -27,12 +27,12 @@ from tests.store.faulty_server import FaultyServer
 from upriver.coldstart.fetch import weight_stream as stream_module
 from upriver.coldstart.fetch.concurrency import ConcurrencySearch
 from upriver.coldstart.fetch.range_planner import PADDING, RangeRequest, TensorPart, requests_for
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.fetch.weight_stream import (
     FIRST_PIECE_BYTES,
     MOST_PIECE_BYTES,
     PIECE_S,
     StreamEvent,
-    StreamLimits,
     WeightStream,
 )
 from upriver.coldstart.format import manifest

@@ -24,7 +24,8 @@ from upriver._threads.executor import DaemonExecutor
 from upriver.coldstart import load_program as cold_programs
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.fetch.range_planner import PADDING, RangeRequest, TensorPart, apart
-from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
+from upriver.coldstart.fetch.stream_limits import StreamLimits
+from upriver.coldstart.fetch.weight_stream import WeightStream
 from upriver.coldstart.format import manifest
 from upriver.coldstart.format.checkpoint import WeightSource, find, object_at
 from upriver.coldstart.format.readahead import Readahead

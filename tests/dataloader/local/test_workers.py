@@ -30,7 +30,8 @@ from upriver.dataloader.local import workers
 from upriver.dataloader.local.torch_processes import MAKES_WAY, ended_by, why_ended
 from upriver.dataloader.local.workers import LoaderProcesses, SampleMaker
 from upriver.dataloader.tasks import Arrivals, Task
-from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
+from upriver.pipeline.mapstyle import MapStyle
+from upriver.types import DONE, RAW, START
 
 
 class Slow:

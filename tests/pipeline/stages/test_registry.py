@@ -29,8 +29,9 @@ from upriver.pipeline import (
     imagenet_train,
     stored_tensor,
 )
-from upriver.pipeline.formats.image import MAX_PIXELS, PIXEL_CEILING
+from upriver.pipeline.formats.image import MAX_PIXELS
 from upriver.pipeline.stages.registry import stage_from_json
+from upriver.types import PIXEL_CEILING
 
 ensure_torchvision()
 from torchvision import transforms  # noqa: E402

@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from upriver.errors import ProgramError
 from upriver.program.capture.prefix import capture
 from upriver.program.graph import weights_file
+from upriver.program.graph.artifact_paths import digest_of
 from upriver.program.graph.artifact_store import load, publish
 from upriver.program.graph.call_validator import check_call
 from upriver.program.graph.caps import GraphCaps
 from upriver.program.graph.executor import Program
 from upriver.program.graph.operators import ALLOWED, fingerprints, resolve
 from upriver.program.graph.parser import decode
-from upriver.program.graph.schema import SCHEMA, Lifetimes, Node, TensorSpec, Value, constants, digest_of
+from upriver.program.graph.schema import SCHEMA, Lifetimes, Node, TensorSpec, Value, constants
 from upriver.program.graph.validator import check
 from upriver.store import Store
 

@@ -41,7 +41,7 @@ from upriver.errors import (
     TooLarge,
     WorkerCrashed,
 )
-from upriver.pipeline.mapstyle import DONE, RAW, START, MapStyle
+from upriver.pipeline.mapstyle import MapStyle
 from upriver.protocol import (
     BY_DEFAULT,
     DEFAULT_CAPS,
@@ -68,7 +68,7 @@ from upriver.server.sandbox import environment
 from upriver.server.scheduling.footprint import ANSWER_BYTES
 from upriver.server.tenants import ANYONE
 from upriver.text import error_text
-from upriver.types import MicroBatch
+from upriver.types import DONE, RAW, START, MicroBatch
 
 NAME = workloads.NAME
 OURS = (NAME, "tests.dataloader.toy_datasets")

@@ -27,7 +27,7 @@ from tests.server.running import (
 from upriver.errors import BadSample, CodeFailed, ObjectChanged, StoreError
 from upriver.pipeline import CenterCrop, Decode, Normalize, Resize, index
 from upriver.program.capture.prefix import capture
-from upriver.program.graph.artifact_store import graph_path
+from upriver.program.graph.artifact_paths import graph_path
 from upriver.protocol import (
     PROCESS_HEADER,
     VERSION,

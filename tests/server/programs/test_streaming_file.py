@@ -22,15 +22,15 @@ from torch import nn
 
 from tests.server.cold import ROWS, WIDTH, cold_file, wide
 from tests.server.running import wait_for
-from upriver.coldstart.fetch.weight_stream import StreamLimits
+from upriver.coldstart.fetch import strategy
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.load_program import publish
 from upriver.errors import ConfigError, ProgramError, UpriverError
 from upriver.program.capture.prefix import capture
-from upriver.program.graph.artifact_store import weights_path
+from upriver.program.graph.artifact_paths import weights_path
 from upriver.program.graph.executor import Program
 from upriver.server.ipc.shared_memory import FillingFile, map_privately
-from upriver.server.programs import streaming_weights as cold
 from upriver.server.scheduling.program_footprint import MOST_RUNS, runs_of
 from upriver.store import DEFAULT_PREFIX, Store
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_asked_for_is_an_error_of_all_who_wait(
 
     async def go() -> None:
         file = cold_file(store, program, StreamLimits(), [])
-        monkeypatch.setattr(cold, "plan_requests", fail)
+        monkeypatch.setattr(strategy, "plan_requests", fail)
         file.ask([1])
         for waiting in (file.ready([1], [1], within_s=0.0), file.over(), file.checked()):
             with pytest.raises(UpriverError, match=str(error)):
@@ -220,7 +220,7 @@ def test_where_no_thread_can_check_it_all_who_wait_get_an_error(monkeypatch: pyt
 def test_what_is_asked_for_together_is_chosen_beside_the_loop(
     cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, planned = wide(), cold.plan_requests
+    program, planned = wide(), strategy.plan_requests
     store = Store.open("memory://cold")
     publish(program, store)
     threads, go_on = [], threading.Event()
@@ -232,7 +232,7 @@ def test_what_is_asked_for_together_is_chosen_beside_the_loop(
 
     async def go() -> None:
         file = cold_file(store, program, StreamLimits(), [])
-        monkeypatch.setattr(cold, "plan_requests", slow)
+        monkeypatch.setattr(strategy, "plan_requests", slow)
         file.ask([1, 7])
         waiting = asyncio.create_task(file.ready([7], [7], within_s=0.0))
         await asyncio.sleep(0)  # urgent, before a stream exists

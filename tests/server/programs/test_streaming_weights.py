@@ -36,16 +36,17 @@ from tests.server.cold import (
 )
 from tests.server.running import answering, ask, body_of, messages, run, wait_for
 from tests.store.gated_server import GatedServer
+from upriver.coldstart import load_program
 from upriver.coldstart.format import manifest as layout
 from upriver.coldstart.load_program import publish
 from upriver.control import service_costs
 from upriver.errors import Damaged, ProgramError, UpriverError
 from upriver.program.capture.prefix import capture
-from upriver.program.graph.artifact_store import weights_path
+from upriver.program.graph.artifact_paths import weights_path
 from upriver.protocol import RunRequest, error_from, program_head
 from upriver.server.execution.worker_process import WorkerHandle
 from upriver.server.ipc.messages import Here
-from upriver.server.programs import registry, streaming_weights
+from upriver.server.programs import streaming_weights
 from upriver.server.programs.streaming_weights import ColdFile
 from upriver.store import DEFAULT_PREFIX, Store
 from upriver.types import MicroBatch, Timings
@@ -319,13 +320,13 @@ def test_a_store_that_says_nothing_holds_up_cold_programs_alone(
     made = [capture(Small().eval(), (torch.randn(ROWS, WIDTH),), granularity="op") for _ in range(count)]
     for program in made:
         published(s3, program)
-    go_on, find = threading.Event(), registry.find
+    go_on, find = threading.Event(), load_program.find
 
     def slow(*arguments: Any, **options: Any) -> Any:
         assert go_on.wait(120)
         return find(*arguments, **options)
 
-    monkeypatch.setattr(registry, "find", slow)
+    monkeypatch.setattr(load_program, "find", slow)
     with serving(s3, max_admitted=count) as server, ThreadPoolExecutor(count) as beside:
         answers = [beside.submit(run, server, request(program), sent(program)) for program in made]
         try:

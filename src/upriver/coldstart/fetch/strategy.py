@@ -13,7 +13,8 @@ from typing import TypeAlias
 import torch
 
 from upriver.coldstart import link_cache
-from upriver.coldstart.fetch.weight_stream import Sink, StreamLimits, WeightStream
+from upriver.coldstart.fetch.stream_limits import StreamLimits
+from upriver.coldstart.fetch.weight_stream import Sink, WeightStream
 from upriver.coldstart.format.checkpoint import WeightSource, object_at
 from upriver.coldstart.format.readahead import MOST_BYTES, Readahead
 from upriver.coldstart.grouping import grouping_cache

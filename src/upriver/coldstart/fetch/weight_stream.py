@@ -37,20 +37,18 @@ from upriver.coldstart.fetch.range_planner import (
     cut,
     requests_for,
 )
+from upriver.coldstart.fetch.stream_limits import DEFAULT_LIMITS, MIB, StreamLimits
 from upriver.coldstart.format.checkpoint import WeightSource, damaged_error
 from upriver.coldstart.format.readahead import Loop, Readahead
 from upriver.coldstart.link_cache import StoreLink
-from upriver.errors import Cancelled, ConfigError, ObjectChanged, StoreError, UpriverError, bare
+from upriver.errors import Cancelled, ObjectChanged, StoreError, UpriverError, bare
 from upriver.link import TokenBucket
 from upriver.program.graph.weights_file import ALIGNMENT
 from upriver.store.direct import Direct
 from upriver.store.places import BufferSequence
 from upriver.text import error_text
-from upriver.types import Limits
 
 log = logging.getLogger("upriver")
-
-MIB = 1 << 20
 
 REQUEST_S = 0.0005
 """Cost of a request for both sides besides its latency. Gaps that arrive in less time are read along."""
@@ -91,50 +89,6 @@ class Sink(Protocol):
         The stream calls this at most once, and calls and writes nothing afterwards.
         """
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StreamLimits:
-    """Bounds on a stream's use of link and memory.
-
-    Attributes:
-        request_bytes: Most bytes of one request. Stores serve 8 to 16 MB well. Smaller requests are many;
-            with larger ones a wrong byte or a cancel is noticed late.
-        concurrency: Most requests in flight.
-        in_flight_bytes: Most bytes that are requested and not yet written.
-        bandwidth_bytes_per_s: Bandwidth cap; infinite for all that the link gives.
-        timeout_s: Longest time for which a request may bring no byte.
-    """
-
-    request_bytes: int = 16 * MIB
-    concurrency: int = 8
-    in_flight_bytes: int = 128 * MIB
-    bandwidth_bytes_per_s: float = float("inf")
-    timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        """Raise `ConfigError` for a value that is no number or out of range."""
-        for name, limits in _LIMITS.items():
-            limits.check(name, getattr(self, name))
-        for name in ("request_bytes", "concurrency", "in_flight_bytes"):
-            if not isinstance(getattr(self, name), int):
-                raise ConfigError(f"{name} must be a whole number, got {getattr(self, name)!r}")
-        if self.in_flight_bytes < self.request_bytes:
-            raise ConfigError(
-                f"in_flight_bytes must be at least request_bytes ({self.request_bytes}), got "
-                f"{self.in_flight_bytes}"
-            )
-
-
-_LIMITS = {
-    "request_bytes": Limits(least=ALIGNMENT, most=1024 * MIB),
-    "concurrency": Limits(least=1, most=1024),
-    "in_flight_bytes": Limits(least=ALIGNMENT, most=10**15),
-    "bandwidth_bytes_per_s": Limits(most=10**15, positive=True, or_infinite=True),
-    "timeout_s": Limits(most=10**6, positive=True),
-}
-
-DEFAULT_LIMITS = StreamLimits()
-"""Limits of a stream unless the caller gives others."""
 
 Kind = Literal["request", "first_byte", "filled", "refetch"]
 

@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 from upriver.coldstart.format.checkpoint import INDEX_ENDING
 from upriver.coldstart.format.manifest import ENDING
 from upriver.errors import ConfigError
+from upriver.program.graph.artifact_paths import graph_path
 from upriver.store import Store
 
 
@@ -70,8 +71,4 @@ def program_at(uri: str) -> tuple[str, str, str]:
 
 def program_uri(store_uri: str, prefix: str, digest: str) -> str:
     """Return the URI of a program, as :func:`upriver.coldstart.open` needs it."""
-    from upriver.program.graph.artifact_store import (
-        graph_path,  # part of the program runtime, which loading a model does not need
-    )
-
     return f"{store_uri.rstrip('/')}/{graph_path(prefix, digest).removesuffix('/graph.json')}"

@@ -12,7 +12,8 @@ import torch
 from upriver.engine.read import read_samples
 from upriver.errors import BadSample
 from upriver.pipeline import Dataset, SampleError, stored_tensor
-from upriver.pipeline.mapstyle import DONE, collated, whole_number
+from upriver.pipeline.mapstyle import collated, whole_number
+from upriver.types import DONE
 
 READ = "read"
 """First stage of every such dataset, which reads from the store."""

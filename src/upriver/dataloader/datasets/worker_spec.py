@@ -10,11 +10,10 @@ import torch
 
 from upriver.dataloader.datasets.declared import Declared
 from upriver.dataloader.tasks import Task
-from upriver.pipeline.mapstyle import DONE, RAW, START
 from upriver.profile.throughput_cache import pipeline_key
 from upriver.protocol import BY_DEFAULT, DEFAULT_CAPS, CodeRef, Collate, DatasetRef, RunRequest
 from upriver.protocol.tree import build, flatten
-from upriver.types import MicroBatch
+from upriver.types import DONE, RAW, START, MicroBatch
 
 PIECE = 16
 """Number of samples made together if they are not collated, as the tensors of a response are limited."""

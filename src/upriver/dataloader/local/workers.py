@@ -29,7 +29,7 @@ from upriver.dataloader.local.torch_processes import (
     wrapped,
 )
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
-from upriver.pipeline.mapstyle import DONE
+from upriver.types import DONE
 
 READERS = 4
 """Number of threads that read at once, each the samples of one task."""

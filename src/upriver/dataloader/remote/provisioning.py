@@ -26,7 +26,6 @@ from upriver.dataloader.remote.worker import LoaderWorker
 from upriver.dataloader.remote.workers import Canary, WorkerDispatcher
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.errors import ConfigError, NotExact, UpriverError
-from upriver.pipeline.mapstyle import DONE
 from upriver.pipeline.seeding import apart
 from upriver.profile.throughput_cache import RemoteResources, RemoteWorker, sample_key
 from upriver.protocol import BY_DEFAULT
@@ -34,6 +33,7 @@ from upriver.protocol.tree import identical
 from upriver.rpc.client import ServerClient
 from upriver.rpc.worker_fleet import Fleet, Provider, Serves
 from upriver.text import error_text
+from upriver.types import DONE
 
 log = logging.getLogger("upriver")
 

@@ -26,12 +26,10 @@ from PIL.WebPImagePlugin import WebPImageFile
 from upriver.errors import ConfigError, TooLarge, UpriverError
 from upriver.pipeline.errors import SampleError
 from upriver.pipeline.formats.orientation import orientation_of
+from upriver.types import PIXEL_CEILING
 
 MAX_PIXELS = 64 * 2**20
 """Default cap: above full-frame cameras (61 megapixels), below Pillow's own warning (89 megapixels)."""
-
-PIXEL_CEILING = 178_956_970
-"""Upper limit on any cap: Pillow refuses larger images, of 0.5 GB as RGB."""
 
 MAX_IMAGE_SIDE = 2**16
 """Longest side of a stored image: the limit of JPEG, rounded up.

@@ -25,7 +25,7 @@ from upriver.pipeline.formats.wavfile import read_form
 from upriver.pipeline.left_out import FORMAT_OF, OnLeftOut, Tally, describe
 from upriver.pipeline.stages.audio import DecodeWav
 from upriver.pipeline.stages.base import InputStage
-from upriver.program.graph.schema import digest_of
+from upriver.program.graph.artifact_paths import digest_of
 from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, Unreachable, check_name
 from upriver.types import require_type
 

@@ -15,7 +15,7 @@ from upriver.errors import ConfigError
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.errors import SampleError
 from upriver.pipeline.formats import image
-from upriver.pipeline.formats.image import MAX_PIXELS, PIXEL_CEILING
+from upriver.pipeline.formats.image import MAX_PIXELS
 from upriver.pipeline.stages.base import (
     InputStage,
     Sizes,
@@ -28,6 +28,7 @@ from upriver.pipeline.stages.base import (
     pair,
     stored_bytes,
 )
+from upriver.types import PIXEL_CEILING
 
 MAX_SIDE = 16384
 """Longest side to resize or crop to; the longest of a WebP image, rounded up."""

@@ -1,58 +1,15 @@
-"""Store programs: a graph under ``programs/<digest>/`` and its weights under ``weights/``."""
+"""Store programs: weights first, then the graph that names them."""
 
 from __future__ import annotations
 
-import msgspec
 import torch
 
 from upriver.errors import ObjectNotFound, ProgramError, ProgramNotFound, StoreError
+from upriver.program.graph.artifact_paths import graph_path, weights_digest_of, weights_path
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.executor import Program
 from upriver.program.graph.fetch import get_at_most
-from upriver.program.graph.schema import DIGEST
 from upriver.store import DEFAULT_PREFIX, Store
-
-
-def is_digest(text: str) -> bool:
-    """Return whether a text has the form of a digest of a program or of weights."""
-    return DIGEST.fullmatch(text) is not None
-
-
-def check_digest(digest: str) -> str:
-    """Return a digest of 64 hexadecimal characters, so that a name can never become a path.
-
-    Raises:
-        ProgramError: If it is anything else.
-    """
-    if not is_digest(digest):
-        raise ProgramError(f"a digest is 64 hexadecimal characters, got {digest[:80]!r}")
-    return digest
-
-
-def graph_path(prefix: str, digest: str) -> str:
-    """Return the path of a program's graph."""
-    return f"{prefix}/programs/{check_digest(digest)}/graph.json"
-
-
-def weights_path(prefix: str, weights_digest: str) -> str:
-    """Return the path of a weights file."""
-    return f"{prefix}/weights/{check_digest(weights_digest)}.safetensors"
-
-
-class _Names(msgspec.Struct):
-    weights_digest: str
-
-
-def weights_digest_of(graph_bytes: bytes | memoryview) -> str:
-    """Return the digest of the weights file that a graph names.
-
-    Raises:
-        ProgramError: If the bytes are not a graph.
-    """
-    try:
-        return check_digest(msgspec.json.decode(graph_bytes, type=_Names).weights_digest)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ProgramError(f"graph.json: {error}") from None
 
 
 def publish(program: Program, store: Store, *, prefix: str = DEFAULT_PREFIX) -> None:

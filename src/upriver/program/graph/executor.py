@@ -13,6 +13,7 @@ import torch
 from upriver.errors import ConfigError, ProgramError
 from upriver.program.eval_mode import no_fast_path
 from upriver.program.graph import weights_file
+from upriver.program.graph.artifact_paths import digest_of
 from upriver.program.graph.autocast import autocast_dtype, autocasting
 from upriver.program.graph.buffer_reuse import overwritable
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
@@ -20,7 +21,7 @@ from upriver.program.graph.constants import Constants, names_read
 from upriver.program.graph.devices import check_device, moved
 from upriver.program.graph.parser import check_weight, decode
 from upriver.program.graph.schedule import ScheduledNode, Values, bind, mark_last_uses, schedule
-from upriver.program.graph.schema import Graph, Value, Weight, digest_of
+from upriver.program.graph.schema import Graph, Value, Weight
 from upriver.program.graph.validator import check
 from upriver.program.graph.weights_file import FileInMemory, Stored
 from upriver.text import printable

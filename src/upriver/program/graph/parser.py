@@ -14,11 +14,11 @@ import msgspec
 import torch
 
 from upriver.errors import ProgramError
+from upriver.program.graph.artifact_paths import DIGEST
 from upriver.program.graph.autocast import AUTOCAST
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.operators import check_fingerprints
 from upriver.program.graph.schema import (
-    DIGEST,
     DTYPES,
     SCHEMA,
     Graph,

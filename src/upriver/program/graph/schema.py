@@ -6,9 +6,7 @@ made for one micro-batch size. Its digest is the SHA-256 of its bytes.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -18,9 +16,6 @@ import torch
 from upriver.errors import ProgramError
 
 SCHEMA = "upriver.program/2"
-
-DIGEST = re.compile(r"[0-9a-f]{64}")
-"""Result of `digest_of`."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A size, a stride, a position or a number of bytes. Fits the signed 64 bits that torch uses."""
@@ -188,11 +183,6 @@ class Graph(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def input_bytes(self) -> float:
         """Bytes of the model's input, per sample."""
         return sum(value.spec.nbytes for value in self.inputs) / self.micro_batch
-
-
-def digest_of(data: bytes | memoryview) -> str:
-    """Return the SHA-256 in hexadecimal: the name of a program, a weights file or a dataset."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def constants(inputs: Iterable[Value], nodes: Iterable[Node]) -> frozenset[str]:

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from upriver.control.admission_queue import Admission
 from upriver.engine.clock import Clock
 from upriver.errors import DeadlineExceeded
-from upriver.pipeline import Dataset
 from upriver.protocol import RunRequest
 from upriver.server.execution.worker_process import Job, Result
 from upriver.server.observability import tracing
@@ -20,6 +19,9 @@ from upriver.server.programs.registry import KnownProgram
 from upriver.server.scheduling.answer_memory import MemoryUse
 from upriver.server.tenants import Tenant
 from upriver.types import MicroBatch, Timings
+
+if TYPE_CHECKING:
+    from upriver.pipeline import Dataset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

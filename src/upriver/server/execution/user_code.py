@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import default_collate
 
 from upriver.errors import CodeFailed, TooLarge, UpriverError
-from upriver.pipeline.mapstyle import DONE, MapStyle
+from upriver.pipeline.mapstyle import MapStyle
 from upriver.protocol import BY_DEFAULT, TRACE_CHARS
 from upriver.protocol.tree import flatten
 from upriver.server.code_allowlist import check_found, look_up, qualname
@@ -29,7 +29,7 @@ from upriver.server.execution.worker_output import STDERR
 from upriver.server.ipc.messages import RunCode
 from upriver.server.observability import logging
 from upriver.text import error_text, last_lines, said
-from upriver.types import MicroBatch
+from upriver.types import DONE, MicroBatch
 
 MAX_DATASETS = 8
 """Datasets kept in each worker, evicted by least recent use: training and held-out data of some jobs."""

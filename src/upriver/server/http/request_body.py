@@ -8,6 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from upriver.errors import ProtocolError, TooLarge
+from upriver.imports import imported
 from upriver.protocol import Caps, FrameDecoder, RunRequest, named
 from upriver.text import said
 from upriver.types import MicroBatch
@@ -37,6 +38,8 @@ async def read_body(
         for message in decoder.feed(chunk):
             if request is None and isinstance(message, RunRequest):
                 request = message
+                if request.sent:  # data frames follow
+                    await imported("torch")
             elif request is not None and isinstance(message, MicroBatch):
                 batches.append(_checked(request, len(batches), message))
             else:

@@ -17,8 +17,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from upriver.server.sandbox.rlimits import on_cpu
 from upriver.text import said
 
@@ -198,4 +196,6 @@ async def _seen(look: UtilisationProbe) -> tuple[float | None, str]:
 
 def _handle(pynvml: Any, device: str) -> Any:
     """Find a device by its identity: NVML numbers all devices of a machine, torch only those it may use."""
+    import torch
+
     return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")

@@ -6,15 +6,18 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 from upriver.control.memory_budget import MemoryHold
 from upriver.errors import DoesNotFit, Forbidden, ObjectNotFound, Overloaded, ProtocolError
-from upriver.pipeline import Dataset
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.tenants import Tenant, inside, outside_nbytes
 from upriver.store import Store
 from upriver.text import bytes_text
+
+if TYPE_CHECKING:
+    from upriver.pipeline import Dataset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +179,8 @@ def _open(store: Store, digest: str, prefix: str, admit: Callable[[int], None]) 
 
     Otherwise any writer of an index could read other tenants' programs through it.
     """
+    from upriver.pipeline import Dataset
+
     dataset = Dataset.open(store, digest, prefix=prefix, admit=admit)
     if inside(dataset.objects.dictionary, (prefix,)).any():
         raise Forbidden(

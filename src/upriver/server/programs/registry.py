@@ -12,15 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakSet, WeakValueDictionary
 
 import msgspec
-import torch
 
-from upriver.coldstart.fetch.weight_stream import StreamLimits
-from upriver.coldstart.format import manifest as layout
-from upriver.coldstart.format.manifest import Manifest
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.garbage_collection import (
     TOUCH_S,
     begin_upload,
@@ -29,7 +26,6 @@ from upriver.coldstart.garbage_collection import (
     end_upload,
     note_use,
 )
-from upriver.coldstart.load_program import FoundWeights, find
 from upriver.control.admission_queue import NeededProgram
 from upriver.control.memory_budget import MemoryHold
 from upriver.errors import (
@@ -42,7 +38,8 @@ from upriver.errors import (
     StoreError,
     TooLarge,
 )
-from upriver.program.graph.artifact_store import graph_path, weights_digest_of, weights_path
+from upriver.imports import imported
+from upriver.program.graph.artifact_paths import graph_path, weights_digest_of, weights_path
 from upriver.program.graph.fetch import get_at_most
 from upriver.protocol import MAX_GRAPH_BYTES, Caps
 from upriver.server.ipc.messages import Weighed
@@ -58,9 +55,11 @@ from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
 from upriver.text import bytes_text
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from upriver.coldstart.format.manifest import Manifest
+    from upriver.coldstart.load_program import FoundWeights
 
-_CPU = torch.device("cpu")
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -148,7 +147,7 @@ class ProgramRegistry:
         workers: int,
         metrics: ServerMetrics,
         copies: int = 1,
-        device: torch.device = _CPU,
+        device: str = "cpu",
         limits: StreamLimits | None = None,
     ) -> None:
         self._stores, self._prefix = stores, prefix
@@ -353,6 +352,7 @@ class ProgramRegistry:
             Overloaded: If some of it is being removed.
             StoreError: If the store cannot be listed or written.
         """
+        layout = await imported("upriver.coldstart.format.manifest")
         place, weights_digest = self._own(tenant), weights_digest_of(program.graph.view())
         store, weights = place.store, weights_path(place.prefix, weights_digest)
         graph = graph_path(place.prefix, program.digest)
@@ -505,6 +505,8 @@ class ProgramRegistry:
             return None
 
         def look() -> FoundWeights | None:
+            from upriver.coldstart.load_program import find
+
             with ThreadPoolExecutor(1, thread_name_prefix="upriver-cold-find") as beside:
                 return find(
                     place.store, place.prefix, known.digest, weights_digest, limits=limits, beside=beside
@@ -578,8 +580,10 @@ def own_prefix(prefix: str, tenant: Tenant) -> str:
 
 def _is_stored(store: Store, path: str, described: Manifest) -> bool:
     """Return whether a weights file is stored with a manifest that describes each weight equally."""
+    from upriver.coldstart.format.manifest import read
+
     try:
-        found = layout.read(store, path)
+        found = read(store, path)
     except (ObjectNotFound, ObjectChanged, ProgramError):
         return False
     return msgspec.structs.replace(found, etag="", execution=described.execution) == described

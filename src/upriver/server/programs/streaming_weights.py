@@ -19,21 +19,22 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from upriver._threads.background import BackgroundThread
-from upriver.coldstart.fetch.strategy import Groupings, plan_requests
-from upriver.coldstart.fetch.weight_stream import StreamLimits, WeightStream
-from upriver.coldstart.format.manifest import Manifest
-from upriver.coldstart.incoming_weights import step_back
-from upriver.coldstart.load_handle import remember
-from upriver.coldstart.load_program import FoundWeights
+from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.coldstart.model.arrivals import Arrivals
 from upriver.errors import Cancelled, ProgramError, UpriverError
 from upriver.server.ipc.shared_memory import FillingFile
 from upriver.text import error_text
+
+if TYPE_CHECKING:
+    from upriver.coldstart.fetch.strategy import Groupings
+    from upriver.coldstart.fetch.weight_stream import WeightStream
+    from upriver.coldstart.format.manifest import Manifest
+    from upriver.coldstart.load_program import FoundWeights
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class ColdFile:
         digest: str,
         limits: StreamLimits,
         *,
-        device: torch.device,
+        device: str,
         on_forged: Callable[[], object],
     ) -> None:
         self._found, self._digest, self._limits, self._device = found, digest, limits, device
@@ -218,10 +219,15 @@ class ColdFile:
 
     def stream_of(self, numbers: Sequence[int], sink: _Part) -> WeightStream:
         """Return a stream of these tensors. Choosing their groups can take tenths of a second."""
+        import torch
+
+        from upriver.coldstart.fetch.strategy import plan_requests
+
         some, known = self._found.source, self._found.known
         if len(numbers) < len(self._tensors):
             some, known = replace(some, tensors=tuple(some.tensors[number] for number in numbers)), {}
-        plan = plan_requests(some, self._found.link, GROUPING, self._limits, self._device, known)
+        device = torch.device(self._device)
+        plan = plan_requests(some, self._found.link, GROUPING, self._limits, device, known)
         stream = plan.stream(sink)
         if some is self._found.source:
             self._at_once, self._groupings = stream, plan.groupings
@@ -263,6 +269,9 @@ class ColdFile:
 
     def _check(self) -> None:
         """Check the file's digest as it arrives, at a lower priority than threads that run stages."""
+        from upriver.coldstart.incoming_weights import step_back
+        from upriver.coldstart.load_handle import remember
+
         path = self._found.source.path
         try:
             step_back()

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from upriver.errors import ProgramError, ProtocolError
-from upriver.program.graph.artifact_store import weights_digest_of
+from upriver.program.graph.artifact_paths import weights_digest_of
 from upriver.protocol import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, split_program_head
 from upriver.server.ipc.shared_memory import SealedFile
 from upriver.server.programs.program_files import ProgramFiles

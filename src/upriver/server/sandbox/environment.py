@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 
-from upriver.engine.fingerprint import ENVIRONMENT as KERNEL_VARIABLES
+from upriver.engine.environment import ENVIRONMENT as KERNEL_VARIABLES
 from upriver.server.sandbox.bubblewrap import Enclosure, import_path
 from upriver.server.sandbox.rlimits import ALLOCATOR
 

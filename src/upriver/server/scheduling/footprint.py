@@ -11,18 +11,20 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
 
 from upriver.errors import ProtocolError
-from upriver.pipeline import Dataset
 from upriver.protocol import DEFAULT_CAPS, RunRequest
 from upriver.server.ipc.messages import Weighed
 from upriver.server.ipc.shared_memory import SealedFile
 from upriver.server.tenants import Tenant
 from upriver.types import MicroBatch
+
+if TYPE_CHECKING:
+    from upriver.pipeline import Dataset
 
 TAIL_BYTES = 2 << 20
 """Bytes of an answer that may wait for the socket while the next micro-batch is computed. Some 20 ms at 1
