@@ -27,7 +27,7 @@ Constructed by upriver:
 Constructed as ever:
 
 {imported_plain}
-
+{untimed}
 ## Who is ahead
 
 {behind}

@@ -95,6 +95,7 @@ def page(found: Sequence[Found], name: str, *, hint: str = "") -> str:
         started_plain=seconds_table(timed, STARTED, PLAIN),
         imported=seconds_table(timed, IMPORTED, ""),
         imported_plain=seconds_table(timed, IMPORTED, PLAIN),
+        untimed=_untimed_text([each for each in begun if not each.setting.timed]),
         behind=behind_table(timed, {"from start": STARTED, "after imports": IMPORTED}),
         evened=behind_table(timed, {"with imports evened out": EVENED}),
         imports=imports_table(imports),
@@ -155,6 +156,21 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
     if out and goal.startswith("fastest"):
         text += f"; not compared, as they failed or were wrong: {', '.join(out)}"
     return text
+
+
+def _untimed_text(found: Sequence[Found]) -> str:
+    """Return the seconds of settings that run for their memory; an empty text if there are none."""
+    if not found:
+        return ""
+    turns = max(len(each.rows(OURS)) for each in found)
+    return f"""
+Run for their memory, in {turns} {"turn" if turns == 1 else "turns"}, and not judged. From process start, and
+from the end of imports:
+
+{seconds_table(found, STARTED, "")}
+
+{seconds_table(found, IMPORTED, "")}
+"""
 
 
 def seconds_table(found: Sequence[Found], clock: str, ending: str) -> str:

@@ -302,11 +302,13 @@ def test_the_page_and_its_picture_say_what_there_is(tmp_path: Path) -> None:
     text = write(found, tmp_path, "page", hint="`pip install it`")
     assert (tmp_path / "page.md").read_text() == text == page(found, "page", hint="`pip install it`")
     assert (tmp_path / "page.png").stat().st_size > 10_000
+    _, told, untimed = text.partition("Run for their memory, in 2 turns, and not judged")
+    assert told and untimed.partition("## Who is ahead")[0].count(f"| {XL.key} |") == 2
     assert f"Not run yet: {QUICK[0].key}" in text and "layers: 3 answers are not the model's" in text
     assert "not installed: tensorizer. Their environment: `pip install it`" in text
     assert all(goal in text for goal in GOALS.values())
     assert "`memory.peak`" in text and "GPT-2-XL" in text and "1.05 / 2.00" in text and "boto3 1.2" in text
-    assert text.count(f"| {XL.key} |") == 1, "its memory alone is told"
+    assert text.count(f"| {XL.key} |") == 3, "its seconds by two clocks, and its memory"
 
 
 def test_a_page_of_nothing(tmp_path: Path) -> None:
