@@ -100,7 +100,7 @@ def _in_a_child(name: str, way: str, source: str) -> Row:
     with tempfile.TemporaryDirectory() as cache:  # proofs are made, not read from the cache
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join((source, str(ROOT))),
+            "PYTHONPATH": os.pathsep.join((source, str(ROOT), str(ROOT / "scripts"))),  # own models
             "UPRIVER_CACHE": cache,
             "HF_HUB_OFFLINE": "1",
         }
