@@ -220,6 +220,8 @@ and workspaces as well.
 
 def _under_usual(shares: Sequence[float]) -> str:
     """Return how estimates compare with processes with the C library's defaults."""
+    if not shares:
+        return "none was measured so"
     under = sum(share < 1 for share in shares)
     found = f"{under} of the {len(shares)} rows that were measured so are under the measured peak"
     return f"{found} (high / measured {min(shares):.3f} to {max(shares):.3f})"
@@ -235,14 +237,16 @@ def main() -> None:
         name, way, batch, size = arguments.one
         print(json.dumps(measure(name, way, int(batch), int(size))))
         return
-    most, repeats = (1, 1) if arguments.quick else (None, REPEATS)
-    names, batches = arguments.networks[:most], BATCHES[:most]
+    names, repeats = arguments.networks, REPEATS
+    batches: Sequence[int] = BATCHES
+    if arguments.quick:
+        names, batches, repeats = ["resnet18"], BATCHES[:1], 1
     rows = []
     for name in names:
         for way in WAYS:
             for batch in batches:
                 runs = [child(name, way, batch) for _ in range(repeats)]
-                usual = child(name, way, batch, allocator=False) if batch == batches[-1] else None
+                usual = child(name, way, batch, allocator=False) if batch == max(BATCHES) else None
                 rows.append({"network": name, "way": way, "batch": batch, "runs": runs, "usual": usual})
                 print(name, way, batch, runs, usual, file=sys.stderr, flush=True)
     Output.of(arguments, "memory_model").write(report(rows, kept(names, repeats)))
