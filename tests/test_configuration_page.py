@@ -104,7 +104,7 @@ def test_every_input_stage_is_there_with_its_fields() -> None:
                 assert f"`{field.name} = {value}`" in table[name]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/configuration.md"])
+@pytest.mark.parametrize("page", ["docs/guides/finetune.md", "docs/configuration.md"])
 def test_the_stages_of_ready_tensors_are_read_as_written(page: str, tmp_path: Path) -> None:
     text = (Path(__file__).parent.parent / page).read_text(encoding="utf-8")
     [block] = [
