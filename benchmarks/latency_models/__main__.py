@@ -341,13 +341,14 @@ def main() -> None:
     torch.set_num_threads(1)
     output = Output.of(options, "latency_models")
     kinds = tuple(TABLE_III) if options.quick else tuple(RANGES)
+    names = tuple(NETWORKS)[: 1 if options.quick else None]
     records = output.records()
     if not options.report:
         with until_time_is_up():
             deadline = Deadline(options.minutes)
-            measure(records, deadline, kinds=kinds, networks=tuple(NETWORKS), quick=options.quick)
+            measure(records, deadline, kinds=kinds, networks=names, quick=options.quick)
     predictor = fitted(records, kinds, quick=options.quick)
-    networks = [network for each in NETWORKS if (network := predicted(records, predictor, each))]
+    networks = [network for each in names if (network := predicted(records, predictor, each))]
     noise = {kind: apart(records, kind) for kind in kinds}
     text = report(predictor.errors, networks, records.rows.values(), noise)
     output.write(text)

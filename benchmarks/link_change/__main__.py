@@ -51,8 +51,8 @@ SETTING = Setting(network="resnet18", stored="tensor", mbit=200, batch_size=32, 
 and a part of the samples crosses as it is stored. At 20 Mbit/s that part alone would take longer than all."""
 
 LENGTH = Length(before=20, after=20, jitter_s=60)
-QUICK = Setting(network="resnet18", stored="tensor", mbit=200, batch_size=16, samples=384)
-QUICK_LENGTH = Length(before=20, after=16, jitter_s=12)
+QUICK = Setting(network="alexnet", stored="tensor", mbit=200, batch_size=16, samples=192)
+QUICK_LENGTH = Length(before=4, after=11, jitter_s=2)
 
 
 class LinkRig(Rig):
