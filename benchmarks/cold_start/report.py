@@ -40,7 +40,8 @@ from benchmarks.cold_start.settings import (
 )
 from benchmarks.cold_start.ways import STORED_PART_BYTES
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.reports import table
+from benchmarks.harness.reports import legend_outside, table
+from upriver.report.figure import new_figure
 
 MEMORY_RUNS = (*WAYS, OURS + PLAIN, "sequential" + PLAIN)
 
@@ -371,13 +372,10 @@ def _packages_text(found: Sequence[Found]) -> str:
 
 def draw(found: Sequence[Found], path: Path) -> None:
     """Draw a panel for each setting: the times after imports of all ways, and the bound."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = min(4, len(found))
     rows = -(-len(found) // columns)
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    title = "First answer of a cold start: medians, with the lowest and the highest of the runs"
+    figure = new_figure(PANEL[0] * columns, PANEL[1] * rows, title)
     for number, each in enumerate(found, start=1):
         axes = figure.add_subplot(rows, columns, number)
         ways = [way for way in WAYS if way in each.runs or way + PLAIN in each.runs]
@@ -398,9 +396,9 @@ def draw(found: Sequence[Found], path: Path) -> None:
         axes.invert_yaxis()
         axes.set_title(each.setting.key, fontsize=7)
         axes.tick_params(axis="x", labelsize=6)
-    figure.supxlabel("seconds from the end of imports to the first answer", fontsize=8)
-    figure.axes[0].legend(fontsize=5)
-    figure.savefig(path, dpi=120)
+    figure.supxlabel("time from the end of imports to the first answer (s)", fontsize=10)
+    legend_outside(figure, loc="outside right upper")
+    figure.savefig(path)
 
 
 def _errors(spreads: Sequence[Spread]) -> list[list[float]]:

@@ -7,8 +7,13 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from benchmarks.harness.children import ROOT
+from upriver.report.figure import legend_entries
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 RESULTS = ROOT / "benchmarks" / "results"
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
@@ -103,6 +108,20 @@ class Headline:
     compared_with: str
     result: str
     measured_on: str
+
+
+def legend_outside(
+    figure: Figure, *, loc: Literal["outside lower center", "outside right upper"], ncols: int = 1
+) -> None:
+    """Place one legend for all axes at an edge of the figure.
+
+    Args:
+        figure: The figure.
+        loc: Edge without the title, and without the label of several axes.
+        ncols: Columns of the legend.
+    """
+    entries = legend_entries(*figure.axes)
+    figure.legend(list(entries.values()), list(entries), loc=loc, ncols=ncols, fontsize=8, frameon=False)
 
 
 def goals_met(text: str) -> str:

@@ -9,12 +9,13 @@ from typing import Any
 
 from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.records import Records
-from benchmarks.harness.reports import table
+from benchmarks.harness.reports import legend_outside, table
 from benchmarks.input_pipeline.bed import Setting
 from benchmarks.input_pipeline.job import HERE, POLICIES
 from benchmarks.input_pipeline.measure import HEADROOM, NEAR, NEAREST, SWEEPS
 from benchmarks.input_pipeline.model import EPOCHS
 from benchmarks.input_pipeline.workloads import WORKLOADS
+from upriver.report.figure import new_figure
 
 OURS = POLICIES[-1]
 PEERS: Mapping[str, str] = {"tfdata": "tf.data service", "ray": "Ray Data"}
@@ -393,13 +394,10 @@ def workloads_table() -> str:
 
 def draw(found: Sequence[Found], path: Path) -> None:
     """Plot the seconds over the ratio, a panel for each setting, with the policies at their shares."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     columns = min(4, len(found))
     rows = -(-len(found) // columns)
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    title = "Epoch over the share of samples that a worker makes: fixed shares, and what each way chooses"
+    figure = new_figure(PANEL[0] * columns, PANEL[1] * rows, title)
     for number, each in enumerate(found, start=1):
         axes = figure.add_subplot(rows, columns, number)
         for candidate, ratios in each.sweep.items():
@@ -411,10 +409,10 @@ def draw(found: Sequence[Found], path: Path) -> None:
         axes.set_title(each.setting.key, fontsize=7)
         axes.set_ylim(bottom=0)
         axes.tick_params(labelsize=6)
-    figure.supxlabel("share offloaded", fontsize=8)
-    figure.supylabel("seconds of an epoch", fontsize=8)
-    max(figure.axes, key=lambda axes: len(axes.get_lines())).legend(fontsize=5)
-    figure.savefig(path, dpi=120)
+    figure.supxlabel("share offloaded (of 1)", fontsize=10)
+    figure.supylabel("epoch (s)", fontsize=10)
+    legend_outside(figure, loc="outside right upper")
+    figure.savefig(path)
 
 
 TEMPLATE = """# The input pipeline on another machine: what it gains, and who finds the best share

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.reports import legend_outside
 from benchmarks.load_aware.found import Found
 from benchmarks.load_aware.schedule import CHOOSING, FULL, LEVELS, LOADPART, LOCAL, NEUROSURGEON, OURS
+from upriver.report.figure import label_logarithmic, new_figure
 
 PANEL = (4.2, 2.8)
 """Size of one network's panel, in inches."""
@@ -23,12 +25,21 @@ STYLES: Mapping[str, Mapping[str, Any]] = {
 
 def draw_over_time(found: Sequence[Found], path: Path) -> None:
     """Plot every request of the choosing ways, a panel for each network, with the changes and our cuts."""
-    panels(found, path, over_time, ("seconds since the beginning", "seconds of a request"), columns=2)
+    part = found[0].setting.part
+    unit = "load of the server" if part == "load" else "Mbit/s"
+    title = f"Requests while the {part} changes. Top of each panel: {unit}, and our usual cut"
+    panels(found, path, over_time, ("time (s)", "request (s)"), title=title)
 
 
 def draw_rates(found: Sequence[Found], path: Path) -> None:
     """Plot medians over the rate."""
-    panels(found, path, over_rates, ("Mbit/s", "seconds of a request"), columns=2)
+    panels(
+        found,
+        path,
+        over_rates,
+        ("link (Mbit/s)", "request (s)"),
+        title="Median request of each way over the rate",
+    )
 
 
 def panels(
@@ -37,7 +48,7 @@ def panels(
     draw: Callable[[Any, Found], None],
     labels: tuple[str, str],
     *,
-    columns: int,
+    title: str,
 ) -> None:
     """Save a figure with one panel for each setting.
 
@@ -46,24 +57,20 @@ def panels(
         path: File of the figure.
         draw: Draws one setting into its axes.
         labels: Labels of both axes.
-        columns: Panels in a row.
+        title: Title of the figure.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    columns = min(columns, len(found))
+    columns = min(2, len(found))
     rows = -(-len(found) // columns)
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(PANEL[0] * columns, 0.6 + PANEL[1] * rows, title)
     for number, each in enumerate(found, start=1):
         axes = figure.add_subplot(rows, columns, number)
         draw(axes, each)
         axes.set_title(each.setting.network, fontsize=8)
+        axes.set_xlabel(labels[0], fontsize=8)
         axes.tick_params(labelsize=6)
-    figure.supxlabel(labels[0], fontsize=8)
     figure.supylabel(labels[1], fontsize=8)
-    figure.axes[0].legend(fontsize=6)
-    figure.savefig(path, dpi=120)
+    legend_outside(figure, loc="outside lower center", ncols=5)
+    figure.savefig(path)
 
 
 def over_time(axes: Any, found: Found) -> None:
@@ -109,4 +116,5 @@ def over_rates(axes: Any, found: Found) -> None:
         axes.plot(rates, seconds, lw=1, ms=4, label=way, **STYLES[way])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    label_logarithmic(axes.yaxis)
     axes.set_xticks(rates, [f"{mbit:g}" for mbit in rates])

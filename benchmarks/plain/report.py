@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.harness.measuring import Spread
 from benchmarks.harness.reports import table
 from benchmarks.plain.sides import LEARNING_RATE, Epoch
+from upriver.report.figure import legend_above, new_figure
 from upriver.types import DEFAULT_MICRO_BATCH
 
 LOSS_TOLERANCE = 1e-3
@@ -205,11 +206,9 @@ Run it again, on a quiet machine: `python -m benchmarks.plain`.
 
 def plot(rows: Sequence[Row], work_s: float, num_bytes: float, path: Path) -> None:
     """Plot every repeat as a point, and medians and bounds as lines."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(
+        9.0, 4.5, "The plain way and a DataLoader, each at its best (points: epochs, lines: medians)"
+    )
     axes = figure.subplots()
     for at, row in enumerate(rows):
         label: dict[str, Any] = {"label": "bound"} if at == 0 else {}
@@ -222,7 +221,7 @@ def plot(rows: Sequence[Row], work_s: float, num_bytes: float, path: Path) -> No
             )
             axes.hlines(seconds.median, at + shift - 0.12, at + shift + 0.12, colour)
     axes.set_xticks(range(len(rows)), [row.name for row in rows])
-    axes.set(ylabel="seconds of an epoch", title="The plain way and a DataLoader, each at its best")
+    axes.set(xlabel="link and cores", ylabel="epoch (s)")
     axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+    legend_above(axes, ncols=3)
+    figure.savefig(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.measuring import machine, versions
-from benchmarks.harness.reports import table
+from benchmarks.harness.reports import legend_outside, table
 from benchmarks.harness.slowed import way
 from benchmarks.harness.training.plans import (
     LEAST_REPEATS,
@@ -19,6 +19,7 @@ from benchmarks.harness.training.plans import (
     short,
     so_far,
 )
+from upriver.report.figure import label_logarithmic, new_figure
 
 GOAL_WITHIN, GOAL_SHARE = 0.05, 0.95
 
@@ -222,12 +223,9 @@ Run it again: `python -m benchmarks.plan_quality`.
 
 def plot(found: Sequence[Found], policies: Sequence[str], path: Path) -> None:
     """Plot the ratios, a row of points for each setting."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     done = judged(found)
-    figure = Figure(figsize=(9, 1.5 + 0.4 * max(len(done), 1)), layout="constrained")
-    FigureCanvasAgg(figure)
+    title = "Epoch of each policy's plan over that of the best measured single cut"
+    figure = new_figure(9.0, 2.0 + 0.4 * max(len(done), 1), title)
     axes = figure.subplots()
     marks = "osD^v<>x"
     for at, policy in enumerate(policies):
@@ -235,10 +233,11 @@ def plot(found: Sequence[Found], policies: Sequence[str], path: Path) -> None:
         there = [(row, ratio) for row, ratio in points if ratio is not None and ratio < math.inf]
         height = [row + 0.07 * (at - len(policies) / 2) for row, _ in there]
         axes.plot([ratio for _, ratio in there], height, marks[at % len(marks)], label=policy, alpha=0.8)
-    axes.axvline(1.0, color="black", linewidth=0.8)
-    axes.axvline(1.05, color="black", linestyle="dotted", linewidth=0.8)
+    axes.axvline(1.0, color="black", linewidth=0.8, label="best single cut")
+    axes.axvline(1.05, color="black", linestyle="dotted", linewidth=0.8, label="5 % more")
     axes.set_yticks(range(len(done)), [one.setting.key for one in done])
-    axes.set(xscale="log", xlabel="seconds over those of the best measured single cut (dotted: 5 % more)")
+    axes.set(xscale="log", xlabel="epoch over that of the best single cut (times)", ylabel="setting")
+    label_logarithmic(axes.xaxis)
     axes.invert_yaxis()
-    axes.legend(ncols=2, fontsize="small")
-    figure.savefig(path, dpi=120)
+    legend_outside(figure, loc="outside lower center", ncols=5)
+    figure.savefig(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from scipy.stats import spearmanr
 
-from benchmarks.harness.reports import table
+from benchmarks.harness.reports import legend_outside, table
 from benchmarks.published_runs.model import (
     LABEL_BYTES,
     Machines,
@@ -23,6 +23,7 @@ from benchmarks.published_runs.model import (
     profile_of,
 )
 from benchmarks.published_runs.runs import Pair
+from upriver.report.figure import label_logarithmic, new_figure
 from upriver.types import Tier
 
 BYTES_GOAL = 0.003
@@ -364,32 +365,34 @@ def plot(held: Sequence[Held], path: Path) -> None:
 
     Filled points are known to the prediction.
     """
-    # Figure and canvas are used directly. Pyplot keeps state, and a window toolkit where one is installed.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
-
-    figure = Figure(figsize=(16, 6.8), layout="constrained")
-    FigureCanvasAgg(figure)
+    title = "Predicted over published epochs; rank correlation of the predictions, and of the bytes alone"
+    figure = new_figure(14.0, 7.5, title)
     panels = figure.subplots(2, (len(held) + 1) // 2, squeeze=False).T.flat  # a column for each network
     for axes, each in zip(panels, held, strict=False):
         low = 0.9 * min(*each.ours, *each.published)
         high = 1.1 * max(*each.ours, *each.published)
-        axes.plot([low, high], [low, high], ":", color="black", linewidth=1)
-        axes.plot(each.published, each.ours, "o", color="#1f6f8b", markerfacecolor="none", label="not seen")
+        axes.plot([low, high], [low, high], ":", color="black", linewidth=1, label="equal")
+        axes.plot(
+            each.published,
+            each.ours,
+            "o",
+            color="#1f6f8b",
+            markerfacecolor="none",
+            label="not known to the prediction",
+        )
         known = slice(None, None, len(each.ours) - 1)
-        axes.plot(each.published[known], each.ours[known], "o", color="#d55e00", label="profiling runs")
+        axes.plot(
+            each.published[known], each.ours[known], "o", color="#d55e00", label="known: profiling runs"
+        )
         axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
-            axis.set_minor_formatter(NullFormatter())
+            label_logarithmic(axis)
         axes.set_title(f"{each.name}\nrank {each.rank:.3f}, bytes alone {each.bytes_rank:.3f}", fontsize=10)
-        axes.set_xlabel("published epoch, s", fontsize=9)
-        axes.set_ylabel("predicted epoch, s", fontsize=9)
+        axes.set_xlabel("published epoch (s)", fontsize=9)
+        axes.set_ylabel("predicted epoch (s)", fontsize=9)
         axes.grid(visible=True, which="both", alpha=0.2)
-    figure.axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+    legend_outside(figure, loc="outside lower center", ncols=3)
+    figure.savefig(path)
 
 
 TEMPLATE = """# HAPI's published runs, predicted from two of them

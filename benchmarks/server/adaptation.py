@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from benchmarks.harness.memory_group import MemoryGroup, Watch, memory_group
+from benchmarks.harness.reports import legend_outside
 from benchmarks.server.claim import (
     MIB,
     Bench,
@@ -246,11 +247,13 @@ class Adaptation(Claim):
                     (count, rows.spread(f"{way} x{count}", name, scale=scale)) for count in self.counts
                 ]
                 points = [(count, spread.median) for count, spread in spreads if spread.values]
-                axes.plot([n for n, _ in points], [value for _, value in points], style, label=way)
-        memory.axhline(self.real_bytes / MIB, color="black", linewidth=0.8)
-        times.set(xlabel="requests at once", ylabel="seconds", ylim=(0, None))
-        memory.set(xlabel="requests at once", ylabel="peak, MiB", ylim=(0, None))
-        times.legend(fontsize="small")
+                axes.plot(
+                    [n for n, _ in points], [value for _, value in points], style, label=f"adaptation {way}"
+                )
+        memory.axhline(self.real_bytes / MIB, color="black", linewidth=0.8, label="memory of the server")
+        times.set(xlabel="requests at once (number)", ylabel="time (s)", ylim=(0, None))
+        memory.set(xlabel="requests at once (number)", ylabel="peak (MiB)", ylim=(0, None))
+        legend_outside(figure, loc="outside lower center", ncols=3)
 
 
 def reductions(batches: Sequence[Mapping[str, int]], asked: int) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from benchmarks.server.claim import (
 from benchmarks.server.host import Server
 from benchmarks.server.load import Stream, ended
 from benchmarks.server.world import crossing_bytes, cuts
+from upriver.report.figure import legend_above
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -185,9 +186,9 @@ class Concurrency(Claim):
             axes.bar(places, heights, width=0.4, label=f"{at_once} at once")
         labels = [self._label(rows, place) for place in self.places]
         axes.set_xticks(range(len(labels)), labels, fontsize="x-small")
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set(ylabel="times as fast as one after another", xlabel="cut")
-        axes.legend(fontsize="small")
+        axes.axhline(1.0, color="black", linewidth=0.8, label="one after another")
+        axes.set(ylabel="throughput over one after another (times)", xlabel="cut, and network")
+        legend_above(axes, ncols=3)
 
     def _label(self, rows: Rows, place: str) -> str:
         """Return the label of a cut, with the network at its first cut."""

@@ -24,6 +24,7 @@ from benchmarks.server.claim import (
 )
 from benchmarks.server.host import Server
 from benchmarks.server.load import OK, Stream, ended
+from upriver.report.figure import legend_above
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -169,9 +170,9 @@ class Fairness(Claim):
             values = sorted(_latencies(rows, cell))
             shares = [(number + 1) / len(values) for number in range(len(values))]
             axes.step(values, shares, where="post", label=cell)
-        axes.axhline(TAIL, color="black", linewidth=0.5)
-        axes.set(xlabel="seconds of a request", ylabel="share answered by then", xlim=(0, None))
-        axes.legend(fontsize="small")
+        axes.axhline(TAIL, color="black", linewidth=0.5, label=f"{TAIL:.0%}, which is compared")
+        axes.set(xlabel="request of the modest tenant (s)", ylabel="answered by then (share)", xlim=(0, None))
+        legend_above(axes, ncols=4)
 
 
 def _stream(

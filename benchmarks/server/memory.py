@@ -27,6 +27,7 @@ from benchmarks.server.claim import (
 )
 from benchmarks.server.host import Server
 from benchmarks.server.load import Done, Stream, ended
+from upriver.report.figure import legend_above
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -215,14 +216,27 @@ class Memory(Claim):
 
     def draw(self, rows: Rows, figure: Figure) -> None:
         left, right = figure.subplots(1, 2)
-        for place, cell in enumerate(self.cells):
-            for row in rows.of(cell):
-                left.plot(place, row["peaks"]["workers"] / row["budget"], "o", color="tab:blue", alpha=0.6)
-                left.plot(place, row["beyond_idle"] / row["budget"], "x", color="tab:orange")
-                right.plot(place, row["right"] / row["seconds"], "o", color="tab:blue", alpha=0.6)
-        left.axhline(GOAL_PEAK, color="black", linewidth=0.8)
-        left.set(ylabel="peak over budget (o workers, x all beyond idle)", ylim=(0, None))
-        right.set(ylabel="requests a second", ylim=(0, None))
+        found = [(place, row) for place, cell in enumerate(self.cells) for row in rows.of(cell)]
+        places = [place for place, _ in found]
+        for axes, mark, color, label, values in (
+            (left, "o", "tab:blue", "workers", [row["peaks"]["workers"] / row["budget"] for _, row in found]),
+            (
+                left,
+                "x",
+                "tab:orange",
+                "all, beyond idle",
+                [row["beyond_idle"] / row["budget"] for _, row in found],
+            ),
+            (right, "o", "tab:blue", "a run", [row["right"] / row["seconds"] for _, row in found]),
+        ):
+            axes.plot(places, values, mark, color=color, alpha=0.6, label=label)
+        left.axhline(GOAL_PEAK, color="black", linewidth=0.8, label="goal")
+        for axes in (left, right):
+            axes.margins(y=0.15)
+        left.set(xlabel="requests", ylabel="peak over the budget (times)", ylim=(0, None))
+        right.set(xlabel="requests", ylabel="throughput (requests/s)", ylim=(0, None))
+        for axes in (left, right):
+            legend_above(axes, ncols=3)
         for axes in (left, right):
             axes.set_xticks(range(len(self.cells)), self.cells)
             axes.set_xlim(-0.5, len(self.cells) - 0.5)

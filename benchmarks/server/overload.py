@@ -22,6 +22,7 @@ from benchmarks.server.claim import (
 )
 from benchmarks.server.host import Server
 from benchmarks.server.load import LEFT, OK, WRONG, Asked, Done, Stream, ended
+from upriver.report.figure import legend_above
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -271,10 +272,11 @@ class Overload(Claim):
                 shares = [count / row["peak"] for count in row["per_second"]]
                 label = cell if number == 0 else "_"
                 axes.plot(range(len(shares)), shares, color=color, alpha=0.6, linewidth=0.8, label=label)
-        axes.axvspan(self.normal_s, self.normal_s + self.overload_s, color="black", alpha=0.06)
-        axes.axhline(GOAL_GOODPUT, color="black", linewidth=0.8)
-        axes.set(xlabel="seconds", ylabel="answers a second, over the peak", ylim=(0, None))
-        axes.legend(fontsize="small")
+        overload = (self.normal_s, self.normal_s + self.overload_s)
+        axes.axvspan(*overload, color="black", alpha=0.06, label="overload")
+        axes.axhline(GOAL_GOODPUT, color="black", linewidth=0.8, label="goal")
+        axes.set(xlabel="time (s)", ylabel="answers/s over the peak (times)", ylim=(0, None))
+        legend_above(axes, ncols=4)
 
 
 def recovery_s(done: Done, end_s: float, normal_s: float) -> float | None:

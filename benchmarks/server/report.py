@@ -10,8 +10,9 @@ from benchmarks.harness.memory_group import EVERY_S, can_limit
 from benchmarks.harness.photographs import JPEG_BYTES, PIXELS
 from benchmarks.harness.records import Records
 from benchmarks.server.claim import Claim, Rows
+from upriver.report.figure import new_figure
 
-SIZE = (8.0, 4.0)
+SIZE = (8.0, 4.5)
 """Size of a plot, in inches."""
 
 
@@ -71,13 +72,9 @@ def picture(claim: Claim, name: str) -> str:
 
 def draw(claim: Claim, rows: Rows, path: Path) -> None:
     """Draw a claim's plot."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=SIZE, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(*SIZE, claim.title)
     claim.draw(rows, figure)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 TEMPLATE = """# What a near-data server shows under many tenants

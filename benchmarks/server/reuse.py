@@ -24,6 +24,7 @@ from benchmarks.server.claim import (
 from benchmarks.server.host import Server
 from benchmarks.server.load import Stream, ended
 from benchmarks.server.world import file_bytes
+from upriver.report.figure import legend_above
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -171,9 +172,9 @@ class Reuse(Claim):
             heights = [self.speedup(rows, f"{network} {cut}") for network in self.networks]
             axes.bar([number + shift for number in range(len(heights))], heights, width=0.4, label=cut)
         axes.set_xticks(range(len(self.networks)), self.networks)
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set(ylabel="times as fast with a kept program")
-        axes.legend(fontsize="small")
+        axes.axhline(1.0, color="black", linewidth=0.8, label="read anew")
+        axes.set(xlabel="network", ylabel="speed-up by a kept program (times)")
+        legend_above(axes, ncols=3)
 
 
 FULL = Reuse(networks=("alexnet", "resnet18", "densenet121", "vgg11"), requests=3, micro_batch=16, repeats=5)

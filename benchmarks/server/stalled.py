@@ -29,6 +29,7 @@ from benchmarks.server.load import Stream, ended
 from benchmarks.server.readers import Stalled
 from benchmarks.server.world import crossing_bytes
 from upriver.protocol import Load
+from upriver.report.figure import legend_above
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -212,11 +213,23 @@ class StalledReaders(Claim):
 
     def draw(self, rows: Rows, figure: Figure) -> None:
         axes = figure.subplots()
-        for number, row in enumerate(rows.of(CELL)):
-            axes.bar(number, _growth(row) / MIB, width=0.5, color="tab:blue")
-            axes.plot([number - 0.3, number + 0.3], [self.allowed(row) / MIB] * 2, color="black")
-        axes.set_xticks(range(len(rows.of(CELL))), [f"run {n + 1}" for n in range(len(rows.of(CELL)))])
-        axes.set(ylabel="growth, MiB (line: allowed)", ylim=(0, None))
+        found = list(enumerate(rows.of(CELL), start=1))
+        numbers = [number for number, _ in found]
+        growth = [_growth(row) / MIB for _, row in found]
+        allowed = [self.allowed(row) / MIB for _, row in found]
+        axes.bar(numbers, growth, width=0.5, color="tab:blue", label="grown")
+        axes.hlines(
+            allowed,
+            [number - 0.3 for number in numbers],
+            [number + 0.3 for number in numbers],
+            color="black",
+            label="allowed",
+        )
+        axes.set_xticks(numbers)
+        axes.set(
+            xlabel="run (number)", ylabel="growth of memory (MiB)", ylim=(0, 1.1 * max(allowed, default=1.0))
+        )
+        legend_above(axes, ncols=2)
 
 
 def _growth(row: Row) -> int:

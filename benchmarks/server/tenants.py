@@ -31,6 +31,7 @@ from benchmarks.server.claim import (
 from benchmarks.server.host import CORES, SERVER_CORE, Server, end, environment, pinned
 from benchmarks.server.load import OK, Stream, ended
 from benchmarks.server.world import World
+from upriver.report.figure import legend_above
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -202,9 +203,17 @@ class Tenants(Claim):
         for count in self.counts:
             lost = self._lost(rows, PLAIN, count)
             if lost:
-                axes.annotate(f"{lost} lost", (count, 0), color="tab:orange", ha="center", fontsize="small")
-        axes.set(xlabel="tenants at once", ylabel="seconds", ylim=(0, None))
-        axes.legend(fontsize="small")
+                axes.annotate(
+                    f"{lost} lost",
+                    (count, 0),
+                    xytext=(-4, 4),
+                    textcoords="offset points",
+                    color="tab:orange",
+                    ha="right",
+                    fontsize="small",
+                )
+        axes.set(xlabel="tenants at once (number)", ylabel="time (s)", ylim=(0, None))
+        legend_above(axes, ncols=2)
 
 
 def _text(seconds: float | None) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 
 from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.records import Records
-from benchmarks.harness.reports import table
+from benchmarks.harness.reports import legend_outside, table
 from benchmarks.harness.slowed import way
 from benchmarks.harness.training.plans import LEAST_REPEATS, LOADER, Found, Setting, run_of, short, so_far
 from upriver.finetune.calibration.measurement import CANARY
+from upriver.report.figure import label_logarithmic, new_figure
 
 REPEATS = 5
 SWEEP = tuple(
@@ -374,20 +375,20 @@ Run it again: `python -m benchmarks.speedup`.
 
 def plot(found: Sequence[Speeds], path: Path) -> None:
     """Plot the speed-ups over the plain way, a group of points for each setting."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     done = [one for one in found if not one.missing]
-    figure = Figure(figsize=(9, 1.5 + 0.4 * max(len(done), 1)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(
+        9.0, 2.0 + 0.4 * max(len(done), 1), "How many times as fast as the plain way each policy is"
+    )
     axes = figure.subplots()
-    for mark, policy in zip("osD^v", POLICIES, strict=True):
-        points = [(row, one.over_plain(policy)) for row, one in enumerate(done)]
+    for at, (mark, policy) in enumerate(zip("osD^v", POLICIES, strict=True)):
+        # Next to each other, since equal ones would hide each other.
+        points = [(row + 0.12 * (at - 2), one.over_plain(policy)) for row, one in enumerate(done)]
         there = [(row, factor) for row, factor in points if factor is not None]
         axes.plot([factor for _, factor in there], [row for row, _ in there], mark, label=policy, alpha=0.8)
-    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.axvline(1.0, color="black", linewidth=0.8, label="plain way")
     axes.set_yticks(range(len(done)), [one.setting.key for one in done])
-    axes.set(xscale="log", xlabel="times as fast as the plain way")
+    axes.set(xscale="log", xlabel="speed-up over the plain way (times)", ylabel="setting")
+    label_logarithmic(axes.xaxis)
     axes.invert_yaxis()
-    axes.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
+    legend_outside(figure, loc="outside lower center", ncols=6)
+    figure.savefig(path)

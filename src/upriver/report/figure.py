@@ -77,8 +77,8 @@ def label_logarithmic(axis: Axis, unit: str = "") -> None:
 
 
 def legend_entries(*axes: Axes) -> dict[str, Artist]:
-    """Return what is labelled in some axes, by label."""
-    found = (zip(*each.get_legend_handles_labels(), strict=True) for each in axes)
+    """Return what is labelled in some axes, by label; the first of equal labels."""
+    found = [zip(*each.get_legend_handles_labels(), strict=True) for each in reversed(axes)]
     return {label: handle for each in found for handle, label in each}
 
 
