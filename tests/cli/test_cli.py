@@ -332,6 +332,19 @@ def test_index_publishes_what_it_prints(photos: Path, capsys: pytest.CaptureFixt
     assert document["digest"] in capsys.readouterr().out
 
 
+def test_index_takes_a_folder_by_its_path(
+    photos: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(photos.parent)
+    documents = []
+    for place in (photos.as_uri(), f"./{photos.name}"):
+        assert main(["index", place, "--path", "photos", "--json"]) == 0
+        documents.append(json.loads(capsys.readouterr().out))
+    assert documents[0] == documents[1]
+    assert main(["index", "./phtos"]) == 2
+    assert f"'{photos.parent}/phtos' of store" in error_line(capsys)
+
+
 def test_stages_from_a_file_may_leave_defaults_out(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = photos / "stages.toml"
     stages.write_text('[[stage]]\nstage = "decode"\n[[stage]]\nstage = "center_crop"\nsize = 16\n')

@@ -162,7 +162,9 @@ def test_for_people(stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("nowhere", *NET), "weights are s3://BUCKET/NAME or file:///FOLDER/NAME"),
+        (("s3://nowhere", *NET), "weights are s3://BUCKET/NAME, file:///FOLDER/NAME or a path"),
+        (("nowhere", *NET), "nowhere"),
+        (("./not/at/all", *NET), "does not exist"),
         (("file:///nowhere/at/all", *NET), "does not exist"),
         (("STORED", "torchvision:nothing"), "nothing"),
         (("STORED", "torchvision:alexnet"), "has not the weights of AlexNet"),

@@ -344,3 +344,31 @@ def test_what_a_model_prints_is_no_part_of_the_result(
     assert json.loads(captured.out)["micro_batch"] == 16
     assert "printed" in captured.err
     assert "written" in captured.err
+
+
+def test_a_folder_by_its_path_is_pushed_to_and_loaded_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "store").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def asked(*arguments: str) -> dict[str, Any]:
+        assert main([*arguments, "--json"]) == 0
+        document: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return document
+
+    program = asked("push", "push_models:given", "store", "--micro-batch", "2")
+    assert program["uri"] == f"{(tmp_path / 'store').as_uri()}/.upriver/programs/{program['digest']}"
+    for place in (f"store/.upriver/programs/{program['digest']}", program["uri"]):
+        assert asked("coldstart", place)["digest"] == program["digest"]
+    monkeypatch.chdir("store")
+    assert asked("coldstart", f".upriver/programs/{program['digest']}")["digest"] == program["digest"]
+    weights = asked("push", "push_models:given", ".", "--weights-to", "w", "--weights", _weights(tmp_path))
+    for place in ("w", "./w.safetensors", "../store/w", weights["uri"]):
+        assert asked("coldstart", place, "push_models:given", "--compare")["plain"]["same_answer"]
+
+
+def _weights(folder: Path) -> str:
+    """Write weights of the model; return the file."""
+    save_file(load_model("push_models:given")[0].state_dict(), folder / "given.safetensors")
+    return str(folder / "given.safetensors")

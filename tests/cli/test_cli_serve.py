@@ -241,7 +241,7 @@ def test_who_is_served_when_the_grace_is_over_is_cut_off_quietly(
 ) -> None:
     config = tmp_path / "server.toml"
     config.write_text("grace_s = 0.5\n", encoding="utf-8")
-    arguments = ("--store", tmp_path.as_uri(), "--config", str(config))
+    arguments = ("--store", f"{tmp_path}/../{tmp_path.name}", "--config", str(config))
     with serving(*arguments, stderr=subprocess.PIPE) as (process, said):
         with half_a_request(str(said["listening"])):
             process.send_signal(number)
@@ -253,5 +253,8 @@ def test_names_of_stores() -> None:
     assert split_store("file:///data") == ("default", "file:///data")
     assert split_store("photos=s3://bucket/a=b") == ("photos", "s3://bucket/a=b")
     assert split_store("s3://bucket/a=b") == ("default", "s3://bucket/a=b")
+    assert split_store("./a=b") == ("default", "./a=b")
+    assert split_store("photos=./a=b") == ("photos", "./a=b")
+    assert split_store("photos") == ("default", "photos")
     with pytest.raises(ConfigError, match="NAME"):
         split_store("=file:///data")

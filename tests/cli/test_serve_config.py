@@ -210,6 +210,14 @@ def test_what_is_left_out_is_the_servers_own_default(written: Callable[[str], Pa
     assert read(written(STORES)) == ServerConfig(stores={"images": "file:///data"})
 
 
+def test_folder_of_a_store_is_relative_to_the_file(tmp_path: Path, written: Callable[[str], Path]) -> None:
+    text = '[stores]\nimages = "./photos"\n[stores.more]\nuri = "a b"\n[stores.whole]\nuri = "/data"\n'
+    found: Any = read(written(text)).stores
+    assert found["images"] == (tmp_path / "photos").as_uri()
+    assert found["more"].uri == (tmp_path / "a b").as_uri()
+    assert found["whole"].uri == "file:///data"
+
+
 @pytest.mark.parametrize("name", ["images.json", "images.toml", "images"])
 def test_credentials_in_a_file(tmp_path: Path, written: Callable[[str], Path], name: str) -> None:
     text = 'access_key_id = "key"\nsession_token = "hush"\n'

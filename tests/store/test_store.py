@@ -323,16 +323,19 @@ def test_memory_stores_of_one_uri_share_their_content() -> None:
 @pytest.mark.parametrize(
     ("uri", "problem"),
     [
-        ("/tmp/x", "file:///PATH"),
-        ("http://host/x", "file:///PATH"),
+        ("", "or a folder's path, got ''"),
+        (5, "or a folder's path, got 5"),
+        (b"/tmp", "or a folder's path"),
+        ("http://host/x", "file:///PATH.* or a folder's path"),
         ("s3://", "file:///PATH"),
+        ("a\0b", "null byte"),
         ("file://host/x", "file:///ABSOLUTE"),
         ("file:relative", "file:///ABSOLUTE"),
         ("memory://a?b=c", "no query"),
         ("s3://bucket/../x", "segment"),
     ],
 )
-def test_an_uri_that_is_none_of_the_three(uri: str, problem: str) -> None:
+def test_what_names_no_store_is_refused(uri: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Store.open(uri)
 
@@ -345,9 +348,29 @@ def test_only_s3_takes_options(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------- file stores
 
 
-def test_a_missing_directory_is_no_store(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"not_there.*does not exist"):
-        Store.open((tmp_path / "not_there").as_uri())
+def test_a_missing_directory_is_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in ((tmp_path / "not_there").as_uri(), "./not_there", Path("not_there")):
+        with pytest.raises(StoreError, match=rf"'{tmp_path}/not_there' of store .*does not exist"):
+            Store.open(place)
+    (tmp_path / "a_file").touch()
+    with pytest.raises(StoreError, match=rf"'{tmp_path}/a_file' of store .* is a file"):
+        Store.open("a_file")
+
+
+@pytest.mark.parametrize("name", ["photos", "two words #1?", "näme%20", "s3", "a=b"])
+def test_a_path_is_the_store_at_the_uri_of_its_absolute_path(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / name
+    folder.mkdir()
+    by_uri = Store.open(folder.as_uri(), name="here")
+    by_uri.put("a", b"abc")
+    for place in (name, f"./{name}", f"{name}/", str(folder), Path(name), folder):
+        store = Store.open(place, name="here")
+        assert (store.uri, store.is_local) == (by_uri.uri, True)
+        assert store.get("a") == b"abc"
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ _MOST = 1_000_000
 
 
 def gc(
-    uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix.")],
+    uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix, or a folder.")],
     older_than: Annotated[
         str,
         typer.Option(
@@ -69,12 +69,13 @@ def gc(
     """
     from upriver.coldstart.garbage_collection import check_asked, collect, folders, why_kept
     from upriver.server.tenants import check_tenant_name
-    from upriver.store import DEFAULT_PREFIX, Store, check_name
+    from upriver.store import DEFAULT_PREFIX, Store, check_name, store_uri
 
     older_than_s, folder = _age_s(older_than), check_name(DEFAULT_PREFIX if prefix is None else prefix)
     check_asked(older_than_s, digest or ())
     for name in tenant or ():
         check_tenant_name(name)
+    uri = store_uri(uri)
     store = Store.open(uri, options=store_options(option))
     removed: list[Removed] = []
     looked_at = folders(store, folder, tenants=tenant or (), shared=shared)

@@ -33,7 +33,7 @@ class DatasetLayout(StrEnum):
 
 
 def index(
-    uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix.")],
+    uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix, or a folder.")],
     path: Annotated[str, typer.Option(help="Folder of the dataset inside the store.")] = "",
     layout: Annotated[
         DatasetLayout, typer.Option(help="Tar shards or class folders; found out by itself.")
@@ -58,9 +58,10 @@ def index(
 ) -> None:
     """Index a dataset in a store: class folders or WebDataset shards, of images, audio or ready tensors."""
     from upriver.pipeline import index as index_dataset
-    from upriver.store import Store
+    from upriver.store import Store, store_uri
 
     chain = input_stages(stages, size=size)
+    uri = store_uri(uri)
     store = Store.open(uri, options=store_options(option))
     with progress_bar(of_bytes=True) as bar:
         task = bar.add_task("indexing", total=None)

@@ -37,7 +37,7 @@ MICRO_BATCH = "16"
 
 def push(
     model: ModelArgument,
-    uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix.")],
+    uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix, or a folder.")],
     weights_to: Annotated[
         str | None,
         typer.Option(
@@ -90,6 +90,9 @@ def push(
         "--prefix": prefix,
         "--rewrite": rewrite or None,
     }
+    from upriver.store import DEFAULT_PREFIX, Store, store_uri
+
+    uri = store_uri(uri)
     if weights_to is not None:
         _check_alone(of_programs)
         found = _push_weights(model, uri, weights_to, weights, input_shape, store_options(option))
@@ -100,7 +103,6 @@ def push(
     from upriver.program.graph.autocast import autocast_dtype
     from upriver.program.models.registry import load_model
     from upriver.program.split.cut_survey import answers_of
-    from upriver.store import DEFAULT_PREFIX, Store
 
     folder = DEFAULT_PREFIX if prefix is None else prefix
     sizes = MICRO_BATCH if micro_batch is None else micro_batch

@@ -86,7 +86,8 @@ class ServerConfig:
     """All settings of a server; clients decide none of them.
 
     Attributes:
-        stores: URI by name, or an object with a ``uri`` and ``options``. May be empty if ``allow`` is given.
+        stores: URI or folder by name, or an object with a ``uri`` and ``options``. May be empty if ``allow``
+            is given.
         host: Address to bind; any but loopback needs a ``token``, ``tenants`` or a ``tls_client_ca``.
         port: Port to bind; 0 takes a free one.
         token: Bearer token that all clients send, on a server without tenants.
@@ -154,7 +155,9 @@ class ServerConfig:
         caps: Limits of frames, requests, programs and stored images.
     """
 
-    stores: Mapping[str, str | StoreLocation] = field(repr=False)  # options may hold credentials
+    stores: Mapping[str, str | os.PathLike[str] | StoreLocation] = field(
+        repr=False
+    )  # options may hold credentials
     host: str = "127.0.0.1"
     port: int = 7000
     token: str | None = field(default=None, repr=False)
@@ -392,7 +395,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _open(name: str, location: str | StoreLocation) -> Store:
-    if isinstance(location, str):
+def _open(name: str, location: str | os.PathLike[str] | StoreLocation) -> Store:
+    if isinstance(location, str | os.PathLike):
         return Store.open(location, name=name)
     return Store.open(location.uri, name=name, options=dict(location.options) or None)

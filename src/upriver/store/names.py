@@ -1,8 +1,10 @@
-"""Check object names: relative paths inside a store, never a URL and never a way out."""
+"""Check names: of objects, which never lead out of their store, and of stores, which are URIs or folders."""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 from upriver.errors import ConfigError
 
@@ -12,6 +14,7 @@ DEFAULT_PREFIX = ".upriver"
 MAX_NAME_BYTES = 1024
 """Longest key that S3 allows."""
 
+_URI = re.compile(r"(?:file|memory|s3):|.*://", re.IGNORECASE | re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -58,3 +61,27 @@ def check_prefix(prefix: str) -> str:
     """Check the prefix of a listing: empty for everything, or a name. Drop one trailing ``/``."""
     prefix = prefix.removesuffix("/")
     return check_name(prefix) if prefix else ""
+
+
+def local_path(place: str | os.PathLike[str]) -> Path | None:
+    """Return the path if text names a place by its path; None if it is a URI.
+
+    Raises:
+        ConfigError: If it is empty, or neither text nor a path.
+    """
+    text = os.fspath(place) if isinstance(place, os.PathLike) else place
+    if not isinstance(text, str) or not text:
+        raise ConfigError(
+            f"a store is file:///PATH, memory://NAME, s3://BUCKET/PREFIX or a folder's path, got {place!r}"
+        )
+    return None if isinstance(place, str) and _URI.match(text) else Path(text)
+
+
+def store_uri(place: str | os.PathLike[str]) -> str:
+    """Return the URI of a store: that of the absolute path, if it is named by a path.
+
+    Raises:
+        ConfigError: As `local_path`.
+    """
+    path = local_path(place)
+    return str(place) if path is None else path.absolute().as_uri()

@@ -32,7 +32,7 @@ from upriver.errors import (
 )
 from upriver.store import local
 from upriver.store.direct import Direct
-from upriver.store.names import check_name, check_prefix
+from upriver.store.names import check_name, check_prefix, store_uri
 from upriver.store.observer import OnBytes, ReadObserver
 from upriver.store.places import PIECE_BYTES, BufferSequence
 from upriver.store.s3 import access_to, open_s3, patient, secrets_of, site_of
@@ -136,18 +136,26 @@ class Store:
         self.observer: ReadObserver | None = None
 
     @classmethod
-    def open(cls, uri: str, *, name: str = "default", options: Mapping[str, str] | None = None) -> Store:
-        """Open ``file:///absolute/path``, ``memory://name`` or ``s3://bucket/prefix``.
+    def open(
+        cls,
+        uri: str | os.PathLike[str],
+        *,
+        name: str = "default",
+        options: Mapping[str, str] | None = None,
+    ) -> Store:
+        """Open ``file:///absolute/path``, ``memory://name``, ``s3://bucket/prefix`` or a local folder.
 
         Memory stores of one URI share their content within a process.
 
         Args:
+            uri: URI, or the path of a folder: ``./photos`` is ``file://`` and its absolute path.
             options: For S3 only, see :func:`upriver.store.s3.open_s3`.
 
         Raises:
             ConfigError: If the URI or an option is invalid.
             StoreError: If a file store's folder does not exist.
         """
+        uri = store_uri(uri)
         parts = urlsplit(uri)
         if "@" in parts.netloc:
             raise ConfigError("a store URI holds no credentials; give them as options or in the environment")
@@ -174,7 +182,9 @@ class Store:
             except (BaseError, ValueError) as exc:
                 raise ConfigError(f"cannot open store {uri!r}: {_first_line(exc)}") from None
             return cls(backend, name=name, uri=uri, secrets=secrets_of(options or {}), options=options)
-        raise ConfigError(f"a store URI is file:///PATH, memory://NAME or s3://BUCKET/PREFIX, got {uri!r}")
+        raise ConfigError(
+            f"a store is file:///PATH, memory://NAME, s3://BUCKET/PREFIX or a folder's path, got {uri!r}"
+        )
 
     def observed_by(self, observer: ReadObserver) -> Self:
         """Return the same store, with an observer of its reads."""
@@ -790,9 +800,13 @@ def _file_root(uri: str) -> Path:
     path = unquote(parts.path)
     if parts.netloc not in ("", "localhost") or not path.startswith("/"):
         raise ConfigError(f"a file store is file:///ABSOLUTE/PATH, got {uri!r}")
-    root = Path(path).resolve()
+    try:
+        root = Path(path).resolve()
+    except ValueError as error:  # a zero byte
+        raise ConfigError(f"no directory has the name of store {uri!r}: {error}") from None
     if not root.is_dir():
-        raise StoreError(f"the directory of store {uri!r} does not exist")
+        problem = "is a file" if root.exists() else "does not exist"
+        raise StoreError(f"the directory {str(root)!r} of store {uri!r} {problem}")
     return root
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 
 from tests.pipeline.making import encoded, npy, pixels, samples, shard, tone, wav, write
-from upriver.errors import ConfigError, DatasetError, ObjectChanged
+from upriver.errors import ConfigError, DatasetError, ObjectChanged, StoreError
 from upriver.pipeline import (
     Dataset,
     DecodeWav,
@@ -163,6 +163,15 @@ def test_class_folders(tmp_path: Path) -> None:
         ("dog/2.jpg", 1, JPEG),
     ]
     assert dataset.layout == "folders"
+
+
+def test_a_folder_is_indexed_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = index(write(tmp_path / "photos", {"cat/1.jpg": JPEG}), stages=STAGES).digest
+    monkeypatch.chdir(tmp_path)
+    for place in ("./photos", Path("photos"), tmp_path / "photos"):
+        assert index(place, stages=STAGES).digest == digest
+    with pytest.raises(StoreError, match=r"/phtos'.* does not exist"):
+        index("./phtos", stages=STAGES)
 
 
 def test_ready_tensors(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def coldstart(
         str,
         typer.Argument(
             help="A program, as upriver push prints it (STORE/PREFIX/programs/DIGEST); with MODEL weights: "
-            "file:///path/NAME, s3://bucket/NAME (safetensors, or their index)."
+            "a path, file:///path/NAME or s3://bucket/NAME (safetensors, or their index)."
         ),
     ],
     model: Annotated[

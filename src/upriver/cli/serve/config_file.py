@@ -48,7 +48,7 @@ class StoreSection(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """``[stores.NAME]``: address of a store, and how to reach it.
 
     Attributes:
-        uri: ``file://`` or ``s3://``.
+        uri: ``file://``, ``s3://``, or the path of a folder.
         options: Endpoint and the like.
         credentials_file: JSON or TOML file of `CREDENTIALS` that only its owner may read.
         environment: Variable that holds an option's value, by option.
@@ -175,6 +175,8 @@ def load(path: Path) -> dict[str, Any]:
     document: dict[str, Any] = dict(load_toml(path))
     folder = path.absolute().parent
     _locate(document, _PATHS, folder)
+    if isinstance(document.get("stores"), dict):
+        document["stores"] = {name: _located(store, folder) for name, store in document["stores"].items()}
     stores, tenants = _tables(document.get("stores")), _tables(document.get("tenants"))
     for store in stores:
         _locate(store, ("credentials_file",), folder)
@@ -274,6 +276,16 @@ def _locate(table: dict[str, Any], keys: tuple[str, ...], folder: Path) -> None:
     for key in keys:
         if isinstance(table.get(key), str):
             table[key] = str(folder / table[key])
+
+
+def _located(store: Any, folder: Path) -> Any:
+    """Return a store, or its table, with the URI of its folder in place of a path relative to the file."""
+    from upriver.store import local_path, store_uri
+
+    if isinstance(store, dict):
+        return {**store, "uri": _located(store["uri"], folder)} if "uri" in store else store
+    path = local_path(store) if isinstance(store, str) and store else None
+    return store if path is None else store_uri(folder / path)
 
 
 def _store(name: str, section: str | StoreSection) -> str | StoreAt:

@@ -136,20 +136,22 @@ def stop_with_parent(fd: int) -> None:
 
 def _stores(given: Sequence[str], from_file: object) -> object:
     """Return stores by name: those of the file, then those of the command line."""
+    from upriver.store import store_uri
+
     from_options: dict[str, object] = {}
     for name, uri in map(split_store, given):
         if name in from_options:
             raise ConfigError(f"--store names {name!r} twice; give each its own: --store NAME=URI")
-        from_options[name] = uri
+        from_options[name] = store_uri(uri)
     if not isinstance(from_file, dict):
         return from_file  # checked later: the file's error says what was expected
     return {**from_file, **from_options}
 
 
 def split_store(text: str) -> tuple[str, str]:
-    """Split ``NAME=URI``, or ``URI`` with the name "default"."""
+    """Split ``NAME=URI``, or ``URI`` with the name "default"; a path may stand for the URI."""
     name, separator, uri = text.partition("=")
-    if not separator or "://" in name:
+    if not separator or "/" in name:
         return "default", text
     if not name or not uri:
         raise ConfigError(f"--store must be [NAME=]URI, got {text!r}")

@@ -38,7 +38,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     Attributes:
         model: Name of the model, as for ``upriver cuts``.
         freeze_to: Last frozen module: it and all before it are frozen.
-        store: URI of the store; ``store_name`` is its name on the servers.
+        store: URI or folder of the store; ``store_name`` is its name on the servers.
         path: Folder of the training samples; ``heldout`` is the folder of those to evaluate after each epoch.
         output: Safetensors file for the trained model; ``OUTPUT.checkpoint`` lies next to it until the run
             ends.

@@ -11,22 +11,24 @@ from upriver.coldstart.format.checkpoint import INDEX_ENDING
 from upriver.coldstart.format.manifest import ENDING
 from upriver.errors import ConfigError
 from upriver.program.graph.artifact_paths import graph_path
-from upriver.store import Store
+from upriver.store import Store, local_path
 
 
 def opened(uri: str, options: Mapping[str, str] | None = None) -> tuple[Store, str]:
     """Open a store at the folder of a URI's last part. Return the store and that part.
 
     Args:
-        uri: ``s3://BUCKET/NAME`` or ``file:///FOLDER/NAME``.
+        uri: ``s3://BUCKET/NAME``, ``file:///FOLDER/NAME`` or a path.
 
     Raises:
         ConfigError: If the URI cannot name an object.
         StoreError: If the folder does not exist.
     """
+    if (local := local_path(uri)) is not None:
+        return file_at(local)
     folder, _, name = uri.rstrip("/").rpartition("/")
     if not name or "://" not in folder or folder.endswith(":/"):
-        raise ConfigError(f"weights are s3://BUCKET/NAME or file:///FOLDER/NAME, got {uri!r}")
+        raise ConfigError(f"weights are s3://BUCKET/NAME, file:///FOLDER/NAME or a path, got {uri!r}")
     store = Store.open(folder, options=options)
     if folder.startswith("file://"):
         there, path = file_at(Path(unquote(urlsplit(folder).path)) / name)
@@ -62,9 +64,12 @@ def program_at(uri: str) -> tuple[str, str, str]:
     Raises:
         ConfigError: If the URI cannot name a program.
     """
-    folder, _, digest = uri.rstrip("/").removesuffix("/graph.json").rpartition("/")
+    local = local_path(uri)
+    place = uri if local is None else str(local.absolute())
+    folder, _, digest = place.rstrip("/").removesuffix("/graph.json").rpartition("/")
     root, _, prefix = folder.removesuffix("/programs").rpartition("/")
-    if not folder.endswith("/programs") or not prefix or "://" not in root or root.endswith(":/"):
+    is_store = bool(root) and (local is not None or ("://" in root and not root.endswith(":/")))
+    if not folder.endswith("/programs") or not prefix or not is_store:
         raise ConfigError(f"a program is STORE/PREFIX/programs/DIGEST, as push says it, got {uri!r}")
     return root, prefix, digest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 from collections import Counter
@@ -64,7 +65,7 @@ class _Row:
 
 
 def index(
-    store: Store | str,
+    store: Store | str | os.PathLike[str],
     path: str = "",
     *,
     stages: Sequence[InputStage],
@@ -86,6 +87,7 @@ def index(
     two samples, and a warning names the link.
 
     Args:
+        store: Store, its URI, or the path of a local folder.
         path: Directory, or one shard, in the store; empty for the whole store. ``./train/`` is ``train``.
         stages: Input stages; the first must read the stored format.
         prefix: Folder in which upriver keeps its own objects; never indexed.
@@ -108,7 +110,7 @@ def index(
         if value not in allowed:
             raise ConfigError(f"{name} must be {', '.join(allowed[:-1])} or {allowed[-1]}, got {value!r}")
     chain = InputChain(tuple(stages))
-    store = Store.open(store) if isinstance(store, str) else store
+    store = store if isinstance(store, Store) else Store.open(store)
     path = _without_dots(path)
     where = (
         f"{path!r} in store {store.name!r} ({store.uri})" if path else f"store {store.name!r} ({store.uri})"
@@ -133,8 +135,8 @@ def index(
 
 
 def _check_arguments(store: object, path: object, stages: object, prefix: str, on_progress: object) -> None:
-    if not isinstance(store, Store | str):
-        raise ConfigError(f"store must be a Store or the URI of one, got {store!r}")
+    if not isinstance(store, Store | str | os.PathLike):
+        raise ConfigError(f"store must be a Store, the URI of one or a folder's path, got {store!r}")
     require_type("path", path, str, "a folder in the store")
     if not isinstance(stages, Sequence) or isinstance(stages, str | bytes):
         raise ConfigError(f"stages must be a list of input stages, as of imagenet_eval(), got {stages!r}")
