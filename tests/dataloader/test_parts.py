@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from tests.dataloader.toy_datasets import Broken, Plain, same
 from tests.pipeline.making import encoded, pixels, write
+from tests.store.s3_server import S3Server
 from upriver.dataloader import DataLoader, Offloading, dataset
-from upriver.errors import ConfigError, DatasetError
+from upriver.errors import ConfigError, StoreError
 from upriver.pipeline import Dataset, Decode, Normalize, RandomResizedCrop, index
 from upriver.rpc.local_server import EmbeddedServer
+from upriver.store import Store
 
 COUNT = 12
 
@@ -65,7 +67,7 @@ def test_part_of_an_indexed_dataset_has_the_samples_of_the_whole(
 
 def test_random_split_of_an_indexed_dataset_shuffles_and_goes_on(data: Dataset) -> None:
     def part() -> DataLoader:
-        train, _ = random_split(data, [9, 3], generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
+        train, _ = random_split(data, [9, 3], generator=torch.Generator().manual_seed(1))
         generator = torch.Generator().manual_seed(2)
         return DataLoader(train, batch_size=2, shuffle=True, seed=3, generator=generator)
 
@@ -141,10 +143,31 @@ def test_parts_of_several_datasets_are_refused(data: Dataset, tmp_path: Path, ot
         DataLoader(ConcatDataset([data, more]))  # type: ignore[list-item]
 
 
-def test_plain_loader_of_an_indexed_dataset_says_who_makes_its_samples(data: Dataset) -> None:
-    for plain in (data, Subset(data, [1])):  # type: ignore[arg-type]
-        with pytest.raises(DatasetError, match=r"upriver\.DataLoader\(dataset"):
-            next(iter(TorchLoader(plain)))  # type: ignore[arg-type]
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_pytorchs_own_loader_has_the_samples_of_ours_in_its_first_epoch(
+    data: Dataset, num_workers: int
+) -> None:
+    """Loader processes are forked from this one, which has used stores."""
+    for part in (data, *random_split(data, [9, 3], generator=torch.Generator().manual_seed(1))):
+        wanted = list(DataLoader(part, batch_size=2, seed=0))
+        context = "fork" if num_workers else None
+        plain = TorchLoader(part, batch_size=2, num_workers=num_workers, multiprocessing_context=context)
+        assert same(list(plain), wanted)
+
+
+def test_pytorchs_own_loader_reads_a_far_store_in_processes_that_it_spawns(data: Dataset) -> None:
+    with S3Server() as server:
+        keys = {"access_key_id": "KEY", "secret_access_key": "SECRET"}
+        store = Store.open("s3://bucket/parts", options={"endpoint": server.url, **keys})
+        for ref in data.locate(range(COUNT)):
+            store.put(ref.object, data.store.get(ref.object))
+        far = index(store, stages=data.chain.stages)
+        wanted = list(DataLoader(data, batch_size=4, seed=0))
+        spawned = TorchLoader(far, batch_size=4, num_workers=2, multiprocessing_context="spawn")
+        assert same(list(spawned), wanted)
+        forked = TorchLoader(far, num_workers=1, multiprocessing_context="fork")
+        with pytest.raises(StoreError, match="start processes by spawn or forkserver"):
+            next(iter(forked))
 
 
 def test_loader_given_to_accelerate_says_how_it_is_used_there() -> None:

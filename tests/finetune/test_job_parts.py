@@ -126,6 +126,28 @@ def test_job_over_a_part_in_order_has_the_targets_and_rows_of_the_loader(data: D
     assert torch.equal(targets, torch.cat([found for _, found in upriver.DataLoader(part, batch_size=7)]))
 
 
+def test_samples_by_index_are_what_a_plain_job_feeds_the_model(data: Dataset) -> None:
+    part = data.subset(range(0, 60, 3))
+    with upriver.connect().finetune(
+        frozen_small(),
+        part,
+        batch_size=BATCH,
+        micro_batch=MICRO,
+        sampling=upriver.Sampling(shuffle=False),
+        policy="nosplit",
+    ) as job:
+        engine, freeze = Engine(chain=None, program=job._split.program, micro_batch=MICRO), job._split.freeze
+        fed = list(job)
+    made = [part[at] for at in range(len(part))]
+    parts = [slice(at, at + MICRO) for at in range(0, len(part), MICRO)]
+    features = [
+        features_of(engine, part.indices[at], torch.stack([image for image, _ in made[at]]), freeze)
+        for at in parts
+    ]
+    assert torch.equal(torch.cat([values for values, _ in fed]), torch.cat(features))
+    assert torch.cat([targets for _, targets in fed]).tolist() == [target for _, target in made]
+
+
 def test_ranks_share_the_rows_of_a_part(data: Dataset) -> None:
     part, seen = PARTS["a random split"](data), list[int]()
     for rank in range(2):

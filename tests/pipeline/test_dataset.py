@@ -10,16 +10,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from tests.finetune.children import ended, fork
 from tests.pipeline.making import samples, shard, write
-from upriver.errors import ConfigError, DatasetError, ObjectNotFound
-from upriver.pipeline import Dataset, InputChain, LoadTensor, Resize, imagenet_eval, imagenet_train, index
+from upriver.errors import BadSample, ConfigError, DatasetError, ObjectChanged, ObjectNotFound
+from upriver.pipeline import (
+    Dataset,
+    InputChain,
+    LoadTensor,
+    Resize,
+    imagenet_eval,
+    imagenet_train,
+    index,
+    stored_tensor,
+)
 from upriver.pipeline.manifest import decode_index
+from upriver.pipeline.subset import rows_of
 from upriver.store import Store
 
 
@@ -96,6 +108,60 @@ def test_another_way_to_the_store(dataset: Dataset) -> None:
     assert other.store is way
     assert other.digest == dataset.digest
     assert dataset.store is not way
+
+
+def test_samples_are_made_by_the_stages(tmp_path: Path) -> None:
+    write(tmp_path, {"a.tar": shard(samples(4)), "b.tar": shard(samples(3, first=4))})
+    dataset = index(tmp_path, stages=imagenet_train(16))
+    for row in range(7):
+        (ref,) = dataset.locate([row])
+        stored = stored_tensor(dataset.store.get_range(ref.object, ref.start, ref.stop))
+        wanted = dataset.chain.run(stored, sample=row, epoch=0, seed=0, start=dataset.chain.start, stop=0)
+        for index_of in (row, row - 7, np.int64(row), np.uint8(row), torch.tensor(row)):
+            made, target = dataset[index_of]
+            assert torch.equal(made, wanted) and target == [0, 1, 2, 0, 1, 2, 0][row]
+    assert [target for _, target in dataset] == dataset.targets.tolist()  # ends at an IndexError
+
+
+@pytest.mark.parametrize(
+    "at", [7, -8, 10**12, True, np.True_, torch.tensor(True), 1.0, "1", slice(2), [1], None]
+)
+def test_what_is_no_row_is_an_index_error(dataset: Dataset, at: Any) -> None:
+    with pytest.raises(IndexError, match=r"samples have numbers in 0\.\.6, got "):
+        dataset[at]
+    with pytest.raises(IndexError, match=r"samples have numbers in 0\.\.6, got "):
+        dataset.subset([0, at])
+
+
+def test_samples_that_cannot_be_made_are_named(tmp_path: Path) -> None:
+    dataset = index(write(tmp_path, {"cat/1.jpg": b"no image"}), stages=imagenet_eval(16, 20))
+    with pytest.raises(BadSample, match=r"sample 0 in object 'cat/1\.jpg'"):
+        dataset[-1]
+    (tmp_path / "cat/1.jpg").write_bytes(b"another file")
+    with pytest.raises(ObjectChanged, match=r"cat/1\.jpg"):
+        dataset[0]
+
+
+def test_subset_has_the_rows_in_their_order(dataset: Dataset) -> None:
+    part = dataset.subset(np.array([5, -1, 0, 5]))
+    assert type(part) is Subset and part.indices == [5, 6, 0, 5]
+    assert list(rows_of(part)) == [5, 6, 0, 5]
+    assert torch.equal(part[1][0], dataset[6][0])
+    assert len(dataset.subset([])) == 0
+
+
+def test_targets_cannot_be_changed(dataset: Dataset) -> None:
+    targets = dataset.targets
+    targets[:] = 99
+    targets.numpy()[0] = 98
+    assert dataset.targets.tolist() == [0, 1, 2, 0, 1, 2, 0]
+    assert dataset.targets_of([6, 1, 1]).tolist() == [0, 1, 1]
+    dataset.targets_among(dataset)[0] = 99
+    assert dataset[0][1] == 0 and dataset.targets_among(dataset)[0] == 0
+    with pytest.raises(AttributeError):
+        dataset.targets = targets  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"0\.\.6, got 7"):
+        dataset.targets_of([7])
 
 
 def test_ids_are_rows(dataset: Dataset) -> None:

@@ -285,7 +285,7 @@ class FinetuneJob:
                 for values, ids in steps(loader, order, form=form, finish=finish, first=self._step):
                     if values is None:
                         raise DatasetError("every sample of a training batch had to be skipped")
-                    yield form.one_or_all(values), self._dataset.targets[ids].to(values[0].device)
+                    yield form.one_or_all(values), self._dataset.targets_of(ids).to(values[0].device)
             finally:
                 if self._loader is loader:  # closing an old iteration must not end the new one
                     self._loader = None

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Never
+from typing import SupportsIndex
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import Subset
 
-from upriver.errors import ConfigError, DatasetError
+from upriver.errors import BadSample, ConfigError, DatasetError
 from upriver.pipeline import manifest as files
 from upriver.pipeline.chain import InputChain
+from upriver.pipeline.errors import SampleError
 from upriver.pipeline.left_out import LeftOut
+from upriver.pipeline.mapstyle import row_within
 from upriver.pipeline.stages.audio import DecodeWav
 from upriver.pipeline.stages.base import InputStage
 from upriver.pipeline.stages.tensor import LoadTensor
@@ -42,16 +46,15 @@ class SampleRef:
     stop: int
 
 
-class Dataset:
+class Dataset(TorchDataset[tuple[torch.Tensor, int]]):
     """Stored samples in a fixed order, with the input stages that prepare each for a model.
 
-    It is immutable. Rows of the index are the sample ids.
+    It is immutable. Rows of the index are the sample ids. PyTorch's own loader reads it as a map-style
+    dataset: see :meth:`__getitem__`.
 
     Attributes:
         digest: SHA-256 of ``chain.json``, which covers everything else.
         classes: Names of the targets.
-        targets: int64 of shape (len,).
-        left_out: Count and examples of possible samples that were not indexed, by reason.
     """
 
     def __init__(
@@ -70,34 +73,64 @@ class Dataset:
         self.prefix = prefix
         self.chain: InputChain = manifest.chain()
         self.classes: tuple[str, ...] = manifest.classes
-        self.left_out: Mapping[str, LeftOut] = MappingProxyType(manifest.left_out)
         self._manifest = manifest
         self._chain_bytes = chain_bytes
         self._index_bytes = index_bytes
         self._starts, self._stops = table["start"].to_numpy(), table["stop"].to_numpy()
         self._texts = {column: _as_dictionary(table[column]) for column in ("object", "etag", "name")}
-        self.targets: torch.Tensor = torch.tensor(table["target"].to_numpy(), dtype=torch.int64, device="cpu")
+        self._targets = torch.tensor(table["target"].to_numpy(), dtype=torch.int64, device="cpu")
         _check_texts(self.objects.dictionary, self._texts["etag"].dictionary)
 
     def __len__(self) -> int:
         return self._manifest.count
 
-    def __getitem__(self, index: object) -> Never:
-        """Refuse to make a sample: its random numbers need an epoch and a seed, which a loader has.
+    def __getitem__(self, index: SupportsIndex) -> tuple[torch.Tensor, int]:
+        """Read one sample from the store, and return the model's input and the target.
+
+        Random stages draw as in epoch 0 of seed 0, at every call. `upriver.DataLoader` and ``near.finetune``
+        draw anew in each epoch, and read ahead.
+
+        Args:
+            index: Row of the index; a negative one counts from the end.
 
         Raises:
-            DatasetError: Always.
+            IndexError: If the index has no such row. Truth values, slices and lists are no rows.
+            BadSample: If the sample cannot pass a stage.
+            StoreError: If the sample cannot be read. Only files can be read in a process that was forked
+                from one that has used stores, as a loader process is by default on Linux.
         """
-        raise DatasetError(
-            "an upriver.Dataset has no samples by index: upriver.DataLoader(dataset, …) and near.finetune "
-            "make them. A plain torch.utils.data.DataLoader cannot, nor what makes one (as accelerate and "
-            "transformers do)"
-        )
+        row = row_within(len(self), index)
+        (place,) = self.locate([row])
+        value = torch.empty(place.stop - place.start, dtype=torch.uint8, device="cpu")
+        self.store.read_into(place.object, place.start, value.numpy().data, etag=place.etag)
+        made = self.run(value, sample=row, epoch=0, seed=0, start=self.chain.start, stop=0)
+        return made, int(self._targets[row])
+
+    def subset(self, indices: Iterable[SupportsIndex]) -> Subset[tuple[torch.Tensor, int]]:
+        """Return the samples of some rows, in the given order, as PyTorch's `Subset`.
+
+        Raises:
+            IndexError: If the index has no such row, as for :meth:`__getitem__`.
+        """
+        return Subset(self, [row_within(len(self), index) for index in indices])
 
     def __repr__(self) -> str:
         return (
             f"Dataset({self.digest[:12]}, {len(self)} samples, {len(self.classes)} classes, {self.store!r})"
         )
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """Return all targets, int64 of shape (len,), as a copy: writing to it changes nothing else.
+
+        Take it once before a loop, or ask :meth:`targets_of`.
+        """
+        return self._targets.clone()
+
+    @property
+    def left_out(self) -> Mapping[str, LeftOut]:
+        """Return count and examples of possible samples that were not indexed, by reason."""
+        return MappingProxyType(self._manifest.left_out)
 
     @property
     def stored_bytes(self) -> float:
@@ -107,7 +140,7 @@ class Dataset:
     @cached_property
     def nbytes(self) -> int:
         """Return the memory of the index, in bytes, as read and as used."""
-        parts = (self._starts, self._stops, self.targets, *self._texts.values())
+        parts = (self._starts, self._stops, self._targets, *self._texts.values())
         files_nbytes = len(self._index_bytes) + files.chain_nbytes(self._chain_bytes)
         return files_nbytes + sum(int(part.nbytes) for part in parts)
 
@@ -161,6 +194,28 @@ class Dataset:
         rows = self._rows(ids)
         return np.asarray(self._stops[rows] - self._starts[rows], dtype=np.int64)
 
+    def targets_of(self, ids: Sequence[int]) -> torch.Tensor:
+        """Return the targets of the samples, in the given order: int64 of shape (len(ids),).
+
+        Raises:
+            ConfigError: If an id is not a row of the index.
+        """
+        return self._targets[torch.from_numpy(self._rows(ids))]
+
+    def run(
+        self, value: torch.Tensor, *, sample: int, epoch: int, seed: int, start: int, stop: int
+    ) -> torch.Tensor:
+        """Run the input stages from one position to another on one sample, see :meth:`InputChain.run`.
+
+        Raises:
+            BadSample: If the sample cannot pass a stage.
+        """
+        try:
+            return self.chain.run(value, sample=sample, epoch=epoch, seed=seed, start=start, stop=stop)
+        except SampleError as error:
+            (place,) = self.locate([sample])
+            raise BadSample(sample=sample, object_name=place.object, reason=str(error)) from None
+
     def targets_among(self, other: Dataset, rows: Sequence[int] | None = None) -> torch.Tensor:
         """Return the targets as numbers of another dataset's classes, matched by name.
 
@@ -175,7 +230,7 @@ class Dataset:
         """
         if self.classes == other.classes:
             return self.targets
-        counted = self.targets if rows is None else self.targets[torch.tensor(rows, device="cpu")]
+        counted = self._targets if rows is None else self.targets_of(rows)
         used = torch.unique(counted).tolist()
         if self.layout == other.layout == "webdataset" and _are_numbers(self) != _are_numbers(other):
             if used[-1] >= len(other.classes):
@@ -196,7 +251,7 @@ class Dataset:
             if mine[name] > 1 or theirs[name] > 1:
                 raise ConfigError(f"class {name!r} stands for several: classes cannot be matched by name")
             mapped[target] = number[name]
-        return mapped[self.targets]
+        return mapped[self._targets]
 
     def with_stages(self, stages: Sequence[InputStage]) -> Dataset:
         """Return a dataset of the same samples with other input stages, not published yet."""

@@ -202,6 +202,18 @@ def whole_number(index: Any) -> int | None:
         return None
 
 
+def row_within(count: int, index: Any) -> int:
+    """Return a number counted from the first sample; negative ones count from the end.
+
+    Raises:
+        IndexError: If there is no such sample.
+    """
+    at = whole_number(index)
+    if at is None or not -count <= at < count:
+        raise IndexError(f"samples have numbers in 0..{count - 1}, got {printable(repr(index), 60)}")
+    return at % count
+
+
 def not_the_end(error: Exception) -> Exception:
     """Return the error, or a `DatasetError` for `StopIteration`, which would silently end the epoch.
 

@@ -14,8 +14,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from upriver.errors import ConfigError
 from upriver.pipeline.dataset import Dataset
-from upriver.pipeline.mapstyle import whole_number
-from upriver.text import printable
+from upriver.pipeline.mapstyle import row_within
 
 
 def whole_of(dataset: Any) -> Any:
@@ -114,18 +113,10 @@ def _row(part: Any, index: Any) -> int:
         case Subset():
             return _row(part.dataset, part.indices[index])
         case ConcatDataset():
-            at = _within(len(part), operator.index(index))
+            at = row_within(len(part), operator.index(index))
             for each in part.datasets:
                 if at < len(each):  # type: ignore[arg-type]
                     break
                 at -= len(each)  # type: ignore[arg-type]
             return _row(each, at)
-    return _within(len(part), index)
-
-
-def _within(count: int, index: Any) -> int:
-    """Return a position counted from the first; negative ones count from the end."""
-    at = whole_number(index)
-    if at is None or not -count <= at < count:
-        raise IndexError(f"samples have numbers in 0..{count - 1}, got {printable(repr(index), 60)}")
-    return at % count
+    return row_within(len(part), index)

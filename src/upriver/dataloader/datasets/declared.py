@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from upriver.engine.read import read_samples
-from upriver.errors import BadSample
-from upriver.pipeline import Dataset, SampleError, stored_tensor
+from upriver.pipeline import Dataset, stored_tensor
 from upriver.pipeline.mapstyle import collated, whole_number
 from upriver.types import DONE
 
@@ -79,7 +78,7 @@ class Declared:
         first = max(start, self.dataset.chain.start)
         if stop > first:
             values = [
-                self._run(value, sample, epoch, first, stop)
+                self.dataset.run(value, sample=sample, epoch=epoch, seed=self.seed, start=first, stop=stop)
                 for value, sample in zip(values, samples, strict=True)
             ]
         if stop < DONE:
@@ -92,7 +91,7 @@ class Declared:
 
     def targets(self, indices: Sequence[Any]) -> list[int]:
         """Return the targets of samples."""
-        targets: list[int] = self.dataset.targets[list(map(operator.index, indices))].tolist()
+        targets: list[int] = self.dataset.targets_of(list(map(operator.index, indices))).tolist()
         return targets
 
     def __len__(self) -> int:
@@ -106,12 +105,3 @@ class Declared:
                 raise IndexError(f"samples have numbers in 0..{len(self.dataset) - 1}, got {index!r}")
             rows.append(row)
         return [stored_tensor(blob) for blob in read_samples(self.dataset, rows)]
-
-    def _run(self, value: torch.Tensor, sample: int, epoch: int, start: int, stop: int) -> torch.Tensor:
-        try:
-            return self.dataset.chain.run(
-                value, sample=sample, epoch=epoch, seed=self.seed, start=start, stop=stop
-            )
-        except SampleError as error:
-            (place,) = self.dataset.locate([sample])
-            raise BadSample(sample=sample, object_name=place.object, reason=str(error)) from None
