@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save
 
 from tests.pipeline.making import encoded, npy, pixels, samples, shard, tone, wav, write
-from upriver.errors import ConfigError, DatasetError, ObjectChanged, StoreError
+from upriver.errors import BadSample, ConfigError, DatasetError, ObjectChanged, StoreError
 from upriver.pipeline import (
     Dataset,
     DecodeWav,
@@ -189,6 +189,39 @@ def test_ready_tensors(tmp_path: Path) -> None:
             ((_, _, blob),) = stored(uri, path, stages=(stage,))
             got = dataset.chain.run(stored_tensor(blob), sample=0, epoch=0, seed=0, start=-1, stop=0)
             assert torch.equal(got, torch.tensor(array))
+
+
+@pytest.mark.parametrize("path", ["t.tar", "folders"])
+def test_safetensors_of_several_tensors_are_refused(tmp_path: Path, path: str) -> None:
+    stages = [LoadTensor("safetensors")]
+
+    def indexed(tensors: dict[str, torch.Tensor]) -> Dataset:
+        data = save(tensors)
+        files = {
+            "t.tar": shard([("a.safetensors", data), ("a.cls", b"0")]),
+            "folders/zero/a.safetensors": data,
+        }
+        return index(write(tmp_path, files), path, stages=stages)
+
+    several = {name: torch.zeros(2) for name in ("image", "label")}
+    name, place = ("a", "t.tar") if path == "t.tar" else ("zero/a.safetensors", "folders/zero/a.safetensors")
+    with pytest.raises(DatasetError) as refused:
+        indexed(several)
+    assert str(refused.value) == (
+        f"sample '{name}' in '{place}' must hold one tensor, or one named 'tensor'; "
+        "it holds 2 ('image', 'label')"
+    )
+    with pytest.raises(DatasetError, match=r"it holds 70 \('00', '01', '02', '03', '04', …\)"):
+        indexed({f"{number:02}": torch.zeros(1) for number in range(70)})
+    assert torch.equal(indexed({**several, "tensor": torch.ones(3)})[0][0], torch.ones(3))
+
+
+def test_safetensors_that_cannot_be_read_are_bad_samples_later(tmp_path: Path) -> None:
+    dataset = index(write(tmp_path, {"zero/a.safetensors": b"none"}), stages=[LoadTensor("safetensors")])
+    with pytest.raises(
+        BadSample, match=r"sample 0 in object 'zero/a\.safetensors': not a \.safetensors file"
+    ):
+        dataset[0]
 
 
 # ---------------------------------------------------------------------------------------------- audio

@@ -17,9 +17,12 @@ import torch
 
 from upriver.pipeline.errors import SampleError
 
-_MAX_HEADER_BYTES = 2**20
+MAX_HEAD_BYTES = 8 + 2**20
+"""Most bytes of a ``.safetensors`` file up to the end of its header."""
+
 _MAX_DIMS = 16
 _MAX_EMPTY = 2**40  # product of the other sizes of a tensor without elements: torch has a limit, too
+_SHOWN, _SHOWN_CHARS = 5, 60  # of names in an error
 _NPY_DTYPES: dict[str, torch.dtype] = {
     np.dtype(name).newbyteorder("<").str: getattr(torch, name)
     for name in (
@@ -87,28 +90,57 @@ def read_safetensors(data: bytes | memoryview) -> torch.Tensor:
         SampleError: If the data are no such file, hold several tensors and none named ``tensor``, or their
             offsets, shape and dtype do not agree.
     """
-    view = memoryview(data)
-    size = int.from_bytes(view[:8], "little")
-    if len(view) < 8 or size > min(len(view) - 8, _MAX_HEADER_BYTES):
-        raise SampleError(f"not a .safetensors file: {len(view)} bytes with a header of {size}")
+    tensors, body = _header(memoryview(data))
+    problem = why_unclear(list(tensors))
+    if problem:
+        raise SampleError(f"a .safetensors file {problem}")
     try:
-        dtype, shape, start, stop = _entry(json.loads(bytes(view[8 : 8 + size])))
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as exc:
+        dtype, shape, start, stop = _entry(tensors.get("tensor", next(iter(tensors.values()))))
+    except (ValueError, TypeError, KeyError) as exc:
         raise SampleError(f"not a .safetensors file: {exc}".split("\n", 1)[0]) from None
     if dtype not in _SAFETENSORS_DTYPES:
         raise SampleError(f".safetensors dtype {dtype!r}; allowed: {', '.join(_SAFETENSORS_DTYPES)}")
-    body = view[8 + size :]
     if not 0 <= start <= stop <= len(body):
         raise SampleError(f".safetensors offsets {start} to {stop} leave its {len(body)} bytes of data")
     return _fresh(body[start:stop], _SAFETENSORS_DTYPES[dtype], shape)
 
 
-def _entry(header: Any) -> tuple[str, list[int], int, int]:
-    """Return type, shape and place of the tensor to read, from an unchecked header."""
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    if len(tensors) != 1 and "tensor" not in tensors:
-        raise ValueError(f"it must hold one tensor, or one named 'tensor'; it holds {len(tensors)}")
-    entry = tensors["tensor"] if "tensor" in tensors else next(iter(tensors.values()))
+def tensor_names(head: bytes | memoryview) -> list[str]:
+    """Return the names of the tensors in a ``.safetensors`` file.
+
+    Args:
+        head: The file, or its first `MAX_HEAD_BYTES`.
+
+    Raises:
+        SampleError: If it is no such file.
+    """
+    return list(_header(memoryview(head))[0])
+
+
+def why_unclear(names: Sequence[str]) -> str:
+    """Return why no tensor is the sample; empty if one is: the only one, or one named ``tensor``."""
+    if len(names) == 1 or "tensor" in names:
+        return ""
+    shown = ", ".join(f"{name[:_SHOWN_CHARS]!r}" for name in names[:_SHOWN]) + ", …" * (len(names) > _SHOWN)
+    holds = f"{len(names)} ({shown})" if names else "none"
+    return f"must hold one tensor, or one named 'tensor'; it holds {holds}"
+
+
+def _header(view: memoryview) -> tuple[dict[str, Any], memoryview]:
+    """Return the entry of each tensor, unchecked, and the data behind the header."""
+    size = int.from_bytes(view[:8], "little")
+    if len(view) < 8 or size > min(len(view), MAX_HEAD_BYTES) - 8:
+        raise SampleError(f"not a .safetensors file: {len(view)} bytes with a header of {size}")
+    try:
+        header = json.loads(bytes(view[8 : 8 + size]))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    except (ValueError, AttributeError, RecursionError) as exc:
+        raise SampleError(f"not a .safetensors file: {exc}".split("\n", 1)[0]) from None
+    return tensors, view[8 + size :]
+
+
+def _entry(entry: Any) -> tuple[str, list[int], int, int]:
+    """Return type, shape and place of a tensor, from an unchecked entry."""
     dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or not all(type(number) is int for number in (start, stop, *shape)):
         raise TypeError("dtype must be a string, shape and offsets whole numbers")

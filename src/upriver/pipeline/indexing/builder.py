@@ -21,7 +21,7 @@ from upriver.pipeline import manifest as files
 from upriver.pipeline.chain import InputChain
 from upriver.pipeline.dataset import Dataset, check_reads
 from upriver.pipeline.errors import SampleError
-from upriver.pipeline.formats import tarshard
+from upriver.pipeline.formats import tarshard, tensorfile
 from upriver.pipeline.formats.wavfile import read_form
 from upriver.pipeline.left_out import FORMAT_OF, OnLeftOut, Tally, describe
 from upriver.pipeline.stages.audio import DecodeWav
@@ -78,7 +78,7 @@ def index(
 
     A WebDataset shard gives a sample for each key with one media member and an integer in ``.cls``. Class
     folders (``class/name.jpg``) give their sorted names as classes. Only listings and tar headers are read,
-    and for audio the first file's header.
+    and for audio and ``.safetensors`` the first file's header.
 
     Everything that may be a sample and is not indexed counts as left out, by its reason: see
     :attr:`Dataset.left_out`. Texts, tables, a README and files that systems leave behind (``.DS_Store``) are
@@ -96,8 +96,8 @@ def index(
 
     Raises:
         DatasetError: If there is nothing to index or something cannot be indexed: a truncated shard, a
-            duplicate, mixed formats; with ``on_left_out="error"`` anything that would be left out. The
-            message names the object.
+            duplicate, mixed formats, several tensors in a ``.safetensors``; with ``on_left_out="error"``
+            anything that would be left out. The message names the object.
         ConfigError: If the stages do not fit together or do not read the stored format, or the audio has
             another rate than the stages'.
         StoreError: If the store cannot be read.
@@ -584,7 +584,8 @@ def _dataset(
 def _check_reads(store: Store, row: _Row, chain: InputChain) -> None:
     """Check that the stages read the stored format, and audio at the first sample's rate.
 
-    Audio that cannot be read is ignored here: it is a bad sample like any other.
+    Of tensors the first sample must leave no doubt which tensor is meant. A file that cannot be read is
+    ignored here: it is a bad sample like any other.
     """
     rate = _wav_rate(store, row) if row.format == "wav" else None
     try:
@@ -597,15 +598,29 @@ def _check_reads(store: Store, row: _Row, chain: InputChain) -> None:
             f"sample {row.name!r} in {row.object.path!r} has {rate} samples a second, and "
             f"decode_wav.sample_rate is {first.sample_rate}; it must be {rate}, and resample may come behind"
         )
+    problem = _why_unclear(store, row) if row.format == "safetensors" else ""
+    if problem:
+        raise DatasetError(f"sample {row.name!r} in {row.object.path!r} {problem}")
 
 
 def _wav_rate(store: Store, row: _Row) -> int | None:
-    stop = min(row.stop, row.start + _WAV_HEADER_BYTES)
-    head = store.get_range(row.object.path, row.start, stop, etag=row.object.etag)
     try:
-        return read_form(head).rate
+        return read_form(_head(store, row, _WAV_HEADER_BYTES)).rate
     except SampleError:
         return None
+
+
+def _why_unclear(store: Store, row: _Row) -> str:
+    try:
+        return tensorfile.why_unclear(tensorfile.tensor_names(_head(store, row, tensorfile.MAX_HEAD_BYTES)))
+    except SampleError:
+        return ""
+
+
+def _head(store: Store, row: _Row, num_bytes: int) -> bytes:
+    """Return the first bytes of a sample."""
+    stop = min(row.stop, row.start + num_bytes)
+    return store.get_range(row.object.path, row.start, stop, etag=row.object.etag)
 
 
 def _table(rows: Sequence[_Row]) -> pa.Table:
