@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from upriver.errors import ConfigError
+from upriver.extras import install
 
 EXPORT_S = 2.0
 """Timeout of one export to the collector. The end of the process waits for the last one."""
@@ -102,9 +103,7 @@ def _provider(service: str, url: str) -> Any:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(
-            f"traces need OpenTelemetry, which is not installed ({error}): pip install 'upriver[trace]'"
-        ) from None
+        raise ConfigError(install("a trace endpoint", f"OpenTelemetry ({error})", "trace")) from None
     provider = TracerProvider(resource=Resource.create({"service.name": service}))
     exporter = OTLPSpanExporter(endpoint=url, timeout=EXPORT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=DELAY_MS))

@@ -141,7 +141,8 @@ def test_package_that_is_not_installed(
 ) -> None:
     monkeypatch.setattr("upriver.program.models.registry.importlib.util.find_spec", lambda name: None)
     assert main(["cuts", "timm:vit_base_patch16_224"]) == 2
-    assert "timm is not installed" in error_line(capsys)
+    told = "error: a timm: model needs timm, which is not installed: pip install 'upriver[models]'\n"
+    assert error_line(capsys) == told
 
 
 def test_unexpected_error_is_one_line_and_exit_code_1(

@@ -13,6 +13,8 @@ from rich.progress import Progress, TaskID
 from upriver.cli.common import DebugOption, JsonOption, emit, progress_bar
 from upriver.cli.options import WeightsOption
 from upriver.cli.output import check_picture, write_picture
+from upriver.errors import ConfigError
+from upriver.extras import DEMO, why_missing
 
 if TYPE_CHECKING:
     from upriver.demo.result import DemoResult
@@ -31,6 +33,9 @@ def demo(
     debug: DebugOption = False,
 ) -> None:
     """Fine-tune over a thin link, the plain way and near the data, and compare."""
+    why = why_missing("upriver demo", "demo", *DEMO)
+    if why:
+        raise ConfigError(why)
     check_picture(plot)
     from upriver.demo.run import picture, run_demo
     from upriver.demo.settings import DemoSettings

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from upriver.errors import ConfigError, StoreError
+from upriver.extras import why_missing
 from upriver.files import replacing
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ def check_picture(path: Path | None, option: str = "--plot") -> None:
     if path.suffix.lower() not in PICTURES or path.is_dir():
         raise ConfigError(f"{option} takes a file name that ends in {', '.join(PICTURES)}, got {path}")
     check_output(path, option)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"matplotlib is not installed; install 'upriver[plot]' for {option}")
+    why = why_missing(option, "plot", "matplotlib")
+    if why:
+        raise ConfigError(why)
 
 
 def check_output(path: Path | None, option: str) -> None:

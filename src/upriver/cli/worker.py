@@ -15,6 +15,7 @@ from upriver.cli.serve.options import (
     ParentPipeOption,
     StoresOption,
     TokenFileOption,
+    check_server_installed,
     ended_by_signals,
     serve_here,
     stop_with_parent,
@@ -67,6 +68,7 @@ def worker(
     When its first process is ready it prints one JSON line with "listening" on stdout.
     """
     with ended_by_signals():
+        check_server_installed("upriver worker")
         options = {
             "allow": allow or None,
             "host": host,

@@ -27,6 +27,7 @@ from upriver.cluster.deployment import SERVERS, ReplicaSettings, Scale, applicat
 from upriver.cluster.discover import LISTING_PATH, NAMESPACE, RayBook
 from upriver.cluster.document import is_loopback
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
+from upriver.extras import install
 from upriver.rpc.child_server import ASK_S
 from upriver.rpc.short_question import get
 from upriver.text import said
@@ -192,7 +193,7 @@ def _needed(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise ConfigError(f"--engine ray needs Ray Serve ({error}): pip install 'upriver[ray]'") from error
+        raise ConfigError(install("--engine ray", f"{name} ({error})", "ray")) from error
 
 
 # ------------------------------------------------------------------------------------------ the cluster

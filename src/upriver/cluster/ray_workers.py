@@ -27,6 +27,7 @@ from upriver.cluster.child import ServerProcess
 from upriver.cluster.deploy import LOCAL, before_import, join, reason, start
 from upriver.cluster.document import ANYONE, token_hash
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
+from upriver.extras import install
 from upriver.rpc.child_server import START_TIMEOUT_S
 from upriver.rpc.worker_fleet import Fleet, Provider, Serves
 from upriver.text import printable, said
@@ -156,7 +157,7 @@ def connected(address: str | None, *, num_cpus: int) -> Any:
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as error:
-        raise ConfigError(f"ray_workers needs Ray ({error}): pip install 'upriver[ray]'") from error
+        raise ConfigError(install("ray_workers", f"ray ({error})", "ray")) from error
     if ray.is_initialized():
         if address is not None and address not in _joined:
             raise ConfigError(

@@ -163,7 +163,7 @@ def _photograph(path: str) -> Image.Image:
     spec = importlib.util.find_spec(package)
     file = Path((spec and spec.origin) or "").parent / inside
     if not file.is_file():
-        raise DatasetError(f"the demo's photograph {path} is missing; install upriver[demo]")
+        raise DatasetError(f"the demo's photograph {path} is missing: pip install 'upriver[demo]'")
     with Image.open(file) as image:
         return image.convert("RGB")
 

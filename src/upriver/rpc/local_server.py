@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping, Sequence, Set
 from typing import Self
 
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, ServerUnavailable
+from upriver.extras import SERVER, why_missing
 from upriver.rpc.child_server import START_TIMEOUT_S, ChildServer
 
 TOKEN_VARIABLE = "UPRIVER_TOKEN"
@@ -41,7 +42,8 @@ class EmbeddedServer(ChildServer):
 
         Raises:
             ConfigError: If a store cannot be shared with another process.
-            ServerUnavailable: If it ends or does not get ready; with the last lines of its stderr.
+            ServerUnavailable: If a package of the extra ``server`` is missing, or the server ends or does
+                not get ready; with the last lines of its stderr.
         """
         _check_stores(stores)
         options = [option for name, uri in stores.items() for option in ("--store", f"{name}={uri}")]
@@ -78,6 +80,9 @@ class EmbeddedServer(ChildServer):
         token: str | None,
         timeout_s: float,
     ) -> Self:
+        why = why_missing(f"an embedded server (upriver {command})", "server", *SERVER)
+        if why:
+            raise ServerUnavailable(why)
         given = [(option, str(value)) for option, value in numbers.items() if value is not None]
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
         if token is not None:

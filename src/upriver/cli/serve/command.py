@@ -16,6 +16,7 @@ from upriver.cli.serve.options import (
     ParentPipeOption,
     StoresOption,
     TokenFileOption,
+    check_server_installed,
     ended_by_signals,
     serve_here,
     stop_with_parent,
@@ -67,6 +68,8 @@ def serve(
     When its first compute process is ready it prints one JSON line with "listening" on stdout.
     """
     with ended_by_signals():
+        if engine != "ray":  # its replicas serve elsewhere
+            check_server_installed("upriver serve")
         options = {
             "host": host,
             "port": port,

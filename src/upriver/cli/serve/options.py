@@ -18,6 +18,7 @@ from upriver._threads.background import BackgroundThread
 from upriver.cli.serve import config_file
 from upriver.cli.serve.config_file import SECRETS, TOKEN_VARIABLE, Checked
 from upriver.errors import ConfigError
+from upriver.extras import SERVER, why_missing
 from upriver.imports import uncollected
 from upriver.secret_files import read_token_file
 
@@ -61,6 +62,17 @@ def told(
     document |= {name: value for name, value in options.items() if value is not None}
     document["stores"] = _stores(store or [], document.get("stores", {}))
     return document, config_file.check(document, where=where)
+
+
+def check_server_installed(command: str) -> None:
+    """Check that the packages of a server are installed, before anything else is.
+
+    Raises:
+        ConfigError: If one is not; the message names the extra.
+    """
+    why = why_missing(command, "server", *SERVER)
+    if why:
+        raise ConfigError(why)
 
 
 def serve_here(settings: Mapping[str, Any], token: str | None) -> None:

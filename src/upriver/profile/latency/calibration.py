@@ -24,7 +24,7 @@ from upriver.profile.latency.op_benchmark import OpBenchmark, Timing
 from upriver.profile.latency.op_calls import OpCall
 from upriver.profile.latency.op_kinds import SIDES, OpWork, Side, works_of
 from upriver.profile.latency.predictor import MODELS, KindError, ModelName, Predictor, place_of
-from upriver.profile.latency.regression import FEWEST, OwnModel, PaperModel, TimedWork
+from upriver.profile.latency.regression import FEWEST, OwnModel, PaperModel, TimedWork, check_scipy
 from upriver.profile.profile_cache import TierIdentity
 from upriver.types import require_finite
 
@@ -92,9 +92,10 @@ def calibrate(
         kinds: Kinds of operators; all kinds with a range if None.
 
     Raises:
-        ConfigError: If torch cannot compute on the device, a kind has no range, or ``minutes`` is not above 0
-            or too short for any model.
+        ConfigError: If scipy is not installed, torch cannot compute on the device, a kind has no range, or
+            ``minutes`` is not above 0 or too short for any model.
     """
+    check_scipy()
     require_finite("minutes", minutes, positive=True)
     place, bench = place_of(device), OpBenchmark(device)
     measured = measure(plan(quick=quick, kinds=kinds, seed=seed), bench, minutes, timing, progress)

@@ -14,7 +14,6 @@ than the plain line.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -23,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from upriver.errors import ConfigError
+from upriver.extras import why_missing
 from upriver.profile.latency.op_features import OpWork, Side, family_of, features_of
 from upriver.types import require_finite
 
@@ -42,6 +42,17 @@ class TimedWork(NamedTuple):
     seconds: float
 
 
+def check_scipy() -> None:
+    """Check that scipy is installed, before minutes of measuring.
+
+    Raises:
+        ConfigError: If it is not; the message names the extra.
+    """
+    why = why_missing("calibration", "calibrate", "scipy")
+    if why:
+        raise ConfigError(why)
+
+
 def nnls_fit(rows: Array, seconds: Array) -> Array:
     """Return non-negative coefficients that fit the rows to the seconds best; no intercept.
 
@@ -51,8 +62,7 @@ def nnls_fit(rows: Array, seconds: Array) -> Array:
     Raises:
         ConfigError: If scipy is not installed, the lengths differ, or a number is negative or not finite.
     """
-    if importlib.util.find_spec("scipy") is None:
-        raise ConfigError("scipy is not installed; install 'upriver[calibrate]' to fit latency models")
+    check_scipy()
     from scipy.optimize import nnls
 
     if rows.ndim != 2 or seconds.shape != rows.shape[:1] or not rows.size:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from upriver.errors import ConfigError, ModelError
+from upriver.extras import why_missing
 from upriver.program.capture.input_spec import InputSpec, ModelInputs
 from upriver.program.example_inputs import Example
 from upriver.program.models.transformers_configs import build, inputs_of
@@ -69,7 +70,7 @@ def _image(shape: tuple[int, ...] = IMAGE_SHAPE) -> ModelInputs:
 
 
 def _torchvision(name: str) -> tuple[nn.Module, ModelInputs]:
-    _require("torchvision", "upriver[vision]")
+    _require("torchvision", "vision")
     from torchvision import models
 
     known = models.list_models(module=models)
@@ -90,7 +91,7 @@ def _torchvision_shape(models: Any, name: str) -> tuple[int, ...]:
 
 
 def _timm(name: str) -> tuple[nn.Module, ModelInputs]:
-    _require("timm", "upriver[models]")
+    _require("timm", "models")
     timm = importlib.import_module("timm")
     if not timm.is_model(name):
         raise _unknown("timm", name, timm.list_models())
@@ -100,7 +101,7 @@ def _timm(name: str) -> tuple[nn.Module, ModelInputs]:
 
 def _transformers(name: str) -> tuple[nn.Module, ModelInputs]:
     """Return a model of that class, or a classifier of that model type."""
-    _require("transformers", "upriver[models]")
+    _require("transformers", "models")
     transformers = importlib.import_module("transformers")
     model = build(transformers, name)
     if model is None:
@@ -185,8 +186,9 @@ _SOURCES: dict[str, Callable[[str], tuple[nn.Module, ModelInputs]]] = {
 
 
 def _require(package: str, extra: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ModelError(f"{package} is not installed; install {extra!r} for {package}: models")
+    why = why_missing(f"a {package}: model", extra, package)
+    if why:
+        raise ModelError(why)
     # All three packages import torchvision if it is installed.
     if importlib.util.find_spec("torchvision") is not None:
         from upriver._torchvision import ensure_torchvision

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple, Protocol
 
+from upriver.extras import install
 from upriver.server.sandbox.rlimits import on_cpu
 from upriver.text import said
 
@@ -130,7 +131,7 @@ class GpuUtilisation:
         try:
             import pynvml
         except ImportError:
-            self.why = "nvidia-ml-py is not installed: pip install 'upriver[nvml]'"
+            self.why = install("the utilisation of NVIDIA's devices", "nvidia-ml-py", "nvml")
             return None
         try:
             if not self._handles:
