@@ -14,7 +14,7 @@ import torch
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline.draw import Draw
 from upriver.pipeline.stages.base import ANY_SIZE, InputStage, Kind, Sizes, Spec
-from upriver.pipeline.stages.registry import stage_from_json
+from upriver.pipeline.stages.registry import in_place_of, stage_from_json
 
 MAX_STAGES = 64
 """Cap on the stages read from a store, beyond any useful chain."""
@@ -43,7 +43,9 @@ class InputChain:
         given: Kind = "bytes"
         for index, stage in enumerate(self.stages):
             if not isinstance(stage, InputStage):
-                raise ConfigError(f"stage {index} must be an input stage, got {type(stage).__name__}")
+                raise ConfigError(
+                    f"stage {index} must be an input stage, got {type(stage).__name__}: {in_place_of(stage)}"
+                )
             fits = "bytes" not in stage.takes if given == "any" else given in stage.takes
             if not fits:
                 takes = " or ".join(stage.takes)

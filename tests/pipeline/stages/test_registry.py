@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from upriver.pipeline import (
     CenterCrop,
     Decode,
     Draw,
+    InputChain,
     InputStage,
     LoadTensor,
     Normalize,
@@ -27,6 +29,7 @@ from upriver.pipeline import (
     SampleError,
     imagenet_eval,
     imagenet_train,
+    index,
     stored_tensor,
 )
 from upriver.pipeline.formats.image import MAX_PIXELS
@@ -252,3 +255,24 @@ def test_presets_name_the_usual_stages() -> None:
         "normalize",
     ]
     assert [stage.name for stage in imagenet_eval()] == ["decode", "resize", "center_crop", "normalize"]
+
+
+# ---------------------------------------------------------------------------------- what is no stage
+
+
+@pytest.mark.parametrize(
+    ("transform", "told"),
+    [
+        (transforms.Resize(8), "got Resize: use upriver.Resize(…)"),
+        (transforms.RandomHorizontalFlip, "got type: use upriver.RandomHorizontalFlip(…)"),
+        (transforms.ToTensor(), "got ToTensor: use upriver.ToFloat(…)"),
+        (transforms.Compose([transforms.Resize(8)]), "got Compose: use upriver.imagenet_train(…)"),
+        (transforms.RandomRotation(5), "in a dataset of your own that upriver.DataLoader reads"),
+        (lambda image: image, "run code of your own on batches in the loop"),
+    ],
+)
+def test_transform_that_is_no_stage_says_what_works(transform: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        InputChain((Decode(), transform))
+    with pytest.raises(ConfigError, match=re.escape(told.partition(": ")[2] or told)):
+        index("memory://nothing", stages=transform)

@@ -110,7 +110,8 @@ def _check_argument(name: str, value: Any) -> None:
     if not same:
         raise ConfigError(
             f"argument {name!r} must be what JSON can say (numbers, strings, true, false, None, lists, "
-            f"mappings), got {printable(repr(value), 80)} of type {type(value).__name__}"
+            f"mappings), got {printable(repr(value), 80)} of type {type(value).__name__}; name a function of "
+            "your own module that makes it together with the dataset"
         )
 
 

@@ -26,8 +26,10 @@ from upriver.pipeline.formats.wavfile import read_form
 from upriver.pipeline.left_out import FORMAT_OF, OnLeftOut, Tally, describe
 from upriver.pipeline.stages.audio import DecodeWav
 from upriver.pipeline.stages.base import InputStage
+from upriver.pipeline.stages.registry import in_place_of
 from upriver.program.graph.artifact_paths import digest_of
 from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, Unreachable, check_name
+from upriver.text import printable
 from upriver.types import require_type
 
 log = logging.getLogger("upriver")
@@ -139,7 +141,10 @@ def _check_arguments(store: object, path: object, stages: object, prefix: str, o
         raise ConfigError(f"store must be a Store, the URI of one or a folder's path, got {store!r}")
     require_type("path", path, str, "a folder in the store")
     if not isinstance(stages, Sequence) or isinstance(stages, str | bytes):
-        raise ConfigError(f"stages must be a list of input stages, as of imagenet_eval(), got {stages!r}")
+        raise ConfigError(
+            "stages must be a list of input stages, as of imagenet_eval(), got "
+            f"{printable(repr(stages), 80)}: {in_place_of(stages)}"
+        )
     check_name(require_type("prefix", prefix, str, "a folder in the store"))
     if on_progress is not None and not callable(on_progress):
         raise ConfigError(f"on_progress must be a function, got {on_progress!r}")

@@ -54,6 +54,23 @@ STAGES: dict[str, type[InputStage]] = {
 """Every stage by its name. A chain refers to stages by name, so it can use only stages in this table."""
 
 
+_CALLED_OTHERWISE = {"ToTensor": "ToFloat", "Compose": "imagenet_train"}
+"""What does here the work of a transform that has another name in torchvision."""
+
+
+def in_place_of(transform: object) -> str:
+    """Return what to use in place of a transform that is no input stage."""
+    kind = transform if isinstance(transform, type) else type(transform)
+    names = {stage.__name__ for stage in STAGES.values()}
+    ours = kind.__name__ if kind.__name__ in names else _CALLED_OTHERWISE.get(kind.__name__)
+    if ours is not None:
+        return f"use upriver.{ours}(…)"
+    return (
+        f"the stages are {', '.join(sorted(names))} of upriver, which servers have; run code of your own on "
+        "batches in the loop, or in a dataset of your own that upriver.DataLoader reads"
+    )
+
+
 def stage_from_json(data: object) -> InputStage:
     """Read a stage back, strictly.
 
