@@ -39,6 +39,30 @@ def small():
     return nn.Sequential(features, nn.Flatten(), nn.Dropout(0.1), nn.Linear(4 * 6 * 6, 1000))
 """
 
+OWN_HEAD = """
+import torch
+from torch import nn
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(4, 1000))
+
+    def forward(self, x):
+        return x @ self.matrix
+
+class Headed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Sequential(nn.Conv2d(3, 4, 5, stride=2), nn.ReLU()), Head()
+
+    def forward(self, x):
+        return self.head(self.body(x).mean((2, 3)))
+
+def headed():
+    return Headed()
+"""
+
 HELD = """
 import sys, time
 from upriver.cli import main
@@ -655,17 +679,91 @@ def test_a_missing_key_is_named(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "freeze_to" in capsys.readouterr().err
 
 
-def test_classifier_is_replaced_only_where_needed() -> None:
-    from torch import nn
+class Head(nn.Module):
+    """Classifier without a layer of PyTorch's."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.ones(4, 7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply, then draw, as some models do in any mode."""
+        return x @ self.matrix + torch.rand(())
+
+
+def a_vector() -> torch.Tensor:
+    return torch.zeros(1, 4)
+
+
+def an_image() -> torch.Tensor:
+    return torch.zeros(1, 3, 6, 6)
+
+
+def convolved() -> nn.Module:
+    """Return a network that ends as SqueezeNet does."""
+    head = nn.Sequential(nn.Dropout(), nn.Conv2d(4, 7, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    return nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), head, nn.Flatten())
+
+
+def test_classifier_is_replaced_only_where_needed() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 7, bias=False)))
     state = torch.get_rng_state()
-    assert fit_classifier(model, None, 7, seed=0) is None
-    assert fit_classifier(model, None, 2, seed=0) == "1.0"
+    assert fit_classifier(model, None, 7, seed=0, example=a_vector) is None
+    assert fit_classifier(model, None, 2, seed=0, example=a_vector) == "1.0"
     assert model.get_submodule("1.0").weight.shape == (2, 3)
     assert model.get_submodule("1.0").bias is None
     assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ConfigError, match=r"'1'"):
-        fit_classifier(model, "1", 2, seed=0)
     with pytest.raises(ConfigError, match="no linear layer"):
-        fit_classifier(nn.ReLU(), None, 2, seed=0)
+        fit_classifier(nn.ReLU(), None, 2, seed=0, example=a_vector)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "example", "replaced"),
+    [
+        (lambda: nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 7))), "1", a_vector, "1.0"),
+        (lambda: nn.Sequential(nn.Linear(4, 7), nn.Softmax(1)), "0", a_vector, "0"),
+        (convolved, "1", an_image, "1.1"),
+        (convolved, "1.1", an_image, "1.1"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Head()), "1", a_vector, "1"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), nn.Identity()), "1", a_vector, "1"),
+    ],
+)
+def test_any_module_may_be_the_classifier(
+    model: Callable[[], nn.Module], name: str, example: Callable[[], torch.Tensor], replaced: str
+) -> None:
+    network, again = model(), model()
+    before = {each: module.training for each, module in network.named_modules()}
+    state = torch.get_rng_state()
+    assert fit_classifier(network, name, 2, seed=5, example=example) == replaced
+    assert torch.equal(torch.get_rng_state(), state)
+    assert network(example()).shape == (1, 2)
+    assert all(module.training for module in network.modules()) and all(before.values())
+    assert fit_classifier(network, name, 2, seed=5, example=example) is None
+    fit_classifier(again, name, 2, seed=5, example=example)
+    new = network.get_submodule(replaced).state_dict()
+    assert all(map(torch.equal, new.values(), again.get_submodule(replaced).state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("head", "the model has no module 'head'; near are "),
+        ("", "the model has no module ''"),
+        ("0.0", r"with '0\.0' replaced, the model must give a tensor of shape \(1, 2\) .*, got RuntimeError"),
+        ("0.1", r"with '0\.1' replaced, .* shape \(1, 2\) for one sample, got "),
+    ],
+)
+def test_module_that_is_no_classifier_is_refused(name: str, named: str) -> None:
+    model = nn.Sequential(*convolved(), nn.Identity())
+    with pytest.raises(ConfigError, match=named):
+        fit_classifier(model, name, 2, seed=0, example=an_image)
+
+
+def test_training_replaces_a_head_of_the_models_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "headed_models.py").write_text(OWN_HEAD)
+    path = Path(config(folder, more='epochs = 1\nclassifier = "head"'))
+    text = path.read_text().replace("trained_models:small", "headed_models:headed")
+    path.write_text(text.replace('freeze_to = "0"', 'freeze_to = "body"'))
+    assert main(["train", str(path)]) == 0
+    assert "head is new, for 2 classes" in capsys.readouterr().err
+    assert load_file(folder / "trained.safetensors")["head.weight"].shape == (2, 4)

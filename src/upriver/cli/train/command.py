@@ -22,6 +22,7 @@ from upriver.errors import ConfigError, StoreError, UpriverError
 from upriver.files import owned, remove_unfinished
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -44,7 +45,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
             ends.
         weights: Safetensors file, index of several, or folder to start from.
         stages: Input stages, as for ``upriver index``.
-        classifier: Linear layer to replace if its number of classes differs; the last one by default.
+        classifier: Module to replace if its number of classes differs; the last linear layer by default.
         servers: Addresses of servers; none means an embedded server.
         token_file: File with the token for the servers.
         ca: File with the authorities that vouch for servers at https://; the system's by default.
@@ -146,7 +147,7 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
     from upriver.finetune.replanner import Replanning
 
     dataset, heldout = _datasets(settings)
-    model = _model(settings, len(dataset.classes))
+    model = _model(settings, dataset)
     with _near(settings) as near, progress_bar() as bar:
         task = bar.add_task("preparing", total=settings.epochs * len(dataset))
         job = near.finetune(
@@ -268,7 +269,7 @@ def _datasets(settings: TrainFile) -> tuple[Dataset, Dataset | None]:
     return dataset, heldout
 
 
-def _model(settings: TrainFile, num_classes: int) -> nn.Module:
+def _model(settings: TrainFile, dataset: Dataset) -> nn.Module:
     import torch
 
     from upriver.cli.train.loop import fit_classifier
@@ -281,12 +282,25 @@ def _model(settings: TrainFile, num_classes: int) -> nn.Module:
     fill(model, weights)
     if weights is None:
         note(f"{settings.model} starts from random weights; name a safetensors file under 'weights'")
-    replaced = fit_classifier(model, settings.classifier, num_classes, seed=settings.seed)
+    num_classes = len(dataset.classes)
+    replaced = fit_classifier(
+        model, settings.classifier, num_classes, seed=settings.seed, example=lambda: _example(dataset)
+    )
     if replaced is not None:
         note(f"{replaced} is new, for {num_classes} classes")
     check_module(model, settings.freeze_to)
     freeze_to(model, settings.freeze_to)
     return model
+
+
+def _example(dataset: Dataset) -> torch.Tensor:
+    """Return an input of the model: zeros if the stages determine its shape, else the first sample."""
+    import torch
+
+    spec = dataset.chain.output_spec()
+    if spec is None:
+        return dataset[0][0].unsqueeze(0)
+    return torch.zeros((1, *spec[1]), dtype=spec[0], device="cpu")
 
 
 def _trainer(

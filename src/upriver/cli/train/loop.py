@@ -13,43 +13,137 @@ import torch
 from torch import nn
 
 from upriver.cli.common import note
+from upriver.cli.options import check_module
 from upriver.cli.train import checkpoint
 from upriver.errors import ConfigError, FrozenChanged, StoreError, UpriverError
+from upriver.program.eval_mode import in_eval
+from upriver.text import error_text
 
 if TYPE_CHECKING:
     from upriver.finetune.job import Features, FinetuneJob
     from upriver.pipeline import Dataset
 
 
-def fit_classifier(model: nn.Module, name: str | None, num_classes: int, *, seed: int) -> str | None:
-    """Replace the model's last layer if its number of classes differs.
+def fit_classifier(
+    model: nn.Module,
+    name: str | None,
+    num_classes: int,
+    *,
+    seed: int,
+    example: Callable[[], torch.Tensor],
+) -> str | None:
+    """Replace the model's classifier if its number of classes differs.
 
     Args:
-        name: Name of the layer; None takes the model's last linear layer.
+        name: Name of any module. The last linear or convolutional layer in it is replaced. A module without
+            such a layer is replaced as a whole, by a linear layer of its input. None takes the model's last
+            linear layer.
+        example: Makes an input of the model, as one sample.
 
     Returns:
         Name of the layer that was replaced, or None.
 
     Raises:
-        ConfigError: If no such linear layer exists.
+        ConfigError: If no such module exists, or the model does not give one number for each class after the
+            replacement.
     """
-    linear = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if name is None and not linear:
-        raise ConfigError("the model has no linear layer; name its classifier's module under 'classifier'")
-    path = name if name is not None else linear[-1]
-    if path not in linear:
-        raise ConfigError(
-            f"classifier must be a linear layer of the model, got {path!r}; the last is {linear[-1:]}"
-        )
+    path = _classifier(model, name)
     old = model.get_submodule(path)
-    if not isinstance(old, nn.Linear) or old.out_features == num_classes:
-        return None
-    parent, _, last = path.rpartition(".")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        new = nn.Linear(old.in_features, num_classes, bias=old.bias is not None)
-    setattr(model.get_submodule(parent), last, new)
+        match old:
+            case nn.Linear():
+                given = old.out_features
+                new: nn.Module = nn.Linear(old.in_features, num_classes, bias=old.bias is not None)
+            case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
+                given, new = old.out_channels, _convolution(old, num_classes)
+            case _:
+                taken, given = _features(model, path, example())
+                new = nn.Linear(taken, num_classes)
+        if given == num_classes:
+            return None
+        parent, _, last = path.rpartition(".")
+        setattr(model.get_submodule(parent), last, new)
+        _check_classes(model, path, num_classes, example())
     return path
+
+
+def _classifier(model: nn.Module, name: str | None) -> str:
+    """Return the name of the layer to replace."""
+    if name is None:
+        linear: list[str] = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+        if not linear:
+            raise ConfigError(
+                "the model has no linear layer; name its classifier's module under 'classifier'"
+            )
+        return linear[-1]
+    check_module(model, name)
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    within = model.get_submodule(name).named_modules(prefix=name)
+    layers = [path for path, module in within if isinstance(module, kinds)]
+    return layers[-1] if layers else name
+
+
+def _convolution(old: nn.Conv1d | nn.Conv2d | nn.Conv3d, num_classes: int) -> nn.Module:
+    kind: Any = next(kind for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d) if isinstance(old, kind))
+    layer: nn.Module = kind(
+        old.in_channels,
+        num_classes,
+        old.kernel_size,
+        stride=old.stride,
+        padding=old.padding,
+        dilation=old.dilation,
+        bias=old.bias is not None,
+        padding_mode=old.padding_mode,
+    )
+    return layer
+
+
+def _features(model: nn.Module, path: str, example: torch.Tensor) -> tuple[int, int]:
+    """Return the sizes of the last dimension of a module's input and output.
+
+    Raises:
+        ConfigError: If the module does not turn one tensor into another.
+    """
+    seen: list[tuple[Any, Any]] = []
+    module = model.get_submodule(path)
+    hook = module.register_forward_hook(lambda _, given, result: seen.append((given, result)))
+    try:
+        _called(model, example)
+    except Exception as error:
+        raise ConfigError(f"the model cannot run: {error_text(error)}") from error
+    finally:
+        hook.remove()
+    match seen:
+        case [*_, ((torch.Tensor() as given, *_), torch.Tensor() as result)] if given.dim() and result.dim():
+            return given.shape[-1], result.shape[-1]
+    raise ConfigError(
+        f"classifier {path!r} ({type(module).__name__}) must turn one tensor into another, and does not in "
+        "a call of the model"
+    )
+
+
+def _check_classes(model: nn.Module, path: str, num_classes: int, example: torch.Tensor) -> None:
+    """Check that the model gives one number for each class.
+
+    Raises:
+        ConfigError: If it does not, or does not run.
+    """
+    try:
+        found = logits(_called(model, example))
+        got = str(tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found).__name__
+    except Exception as error:
+        got = error_text(error)
+    if got != str((1, num_classes)):
+        raise ConfigError(
+            f"classifier must be the module whose outputs are the classes: with {path!r} replaced, the model "
+            f"must give a tensor of shape (1, {num_classes}) for one sample, got {got}"
+        )
+
+
+def _called(model: nn.Module, example: torch.Tensor) -> Any:
+    with torch.no_grad(), in_eval(model):
+        return model(example)
 
 
 def make_optimizer(name: str, model: nn.Module, *, lr: float, momentum: float, weight_decay: float) -> Any:
