@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.terminal import on_terminal
 from upriver.cli import main
 from upriver.profile.latency.benchmark_configs import RANGES
 from upriver.profile.latency.serialization import kept, predictor_from_json, predictor_to_json
@@ -34,12 +36,25 @@ def test_the_document_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_table_stands_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--quick"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    captured = capsys.readouterr()
+    lines, told = captured.out.splitlines(), captured.err.splitlines()
+    shape = r"timing (activation\.relu|copy\.flip): [0-9]+ %, about [0-9]+ s left"
+    assert 1 <= len(told) <= 10 and all(re.fullmatch(shape, line) for line in told)
+    assert told[-1].endswith(": 100 %, about 0 s left")
     [relu] = [line.split() for line in lines if line.startswith("activation.relu")]
     [flip] = [line.split() for line in lines if line.startswith("copy.flip")]
     assert relu[-4:] == ["4.5", "12.6", "1452", "17.7"]
     assert flip[-4:] == ["-"] * 4
     assert len(relu) == len(flip) == 13
+
+
+def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    with on_terminal(monkeypatch) as shown:
+        assert main(["calibrate", "--quick", "--json"]) == 0
+    last = re.findall(r"timing [a-z.]+ .* ([0-9]+)/([0-9]+).* ([-0-9]+:[-0-9]+:[-0-9]+)", shown())[-1]
+    assert int(last[0]) <= int(last[1])
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_no_error(

@@ -15,11 +15,11 @@ import pytest
 from tests.conftest import fill
 from tests.finetune.training import images
 from upriver.cli import main
-from upriver.cli.common import progress_bar
 from upriver.cli.demo import BarWatcher
 from upriver.coldstart import publish_model
 from upriver.profile.latency.benchmark_configs import RANGES
 from upriver.program.models.registry import load_model
+from upriver.progress import progress_bar
 
 MODELS = """
 from torch import nn

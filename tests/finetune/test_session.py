@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,7 +22,9 @@ from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, run, sam
 from tests.program.nets import frozen_small
 from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import free_port, wait_for
+from tests.terminal import on_terminal
 from upriver.errors import ConfigError, NotAuthorized
+from upriver.pipeline import Dataset
 from upriver.rpc import discovery
 from upriver.rpc.client import ServerClient
 from upriver.rpc.discovery import LISTING_PATH, Listed, Listing
@@ -185,3 +189,40 @@ def test_a_directory_that_names_nobody_leaves_a_job_to_itself(
 def test_addresses_that_are_none_or_do_not_go_together(urls: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         upriver.connect(*urls)
+
+
+# ------------------------------------------------------------------------------------- what it says
+
+
+def prepared(data: Dataset, **options: Any) -> None:
+    with upriver.connect() as near:
+        near.finetune(
+            frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, policy="nosplit", **options
+        ).close()
+
+
+def test_a_job_says_by_default_what_it_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, told = photos(tmp_path), list[str]()
+    prepared(data)
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines()[0] == "tracing the model"
+    prepared(data, on_progress=told.append)
+    assert told == said.err.splitlines()
+    prepared(data, sampling=upriver.Sampling(rank=1, num_ranks=2))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_job_says_it_once_where_it_is_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="upriver"):
+        prepared(photos(tmp_path))
+    assert "tracing the model" in caplog.messages and capsys.readouterr().err == ""
+
+
+def test_a_job_shows_it_in_one_line_of_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = photos(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    with on_terminal(monkeypatch) as shown:
+        prepared(data)
+    assert "tracing the model" in shown() and "0:00:0" in shown()

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from upriver.cli.common import (
-    DebugOption,
-    JsonOption,
-    emit,
-    named_as_options,
-    note,
-    print_fields,
-    print_table,
-    progress_bar,
-)
+from upriver.cli.common import DebugOption, JsonOption, emit, named_as_options, print_fields, print_table
 from upriver.cli.output import check_output, write_whole
+from upriver.progress import counted_steps, note
 
 if TYPE_CHECKING:
     from upriver.profile.latency.predictor import KindError, Predictor
@@ -54,15 +47,18 @@ def calibrate(
     from upriver.profile.latency.serialization import keep, predictor_to_json
 
     allowed = minutes if minutes is not None else QUICK_MINUTES if quick else MINUTES
-    with progress_bar() as bar, named_as_options(minutes="--minutes"):
-        task = bar.add_task("drawing configurations", total=None)
+    began_s = time.monotonic()
+
+    def spent() -> float:
+        """Return the share of the allowed time that has passed: it may run out before all is timed."""
+        return min(1.0, (time.monotonic() - began_s) / (60 * allowed))
+
+    with counted_steps("drawing configurations") as show, named_as_options(minutes="--minutes"):
         predictor = calibration.calibrate(
             device,
             minutes=allowed,
             quick=quick,
-            progress=lambda kind, done, total: bar.update(
-                task, description=f"timing {kind}", completed=done, total=total
-            ),
+            progress=lambda kind, done, total: show(f"timing {kind}", max(done, total * spent()), total),
         )
     if output is not None:
         write_whole(output, (predictor_to_json(predictor) + "\n").encode())

@@ -9,16 +9,13 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any, TextIO
 
 import typer
-from rich.console import Console
 
 from upriver.errors import ConfigError, StoreError
+from upriver.progress import progress_bar
 from upriver.text import aligned
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -147,38 +144,6 @@ def named_as_options(**options: str) -> Iterator[None]:
         if name not in options:
             raise
         raise ConfigError(f"{options[name]}{space}{rest}") from error
-
-
-def note(message: str) -> None:
-    """Print a message on stderr, apart from the result.
-
-    If stderr cannot be written, as a log on a full disk, the work goes on.
-    """
-    with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
-
-
-def progress_bar(*, of_bytes: bool = False) -> Progress:
-    """Return a transient progress bar on stderr; it shows nothing if stderr is no terminal."""
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn() if of_bytes else MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_table, working
+from upriver.cli.common import DebugOption, JsonOption, emit, print_table, working
 from upriver.cli.options import (
     AutocastOption,
     GranularityOption,
@@ -23,6 +23,7 @@ from upriver.cli.options import (
 )
 from upriver.cli.output import check_picture, write_picture
 from upriver.errors import ConfigError
+from upriver.progress import note
 
 if TYPE_CHECKING:
     from upriver.program.models.loadpart_nodes import PaperNode

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress, TaskID
 
-from upriver.cli.common import DebugOption, JsonOption, emit, progress_bar
+from upriver.cli.common import DebugOption, JsonOption, emit
 from upriver.cli.options import WeightsOption
 from upriver.cli.output import check_picture, write_picture
 from upriver.errors import ConfigError
 from upriver.extras import DEMO, why_missing
+from upriver.progress import progress_bar
 
 if TYPE_CHECKING:
     from upriver.demo.result import DemoResult

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_table, progress_bar
+from upriver.cli.common import DebugOption, JsonOption, emit, print_table
 from upriver.cli.options import StoreOption, store_options
 from upriver.errors import ConfigError
+from upriver.progress import note, progress_bar
 from upriver.text import bytes_text, printable
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from msgspec.structs import asdict
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, progress_bar
+from upriver.cli.common import DebugOption, JsonOption, emit, print_fields
 from upriver.cli.options import StoreOption, store_options
 from upriver.cli.stages import input_stages
+from upriver.progress import note, progress_bar
 
 if TYPE_CHECKING:
     from upriver.pipeline import LeftOut

@@ -15,7 +15,6 @@ from upriver.cli.common import (
     JsonOption,
     emit,
     named_as_options,
-    note,
     print_fields,
     print_table,
     working,
@@ -25,6 +24,7 @@ from upriver.cli.options import InputShapeOption, ModelArgument, WeightsOption, 
 from upriver.cli.output import check_output
 from upriver.cli.serve.options import read_token
 from upriver.errors import CaptureError, ConfigError
+from upriver.progress import note
 from upriver.text import bytes_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, working
+from upriver.cli.common import DebugOption, JsonOption, emit, print_fields, working
 from upriver.cli.options import (
     AutocastOption,
     GranularityOption,
@@ -26,6 +26,7 @@ from upriver.cli.options import (
     store_options,
 )
 from upriver.errors import ConfigError, ModelError
+from upriver.progress import note
 
 if TYPE_CHECKING:
     from upriver.program.capture.input_spec import ModelInputs

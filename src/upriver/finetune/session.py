@@ -25,6 +25,7 @@ from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.split.split import Split, split
+from upriver.progress import named_steps
 from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
 from upriver.rpc.discovery import DirectoryClient, DirectoryFollower, is_directory
@@ -140,7 +141,8 @@ class Near:
             splitting: Where the model may be cut, how its tail runs, and an earlier run to replay.
             prefetch: Threads, requests and memory for what is read ahead.
             replanning: When the job leaves its plan for a better one.
-            on_progress: Receives progress messages.
+            on_progress: Receives progress messages. By default they are shown on stderr by the first rank,
+                or logged if the logger ``upriver`` takes them; ``lambda text: None`` keeps silent.
 
         Raises:
             ConfigError: If an argument is outside its allowed range, or the connection was closed.
@@ -168,8 +170,9 @@ class Near:
             replanning=replanning,
             parallel=wrapped.parallel,
         )
-        tell = validation.function("on_progress", on_progress) or (lambda text: log.info("%s", text))
-        job = self._prepare(wrapped, dataset, options, tell)
+        tell = validation.function("on_progress", on_progress)
+        with _shown(options) if tell is None else contextlib.nullcontext(tell) as show:
+            job = self._prepare(wrapped, dataset, options, show)
         self._jobs.add(job)
         return job
 
@@ -293,6 +296,13 @@ class Near:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _shown(options: JobOptions) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+    """Return how progress messages are shown by default."""
+    if options.rank == 0 and not log.isEnabledFor(logging.INFO):
+        return named_steps()
+    return contextlib.nullcontext(lambda text: log.info("%s", text))
 
 
 def connect(

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from upriver.cli.coldstart.report import picture, print_load, streamed
-from upriver.cli.common import DebugOption, JsonOption, emit, note, progress_bar
+from upriver.cli.common import DebugOption, JsonOption, emit
 from upriver.cli.inputs import read_inputs
 from upriver.cli.options import InputShapeOption, StoreOption, parse_shape, store_options
 from upriver.cli.output import check_picture, write_picture
 from upriver.errors import ConfigError, UpriverError
+from upriver.progress import note, progress_bar
 from upriver.text import error_text
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note
+from upriver.cli.common import DebugOption, JsonOption, emit
 from upriver.cli.options import (
     AutocastOption,
     InputShapeOption,
@@ -20,6 +20,7 @@ from upriver.cli.options import (
 )
 from upriver.cli.output import check_output, check_picture, write_picture, write_whole
 from upriver.errors import ConfigError
+from upriver.progress import note
 from upriver.text import rate_text
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, note, print_fields, progress_bar
+from upriver.cli.common import DebugOption, JsonOption, emit, print_fields
 from upriver.cli.config import read_toml
 from upriver.cli.index import note_left_out
 from upriver.cli.options import check_module, fill
@@ -20,6 +20,7 @@ from upriver.cli.serve.config_file import check_options
 from upriver.cli.stages import input_stages
 from upriver.errors import ConfigError, StoreError, UpriverError
 from upriver.files import owned, remove_unfinished
+from upriver.progress import note, progress_bar
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from upriver.cli.common import note
 from upriver.cli.options import check_module
 from upriver.cli.train import checkpoint
 from upriver.errors import ConfigError, FrozenChanged, StoreError, UpriverError
 from upriver.program.eval_mode import in_eval
+from upriver.progress import note
 from upriver.text import error_text
 
 if TYPE_CHECKING:
