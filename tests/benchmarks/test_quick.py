@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -57,3 +58,6 @@ def test_the_quick_form_runs_and_writes_its_report(claim: str, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     [report] = tmp_path.glob("*_quick.md")
     assert report.read_text(encoding="utf-8").strip() in done.stdout
+    for records in tmp_path.glob("*_quick.jsonl"):
+        rows = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+        assert rows and not [row["error"] for row in rows if row.get("error")]
