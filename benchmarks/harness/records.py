@@ -90,8 +90,11 @@ def until_time_is_up() -> Iterator[None]:
 
 def command_line(description: str | None, *, resumable: bool = False) -> argparse.ArgumentParser:
     """Return a parser with the options that every benchmark has, or every one with records."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"python -m {spec.parent}" if spec is not None else None,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="a small form; its figures say nothing")
     parser.add_argument(
