@@ -19,7 +19,9 @@ from upriver._torchvision import ensure_torchvision
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    str(path.relative_to(ROOT)) for glob in ("docs/index.md", "docs/guides/*.md") for path in ROOT.glob(glob)
+    str(path.relative_to(ROOT))
+    for glob in ("README.md", "docs/index.md", "docs/guides/*.md")
+    for path in ROOT.glob(glob)
 ]
 
 
