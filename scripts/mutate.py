@@ -129,7 +129,50 @@ SWAPPED = {
     "ceil": "floor",
 }
 
-EQUIVALENT: dict[tuple[str, str, str], str] = {}
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (
+        "src/upriver/coldstart/model/arrivals.py",
+        "self._all_waited += 1",
+        "self._all_waited += 2",
+    ): "The count is compared with 0 only, and one that stays above wakes waiting threads, which look again.",
+    (
+        "src/upriver/coldstart/model/weight_barrier.py",
+        "super().__init__()  # type: ignore[no-untyped-call]",
+        "pass  # type: ignore[no-untyped-call]",
+    ): "TorchDispatchMode.__init__ makes lists for its `with` alone, which `pushed` avoids.",
+    (
+        "src/upriver/finetune/prefetch/step_assembly.py",
+        "pending = [done for done in pending if done.stop > stop]",
+        "pending = [done for done in pending if done.stop >= stop]",
+    ): "`rows` of a micro-batch that ends with a step are empty for all later steps.",
+    (
+        "src/upriver/policies/_simplex.py",
+        "found = np.zeros(self._time + 1)",
+        "found = np.zeros(self._time + 2)",
+    ): "The zeros behind the shares are cut off.",
+    (
+        "src/upriver/protocol/tree.py",
+        "return [stride for size, stride in zip(tensor.shape, strides, strict=True) "
+        "if size > 1 and tensor.numel()]",
+        "return [stride for size, stride in zip(tensor.shape, strides, strict=False) "
+        "if size > 1 and tensor.numel()]",
+    ): "A tensor has as many strides as sizes.",
+    (
+        "src/upriver/store/direct.py",
+        "self._paused = False",
+        "self._paused = True",
+    ): "`_paused` guards `resume_reading` alone, which does nothing to a transport that reads.",
+    (
+        "src/upriver/store/direct.py",
+        "if self._paused and self._transport is not None:",
+        "if self._paused or self._transport is not None:",
+    ): "There is a transport by then, and `resume_reading` does nothing to one that reads.",
+    (
+        "src/upriver/store/direct.py",
+        "self._start = self._left = self._pending = self._piece_bytes = 0",
+        "self._start = self._left = self._pending = self._piece_bytes = 1",
+    ): "`ask` and `more` set all of them; before the first `more` one byte wakes as none does.",
+}
 """By path, text and changed text of a line: why no test can notice."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from statistics import fmean, median
 
 import pytest
@@ -218,6 +218,21 @@ def batches(count: int, *, seconds: float = 1.0, elsewhere: int = 0) -> StepWind
         waits = EpochWaits(samples=4, given=4 * (number < elsewhere))
         found.add(BatchStep(waited_s=0.0, consumed_s=seconds, nbytes=1, waits=waits))
     return found
+
+
+def test_waits_add_up_and_their_difference_is_what_came_since() -> None:
+    before = EpochWaits(here_s=1.0, elsewhere_s=2.0, both_s=3.0, samples=4, given=3, returned=1)
+    since = EpochWaits(here_s=0.5, elsewhere_s=0.25, both_s=0.125, samples=6, given=2, returned=1)
+    after = before + since
+    assert asdict(after) == {
+        "here_s": 1.5,
+        "elsewhere_s": 2.25,
+        "both_s": 3.125,
+        "samples": 10,
+        "given": 5,
+        "returned": 2,
+    }
+    assert asdict(after - before) == asdict(since)
 
 
 def test_a_share_is_the_ratio_in_force_unless_more_than_a_batch_lies_between_them() -> None:

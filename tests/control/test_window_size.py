@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.planning import alexnet, cluster
 from upriver.control.delivery_table import PrefetchWindow
-from upriver.control.window_size import LEAST, spare_bytes, window_for
+from upriver.control.window_size import LEAST, spare_bytes, told, window_for
 from upriver.cost import CostModel, route_at
 from upriver.policies._common import plan_with
 from upriver.types import ComputeTier, Plan, Workload
@@ -112,3 +112,8 @@ def test_what_is_expected_in_the_window_fits_its_bytes(
     expected = found.micro_batches * micro_batch * (share * 5000 + (1 - share) * 100)
     assert found.micro_batches == 1 or expected <= num_bytes * (1 + 1e-9)
     assert found.micro_batches <= max(math.ceil(2 * batch_size / micro_batch), 32)
+
+
+def test_a_window_is_told_in_words() -> None:
+    window = PrefetchWindow(micro_batches=3, num_bytes=2_000_000)
+    assert told(window) == "up to 3 micro-batches in flight, at most 2 MB"

@@ -55,13 +55,15 @@ def test_a_mix_is_taken_only_for_a_gain_to_rely_on(
         assert epoch_s(plan) * (1 + MARGIN) <= (1 + SLACK) * single * (1 + 1e-12)
 
 
+@pytest.mark.parametrize("unit_s", [1.0, 2.0**-19])
 @pytest.mark.parametrize(("gain", "cuts"), [(0.02, [1]), (0.20, [0, 1])])
-def test_a_mix_of_little_gain_is_left_for_the_single_cut(gain: float, cuts: list[int]) -> None:
+def test_a_mix_of_little_gain_is_left_for_the_single_cut(gain: float, cuts: list[int], unit_s: float) -> None:
     """Cut 1 keeps the storage tier busy; the compute tier could relieve it of ``gain`` of the samples."""
-    stages = (stage("all", 1000, storage=0.01, compute=0.01 * (1 - gain) / gain),)
+    busy_s = 1e-4 * unit_s
+    stages = (stage("all", 1000, storage=busy_s, compute=busy_s * (1 - gain) / gain),)
     freed = InputProfile(stored_bytes=1000, tensor_bytes=1000)
     profile = Profile(model="one way", freeze=1, input=freed, stages=stages)
-    machines = Cluster(link=Link(bandwidth_bytes_per_s=1e9), storage=StorageTier(micro_batch=16))
+    machines = Cluster(link=Link(bandwidth_bytes_per_s=1e9 / unit_s), storage=StorageTier(micro_batch=16))
     plan = POLICIES["upriver"](profile, machines, Workload(batch_size=16, num_samples=16 * 5000))
     assert [route.cut for route in plan.routes] == cuts
     assert ("too little to rely on" in plan.why) == (len(cuts) == 1)
