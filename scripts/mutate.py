@@ -89,7 +89,11 @@ ROOMS = {
             "finetune/prefetch/sampler.py",
             "finetune/prefetch/step_assembly.py",
         ),
-        tests=("finetune/prefetch", "finetune/test_job_plain.py"),
+        tests=(
+            "finetune/prefetch/test_step_assembly.py",
+            "finetune/test_job_plain.py",
+            "finetune/prefetch",
+        ),
     ),
     "draws": Room(code=("pipeline/draw.py", "pipeline/seeding.py"), tests=("pipeline",)),
     "direct": Room(code=("store/direct.py",), tests=("store",)),
