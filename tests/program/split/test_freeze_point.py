@@ -438,7 +438,7 @@ def test_a_proof_depends_on_whatever_a_forward_may_read(tmp_path: Path) -> None:
         spec.loader.exec_module(module)
         model.block3.setting = module.scale
         digests.append(proof_cache.proof_digest(model, parts.program, point))
-    model.block3.register_parameter("tied", next(model.block3.parameters()))
+    [*model.modules()][-1].register_parameter("tied", next(model.parameters()))
     digests.append(proof_cache.proof_digest(model, parts.program, point))
     elsewhere = SimpleNamespace(digest=parts.program.digest, device=torch.device("meta"))
     digests.append(proof_cache.proof_digest(model, cast(Program, elsewhere), point))
