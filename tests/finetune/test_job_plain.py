@@ -304,7 +304,8 @@ def test_an_attribute_that_comes_to_the_same_under_a_job_is_no_error_and_another
         model.doubled = False
         assert torch.equal(job(features), answer)
         model.doubled = True
-        with pytest.raises(FrozenChanged, match=r"'doubled' of the model \(was absent, is True\)"):
+        # Where the second split read more than the first one, as after other models, it is the reference.
+        with pytest.raises(FrozenChanged, match=r"'doubled' of the model \(was (absent|False), is True\)"):
             job(features)
 
 
