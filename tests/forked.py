@@ -36,7 +36,7 @@ PYTHON = sys.executable
 AT_FIRST_USE = (
     "upriver.cli.app",
     "upriver.server.service",
-    "upriver.pipeline",
+    "upriver.pipeline.dataset",
     "upriver.coldstart.load_handle",
     "upriver.coldstart.load_program",
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -58,3 +60,15 @@ def test_an_import_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "written_late.py").write_text("")
     importlib.invalidate_caches()
     assert asyncio.run(imported("written_late")).__name__ == "written_late"
+
+
+def test_packages_whose_names_are_resolved_late_show_them_all() -> None:
+    code = (
+        "import upriver\n"
+        "assert callable(upriver.coldstart.grouping.best)\n"
+        "for package in (upriver.coldstart, __import__('upriver.pipeline').pipeline):\n"
+        "    assert set(package.__all__) <= set(dir(package))\n"
+        "    assert all(hasattr(package, name) for name in package.__all__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

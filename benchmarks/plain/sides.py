@@ -222,7 +222,7 @@ class Photos(MapDataset[Sample]):
             self._direct = self._data.with_store(self._data.store.observed_by(SharedMeter(self._link)))
         blobs = read_samples(self._direct, [sample for _, sample in keys])
         return [
-            (self._pixels(blob, epoch, sample), int(self._data.targets[sample]), sample)
+            (self._pixels(blob, epoch, sample), int(self._data.targets_of([sample])), sample)
             for blob, (epoch, sample) in zip(blobs, keys, strict=True)
         ]
 

@@ -401,7 +401,8 @@ TEMPLATE = """# HAPI's published runs, predicted from two of them
 epoch takes at every other split: it ranks the splits better than their bytes do, and finds a good one.
 
 The runs are the HAPI authors' own, all {rows} of them: five networks, every split, links of 1 and 12 Gbit/s,
-a T4 on each side ([the data](../published_runs/data/README.md)). Nothing in them was measured by this project.
+a T4 on each side ([the data](../published_runs/data/README.md)). Nothing in them was measured by this
+project.
 
 {goals}
 

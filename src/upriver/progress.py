@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -18,9 +18,11 @@ LINES = 10
 def note(message: str) -> None:
     """Print a message on stderr, apart from the result.
 
-    If stderr cannot be written, as a log on a full disk, the work goes on.
+    If stderr cannot be written, as a log on a full disk or a closed one, the work goes on.
     """
-    with contextlib.suppress(OSError):
+    if sys.stderr is None:  # `print` would take stdout
+        return
+    with contextlib.suppress(OSError, ValueError):
         print(message, file=sys.stderr, flush=True)
 
 
@@ -48,14 +50,22 @@ def progress_bar(*, of_bytes: bool = False, counts: bool = True) -> Progress:
     if counts:
         counted = [DownloadColumn() if of_bytes else MofNCompleteColumn(), TimeRemainingColumn()]
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         *counted,
         TimeElapsedColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        redirect_stdout=False,  # stdout is the caller's, also while a library call shows this bar
+        disable=not (console.is_terminal and _is_terminal(sys.stderr)),  # FORCE_COLOR makes no terminal
     )
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
 
 
 @contextlib.contextmanager

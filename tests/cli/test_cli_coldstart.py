@@ -163,6 +163,8 @@ def test_for_people(stored: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     ("arguments", "told"),
     [
         (("s3://nowhere", *NET), "weights are s3://BUCKET/NAME, file:///FOLDER/NAME or a path"),
+        (("/", "torchvision:resnet18"), "weights are a file or a folder below another one"),
+        (("w", "torchvision:resnet18", "--option", "endpoint=x"), "takes no options, got endpoint"),
         (("nowhere", *NET), "nowhere"),
         (("./not/at/all", *NET), "does not exist"),
         (("file:///nowhere/at/all", *NET), "does not exist"),

@@ -759,6 +759,32 @@ def test_module_that_is_no_classifier_is_refused(name: str, named: str) -> None:
         fit_classifier(model, name, 2, seed=0, example=an_image)
 
 
+class Detects(nn.Module):
+    """Answer with two tensors in eval, as some heads do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 7)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found = self.last(x)
+        return found if self.training else (found.softmax(1), found)
+
+
+def test_linear_layer_is_replaced_in_a_model_that_answers_otherwise_in_eval() -> None:
+    model = Detects()
+    assert fit_classifier(model, None, 2, seed=0, example=a_vector) == "last"
+    assert model(a_vector()).shape == (1, 2)
+
+
+def test_compiled_model_is_not_compiled_for_its_classifier() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise AssertionError("compiled")
+
+    model = torch.compile(nn.Sequential(nn.Linear(4, 4), Head()), backend=backend)
+    assert fit_classifier(model, "_orig_mod.1", 2, seed=0, example=a_vector) == "_orig_mod.1"
+
+
 def test_training_replaces_a_head_of_the_models_own(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "headed_models.py").write_text(OWN_HEAD)
     path = Path(config(folder, more='epochs = 1\nclassifier = "head"'))

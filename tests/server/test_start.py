@@ -14,7 +14,7 @@ import torch
 
 from tests.server.conftest import make_program
 from tests.server.http.test_limits import same
-from tests.server.running import SERVE, Running, ask, has_loaded, in_thread, run, running, wait_for
+from tests.server.running import SERVE, Running, ask, body_of, has_loaded, in_thread, run, running, wait_for
 from upriver.errors import ConfigError
 from upriver.protocol import RunRequest, program_head
 from upriver.server import Server, ServerConfig, serve
@@ -212,13 +212,15 @@ def test_a_front_loads_pytorch_for_tensors_alone_and_a_worker_no_http(world):
             server = Running(process, json.loads(process.stdout.readline())["listening"]).wait_ready()
             assert ask(server, "GET", "/metrics")[0] == 200
             assert ask(server, "HEAD", f"/v1/programs/{program.digest}")[0] == 404
+            sent = world.here((0, 1, 2, 3), 0)
+            for unwanted in ((sent,), (world.request(sent.ids), sent)):  # refused before memory is taken
+                assert ask(server, "POST", "/v1/run", body_of(*unwanted))[0] == 400
             assert not has_loaded(process.pid, "libtorch") and has_loaded(process.pid, "httptools")
             below = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
             assert any(has_loaded(pid, "libtorch") for pid in below)
             assert not any(has_loaded(pid, "httptools") for pid in below)
             body = program_head(len(program.graph_bytes)) + program.graph_bytes + bytes(program.weights_bytes)
             assert ask(server, "PUT", f"/v1/programs/{program.digest}", body)[0] == 201
-            sent = world.here((0, 1, 2, 3), 0)
             request = RunRequest(
                 micro_batches=(sent.ids,),
                 start=0,

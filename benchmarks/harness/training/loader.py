@@ -46,7 +46,7 @@ class Stored(MapDataset[Sample]):
         return [
             (
                 chain.run(stored_tensor(blob), sample=sample, epoch=0, seed=0, start=chain.start, stop=0),
-                int(self._data.targets[sample]),
+                int(self._data.targets_of([sample])),
             )
             for blob, sample in zip(blobs, ids, strict=True)
         ]

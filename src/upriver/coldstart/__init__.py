@@ -36,9 +36,15 @@ if TYPE_CHECKING:
     from upriver.coldstart.load_program import open as open
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Import these on first use: recording an order and running programs need slow imports, which loading a
     # model does not, and a server's front needs the limits alone.
     if name in _PLACES:
         return getattr(importlib.import_module(f"upriver.coldstart.{_PLACES[name]}"), name)
+    if name == "grouping":  # a public package, as `upriver.coldstart` is of `upriver`
+        return importlib.import_module("upriver.coldstart.grouping")
     raise AttributeError(f"module 'upriver.coldstart' has no attribute {name!r}")

@@ -62,8 +62,10 @@ class UsageRecorder:
     """
 
     def __init__(self, pid: int, meter: LinkMeter) -> None:
-        server = psutil.Process(pid)
-        self._processes, self._meter = [server, *server.children(recursive=True)], meter
+        self._processes, self._meter = list[psutil.Process](), meter
+        with contextlib.suppress(psutil.Error):  # the server has ended: the job tells
+            server = psutil.Process(pid)
+            self._processes = [server, *server.children(recursive=True)]
         self._readings: list[tuple[float, Used]] = []
         self._over = threading.Event()
         self._thread = BackgroundThread(self._run, name="usage")

@@ -73,6 +73,10 @@ if TYPE_CHECKING:
     from upriver.pipeline.stages.tensor import Standardize as Standardize
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Resolve names at first use: a compute worker runs stages, and reads no index.
     if name in _PLACES:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from upriver.profile.throughput import metrics_to_json as metrics_to_json
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     # Resolve names at first use: a server's front reads this machine's resources, and builds no profile.
     if name in _PLACES:

@@ -88,9 +88,14 @@ def _fill(source: Readable, buffer: memoryview, note: Callable[[int], None]) -> 
 
 
 class FrameDecoder:
-    """Decode frames without I/O: feed it chunks of any size, and receive messages once complete."""
+    """Decode frames without I/O: feed it chunks of any size, and receive messages once complete.
+
+    Attributes:
+        why_no_data: Error of a data frame, which is refused before memory is taken for it; empty to allow it.
+    """
 
     def __init__(self, caps: Caps = DEFAULT_CAPS) -> None:
+        self.why_no_data = ""
         self._caps = caps
         self._prefix: Prefix | None = None
         self._header: DataHeader | None = None
@@ -133,6 +138,8 @@ class FrameDecoder:
             message: Message = build_batch(self._header, self._payload)
         elif self._prefix.kind is FrameKind.DATA:
             self._header = parse_data_header(self._view, self._prefix.payload_nbytes, self._caps)
+            if self.why_no_data:
+                raise ProtocolError(self.why_no_data)
             self._payload = aligned_empty(self._prefix.payload_nbytes)
             self._view, self._done = self._payload.numpy().data, 0
             return None

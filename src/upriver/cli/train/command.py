@@ -18,7 +18,7 @@ from upriver.cli.index import note_left_out
 from upriver.cli.options import check_module, fill
 from upriver.cli.serve.config_file import check_options
 from upriver.cli.stages import input_stages
-from upriver.errors import ConfigError, StoreError, UpriverError
+from upriver.errors import BadSample, ConfigError, StoreError, UpriverError
 from upriver.files import owned, remove_unfinished
 from upriver.progress import note, progress_bar
 
@@ -285,7 +285,11 @@ def _model(settings: TrainFile, dataset: Dataset) -> nn.Module:
         note(f"{settings.model} starts from random weights; name a safetensors file under 'weights'")
     num_classes = len(dataset.classes)
     replaced = fit_classifier(
-        model, settings.classifier, num_classes, seed=settings.seed, example=lambda: _example(dataset)
+        model,
+        settings.classifier,
+        num_classes,
+        seed=settings.seed,
+        example=lambda: _example(dataset, settings),
     )
     if replaced is not None:
         note(f"{replaced} is new, for {num_classes} classes")
@@ -294,14 +298,20 @@ def _model(settings: TrainFile, dataset: Dataset) -> nn.Module:
     return model
 
 
-def _example(dataset: Dataset) -> torch.Tensor:
+def _example(dataset: Dataset, settings: TrainFile) -> torch.Tensor:
     """Return an input of the model: zeros if the stages determine its shape, else the first sample."""
     import torch
 
     spec = dataset.chain.output_spec()
-    if spec is None:
-        return dataset[0][0].unsqueeze(0)
-    return torch.zeros((1, *spec[1]), dtype=spec[0], device="cpu")
+    if spec is not None:
+        return torch.zeros((1, *spec[1]), dtype=spec[0], device="cpu")
+    for row in range(len(dataset) - 1):
+        try:
+            return dataset[row][0].unsqueeze(0)
+        except BadSample:
+            if settings.on_bad_sample != "skip":
+                raise
+    return dataset[-1][0].unsqueeze(0)
 
 
 def _trainer(

@@ -15,6 +15,7 @@ from torch import nn
 from upriver.cli.options import check_module
 from upriver.cli.train import checkpoint
 from upriver.errors import ConfigError, FrozenChanged, StoreError, UpriverError
+from upriver.program.compiled_code import uncompiled
 from upriver.program.eval_mode import in_eval
 from upriver.progress import note
 from upriver.text import error_text
@@ -64,7 +65,7 @@ def fit_classifier(
             return None
         parent, _, last = path.rpartition(".")
         setattr(model.get_submodule(parent), last, new)
-        _check_classes(model, path, num_classes, example())
+        _check_classes(model, path, num_classes, example(), must_run=not isinstance(old, nn.Linear))
     return path
 
 
@@ -123,17 +124,27 @@ def _features(model: nn.Module, path: str, example: torch.Tensor) -> tuple[int, 
     )
 
 
-def _check_classes(model: nn.Module, path: str, num_classes: int, example: torch.Tensor) -> None:
+def _check_classes(
+    model: nn.Module, path: str, num_classes: int, example: torch.Tensor, *, must_run: bool
+) -> None:
     """Check that the model gives one number for each class.
 
+    Args:
+        must_run: Whether an error, or an answer that is no tensor, counts too. A model may run in training
+            alone, under autocast, or answer otherwise in eval.
+
     Raises:
-        ConfigError: If it does not, or does not run.
+        ConfigError: If the model does not.
     """
     try:
         found = logits(_called(model, example))
-        got = str(tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found).__name__
+        got = str(tuple(found.shape)) if isinstance(found, torch.Tensor) else ""
     except Exception as error:
-        got = error_text(error)
+        found, got = None, error_text(error) if must_run else ""
+    if not got:
+        if not must_run:
+            return
+        got = type(found).__name__
     if got != str((1, num_classes)):
         raise ConfigError(
             f"classifier must be the module whose outputs are the classes: with {path!r} replaced, the model "
@@ -142,8 +153,9 @@ def _check_classes(model: nn.Module, path: str, num_classes: int, example: torch
 
 
 def _called(model: nn.Module, example: torch.Tensor) -> Any:
-    with torch.no_grad(), in_eval(model):
-        return model(example)
+    device = next(model.parameters(), example).device
+    with torch.no_grad(), in_eval(model), uncompiled():
+        return model(example.to(device))
 
 
 def make_optimizer(name: str, model: nn.Module, *, lr: float, momentum: float, weight_decay: float) -> Any:

@@ -25,6 +25,8 @@ def opened(uri: str, options: Mapping[str, str] | None = None) -> tuple[Store, s
         StoreError: If the folder does not exist.
     """
     if (local := local_path(uri)) is not None:
+        if options:
+            raise ConfigError(f"store {uri!r} takes no options, got {', '.join(sorted(options))}")
         return file_at(local)
     folder, _, name = uri.rstrip("/").rpartition("/")
     if not name or "://" not in folder or folder.endswith(":/"):
@@ -42,9 +44,12 @@ def file_at(path: Path) -> tuple[Store, str]:
     The cache of Hugging Face's libraries holds links from a model's folder to files in another.
 
     Raises:
+        ConfigError: If the path names no file.
         StoreError: If the folder does not exist.
     """
     path = Path(os.path.abspath(path))
+    if not path.name or "\0" in path.name:
+        raise ConfigError(f"weights are a file or a folder below another one, got {str(path)!r}")
     root = path.parent
     inside = [path / f"model{ending}" for ending in (ENDING, INDEX_ENDING)]
     for each in (path.with_name(path.name + ENDING), path, *inside):

@@ -13,6 +13,9 @@ from upriver.protocol import Caps, FrameDecoder, RunRequest, named
 from upriver.text import said
 from upriver.types import MicroBatch
 
+_ORDER = "a request frame, then data frames"
+_MORE = "more data frames than announced"
+
 
 async def read_body(
     body: AsyncIterator[bytes], caps: Caps, *, room: Callable[[int], None] = lambda nbytes: None
@@ -28,6 +31,7 @@ async def read_body(
     """
     fitting = msgspec.structs.replace(caps, payload_bytes=min(caps.payload_bytes, caps.body_bytes))
     decoder, got = FrameDecoder(fitting), 0
+    decoder.why_no_data = f"{_ORDER}, got a data frame"
     request: RunRequest | None = None
     batches: list[MicroBatch] = []
     async for chunk in body:
@@ -38,12 +42,13 @@ async def read_body(
         for message in decoder.feed(chunk):
             if request is None and isinstance(message, RunRequest):
                 request = message
+                decoder.why_no_data = "" if request.sent else _MORE
                 if request.sent:  # data frames follow
                     await imported("torch")
             elif request is not None and isinstance(message, MicroBatch):
                 batches.append(_checked(request, len(batches), message))
             else:
-                raise ProtocolError(f"a request frame, then data frames, got {named(message)}")
+                raise ProtocolError(f"{_ORDER}, got {named(message)}")
     if request is None or not decoder.between_frames:
         raise ProtocolError(f"the body ended after {got} bytes, in the middle of a frame")
     expected = len(request.micro_batches) if request.sent else 0
@@ -57,8 +62,8 @@ def _checked(request: RunRequest, index: int, batch: MicroBatch) -> MicroBatch:
 
     Encode its tree as JSON again, which takes no more memory than arrived.
     """
-    if not request.sent or index >= len(request.micro_batches):
-        raise ProtocolError("more data frames than announced")
+    if index >= len(request.micro_batches):
+        raise ProtocolError(_MORE)
     wanted = (request.micro_batches[index], request.start)
     if (batch.ids, batch.position) != wanted:
         raise ProtocolError(
