@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks.harness.children import ROOT
-from upriver.report.figure import legend_entries
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
 RESULTS = ROOT / "benchmarks" / "results"
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
 
-COMMITS = re.compile(r"(?:[Cc]ommits? |Upriver at )((?:[0-9a-f]{12}(?:, with local changes)?(?:, )?)+)")
+LOCAL = ", with local changes"
+
+COMMITS = re.compile(rf"(?:[Cc]ommits? |Upriver at )((?:[0-9a-f]{{12}}(?:{LOCAL})?(?:, )?)+)")
 """How a report names the commits that it measured."""
 
 Count = Callable[[str], str]
@@ -86,9 +87,11 @@ class Claim:
         return found[:1].upper() + found[1:]
 
     def commits(self) -> list[str]:
-        """Return the commits that the report names, each once."""
-        named = (each for group in COMMITS.findall(self.text) for each in re.findall("[0-9a-f]{12}", group))
-        return list(dict.fromkeys(named))
+        """Return the commits that the report names, each once, `LOCAL` behind those with local changes."""
+        named = " ".join(COMMITS.findall(self.text))
+        changed = {each[:12] for each in re.findall(f"[0-9a-f]{{12}}{LOCAL}", named)}
+        each_once = dict.fromkeys(re.findall("[0-9a-f]{12}", named))
+        return [commit + (LOCAL if commit in changed else "") for commit in each_once]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +123,8 @@ def legend_outside(
         loc: Edge without the title, and without the label of several axes.
         ncols: Columns of the legend.
     """
+    from upriver.report.figure import legend_entries  # not needed by children that run an older package
+
     entries = legend_entries(*figure.axes)
     figure.legend(list(entries.values()), list(entries), loc=loc, ncols=ncols, fontsize=8, frameon=False)
 
@@ -128,6 +133,16 @@ def goals_met(text: str) -> str:
     """Return how many of the goals that a report lists are met."""
     verdicts = re.findall(r"^- .*\*\*(met|missed)\*\*", text, flags=re.MULTILINE)
     return f"{verdicts.count('met')} of {len(verdicts)}"
+
+
+def holds(*patterns: str) -> Count:
+    """Return a function that says ``met`` if the report's words match every pattern."""
+
+    def count(text: str) -> str:
+        words = " ".join(text.split())
+        return "met" if all(re.search(pattern, words) for pattern in patterns) else "missed"
+
+    return count
 
 
 def column(text: str, name: str, after: str = "") -> list[str]:

@@ -2,21 +2,25 @@
 
 Run ``python -m benchmarks.harness.table``; ``--check`` only says which table is stale, by its exit status
 too. Each claim is a row: what its report says, the commit that was measured, and whether the code that the
-claim depends on has changed since, docstrings and comments aside. A report without the expected words is an
-error, so that no row outlives its report.
+claim depends on has changed since any of its commits, docstrings and comments aside. That code is the
+package's, the claim's own folder and the harness. A report without the expected words is an error, so that no
+row outlives its report.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.harness.children import ROOT
 from benchmarks.harness.claims import CLAIMS, HEADLINES
 from benchmarks.harness.code_version import essence, git
 from benchmarks.harness.reports import RESULTS, Claim, ReportError, table
+
+TABLES = ("claims", "reports", "table")
+"""Modules of the harness that measure nothing."""
 
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
 HEADER = ("claim", "goal", "judged by", "result", "measured at", "on", "code since")
@@ -69,19 +73,21 @@ def provenance(claim: Claim) -> list[str] | None:
     commits = claim.commits()
     if not commits:
         return ["not told", UNKNOWN, UNKNOWN]
-    dates = {commit: date for commit in commits if (date := git("log", "-1", "--format=%cI", commit))}
+    dates = {commit: date for commit in commits if (date := git("log", "-1", "--format=%cI", commit[:12]))}
     if len(dates) < len(commits):
         return None
     newest = max(commits, key=dates.__getitem__)
     others = f" and {len(commits) - 1} before" if len(commits) > 1 else ""
-    changed = changed_since(newest, claim.without)
+    changed = any(changed_since(commit[:12], claim) for commit in commits)
     return [newest + others, dates[newest][:10], "changed" if changed else "the same"]
 
 
-def changed_since(commit: str, without: Sequence[str]) -> bool:
-    """Return whether the package differs from a commit in more than prose and some of its rooms."""
-    rooms = [f":(exclude)src/upriver/{room}" for room in without]
-    listed = git("diff", "--name-status", "--no-renames", commit, "--", "src/upriver/*.py", *rooms)
+def changed_since(commit: str, claim: Claim) -> bool:
+    """Return whether the code that a claim depends on differs from a commit in more than prose."""
+    code = ["src/upriver/*.py", f"benchmarks/{claim.name}/*.py", "benchmarks/harness/*.py"]
+    code += [f":(exclude)src/upriver/{room}" for room in claim.without]
+    code += [f":(exclude)benchmarks/harness/{name}.py" for name in TABLES]
+    listed = git("diff", "--name-status", "--no-renames", commit, "--", *code)
     for line in listed.splitlines():
         state, path = line.split("\t")
         if state != "M" or essence(git("show", f"{commit}:{path}")) != essence((ROOT / path).read_bytes()):
