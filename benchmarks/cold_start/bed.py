@@ -180,8 +180,7 @@ class Local(Hosts):
 def copied(folder: Path) -> Path:
     """Copy the current code, so that edits during a benchmark have no effect. Return the root of the copy."""
     for part in ("src", "benchmarks"):
-        left_out = shutil.ignore_patterns("__pycache__", "results")
-        shutil.copytree(ROOT / part, folder / part, ignore=left_out)
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("results"))
     return folder
 
 

@@ -17,9 +17,6 @@ from typing import Any
 
 from benchmarks.harness.reports import RESULTS
 
-QUICK = Path(tempfile.gettempdir()) / "upriver-benchmarks-quick"
-"""Folder for what quick forms make, if no other is named."""
-
 
 class Records:
     """JSON lines, one per run, written as the runs finish.
@@ -123,8 +120,14 @@ class Output:
 
     @classmethod
     def of(cls, options: argparse.Namespace, name: str) -> Output:
-        """Return the place that the options of `command_line` name. Quick forms have files of their own."""
-        folder = options.out or (QUICK if options.quick else RESULTS)
+        """Return the place that the options of `command_line` name.
+
+        Quick forms have files of their own, in a new folder if none is named.
+        """
+        folder = options.out or RESULTS
+        if options.quick and not options.out:
+            folder = Path(tempfile.mkdtemp(prefix="upriver-benchmark-quick-"))
+            print(f"report and records: {folder}", file=sys.stderr)
         return cls(folder, f"{name}_quick" if options.quick else name)
 
     def path(self, ending: str) -> Path:

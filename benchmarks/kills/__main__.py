@@ -23,7 +23,7 @@ from benchmarks.harness.measuring import let_threads_sleep
 from benchmarks.harness.records import Deadline, Output, command_line, until_time_is_up
 from benchmarks.kills.job import BATCH, Difference, make_data, through_servers, train
 from benchmarks.kills.killer import Killer, NotWell, Servers, drawn
-from benchmarks.kills.report import faults, report
+from benchmarks.kills.report import faults, report, wrong
 from upriver.finetune.job import FinetuneJob
 
 OUTLAST = 1.25
@@ -178,6 +178,8 @@ def main() -> None:
             print(f"seed {seed}: {said} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
     rows = [records.rows[f"seed{seed}"] for seed in setting.seeds if f"seed{seed}" in records]
     output.write(report(rows, len(setting.seeds), every_s=setting.every_s))
+    if found := [f"error: seed {row['seed']}: {fault}" for row in rows for fault in wrong(row)]:
+        sys.exit("\n".join(found))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,15 @@ Row = Mapping[str, Any]
 
 def faults(row: Row) -> list[str]:
     """Return the faults of a run, in words. The list is empty for a correct run."""
-    found = [text.format(row[name]) for name, text in FAULTS.items() if row[name]]
+    found = wrong(row)
     if not row["through_servers"] > GOAL_SHARE:
         found.append(f"only {row['through_servers']:.0%} of the samples came through servers")
+    return found
+
+
+def wrong(row: Row) -> list[str]:
+    """Return the faults of a run that do not depend on how fast the machine is."""
+    found = [text.format(row[name]) for name, text in FAULTS.items() if row[name]]
     if len(row["kills"]) < row["wanted_kills"]:
         found.append(f"only {len(row['kills'])} of {row['wanted_kills']} kills")
     found += [f"a server ended by itself with exit code {code}" for code in row["ended_by_themselves"]]

@@ -114,7 +114,13 @@ def digest_of(kind: str, *, quick: bool) -> str:
 
 
 def measure(
-    records: Records, deadline: Deadline, *, kinds: Sequence[str], networks: Sequence[str], quick: bool
+    records: Records,
+    deadline: Deadline,
+    *,
+    kinds: Sequence[str],
+    networks: Sequence[str],
+    quick: bool,
+    occasions: int = OCCASIONS,
 ) -> None:
     """Measure the missing records, each on every occasion.
 
@@ -122,7 +128,7 @@ def measure(
         TimeIsUp: If a record is still missing.
     """
     bench = OpBenchmark()
-    for occasion in range(OCCASIONS):
+    for occasion in range(occasions):
         for name in networks:
             if f"{name} {occasion}" not in records:
                 deadline.check()
@@ -346,7 +352,8 @@ def main() -> None:
     if not options.report:
         with until_time_is_up():
             deadline = Deadline(options.minutes)
-            measure(records, deadline, kinds=kinds, networks=names, quick=options.quick)
+            occasions = 1 if options.quick else OCCASIONS
+            measure(records, deadline, kinds=kinds, networks=names, quick=options.quick, occasions=occasions)
     predictor = fitted(records, kinds, quick=options.quick)
     networks = [network for each in names if (network := predicted(records, predictor, each))]
     noise = {kind: apart(records, kind) for kind in kinds}

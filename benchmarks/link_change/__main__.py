@@ -24,7 +24,7 @@ from benchmarks.harness.records import Output, command_line
 from benchmarks.harness.testbed import Testbed, TestbedError
 from benchmarks.harness.training.plans import Setting
 from benchmarks.harness.training.rig import RUN_LIMIT_S, START_LIMIT_S, Rig, make_data
-from benchmarks.link_change.report import Change, Jitter, report
+from benchmarks.link_change.report import Change, Jitter, report, same_losses
 
 AFTER_MBIT = 20.0
 JITTER = 0.2
@@ -164,6 +164,8 @@ def main() -> None:
         sys.exit(f"error: {error}")
     text = report(setting, AFTER_MBIT, change, reference, jitters)
     Output.of(options, "link_change").write(text)
+    if not same_losses(change.steps, reference):
+        sys.exit("error: losses differ from those of the undisturbed run")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from benchmarks.load_aware.bed import Bed, device_on
 from benchmarks.load_aware.found import Found
 from benchmarks.load_aware.measure import measure
 from benchmarks.load_aware.report import write
-from benchmarks.load_aware.schedule import OURS, QUICK, SETTINGS, Setting
+from benchmarks.load_aware.schedule import LEVELS, OURS, QUICK, SETTINGS, Setting
 
 MEASURING = (
     *(f"load_aware/{name}.py" for name in ("background", "bed", "job", "measure", "schedule")),
@@ -72,8 +72,10 @@ def run(settings: Sequence[Setting], records: Records, deadline: Deadline, bar: 
         TimeIsUp: If no further setting may begin.
     """
     first = settings[0]
-    with tempfile.TemporaryDirectory() as folder, Bed(Path(folder)) as bed:
-        carried = bed.prove([phase.mbit for setting in settings for phase in setting.phases])
+    phases = [phase for setting in settings for phase in setting.phases]
+    most = max(LEVELS[phase.level].processes for phase in phases)
+    with tempfile.TemporaryDirectory() as folder, Bed(Path(folder), most) as bed:
+        carried = bed.prove([phase.mbit for phase in phases])
         bed.begin(first.phases[0])
         with device_on(bed, first) as device:
             bar.say(f"{first.network}: the server is measured")

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.harness.children import Child, module_command, paths
 from benchmarks.harness.hosts import Side
 from benchmarks.harness.testbed import Testbed, burst_for
-from benchmarks.load_aware.schedule import LEVELS, MOST_PROCESSES, Phase, Setting
+from benchmarks.load_aware.schedule import LEVELS, Phase, Setting
 from upriver.server.config import ServerConfig
 
 DEVICE_CORE, SERVER_CORE = 0, 1
@@ -65,16 +65,17 @@ class Bed(Testbed):
 
     Args:
         folder: An empty folder, for the server's store and for the device's files.
+        disturbers: Most processes of background load.
 
     Attributes:
         url: URL of the server.
         store: URI of its store.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disturbers: int) -> None:
         super().__init__(None, cores={"compute": DEVICE_CORE, "storage": SERVER_CORE}, check=False)
         self.store = (folder / "store").as_uri()
-        self.folder = folder
+        self.folder, self._disturbers = folder, disturbers
         self._background: list[Child] = []
 
     def __enter__(self) -> Bed:
@@ -84,7 +85,7 @@ class Bed(Testbed):
             options = ("--threads", 1, "--workers", 1)
             self.url = self.run_server({"default": self.store}, *options, env=ONE_THREAD).url
             self._background += [
-                begun(self, "storage", "background", BACKGROUND_LIMIT_S) for _ in range(MOST_PROCESSES)
+                begun(self, "storage", "background", BACKGROUND_LIMIT_S) for _ in range(self._disturbers)
             ]
             for process in self._background:
                 process.answer(START_LIMIT_S)

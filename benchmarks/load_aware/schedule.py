@@ -72,7 +72,6 @@ of which sending takes 574 and 1,023 ms at 8 Mbit/s. The rest is some 50 times a
 processes are no more than that."""
 
 IDLE = "0%"
-MOST_PROCESSES = max(level.processes for level in LEVELS.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +170,7 @@ def link_setting(network: str, *, seconds: float | None = None, rates: Sequence[
 SETTINGS = tuple(make(network) for network in NETWORKS for make in (load_setting, link_setting))
 
 QUICK = (
-    replace(load_setting("squeezenet1_0", seconds=1.0, levels=(IDLE, "100%(h)")), factor=QUICK_FACTOR),
+    replace(load_setting("squeezenet1_0", seconds=1.0, levels=(IDLE, "100%(l)")), factor=QUICK_FACTOR),
     replace(link_setting("squeezenet1_0", seconds=1.0, rates=(16.0, 64.0)), factor=QUICK_FACTOR),
 )
 """Settings of the quick form, which only shows that it works."""

@@ -119,7 +119,7 @@ def _status(field: str) -> float:
     return next(float(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int = SIZE) -> dict[str, Any]:
+def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int) -> dict[str, Any]:
     """Measure one row in a process of its own."""
     environment = os.environ | paths() | (ALLOCATOR if allocator else {})
     command = [*map(str, module_command("memory_model", "--one", name, way, batch, size))]
@@ -239,14 +239,15 @@ def main() -> None:
         return
     names, repeats = arguments.networks, REPEATS
     batches: Sequence[int] = BATCHES
+    size = SMALL if arguments.quick else SIZE
     if arguments.quick:
         names, batches, repeats = ["resnet18"], BATCHES[:1], 1
     rows = []
     for name in names:
         for way in WAYS:
             for batch in batches:
-                runs = [child(name, way, batch) for _ in range(repeats)]
-                usual = child(name, way, batch, allocator=False) if batch == max(BATCHES) else None
+                runs = [child(name, way, batch, size=size) for _ in range(repeats)]
+                usual = child(name, way, batch, allocator=False, size=size) if batch == max(BATCHES) else None
                 rows.append({"network": name, "way": way, "batch": batch, "runs": runs, "usual": usual})
                 print(name, way, batch, runs, usual, file=sys.stderr, flush=True)
     Output.of(arguments, "memory_model").write(report(rows, kept(names, repeats)))

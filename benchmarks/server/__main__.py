@@ -34,6 +34,7 @@ from benchmarks.server import stalled as server_stalled
 from benchmarks.server import tenants as server_tenants
 from benchmarks.server.claim import Bench, Claim, Rows
 from benchmarks.server.host import CORES, LOAD_CORE
+from benchmarks.server.load import WRONG
 from benchmarks.server.networks import SIDE, SIDES, TINY
 from benchmarks.server.report import write
 from upriver.errors import UpriverError
@@ -95,6 +96,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Run what is missing, then report all records."""
     options = parsed()
+    if not (options.report or options.list):
+        let_threads_sleep()
     output, claims = Output.of(options, "server"), QUICK if options.quick else FULL
     records = output.records()
     wanted = [claim for claim in claims if claim.name in options.only]
@@ -104,7 +107,6 @@ def main() -> None:
         return
     failed: list[str] = []
     if not options.report:
-        let_threads_sleep()
         confine([LOAD_CORE])
         torch.set_num_threads(1)
         with until_time_is_up(), sigterm_raises(), tempfile.TemporaryDirectory() as folder:
@@ -113,6 +115,9 @@ def main() -> None:
                 failed = measure(wanted, on)
         confine(CORES)  # the report names them
     print(write(claims, records, output.folder, output.name))
+    for claim in claims:
+        wrong = sum(row.get("others", {}).get(WRONG, 0) for row in Rows(claim, records).rows)
+        failed += [f"{claim.name}: {wrong} wrong answers"] if wrong else []
     if failed:
         sys.exit("\n".join(f"error: {why}" for why in failed))
 

@@ -65,6 +65,19 @@ class Speeds:
             return "no reference"
         return "" if alike(row["losses"], reference["losses"]) else "other losses"
 
+    @property
+    def not_counted(self) -> list[str]:
+        """Return the runs that do not count, and why."""
+        if self.found.plan is None:
+            return []
+        labels = dict.fromkeys((self.unsplit, *SWEEP, *self.labels))
+        return [
+            f"{self.setting.key}, {label}, {repeat}: {why}"
+            for label in labels
+            for repeat in range(REPEATS + 1)
+            if (why := self.why_not(label, repeat))
+        ]
+
     def rows(self, label: str, repeats: Sequence[int] = range(1, REPEATS + 1)) -> list[dict[str, Any]]:
         """Return the records of the runs that count."""
         found = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
@@ -223,7 +236,7 @@ def report(found: Sequence[Speeds], name: str) -> str:
         chosen=table(header, [[one.setting.key, *(short(one.ways[each]) for each in names)] for one in done]),
         sweep=_sweep(done),
         measuring=_measuring(done),
-        bad="\n".join(f"- {line}" for one in found for line in _bad(one)) or "None.",
+        bad="\n".join(f"- {line}" for one in found for line in one.not_counted) or "None.",
         unfinished="\n".join(unfinished) or "None.",
         name=name,
         repeats=REPEATS,
@@ -262,19 +275,6 @@ def _measuring(done: Sequence[Speeds]) -> str:
         for one in done
     ]
     return table(("setting", *parts, f"of {EPOCHS} epochs"), rows)
-
-
-def _bad(one: Speeds) -> list[str]:
-    """Return the runs that do not count, and why."""
-    if one.found.plan is None:
-        return []
-    labels = dict.fromkeys((one.unsplit, *SWEEP, *one.labels))
-    every = ((label, repeat) for label in labels for repeat in range(REPEATS + 1))
-    return [
-        f"{one.setting.key}, {label}, {repeat}: {why}"
-        for label, repeat in every
-        if (why := one.why_not(label, repeat))
-    ]
 
 
 def _two(number: float | None) -> str:

@@ -39,7 +39,7 @@ from upriver.program.split.split import split
 GOAL = 1.03
 REPEATS = 7
 PEAKS = 3
-STEP_REPEATS = 200
+STEP_REPEATS, QUICK_STEP_REPEATS = 200, 5
 STEPS_TITLE = "## What a step takes beside the tail's own modules"
 WAYS = ("plain", "whole", "split")
 
@@ -196,7 +196,7 @@ class Step:
         self.tail(self.tail.values.one_or_all(self.features))
         self.guard.check_versions()
 
-    def measure(self) -> dict[str, Any]:
+    def measure(self, repeats: int) -> dict[str, Any]:
         """Return the processor milliseconds of each, in turns, and of one check of the frozen part."""
         ways = {
             "hand": lambda: self.by_hand(self.features[0]),
@@ -205,7 +205,7 @@ class Step:
         }
         found: dict[str, list[float]] = {way: [] for way in ways}
         with torch.no_grad():
-            for repeat in range(STEP_REPEATS + 5):
+            for repeat in range(repeats + 5):
                 for way, run in ways.items():
                     began = time.process_time()
                     run()
@@ -273,20 +273,20 @@ STEPS: dict[str, Building] = {
 }
 
 
-def steps_of(name: str) -> dict[str, Any]:
+def steps_of(name: str, repeats: int) -> dict[str, Any]:
     """Measure one row of the steps."""
     ensure_torchvision()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    return Step(name).measure()
+    return Step(name).measure(repeats)
 
 
-def steps_part(names: Iterable[str]) -> str:
+def steps_part(names: Iterable[str], repeats: int = STEP_REPEATS) -> str:
     """Return the part of the page about steps of these networks."""
     rows = []
     for name in names:
         print(f"a step of {name} ...", file=sys.stderr, flush=True)
-        row = child("--step", name)
+        row = child("--step", name, str(repeats))
         numbers = (f"{row[key]:.2f}" for key in ("hand", "step", "over", "look"))
         rows.append((name, row["frozen"], *numbers))
     header = (
@@ -301,7 +301,7 @@ def steps_part(names: Iterable[str]) -> str:
 
 {table(header, rows)}
 
-- Processor time at batch 1, forward without gradients, one thread: medians of {STEP_REPEATS} turns. The table
+- Processor time at batch 1, forward without gradients, one thread: medians of {repeats} turns. The table
   above divides by whole iterations, in which this does not show.
 - A step is what `job(features)` and the job's iterator do: look twice at what is frozen (versions, modules,
   hooks, attributes), keep it in eval, run the tail. By hand: the tail's modules called one after the other.
@@ -401,7 +401,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--only", nargs="*", default=list(NETWORKS), help="networks")
     parser.add_argument("--steps", action="store_true", help="only what a step takes")
-    parser.add_argument("--step", help=argparse.SUPPRESS)
+    parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -410,7 +410,8 @@ def main() -> None:
         print(json.dumps(measure(name, int(repeats))))
         return
     if options.step:
-        print(json.dumps(steps_of(options.step)))
+        name, repeats = options.step
+        print(json.dumps(steps_of(name, int(repeats))))
         return
     if options.peak:
         print(json.dumps(peak_of(*options.peak)))
@@ -421,15 +422,17 @@ def main() -> None:
         kept = re.split(f"^{re.escape(STEPS_TITLE)}", page, flags=re.MULTILINE)[0].rstrip()
         output.write(f"{kept}\n\n{steps_part(STEPS)}")
         return
-    names, repeats, peaks = (["alexnet"], 1, 1) if options.quick else (options.only, REPEATS, PEAKS)
+    names, repeats, peaks = (["resnet18"], 1, 1) if options.quick else (options.only, REPEATS, PEAKS)
     rows = []
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
         row = child("--row", name, str(repeats))
         row["peak"] = interleave({way: partial(_peak_of_child, name, way) for way in WAYS}, peaks)
         rows.append(row)
-    stepped = list(STEPS)[:1] if options.quick else STEPS
-    output.write(f"{report(rows)}\n{steps_part(stepped)}")
+    steps = steps_part(list(STEPS)[:1], QUICK_STEP_REPEATS) if options.quick else steps_part(STEPS)
+    output.write(f"{report(rows)}\n{steps}")
+    if unequal := [row["network"] for row in rows if row["losses"]["whole"] != row["losses"]["split"]]:
+        sys.exit(f"error: losses differ, whole and cut: {', '.join(unequal)}")
 
 
 if __name__ == "__main__":

@@ -49,9 +49,6 @@ RUN_LIMIT_S = 1800.0
 START_LIMIT_S = 600.0
 
 
-# ------------------------------------------------------------------------------------------------ records
-
-
 # --------------------------------------------------------------------------------------------------- data
 
 
@@ -210,6 +207,10 @@ class Finding(Protocol):
     def missing(self) -> str:
         """Return what has not run yet, or an empty text when nothing is left."""
 
+    @property
+    def not_counted(self) -> list[str]:
+        """Return the runs that do not count, and why."""
+
 
 def command(
     description: str | None,
@@ -246,3 +247,5 @@ def command(
                     except (TestbedError, Failed) as error:
                         sys.exit(f"error: {error}")
     print(write(settings, records, output.folder, output.name))
+    if bad := [line for setting in settings for line in found(setting, records).not_counted]:
+        sys.exit("\n".join(f"error: {line}" for line in bad))

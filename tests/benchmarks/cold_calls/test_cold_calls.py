@@ -75,3 +75,16 @@ def test_without_valgrind_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(Failed, match="valgrind is not installed"):
         cold_calls.counted({"cache": "", "calls": 1})
+
+
+def test_other_bits_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_calls, "KERNELS", {})
+    monkeypatch.setattr(cold_calls, "uncounted", lambda model: False)
+    monkeypatch.setattr("sys.argv", ["cold_calls", "--quick", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="squeezenet: answers with other bits"):
+        cold_calls.main()
+    assert "all calls: NO." in (tmp_path / "cold_calls_quick.md").read_text(encoding="utf-8")
+    keep({"gpt2": counted(1), "vgg19": counted(1, equal=False)}, tmp_path / "cold_calls.json")
+    monkeypatch.setattr("sys.argv", ["cold_calls", "--report", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match="error: vgg19: answers with other bits"):
+        cold_calls.main()

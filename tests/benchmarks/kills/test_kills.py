@@ -22,7 +22,7 @@ from benchmarks.kills.__main__ import FULL, QUICK, Pace, Setting
 from benchmarks.kills.job import Difference, Outcome, make_data, through_servers
 from benchmarks.kills.killer import PORTS, Target, drawn, free_ports
 from benchmarks.kills.leftovers import ENTRY, Seen, alive, groups_of, is_open, memory_of, strays
-from benchmarks.kills.report import faults, report, verdict
+from benchmarks.kills.report import faults, report, verdict, wrong
 
 WANTED = Outcome(
     epochs=((0, 1, 2), (2, 0, 1)),
@@ -232,6 +232,7 @@ def test_a_run_without_faults_is_met_and_one_with_faults_names_them() -> None:
     }
     for name, value in bad.items():
         assert len(faults(row(**{name: value}))) == 1, name
+        assert len(wrong(row(**{name: value}))) == (name != "through_servers"), name
     text = verdict([row(), row(**bad)], 2)
     assert text.startswith("Missed: samples lost: 1") and "left at the end: process 17" in text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,3 +180,17 @@ def test_jitter_that_has_ended_by_itself_is_no_run_without_switches(monkeypatch:
     rig = Jittering(fails_after=3)
     with pytest.raises(testbed.TestbedError, match="tc has failed"), rig.jitter(100.0):
         assert rig.changed.wait(60)
+
+
+def test_other_losses_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = change(1, 2)
+    others = [*run.steps[:-1], {**run.steps[-1], "loss": 2.0}]
+    monkeypatch.setattr(link_change, "LinkRig", lambda *_: nullcontext())
+    monkeypatch.setattr(link_change, "changed", lambda *_: run)
+    monkeypatch.setattr(link_change, "jittered", lambda *_: jitter(0, 0, 0))
+    monkeypatch.setattr("sys.argv", ["link_change", "--quick", "--out", str(tmp_path)])
+    monkeypatch.setattr(link_change, "undisturbed", lambda *_: run.steps)
+    link_change.main()
+    monkeypatch.setattr(link_change, "undisturbed", lambda *_: others)
+    with pytest.raises(SystemExit, match="error: losses differ"):
+        link_change.main()

@@ -26,7 +26,7 @@ from benchmarks.harness.training.plans import (
     shares_from,
     why_not_valid,
 )
-from benchmarks.harness.training.rig import make_data
+from benchmarks.harness.training.rig import command, make_data
 from benchmarks.plan_quality import __main__ as plan_quality
 from benchmarks.plan_quality.report import BINS, PAPER, POLICIES, bin_of, judged, report, shares, verdict
 from upriver.cost import route_between
@@ -291,3 +291,18 @@ def test_stored_tensors_are_what_the_papers_store(tmp_path: Path) -> None:
     files = sorted(tmp_path.glob("data/*/*.npy"))
     assert len(files) == 2
     assert all(np.load(file).nbytes == 602_112 and file.stat().st_size == 602_240 for file in files)
+
+
+def test_a_run_that_does_not_count_fails_the_command(
+    records: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["records", "--report", "--out", str(tmp_path)])
+
+    def reported() -> None:
+        measure, write = plan_quality.measure, plan_quality.write
+        command(None, "records", [SETTING], SETTING, found=Found, measure=measure, write=write)
+
+    reported()
+    records.add(run_key(SETTING, "3", 0), row(20.0, digest="other"))
+    with pytest.raises(SystemExit, match=r"error: .*, 3, repeat 0: other losses or samples"):
+        reported()

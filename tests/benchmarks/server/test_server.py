@@ -579,3 +579,13 @@ def test_the_command_lists_and_reports(
     assert (tmp_path / "server_quick.md").exists() and not list(tmp_path.glob("*.png"))
     with pytest.raises(SystemExit):
         server.parsed(["--only", "nonsense"])
+
+
+def test_wrong_answers_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim = QUICK["reuse"]
+    row = {"claim": claim.name, "settings": claim.settings, "cell": claim.cells[0], "repeat": 0}
+    row |= {"commit": "abc", "code": "abc", "at": 1.0, "others": {"wrong": 2, "left": 1}}
+    Records(tmp_path / "server_quick.jsonl").add("one", row)
+    monkeypatch.setattr(sys, "argv", ["server", "--quick", "--out", str(tmp_path), "--report"])
+    with pytest.raises(SystemExit, match="error: reuse: 2 wrong answers"):
+        server.main()
