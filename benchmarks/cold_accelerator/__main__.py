@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -39,10 +39,6 @@ from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.records import Output, command_line
 from benchmarks.harness.reports import table
-
-if TYPE_CHECKING:
-    pass
-
 
 MINUTES = 30.0
 CHOSEN = ("resnet50", "vgg19", "gpt2", "bert")
@@ -87,9 +83,6 @@ class Found:
             if each["turn"] and (each["model"], each["run"], each["started"]) == (model, way, started)
         ]
         return Spread.of(values) if values else None
-
-
-# ------------------------------------------------------------------------------------------ in the process
 
 
 # ------------------------------------------------------------------------------------------- beside it

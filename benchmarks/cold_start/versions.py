@@ -46,6 +46,7 @@ class Versions:
 
     def __init__(self, root: Path = ROOT, packages: Mapping[str, str] = MappingProxyType({})) -> None:
         self._benchmarks, self._package = root / "benchmarks" / "cold_start", root / "src" / "upriver"
+        self._children = root / "benchmarks" / "harness" / "children.py"
         self._packages = packages
         self._known: dict[tuple[str, str], str] = {}
 
@@ -71,6 +72,7 @@ class Versions:
         digest = sha256(repr((self._everybodys, self.packages(run))).encode())
         for name in ("bed", "models"):
             digest.update(_code(self._benchmarks / f"{name}.py"))
+        digest.update(_code(self._children))
         digest.update(_code(self._benchmarks / "ways.py", without=others))
         digest.update(_code(self._benchmarks / "job.py", without=set(OURS_ALONE) - {do}))
         if not way.needs:

@@ -278,7 +278,8 @@ class Testbed(Hosts):
         """
         named = [f"--store={name}={uri}" for name, uri in stores.items()]
         serve = [sys.executable, "-m", "upriver", "serve", *named, *options]
-        return self._serve(side, serve, "/readyz", core=core, env=env, timeout_s=timeout_s)
+        found = {**paths(), **(env or {})}
+        return self._serve(side, serve, "/readyz", core=core, env=found, timeout_s=timeout_s)
 
     def run_objects(
         self,

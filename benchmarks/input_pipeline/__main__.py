@@ -78,6 +78,9 @@ QUICK_FILES = 4
 MEASURING = ("bed", "data", "job", "measure", "model", "pace", "workloads")
 """Benchmark modules that determine a setting's figures, in addition to the package."""
 
+HARNESS = ("children", "photographs")
+"""Modules of the harness that determine all figures, those of peers too."""
+
 APART = ("coldstart", "inference")
 """Parts of the package that take no part in them."""
 
@@ -114,6 +117,7 @@ def version(*names: str, package: Path = ROOT / "src" / "upriver") -> str:
     """Return the version of the code behind a figure: benchmark modules, and a package without `APART`."""
     apart = {package / part for part in APART}
     files = [ROOT / "benchmarks" / "input_pipeline" / f"{name}.py" for name in names]
+    files += [ROOT / "benchmarks" / "harness" / f"{name}.py" for name in HARNESS]
     files += [path for path in sorted(package.rglob("*.py")) if apart.isdisjoint(path.parents)]
     return version_of(files)
 

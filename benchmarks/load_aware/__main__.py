@@ -45,6 +45,7 @@ from benchmarks.load_aware.schedule import LEVELS, OURS, QUICK, SETTINGS, Settin
 
 MEASURING = (
     *(f"load_aware/{name}.py" for name in ("background", "bed", "job", "measure", "schedule")),
+    "harness/children.py",
     "harness/loadpart_networks.py",
 )
 """Benchmark modules that determine a setting's figures, in addition to the package."""

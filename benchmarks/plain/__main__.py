@@ -1,7 +1,7 @@
 """Check that the plain way is at least as fast as an ordinary PyTorch loop at its best.
 
 Run ``python -m benchmarks.plain``; it writes ``results/plain.md`` and ``results/plain.png``. With ``--quick``
-it only shows that it works, and writes nothing without a given path.
+it only shows that it works.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.code_version import POLICIES, code, essence, version_of
+from benchmarks.harness import code_version
+from benchmarks.harness.code_version import POLICIES, code, essence, policies, version_of
 
 CODE = '''
 """Add."""
@@ -59,5 +60,21 @@ def test_a_version_follows_the_files_and_their_order(tmp_path: Path) -> None:
     assert version_of([one, other]) != first
 
 
-def test_the_package_has_a_version_without_its_policies() -> None:
-    assert len(code()) == 12 and code() == code() and POLICIES.is_dir()
+def test_the_package_has_a_version_without_its_policies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(code_version, "PACKAGE", tmp_path)
+    monkeypatch.setattr(code_version, "POLICIES", tmp_path / "policies")
+    policy, other = tmp_path / "policies" / "greedy.py", tmp_path / "store" / "local.py"
+    for path in (policy, other):
+        path.parent.mkdir()
+        path.write_text("a = 1\n")
+    package, choices = code(), policies()
+    policy.write_text("a = 22\n")
+    os.utime(policy, ns=(1, 1))
+    assert code() == package and policies() != choices
+    choices = policies()
+    other.write_text("a = 22\n")
+    os.utime(other, ns=(1, 1))
+    assert code() != package and policies() == choices
+    assert POLICIES.is_dir()
