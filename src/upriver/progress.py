@@ -76,7 +76,7 @@ def named_steps() -> Iterator[Callable[[str], None]]:
             yield note
             return
         task = bar.add_task("", total=None)
-        yield lambda text: bar.update(task, description=text)
+        yield lambda text: bar.update(task, description=text, refresh=True)  # each is seen, however short
 
 
 @contextlib.contextmanager

@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from tests.inference.asking import here
 from tests.inference.between import between
 from tests.server.running import Running, running
-from upriver.cli import common, main
+from upriver import progress
 from upriver.cli import infer as infer_module
+from upriver.cli import main
 from upriver.cli.inputs import read_inputs
 from upriver.cli.stages import input_stages
 from upriver.inference import offload as offload_module
@@ -388,7 +389,7 @@ def test_a_server_that_is_sent_the_program_for_long_is_waited_for(
     monkeypatch.setattr(offload_module, "START_S", 0.05)
 
     def note(message: str) -> None:
-        common.note(message)
+        progress.note(message)
         noted.set()
 
     monkeypatch.setattr(infer_module, "note", note)

@@ -419,15 +419,18 @@ def test_an_exception_of_the_models_own_leaves_no_mode() -> None:
     assert model(torch.ones(2, 3)).shape == (2, 3)
 
 
-@pytest.mark.parametrize("uri", ["model", "s3:/x", "s3://bucket", "file://", "", "/x/y"])
+@pytest.mark.parametrize("uri", ["s3:/x", "s3://bucket", "file://", "", "/", "w\0"])
 def test_a_uri_that_is_none(uri: str) -> None:
     with pytest.raises(ConfigError):
         load(Bare, uri)
 
 
 def test_weights_that_are_not_there(tmp_path: Any) -> None:
-    with pytest.raises(ObjectNotFound):
-        load(Bare, f"file://{tmp_path}/model")
+    for uri in (f"file://{tmp_path}/model", f"{tmp_path}/model", "model"):
+        with pytest.raises(ObjectNotFound):
+            load(Bare, uri)
+    with pytest.raises(StoreError, match="does not exist"):
+        load(Bare, f"{tmp_path}/x/y")
 
 
 @pytest.fixture(autouse=True)

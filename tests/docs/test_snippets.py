@@ -18,6 +18,9 @@ from tests.docs.pages import BadPage, Page, blocks, environment
 from upriver._torchvision import ensure_torchvision
 
 ROOT = Path(__file__).parents[2]
+OFTEN = ("README.md", "docs/guides/dataloader.md", "docs/guides/finetune.md")
+"""Pages that `make test` runs. The others run the same commands and prove larger models."""
+
 PAGES = [
     str(path.relative_to(ROOT))
     for glob in ("README.md", "docs/index.md", "docs/guides/*.md")
@@ -92,7 +95,9 @@ def open_page(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.full) for name in PAGES]
+)
 def test_every_snippet_of_the_page_runs(
     name: str, open_page: Callable[[Path], Page], caplog: pytest.LogCaptureFixture
 ) -> None:

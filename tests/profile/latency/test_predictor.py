@@ -128,7 +128,7 @@ def test_what_cannot_be_fitted_is_refused(rows: list[Any], seconds: list[float])
 
 
 def test_without_scipy_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("upriver.profile.latency.regression.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("upriver.extras.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"upriver\[calibrate\]"):
         nnls_fit(np.ones((2, 1)), np.ones(2))
 

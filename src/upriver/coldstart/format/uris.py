@@ -69,7 +69,7 @@ def program_at(uri: str) -> tuple[str, str, str]:
     Raises:
         ConfigError: If the URI cannot name a program.
     """
-    local = local_path(uri)
+    local = local_path(uri) if uri else None
     place = uri if local is None else str(local.absolute())
     folder, _, digest = place.rstrip("/").removesuffix("/graph.json").rpartition("/")
     root, _, prefix = folder.removesuffix("/programs").rpartition("/")
