@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -107,6 +108,15 @@ def test_a_device_has_what_is_available_less_the_reserve(
     monkeypatch.setattr(device_group, "available_bytes", lambda device: 1000)
     config = ServerConfig(stores={"default": "memory://"}, device=devices, memory_reserve=reserve)
     assert device_group._memory(config, "cpu") == found
+
+
+def test_a_front_leaves_room_for_what_it_imports_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    later = device_group.IMPORTED_LATER_BYTES
+    monkeypatch.setattr(device_group, "available_bytes", lambda device: later + 1000)
+    config = ServerConfig(stores={"default": "memory://"}, memory_reserve=0.0)
+    assert device_group._memory(config, "cpu") == later + 1000
+    monkeypatch.delitem(sys.modules, "torch")
+    assert device_group._memory(config, "cpu") == 1000
 
 
 @pytest.mark.parametrize("reserve", [-0.1, 1.0, 1.5, float("nan")])
