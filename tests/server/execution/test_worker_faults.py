@@ -49,8 +49,8 @@ def asking(folder, files, *micro_batches, micro_batch):
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory):
-    """Decode 64 times 4 megapixels, long enough to be interrupted in the middle."""
-    photo = encoded(pixels(2000, 2000))
+    """Decode 64 times 13 megapixels, long enough to be interrupted in the middle on a busy machine, too."""
+    photo = encoded(pixels(3600, 3600))
     return asking(tmp_path_factory.mktemp("busy"), {"a/0.jpg": photo}, (0,) * 64, micro_batch=64)
 
 
