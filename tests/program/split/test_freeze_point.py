@@ -89,6 +89,32 @@ def test_a_frozen_tower_that_runs_second_is_prefix() -> None:
     agree(model, parts, x)
 
 
+class WritesLate(nn.Module):
+    """Write into the input behind the frozen layer, which has read it."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.frozen, self.trained, self.writes = nn.Linear(6, 6), nn.Linear(6, 3), writes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = self.frozen(x).relu()
+        late = x.mul_(0.5) if self.writes else x * 0.5
+        return self.trained(given + late)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_input_that_the_tail_writes_into_stays_as_it_was(writes: bool) -> None:
+    model, x = frozen(WritesLate(writes=writes), "frozen"), torch.randn(4, 6)
+    parts = split(model, x.clone())
+    assert crossing(parts) == ["input 0", "frozen"]
+    assert [ship.overwritten for ship in parts.tail.values.ships] == [writes, False]
+    agree(model, parts, x.clone())
+    assert parts.program is not None
+    features = (x.clone(), *parts.program.run((x.clone(),), 0, parts.program.num_stages))[:2]
+    first = parts.tail(features)
+    assert torch.equal(features[0], x) and torch.equal(parts.tail(features), first)
+
+
 def test_several_tensors_cross_where_a_network_skips() -> None:
     model = frozen(Skips(), "down1", "down2", "down3")
     x = torch.randn(4, 3, 8, 8)
