@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from upriver.errors import CaptureError, ConfigError, ModelError
 from upriver.program.example_inputs import Example, Inputs, tensors_in
 from upriver.program.freeze import keep_in_eval
 from upriver.program.graph.executor import Program
-from upriver.program.split import proof_cache
+from upriver.program.split import proof_cache, verification
 from upriver.program.split.crossing_values import CrossingValues
 from upriver.program.split.freeze_point import FreezePoint
 from upriver.program.split.split import Split, split
@@ -113,6 +114,50 @@ def test_input_that_the_tail_writes_into_stays_as_it_was(writes: bool) -> None:
     features = (x.clone(), *parts.program.run((x.clone(),), 0, parts.program.num_stages))[:2]
     first = parts.tail(features)
     assert torch.equal(features[0], x) and torch.equal(parts.tail(features), first)
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), self.other(x)
+
+
+class WritesOne(nn.Module):
+    """Write into one of two results of the frozen module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair, self.trained = Pair(), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.pair(x)
+        return self.trained(one.mul_(0.5) + other)
+
+
+def test_result_of_which_one_tensor_is_written_into_is_copied() -> None:
+    model, x = frozen(WritesOne(), "pair"), torch.randn(4, 6)
+    parts = split(model, x)
+    assert [ship.overwritten for ship in parts.tail.values.ships] == [True, True]
+    agree(model, parts, x)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, None])
+def test_each_answer_of_a_cut_model_must_be_that_of_the_whole(wrong: int | None) -> None:
+    answers = [torch.ones(2), torch.zeros(2)]
+    others = [answer + (index == wrong) for index, answer in enumerate(answers)]
+    whole, cut = (SimpleNamespace(answers=each, gradients={}, left={}) for each in (answers, others))
+    step = SimpleNamespace(taken=lambda *_: cut)
+    tail = SimpleNamespace(boundary="b", values=SimpleNamespace(one_or_all=lambda values: values))
+    check = functools.partial(verification._same_answers, cast(Any, step), cast(Any, tail))
+    eval_plan = cast(Any, SimpleNamespace(modules=()))
+    if wrong is None:
+        check(eval_plan, cast(Any, whole), ())
+        return
+    with pytest.raises(CaptureError, match="gives another answer than the whole one"):
+        check(eval_plan, cast(Any, whole), ())
 
 
 def test_several_tensors_cross_where_a_network_skips() -> None:
