@@ -55,7 +55,7 @@ STAGES: dict[str, type[InputStage]] = {
 
 
 _CALLED_OTHERWISE = {"ToTensor": "ToFloat", "Compose": "imagenet_train"}
-"""What does here the work of a transform that has another name in torchvision."""
+"""Stages that do the work of torchvision transforms of other names."""
 
 
 def in_place_of(transform: object) -> str:
