@@ -90,7 +90,9 @@ def open_page(
     for page in opened:
         page.close()
     for name in set(sys.modules) - before:  # modules that a page wrote: the next one has its own
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+        module = sys.modules[name]
+        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]  # a namespace has no file
+        if any(str(place).startswith(str(tmp_path)) for place in places):
             del sys.modules[name]
 
 
