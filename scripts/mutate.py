@@ -6,7 +6,7 @@ module runs first, and the others of its room only if it passes. `EQUIVALENT` li
 behaviour.
 
 With ``--report FILE`` every outcome is written at once. The same command then judges what the file lacks, and
-again what survived, so that a new test shows its effect.
+again what survived, so that a new test shows its effect. With ``--full`` it asks the tests that take long, too.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ GOAL = 0.95
 TEST_LIMIT_S = 120
 """Seconds after which a test hangs: tests of the rooms take at most a tenth, and machines are shared."""
 
-PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", "not full"]
-PYTEST += ["--hypothesis-profile=unshrunk", "--fork", f"--timeout={TEST_LIMIT_S}"]
+PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--fork"]
+QUICK = ["-m", "not full", "--hypothesis-profile=unshrunk", f"--timeout={TEST_LIMIT_S}"]
 NO_TESTS = 5
 """Exit code of pytest where a file has no quick test."""
 
@@ -381,9 +381,11 @@ class Copies:
     Args:
         folder: That they are made in.
         count: Of tests at a time.
+        full: Run the tests that take long, too.
     """
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, *, full: bool = False) -> None:
+        self._pytest_options = PYTEST if full else PYTEST + QUICK
         self._free: SimpleQueue[Path] = SimpleQueue()
         self._seconds = itertools.count()
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -445,7 +447,7 @@ class Copies:
         # A file, as a server that outlives its test would keep a pipe open.
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
             process = subprocess.Popen(
-                [sys.executable, *PYTEST, *(f"tests/{path}" for path in tests), *more],
+                [sys.executable, *self._pytest_options, *(f"tests/{path}" for path in tests), *more],
                 cwd=copy,
                 env=environment,
                 stdout=output,
@@ -521,6 +523,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--room", action="append", choices=list(ROOMS), help="only this room; may be given again"
     )
     parser.add_argument("--at-once", type=int, default=os.cpu_count() or 1, help="tests at a time")
+    parser.add_argument("--full", action="store_true", help="run the tests that `make test` leaves out, too")
     parser.add_argument("--list", action="store_true", help="print the changes, and run nothing")
     parser.add_argument(
         "--report",
@@ -539,7 +542,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = [killed[one] for one in drawn if one in killed]
     left = [one for one in drawn if one not in killed]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.at_once) as pool:
-        copies = Copies(Path(folder), options.at_once)
+        copies = Copies(Path(folder), options.at_once, full=options.full)
         limits = {}
         for room in dict.fromkeys(one.room for one in left if one.key not in EQUIVALENT):
             began = time.perf_counter()

@@ -132,7 +132,7 @@ def test_judge_tells_a_test_that_notices_from_one_that_does_not_or_hangs(
 ) -> None:
     root = tmp_path / "repository"
     small_repository(root, monkeypatch, test)
-    monkeypatch.setattr(mutate, "PYTEST", [*mutate.PYTEST, "--timeout=5"])
+    monkeypatch.setattr(mutate, "QUICK", [*mutate.QUICK, "--timeout=5"])
     [found] = mutate.mutants_of("small", root / "src" / "upriver" / "small.py", root)
     mutant = next(one for one in found if one.after == "return 2 / number")
     (tmp_path / "copies").mkdir()
