@@ -6,7 +6,8 @@ module runs first, and the others of its room only if it passes. `EQUIVALENT` li
 behaviour.
 
 With ``--report FILE`` every outcome is written at once. The same command then judges what the file lacks, and
-again what survived, so that a new test shows its effect. With ``--full`` it asks the tests that take long, too.
+again what survived, so that a new test shows its effect. With ``--full`` the tests that take
+long run, too.
 """
 
 from __future__ import annotations
