@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -103,6 +104,35 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.ledger import Ledger
 
         config.pluginmanager.register(Ledger(path, runs_tests=worker or not above, reports=not worker))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_as_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave the process to the next file as this one found it: which files share a process differs by run.
+
+    Commands that run in the tests' process set what a process of their own would keep to itself.
+    """
+    variables, path, log = dict(os.environ), list(sys.path), logging.getLogger("upriver")
+    modules, level, threads = set(sys.modules), log.level, torch.get_num_threads()
+    yield
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
+    sys.path[:] = path
+    log.setLevel(level)
+    torch.set_num_threads(threads)
+    # Packages that a test wrote: another test's may have the same name.
+    written, new = str(tmp_path_factory.getbasetemp()), sys.modules.keys() - modules
+    packages = {name.partition(".")[0] for name in new if place_of(sys.modules[name]).startswith(written)}
+    for name in new:
+        if name.partition(".")[0] in packages:
+            del sys.modules[name]
+
+
+def place_of(module: Any) -> str:
+    """Return the path of a module, or the folder of a namespace package, which has no file."""
+    names = getattr(module, "__dict__", {})  # an object in a module's place may answer to any attribute
+    return str(names.get("__file__") or next(iter(names.get("__path__") or ()), ""))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.conftest import place_of
 from tests.docs.pages import BadPage, Page, blocks, environment
 from upriver._torchvision import ensure_torchvision
 
@@ -90,9 +91,7 @@ def open_page(
     for page in opened:
         page.close()
     for name in set(sys.modules) - before:  # modules that a page wrote: the next one has its own
-        module = sys.modules[name]
-        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]  # a namespace has no file
-        if any(str(place).startswith(str(tmp_path)) for place in places):
+        if place_of(sys.modules[name]).startswith(str(tmp_path)):
             del sys.modules[name]
 
 

@@ -83,8 +83,6 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
         found.ask("shop.data:make")
         found.ran()  # code that the import runs is the module's own affair
         yield found
-        for name in [name for name in sys.modules if name.partition(".")[0] == "shop"]:
-            del sys.modules[name]
 
 
 def refused(shop: Shop, name: str, **how: Any) -> bool:
