@@ -93,7 +93,7 @@ def http_page(api: Json) -> str:
             )
     lines += ["## Errors", "", "Errors have a body of the form [Error](#error), but for `HEAD`.", ""]
     responses = api["components"]["responses"].items()
-    lines += table(("status", "meaning"), [(name[1:], answer["description"]) for name, answer in responses])
+    lines += table(("status", "when"), [(name[1:], answer["description"]) for name, answer in responses])
     lines += ["## Messages", ""]
     for name, schema in sorted(api["components"]["schemas"].items()):
         lines += [f"### {name}", "", schema.get("description", ""), ""]
@@ -105,21 +105,23 @@ def operation_section(title: str, operation: Json, shared: Sequence[Json], api: 
     """Yield the lines about one route."""
     schemes = [name for each in operation.get("security", api["security"]) for name in each]
     access = f"Access: {' or '.join(schemes)}." if schemes else "Open to everyone."
-    yield from (f"## {title}", "", f"{operation['summary']}. {access}", "")
+    yield from (f"## {title}", "", f"{operation['summary']}. {access}", "", operation["description"], "")
     parameters = [
-        (f"`{each['name']}`", each["in"], form(each["schema"]), needed(each["required"]))
+        (f"`{each['name']}`", each["in"], form(each["schema"]), needed(each["required"]), each["description"])
         for each in (*shared, *operation.get("parameters", ()))
     ]
-    yield from table(("parameter", "in", "form", "needed"), parameters)
+    yield from table(("parameter", "in", "form", "needed", "meaning"), parameters)
     if body := operation.get("requestBody"):
         yield from (f"**Body**: {media(body['content'])}. {body['description']}", "")
-    errors = []
-    for status, answer in operation["responses"].items():
+    responses = operation["responses"].items()
+    for status, answer in responses:
         if int(status) < 400:
             yield from (f"**{status}**: {media(answer.get('content', {}))}. {answer['description']}", "")
-        else:
-            errors.append(status)
-    yield from (f"[Errors](#errors): {', '.join(errors)}.", "")
+    own = [(status, answer) for status, answer in responses if int(status) >= 400 and "description" in answer]
+    yield from table(("status", "when"), [(status, answer["description"]) for status, answer in own])
+    others = [status for status, answer in responses if int(status) >= 400 and (status, answer) not in own]
+    if others:
+        yield from (f"{'Other errors' if own else 'Errors'} [as below](#errors): {', '.join(others)}.", "")
 
 
 def field_rows(schema: Json, prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

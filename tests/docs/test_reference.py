@@ -13,7 +13,8 @@ import upriver
 from scripts.site_pages import command_line_page, http_page
 from upriver import coldstart, errors, policies
 from upriver.cli.app import app
-from upriver.server.http.openapi import ERRORS, document
+from upriver.server.http.openapi import document
+from upriver.server.http.openapi_components import ERRORS
 
 API = Path(__file__).parents[2] / "docs" / "reference" / "api"
 SHOWN = [name for page in API.glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
@@ -61,10 +62,11 @@ def test_the_http_page_has_every_route_status_and_field() -> None:
     for path, item in api["paths"].items():
         for method in item.keys() - {"parameters"}:
             section = sections[f"{method.upper()} {path}"]
-            shown = re.findall(r"^\*\*(\d+)\*\*: ", section, re.M) + re.findall(
-                r"(?<= )\d{3}(?=[,.])", section
-            )
-            assert set(item[method]["responses"]) <= set(shown), (method, path)
+            listed = re.findall(r"rrors \[as below\]\(#errors\): (.+)\.$", section, re.M)
+            shown = re.findall(r"^(?:\*\*|\| )(\d+)(?:\*\*: | \|)", section, re.M)
+            shown += [status for line in listed for status in line.split(", ")]
+            assert sorted(item[method]["responses"]) == sorted(shown), (method, path)
+            assert item[method]["description"] in section
     assert re.findall(r"^\| (\d+) \|", sections["Errors"], re.M) == [str(status) for status in ERRORS]
     for name, schema in api["components"]["schemas"].items():
         fields = re.findall(r"^\| `(\w+)` \|", sections[name], re.M)

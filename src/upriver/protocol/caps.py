@@ -22,15 +22,15 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     sample, 205 MB for a micro-batch of 16) and little more.
 
     Attributes:
-        header_bytes: JSON header of one frame.
-        payload_bytes: Payload of one frame; also the bytes that a tensor may stand for (a stride of 0 repeats
-            bytes).
+        header_bytes: Bytes of the JSON header of one frame.
+        payload_bytes: Bytes of the payload of one frame; also those that a tensor may stand for (a stride of
+            0 repeats bytes).
         tensors: Tensors in one frame; before the model there is one for each sample.
         dims: Dimensions of one tensor.
         micro_batches: Micro-batches of one request.
         samples: Samples of one request.
-        body_bytes: Body of one run request: the server holds it until its last byte has arrived.
-        program_bytes: Graph and weights of one uploaded program.
+        body_bytes: Bytes of the body of one run request: the server holds it until its last byte has arrived.
+        program_bytes: Bytes of graph and weights of one uploaded program.
         pixels: Width times height of a stored image, and of its resized form. The default is the input
             stages' own limit (`upriver.pipeline.formats.image.MAX_PIXELS`), so servers accept every image
             that local training accepts.

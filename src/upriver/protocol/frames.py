@@ -99,7 +99,17 @@ class Prefix:
 
 
 class DataHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Header of a data frame: a `MicroBatch` without its bytes, and ``xxh3_64`` of the payload in hex."""
+    """Header of a data frame: a `MicroBatch` without its bytes.
+
+    Attributes:
+        ids: Sample ids of the micro-batch.
+        position: Position at which its tensors stand.
+        skipped: Ids of samples that were skipped.
+        tensors: Tensors, as views on the storages.
+        storages: Storages in the payload, in order.
+        checksum: ``xxh3_64`` of the payload, in hex.
+        tree: Structure that holds the tensors of code's samples.
+    """
 
     ids: tuple[Index, ...]
     position: Position

@@ -49,7 +49,12 @@ _T = TypeVar("_T")
 
 
 class DatasetRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A dataset in one of the server's stores; the operator decides its place in the store."""
+    """A dataset in one of the server's stores; the operator decides its place in the store.
+
+    Attributes:
+        store: Name of the store in the server's configuration.
+        digest: SHA-256 of the dataset, in hex.
+    """
 
     store: StoreName
     digest: Digest
@@ -77,7 +82,7 @@ class Collate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Rule that makes batches of samples.
 
     Attributes:
-        name: ``package.module:callable``, or `BY_DEFAULT`.
+        name: ``package.module:callable``, or ``default`` for PyTorch's own collating.
         batches: Number of each batch in its epoch, one for each entry of ``micro_batches``.
     """
 
@@ -90,7 +95,7 @@ class CodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Attributes:
         name: Callable that makes the dataset, ``package.module:callable``.
-        arguments: Its keyword arguments.
+        arguments: Its keyword arguments: at most 64 KiB as JSON.
         collate: Makes each micro-batch a batch of its own; None leaves samples uncollated.
     """
 
@@ -128,17 +133,18 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         micro_batch: Largest number of samples in a micro-batch.
         dataset: Dataset in a store of the server.
         seed: Seed of random input stages.
-        epoch: Epoch of random input stages.
+        epoch: Epoch of random input stages, from 0.
         given: Whether samples of the dataset are sent along instead of read by the server.
         on_bad_sample: ``fail`` ends the answer with an error; ``skip`` pads the row and lists the id as
             skipped, but not for code.
-        deadline_s: Time after which the server breaks off the answer. The server may have a shorter limit of
-            its own.
-        code: Dataset made by a worker's own code, instead of one in a store. ``start`` is then `START` where
-            the code also reads its samples, or `RAW` where the read samples are sent along, one tree for each
-            micro-batch. ``stop`` is 0. Answers are trees.
+        deadline_s: Seconds after which the server breaks off the answer. The server may have a shorter limit
+            of its own.
+        code: Dataset made by a worker's own code, instead of one in a store. ``start`` is then -2 (`START`)
+            where the code also reads its samples, or -1 (`RAW`) where the read samples are sent along, one
+            tree for each micro-batch. ``stop`` is 0. Answers are trees.
         larger: Programs that the server may use instead, to run several micro-batches at once. The answer is
             the same except for low bits, and is still divided by ``micro_batch``.
+        protocol: Version of the protocol; another one is refused.
     """
 
     micro_batches: tuple[tuple[Index, ...], ...]
@@ -234,9 +240,11 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
         device: Its device; the first of several.
         devices: Number of its devices.
         workers: Number of workers on all devices.
+        threads: Threads with which each worker computes.
         worker_network: True if workers could not be cut off from the network, or need not be.
         allow: Names of packages, modules and callables on the server that clients may run.
         admits: Requests of the asking tenant that may compute at once.
+        protocol: Version of the protocol.
     """
 
     version: Label
@@ -255,7 +263,14 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Header of a stats frame: the `Timings` of one micro-batch."""
+    """Header of a stats frame: the `Timings` of one micro-batch.
+
+    Attributes:
+        phases: Seconds of each phase, by its name.
+        stages: Seconds of each stage, by the position at which it ends.
+        expected_wait_s: Seconds that one more micro-batch of the tenant would wait.
+        k: Present slowdown of stages relative to their best times.
+    """
 
     phases: dict[Label, float]
     stages: dict[int, float]
@@ -296,6 +311,7 @@ class ProfileRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             size; a single size shows no fixed costs.
         stop: Stage to stop at; the end of the programs if None.
         repeats: Counted runs of each program, after warm-up runs.
+        protocol: Version of the protocol; another one is refused.
     """
 
     programs: Annotated[tuple[Digest, ...], msgspec.Meta(min_length=1, max_length=MAX_SIZES)]
@@ -309,8 +325,9 @@ class StageCost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     Attributes:
         position: End of the stage.
-        seconds: (fixed per call, per sample); the first is 0 where one size was measured.
-        peak_bytes: Activations alive at once, per sample, as the program states; None where it does not.
+        seconds: Seconds (fixed per call, per sample); the first is 0 where one size was measured.
+        peak_bytes: Bytes of activations alive at once, per sample, as the program states; None where it does
+            not.
     """
 
     position: Index
@@ -322,10 +339,14 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The answer to a `ProfileRequest`.
 
     Attributes:
-        micro_batches: Measured sizes, one for each program.
+        device: Device that was measured.
+        threads: Threads of the worker that computed.
+        micro_batches: Measured sizes in samples, one for each program.
         repeats: Counted runs of each program: fewer than requested where time ran out.
         version: Version of the package on the server.
         fingerprint: Facts that decide the server's low bits, versions included.
+        stages: Cost of each stage, in order.
+        protocol: Version of the protocol.
     """
 
     device: Label
@@ -343,19 +364,20 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     Attributes:
         window_s: Length of the window in seconds.
-        utilisation: Share of the workers' time spent on jobs.
+        utilisation: Share of the workers' time spent on jobs, 0 to 1.
         running: Requests in progress.
         queue: Micro-batches that wait for a worker.
-        expected_wait_s: Time that one more micro-batch would wait for a worker.
+        expected_wait_s: Seconds that one more micro-batch of the asking tenant would wait for a worker.
         k: Present slowdown of stages relative to their best times; at least 1.
         workers: The same factor for each worker.
         waiting: Requests that wait for memory.
-        waiting_bytes: Memory that those requests need.
-        reserved_bytes: Memory that is reserved.
-        budget_bytes: Memory that can be reserved.
+        waiting_bytes: Bytes of memory that those requests need.
+        reserved_bytes: Bytes of memory that are reserved.
+        budget_bytes: Bytes of memory that can be reserved.
         draining: Whether the server accepts no further requests.
         machine: Busy share of the server's cores or accelerators over the last seconds, by all processes
             together; 0 where unknown.
+        protocol: Version of the protocol.
     """
 
     window_s: Seconds
@@ -378,8 +400,8 @@ class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
     """The answer to a probe of the link to the server (``POST /v1/probe``).
 
     Attributes:
-        bytes: Size of the body.
-        seconds: From its first byte to its last as they arrived; 0 where all arrived at once.
+        bytes: Size of the body in bytes.
+        seconds: Seconds from its first byte to its last as they arrived; 0 where all arrived at once.
     """
 
     bytes: Index

@@ -59,14 +59,27 @@ _PADDING = memoryview(bytes(2 * ALIGNMENT))
 
 
 class StorageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One region of the payload: ``skew`` bytes of padding, then ``nbytes`` of data."""
+    """One region of the payload: padding, then data.
+
+    Attributes:
+        nbytes: Bytes of data.
+        skew: Bytes of padding before them, 0 to 63.
+    """
 
     nbytes: int
     skew: int
 
 
 class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor: a strided view of a region; strides and offset count elements, as in PyTorch."""
+    """One tensor: a strided view of a region.
+
+    Attributes:
+        dtype: Name of the element type, as ``float32``.
+        shape: Elements along each dimension.
+        strides: Elements between neighbours along each dimension, as in PyTorch.
+        storage: Index of its region among the storages.
+        offset: Elements before its first one in the region.
+    """
 
     dtype: str
     shape: tuple[int, ...]

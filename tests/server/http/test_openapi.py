@@ -16,8 +16,9 @@ from upriver.protocol import Info, Load, decode_info
 from upriver.server import ServerConfig, create_app
 from upriver.server.app import PROBE_BYTES
 from upriver.server.http.errors import STATUS
-from upriver.server.http.openapi import ERRORS, FRAMES, document
+from upriver.server.http.openapi import FRAMES, document
 from upriver.server.http.openapi import PROBE_BYTES as DOCUMENTED_PROBE_BYTES
+from upriver.server.http.openapi_components import ERRORS
 from upriver.server.http.response_stream import FrameStream
 
 PROTOCOL_PAGE = Path(__file__).parents[3] / "docs" / "protocol.md"
@@ -79,6 +80,24 @@ def test_the_document_is_as_openapi_wants_it() -> None:
             answer = resolved(answer["$ref"]) if "$ref" in answer else answer
             assert answer["description"], (path, status)
             assert ("content" in answer) == (method != "HEAD"), (path, status)
+
+
+def test_every_route_parameter_and_error_is_described() -> None:
+    for path, method, operation in operations():
+        summary, description = operation["summary"], operation["description"]
+        assert "\n" not in summary and not summary.endswith("."), (path, method)
+        assert 2 <= len(re.findall(r"[.](?: |$)", description)) <= 5, (path, method)
+        for each in (*operation.get("parameters", ()), *document()["paths"][path].get("parameters", ())):
+            assert each["description"].endswith("."), (path, each["name"])
+        for status, answer in operation["responses"].items():
+            said = answer.get("description") or resolved(answer["$ref"])["description"]
+            assert said.endswith("."), (path, status)
+
+
+def test_every_field_of_a_message_is_described() -> None:
+    for name, schema in document()["components"]["schemas"].items():
+        for field, form in schema["properties"].items():
+            assert "description" in form or name == "Error", (name, field)
 
 
 def test_references_lead_somewhere_and_patterns_are_no_pythons() -> None:

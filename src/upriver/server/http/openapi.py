@@ -6,28 +6,16 @@ routes and statuses with the application's own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import msgspec
 
 import upriver
-from upriver.protocol import (
-    MAX_GRAPH_BYTES,
-    DataHeader,
-    Info,
-    Load,
-    ProfileRequest,
-    RunRequest,
-    StageCosts,
-    Uploaded,
-)
-from upriver.protocol.messages import DIGEST_PATTERN, StatsHeader
-
-Json = dict[str, Any]
+from upriver.protocol import MAX_GRAPH_BYTES
+from upriver.protocol.messages import DIGEST_PATTERN
+from upriver.server.http.openapi_components import ERRORS, Json, answer, components, json_answer, refers
 
 FRAMES = "application/vnd.upriver.frames"
 """Media type of requests and responses made of frames (docs/protocol.md)."""
@@ -38,37 +26,18 @@ PROBE_BYTES = 64 << 20
 TRACE_PATTERN = r"^[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
 """Pattern of a ``traceparent`` header (W3C Trace Context, section 3.2)."""
 
-ERRORS: Mapping[int, str] = {
-    400: "Malformed, or outside what is allowed.",
-    401: "No token and no certificate, or none that is valid here.",
-    403: "Not for this tenant, or code that is not allowed.",
-    404: "No such store, dataset, object or program.",
-    408: "No whole request head came in time.",
-    409: "An object is not the one that was indexed.",
-    413: "More bytes or pixels than this server takes, or more memory than it has for one request.",
-    422: "A sample cannot be read, or made; as a rule this is an error frame of an answer that has begun.",
-    429: "The tenant's quota is used up, or another profile is being measured; see Retry-After.",
-    431: "The head of the request is too large.",
-    500: "A fault of the server's, or two workers died of this request.",
-    502: "The object store cannot be read.",
-    503: "No room, no worker, or about to stop; see Retry-After.",
-    504: "It was not done by its deadline.",
-    507: "The tenant has stored as much as it may, or the store's disk is full.",
-}
-"""Every error status and its meaning. The body has the error's code, which is more specific."""
-
 _ANYONE = (400, 408, 431, 500, 503)
 """Statuses that HTTP itself may return before a route is found."""
 
-_KNOWN = (*_ANYONE, 401, 403)
+_KNOWN = (*_ANYONE, 401)
 """Statuses of routes that require a token or a certificate."""
 
-_WORK = (*_KNOWN, 404, 409, 413, 429, 502, 504)
+_WORK = (*_KNOWN, 403, 404, 409, 413, 429, 502, 504)
 """Statuses of routes that read or compute for a tenant."""
 
-_COME_BACK = (429, 503)
-
-_TYPES = (Info, Load, Uploaded, ProfileRequest, StageCosts, RunRequest, DataHeader, StatsHeader)
+_NO_WORKER = (
+    "No worker has been ready yet, or all connections are in use. Repeat the request after `Retry-After`."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,26 +47,34 @@ class _Operation:
     Attributes:
         name: Operation id, for generated clients.
         good: Status of success, and its response.
+        when: Statuses that happen for reasons of this route, and those reasons; they replace `ERRORS`.
         more: Parameters, request body and other security schemes.
     """
 
     name: str
     summary: str
+    description: str
     good: tuple[int, Json]
     errors: tuple[int, ...] = _KNOWN
+    when: Mapping[int, str] = field(default_factory=dict)
     more: Json = field(default_factory=dict)
 
     def to_json(self) -> Json:
-        status, answer = self.good
-        answers = {
-            str(status): answer,
-            **{str(each): _refers("responses", f"E{each}") for each in self.errors},
-        }
+        status, response = self.good
         return {
             "operationId": self.name,
             "summary": self.summary,
+            "description": self.description,
             **self.more,
-            "responses": dict(sorted(answers.items())),
+            "responses": dict(sorted({str(status): response, **self._refusals()}.items())),
+        }
+
+    def _refusals(self) -> Json:
+        """Return the error responses. A description next to a reference replaces the one it refers to."""
+        return {
+            str(status): refers("responses", f"E{status}")
+            | ({"description": self.when[status]} if status in self.when else {})
+            for status in {*self.errors, *self.when}
         }
 
 
@@ -108,13 +85,15 @@ def document() -> Json:
         "info": {
             "title": "upriver near-data server",
             "version": upriver.__version__,
-            "description": "Runs input stages and frozen model stages beside an object store. "
-            "docs/protocol.md has the whole protocol; this document has its HTTP.",
+            "description": "Runs input stages and frozen model stages close to an object store. Every "
+            "response has the header `Upriver-Process`, which names the server's process. Every response to "
+            "a known client has `X-Request-Id`, which the server's log repeats. docs/protocol.md has the "
+            "whole protocol; this document has its HTTP.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{"bearer": []}, {"certificate": []}],
         "paths": {**_operating(), **_describing(), **_programs(), **_working()},
-        "components": _components(),
+        "components": components(),
     }
 
 
@@ -126,81 +105,199 @@ def encoded() -> bytes:
 
 def _operating() -> Json:
     """Return the routes for the server's operators."""
-    page: Json = {"security": [{"bearer": []}, {"basic": []}, {"certificate": []}]}
+    live = _Operation(
+        name="live",
+        summary="Check that the front is alive",
+        description="Answers as long as the process accepts connections, also while it drains. Use it as a "
+        "liveness probe. It needs no token.",
+        good=(200, _plain("The front is alive.", "text/plain")),
+        errors=_ANYONE,
+        when={503: "All connections are in use. Repeat the request after `Retry-After`."},
+        more={"security": []},
+    )
+    ready = _Operation(
+        name="ready",
+        summary="Check that the server accepts work",
+        description="Answers 200 once a worker is ready, and until the server begins to stop. A server stays "
+        "ready while a dead worker is replaced. Use it as a readiness probe. It needs no token.",
+        good=(200, _plain("The server accepts work.", "text/plain")),
+        errors=_ANYONE,
+        when={503: "No worker is ready, or the server is about to stop. The message says which."},
+        more={"security": []},
+    )
+    metrics = _Operation(
+        name="metrics",
+        summary="Read the metrics in Prometheus' text format",
+        description="Returns counters, gauges and histograms of requests, memory, phases and stores. They "
+        "cover all tenants. docs/observability.md lists each with its labels.",
+        good=(200, _plain("The metrics.", "text/plain")),
+    )
+    page = _Operation(
+        name="page",
+        summary="Show a page with live numbers",
+        description="Returns one HTML page without scripts, which refreshes itself every two seconds. It "
+        "shows memory, queue, tenants, workers, programs and errors. A browser sends the token as a "
+        "password, with any user name.",
+        good=(200, _plain("The page.", "text/html")),
+        more={"security": [{"bearer": []}, {"basic": []}, {"certificate": []}]},
+    )
+    described = _Operation(
+        name="description",
+        summary="Read this document",
+        description="Returns the description of every route as OpenAPI 3.1. The schemas come from the types "
+        "that encode and decode the messages.",
+        good=(200, answer("This document.", {"type": "object"})),
+    )
     return {
-        "/livez": {"get": _health("live", "Whether the front answers")},
-        "/readyz": {"get": _health("ready", "Whether work is done here")},
-        "/metrics": _get(
-            "metrics", "Metrics in Prometheus' text format", _plain("The metrics.", "text/plain")
-        ),
-        "/ui": _get("page", "A page with live numbers", _plain("The page.", "text/html"), more=page),
-        "/openapi.json": _get("description", "This document", _answer("It.", {"type": "object"})),
+        "/livez": {"get": live.to_json()},
+        "/readyz": {"get": ready.to_json()},
+        "/metrics": {"get": metrics.to_json()},
+        "/ui": {"get": page.to_json()},
+        "/openapi.json": {"get": described.to_json()},
     }
 
 
 def _describing() -> Json:
     """Return the routes that describe the server, the link to it and its load."""
-    zeros = {
-        **_plain("So many bytes, all of them zero.", "application/octet-stream"),
-        "headers": {"Content-Length": {"schema": {"type": "integer", "minimum": 0}}},
-    }
-    asked = _parameter(
-        "bytes", "query", {"type": "integer", "minimum": 0, "maximum": PROBE_BYTES, "default": 0}
+    info = _Operation(
+        name="info",
+        summary="Describe the server",
+        description="Returns versions, fingerprint, stores, limits, devices and workers. Stores are those "
+        "that the asking tenant may read, by name. The fingerprint decides whether a job with "
+        "`exact=bitwise` may use the server.",
+        good=(200, json_answer("Info", "The server's description of itself.")),
+        when={503: _NO_WORKER},
+    )
+    load = _Operation(
+        name="load",
+        summary="Report how busy the server is",
+        description="Returns utilisation, queues, memory and the load factor `k` over the last `window_s` "
+        "seconds. `expected_wait_s` is the wait of one more micro-batch of the asking tenant. Answers of "
+        "`POST /v1/run` carry both as well.",
+        good=(200, json_answer("Load", "The load over the last seconds.")),
+        when={503: _NO_WORKER},
     )
     return {
-        "/v1/info": _get("info", "What this server is", _json("Info", "Its description of itself.")),
-        "/v1/load": _get("load", "How busy it is", _json("Load", "Over the last seconds.")),
-        "/v1/probe": {
-            **_get("probe", "Bytes to measure the link with", zeros, more={"parameters": [asked]}),
-            "post": _upload_probe().to_json(),
+        "/v1/info": {"get": info.to_json()},
+        "/v1/load": {"get": load.to_json()},
+        "/v1/probe": {"get": _download_probe().to_json(), "post": _upload_probe().to_json()},
+    }
+
+
+def _download_probe() -> _Operation:
+    zeros = {
+        **_plain("The requested number of zero bytes.", "application/octet-stream"),
+        "headers": {
+            "Content-Length": {
+                "description": "Bytes of the body.",
+                "schema": {"type": "integer", "minimum": 0},
+            }
         },
     }
+    size = _parameter(
+        "bytes",
+        "query",
+        {"type": "integer", "minimum": 0, "maximum": PROBE_BYTES, "default": 0},
+        "Bytes to send: 0 to 64 MiB. 0 measures the round trip.",
+    )
+    return _Operation(
+        name="probe",
+        summary="Download bytes to measure the link from the server",
+        description="Returns zero bytes, which the client times. Tenants take turns at sending, so probes of "
+        "one do not delay the others. The response must not be cached.",
+        good=(200, zeros),
+        when={400: "`bytes` is no whole number from 0 to 67108864."},
+        more={"parameters": [size]},
+    )
 
 
 def _upload_probe() -> _Operation:
-    body = f"Any bytes, at most {PROBE_BYTES}; they are thrown away as they come."
+    body = f"Any bytes, at most {PROBE_BYTES} (64 MiB). The server discards them as they arrive."
     return _Operation(
         name="probeUpload",
-        summary="Take bytes to measure the way to the server with",
-        good=(200, _json("Uploaded", "How many came, and how long that took.")),
-        errors=(*_KNOWN, 413, 504),
+        summary="Upload bytes to measure the link to the server",
+        description="Reads the body and discards it. The answer has its size, and the seconds from its first "
+        "byte to its last as the server saw them. These are 0 if all bytes arrived at once.",
+        good=(200, json_answer("Uploaded", "The size of the body, and the seconds that it took.")),
+        when={
+            400: "The body stopped arriving for the server's `stall_timeout_s` (120 s by default).",
+            413: f"The body has more than {PROBE_BYTES} bytes.",
+            504: "The body took longer than the server's `deadline_s` (600 s by default).",
+        },
         more={"requestBody": _body(body, {"application/octet-stream": {"schema": _BINARY}})},
     )
 
 
 def _programs() -> Json:
-    digest = _parameter("digest", "path", {"type": "string", "pattern": DIGEST_PATTERN}, required=True)
+    digest = _parameter(
+        "digest",
+        "path",
+        {"type": "string", "pattern": DIGEST_PATTERN},
+        "SHA-256 of the program's `graph.json`: 64 lower-case hex digits.",
+        required=True,
+    )
+    item = {"parameters": [digest], "head": _find_program(), "put": _put_program().to_json()}
+    return {"/v1/programs/{digest}": item}
+
+
+def _put_program() -> _Operation:
     stored = {
         "type": "object",
         "required": ["digest"],
-        "properties": {"digest": {"type": "string", "pattern": DIGEST_PATTERN}},
+        "properties": {
+            "digest": {
+                "type": "string",
+                "pattern": DIGEST_PATTERN,
+                "description": "The digest of the request's path.",
+            }
+        },
     }
     body = (
         f"8 bytes big-endian, the length of the graph (1 to {MAX_GRAPH_BYTES}); graph.json, whose SHA-256 is "
-        "the digest; the weights file, or nothing where it is stored already. Wants a Content-Length."
+        "the digest; the weights file, or nothing where it is stored already. Requires a Content-Length."
     )
-    put = _Operation(
+    return _Operation(
         name="putProgram",
         summary="Store a program",
-        good=(201, _answer("Checked, loaded once, and stored.", stored)),
-        errors=(*_WORK, 507),
+        description="Checks both digests, loads the program once in a worker, and stores weights and graph "
+        "for the asking tenant. Nothing is stored before all of that succeeds. A body without weights "
+        "reuses those of another program.",
+        good=(201, answer("The program was checked, loaded once, and stored.", stored)),
+        errors=_WORK,
+        when={
+            400: "The digest is malformed, Content-Length is missing, the body stopped arriving, or graph "
+            "and weights do not fit their digests.",
+            403: "The tenant may use no store here, so its programs have no place.",
+            404: "The body has no weights, and the store has none of that digest. Send them, too.",
+            413: "The program exceeds the cap `program_bytes`, or the server's memory.",
+            500: "Workers died of this program, or the server has a fault.",
+            502: "The object store cannot be read or written.",
+            503: "There is no memory now, no worker is ready, or the server is about to stop.",
+            504: "The upload took longer than `deadline_s`, with one second more for each 64 KiB.",
+            507: ERRORS[507],
+        },
         more={
             "parameters": [_traceparent()],
             "requestBody": _body(body, {"application/octet-stream": {"schema": _BINARY}}),
         },
     )
-    return {"/v1/programs/{digest}": {"parameters": [digest], "head": _asking(), "put": put.to_json()}}
 
 
-def _asking() -> Json:
+def _find_program() -> Json:
     """Describe HEAD, whose response has no body whatever its status."""
-    errors = (*_KNOWN, 404, 502)
-    answers = {str(status): {"description": ERRORS[status]} for status in errors}
+    when = {
+        400: "The digest is not 64 lower-case hex digits.",
+        404: "No store that the tenant may read has the program. Upload it with `PUT`.",
+    }
+    statuses = sorted((*_KNOWN, 403, 404, 502))
+    answers = {str(status): {"description": when.get(status, ERRORS[status])} for status in statuses}
     return {
         "operationId": "hasProgram",
-        "summary": "Whether a run request may name this program",
+        "summary": "Ask whether a run request may name this program",
+        "description": "Looks for the program in the stores that the tenant may read. The graph is stored "
+        "last, so its weights exist, too. The response has no body.",
         "parameters": [_traceparent()],
-        "responses": {"200": {"description": "It may."}, **answers},
+        "responses": {"200": {"description": "A run request may name the program."}, **answers},
     }
 
 
@@ -210,31 +307,75 @@ def _working() -> Json:
 
 
 def _run() -> _Operation:
-    request, data, stats = (_refers("schemas", name) for name in ("RunRequest", "DataHeader", "StatsHeader"))
-    asked = "A request frame and, where its inputs are sent along, a data frame for each micro-batch."
-    told = "For each micro-batch a data and a stats frame, then an end frame; an error frame ends it early."
+    request, data, stats = (refers("schemas", name) for name in ("RunRequest", "DataHeader", "StatsHeader"))
+    body = (
+        "A request frame and, where its inputs are sent along, a data frame for each micro-batch. At most "
+        "the cap `body_bytes` of `GET /v1/info` (512 MiB by default)."
+    )
     return _Operation(
         name="run",
-        summary="Run stages of a chain on stored samples or tensors sent along, or code installed there",
-        good=(200, {"description": told, "content": _frames(data=data, stats=stats)}),
-        errors=(*_WORK, 422),
+        summary="Run stages of a chain, or allowed code, on micro-batches of samples",
+        description="Reads samples from a store, or takes tensors from the body, and computes stages "
+        "`start` to `stop`. The response begins when the request has been admitted to memory, and sends each "
+        "micro-batch as it is ready. Errors after that are an error frame, with the codes below. An answer "
+        "without an end frame is incomplete.",
+        good=(
+            200,
+            {
+                "description": "For each micro-batch a data frame and a stats frame, then an end frame. An "
+                "error frame ends the answer early.",
+                "content": _frames(data=data, stats=stats),
+            },
+        ),
+        errors=_WORK,
+        when={
+            400: "A frame or a field is malformed or exceeds its limits, tensors do not fit the program, or "
+            "the body stopped arriving.",
+            403: "Samples lie outside the tenant's folders, or the code is not allowed here.",
+            404: "The tenant has no such store, dataset, object or program (`not_found`, "
+            "`program_not_found`).",
+            413: "The body, an image or a tensor exceeds a cap (`too_large`), or the request needs more "
+            "memory than the server has for one (`does_not_fit`).",
+            422: "A stored sample cannot be read (`bad_sample`), or allowed code failed (`code_failed`). As "
+            "a rule this is an error frame.",
+            429: "The tenant has as many requests or waiting bytes as it may. Repeat after `Retry-After`.",
+            500: "Two workers died of one micro-batch (`worker_crashed`), or the server has a fault.",
+            503: "The queue is full, there is no memory in time, no worker is ready, or the server is about "
+            "to stop. Repeat after `Retry-After`.",
+            504: "The answer was not out after `deadline_s` of the request or of the server, waits included.",
+        },
         more={
             "parameters": [_traceparent()],
-            "requestBody": _body(asked, _frames(request=request, data=data)),
+            "requestBody": _body(body, _frames(request=request, data=data)),
         },
     )
 
 
 def _profile() -> _Operation:
-    asked = {"application/json": {"schema": _refers("schemas", "ProfileRequest")}}
+    asked = {"application/json": {"schema": refers("schemas", "ProfileRequest")}}
     return _Operation(
         name="profile",
-        summary="Measure what model stages cost here",
-        good=(200, _json("StageCosts", "Of each stage, the median of its runs.")),
+        summary="Measure the cost of model stages on this server",
+        description="Runs 1 to 4 captures of one network on made-up inputs, once to warm up and then "
+        "`repeats` times. Each run is a job of its own between those of other requests. No further run "
+        "begins after 30 s. A server measures one profile at a time.",
+        good=(200, json_answer("StageCosts", "For each stage, the median of its runs.")),
         errors=_WORK,
+        when={
+            400: "A field is malformed, a program is named twice, or the programs have different stages or "
+            "equal sizes of micro-batch.",
+            404: "The server does not have one of the programs. Upload it with `PUT`.",
+            413: "The body has more than 16384 bytes, or a program needs more memory than the server has.",
+            429: "Another profile is being measured (`busy`), or the tenant's quota is used up (`quota`). "
+            "Repeat after `Retry-After`.",
+            500: "Two workers died of a run (`worker_crashed`), or the server has a fault.",
+            504: "The measurement took longer than the server's `deadline_s` (600 s by default).",
+        },
         more={
             "parameters": [_traceparent()],
-            "requestBody": _body("Which programs, and how far.", asked),
+            "requestBody": _body(
+                "Programs, their last stage, and runs. At most 16384 bytes (16 KiB).", asked
+            ),
         },
     )
 
@@ -244,33 +385,9 @@ def _profile() -> _Operation:
 _BINARY: Json = {"type": "string", "format": "binary"}
 
 
-def _get(name: str, summary: str, answer: Json, *, more: Json | None = None) -> Json:
-    return {"get": _Operation(name=name, summary=summary, good=(200, answer), more=more or {}).to_json()}
-
-
-def _health(name: str, summary: str) -> Json:
-    """Describe a route that is open to everyone: health checks have no token."""
-    answer = _plain("Yes.", "text/plain")
-    return _Operation(
-        name=name, summary=summary, good=(200, answer), errors=_ANYONE, more={"security": []}
-    ).to_json()
-
-
-def _refers(kind: str, name: str) -> Json:
-    return {"$ref": f"#/components/{kind}/{name}"}
-
-
-def _answer(description: str, schema: Json) -> Json:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
-
-
 def _plain(description: str, media_type: str) -> Json:
     """Describe a response that is not JSON: OpenAPI 3.1 has no schema for it."""
     return {"description": description, "content": {media_type: {}}}
-
-
-def _json(name: str, description: str) -> Json:
-    return _answer(description, _refers("schemas", name))
 
 
 def _frames(**headers: Json) -> Json:
@@ -279,69 +396,24 @@ def _frames(**headers: Json) -> Json:
 
 
 def _traceparent() -> Json:
-    return _parameter("traceparent", "header", {"type": "string", "pattern": TRACE_PATTERN})
+    return _parameter(
+        "traceparent",
+        "header",
+        {"type": "string", "pattern": TRACE_PATTERN},
+        "Trace and span of the client (W3C Trace Context). The server's spans join that trace, if it sends "
+        "traces.",
+    )
 
 
 def _body(description: str, content: Json) -> Json:
     return {"required": True, "description": description, "content": content}
 
 
-def _parameter(name: str, place: str, schema: Json, *, required: bool = False) -> Json:
-    return {"name": name, "in": place, "required": required, "schema": schema}
-
-
-# --------------------------------------------------------------------------------------------- components
-
-
-def _components() -> Json:
-    _, schemas = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+def _parameter(name: str, place: str, schema: Json, description: str, *, required: bool = False) -> Json:
     return {
-        "schemas": {**{name: _portable(schema) for name, schema in schemas.items()}, "Error": _error()},
-        "responses": {f"E{status}": _refusal(status) for status in ERRORS},
-        "securitySchemes": {
-            "bearer": {"type": "http", "scheme": "bearer"},
-            "basic": {"type": "http", "scheme": "basic", "description": "The token as the password."},
-            "certificate": {"type": "mutualTLS"},
-        },
+        "name": name,
+        "in": place,
+        "required": required,
+        "description": description,
+        "schema": schema,
     }
-
-
-def _refusal(status: int) -> Json:
-    answer = _json("Error", ERRORS[status])
-    if status in _COME_BACK:
-        answer["headers"] = {
-            "Retry-After": {"description": "Seconds.", "schema": {"type": "integer", "minimum": 0}}
-        }
-    return answer
-
-
-def _error() -> Json:
-    """Return the schema of errors, in the form of `upriver.protocol.error_body`."""
-    fields = {
-        "code": {
-            "type": "string",
-            "description": "A stable name; one that is not known is an error all the same.",
-        },
-        "message": {"type": "string"},
-        "sample": {"type": "integer", "description": "Of a bad sample: its row."},
-        "object": {"type": "string", "description": "Of a bad sample: what holds it."},
-        "reason": {"type": "string", "description": "Of a bad sample: what is wrong with it."},
-        "traceback": {"type": "string", "description": "Of code that failed: where, in its last lines."},
-        "retry_after_s": {"type": "number", "minimum": 0},
-    }
-    error = {"type": "object", "required": ["code", "message"], "properties": fields}
-    return {"type": "object", "required": ["error"], "properties": {"error": error}}
-
-
-def _portable(schema: Any) -> Any:
-    """Return a schema for other readers: portable patterns, and only the summary of each docstring."""
-    if isinstance(schema, list):
-        return [_portable(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    plain = {key: _portable(value) for key, value in schema.items()}
-    if isinstance(plain.get("pattern"), str):
-        plain["pattern"] = plain["pattern"].replace(r"\Z", "$")
-    if isinstance(plain.get("description"), str):
-        plain["description"] = re.sub(r"\s+", " ", plain["description"].split("\n\n", 1)[0]).strip()
-    return plain
