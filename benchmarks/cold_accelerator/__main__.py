@@ -37,7 +37,7 @@ from benchmarks.cold_start.settings import OURS, STREAMED, WAYS
 from benchmarks.harness.children import Failed
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.records import Output, command_line, exit_on_faults
 from benchmarks.harness.reports import table
 
 MINUTES = 30.0
@@ -185,7 +185,9 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.quick:
         vars(chosen).update(device="cpu", models="squeezenet", ways=f"{OURS},sequential", repeats=1)
-    output, ways = Output.of(chosen, "cold_accelerator"), chosen.ways.split(",")
+    ways = chosen.ways.split(",")
+    whole = chosen.device == "cuda" and set(CHOSEN) <= set(chosen.models.split(","))
+    output = Output.of(chosen, "cold_accelerator", whole=whole or chosen.report)
     runs = output.path(".json")
     if chosen.report:
         found = Found(**json.loads(runs.read_text(encoding="utf-8")))
@@ -195,6 +197,8 @@ def main() -> None:
         found.where = where()
         runs.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
     output.write(text(found, ways))
+    wrong = dict.fromkeys((each["model"], each["run"]) for each in found.runs if not each["equal"])
+    exit_on_faults([f"{model}, {run}: answers with other bits" for model, run in wrong])
 
 
 if __name__ == "__main__":

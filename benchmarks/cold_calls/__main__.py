@@ -23,7 +23,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -42,7 +41,7 @@ from benchmarks.cold_start.ways import loader_of
 from benchmarks.harness.children import Failed, module_command
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.records import Output, command_line, exit_on_faults
 from benchmarks.harness.reports import table
 
 if TYPE_CHECKING:
@@ -286,7 +285,8 @@ def text(found: Mapping[str, Counted]) -> str:
 
 def main() -> None:
     """Measure and report."""
-    parser = command_line(__doc__, resumable=True)
+    parser = command_line(__doc__)
+    parser.add_argument("--report", action="store_true", help="only write the report from what is there")
     parser.add_argument("--models", default=",".join(CHOSEN))
     parser.add_argument("--calls", type=int, default=CALLS, help="of each network that count")
     parser.add_argument("--spec", type=json.loads, help=argparse.SUPPRESS)
@@ -303,8 +303,7 @@ def main() -> None:
             f"{MODELS[model].title}, not counted: the same bits in all calls: {'yes' if equal else 'NO'}.\n"
         )
         output.write(said)
-        if not equal:
-            sys.exit(f"error: {model}: answers with other bits")
+        exit_on_faults([] if equal else [f"{model}: answers with other bits"])
         return
     models = chosen.models.split(",")
     if unknown := set(models) - set(MODELS):
@@ -314,8 +313,8 @@ def main() -> None:
         measure(models, calls=chosen.calls, runs=runs)
     found = kept(runs)
     output.write(text(found))
-    if wrong := [name for name, each in found.items() if each.counts and not each.equal]:
-        sys.exit(f"error: {', '.join(wrong)}: answers with other bits")
+    wrong = [name for name, each in found.items() if each.counts and not each.equal]
+    exit_on_faults([f"{name}: answers with other bits" for name in wrong])
 
 
 def uncounted(model: str) -> bool:

@@ -27,7 +27,7 @@ from benchmarks.cold_start.models import MODELS
 from benchmarks.cold_start.settings import OURS, WAYS
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.records import Output, command_line, exit_on_faults
 from benchmarks.harness.reports import table
 
 CONNECTION_BYTES_PER_S, LATENCY_S = 80e6, 0.02
@@ -157,7 +157,12 @@ def main() -> None:
     chosen = parser.parse_args()
     models = (chosen.models or ("squeezenet" if chosen.quick else ",".join(CHOSEN))).split(",")
     repeats = chosen.repeats or (1 if chosen.quick else REPEATS)
-    Output.of(chosen, "cold_connections").write(text(*measure(models, repeats=repeats)))
+    output = Output.of(chosen, "cold_connections", whole=set(CHOSEN) <= set(models))
+    found, nbytes = measure(models, repeats=repeats)
+    output.write(text(found, nbytes))
+    every = ((model, name, each) for model, runs in found.items() for name in runs for each in runs[name])
+    wrong = dict.fromkeys((model, name) for model, name, each in every if not each["equal"])
+    exit_on_faults([f"{model}, {name}: answers with other bits" for model, name in wrong])
 
 
 if __name__ == "__main__":

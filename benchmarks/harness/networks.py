@@ -22,8 +22,8 @@ NETWORKS = {
 """The seven networks of the papers; their Transformer is ViT-B/16 here."""
 
 
-def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Return the network with random weights, frozen, and a batch."""
+def build(name: str, samples: int = BATCH) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Return the network with random weights, frozen, and a batch of this many samples."""
     ensure_torchvision()
     from torchvision import models
 
@@ -35,4 +35,4 @@ def build(name: str) -> tuple[torch.nn.Module, torch.Tensor]:
                 module.weight, std=0.02
             )  # a head of zeros has the same loss for any features
     freeze_to(model, NETWORKS[name])
-    return model.train(), torch.randn(BATCH, 3, 224, 224)
+    return model.train(), torch.randn(samples, 3, 224, 224)

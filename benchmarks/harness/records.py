@@ -10,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,15 @@ def command_line(description: str | None, *, resumable: bool = False) -> argpars
     return parser
 
 
+def exit_on_faults(faults: Sequence[str]) -> None:
+    """End the benchmark with exit code 1 and a line for each fault, if it found any.
+
+    A fault is a wrong answer or a failed run. A missed goal is none.
+    """
+    if faults:
+        sys.exit("\n".join(f"error: {fault}" for fault in faults))
+
+
 @dataclass(frozen=True)
 class Output:
     """The place of a benchmark's records and report.
@@ -119,15 +128,30 @@ class Output:
     name: str
 
     @classmethod
-    def of(cls, options: argparse.Namespace, name: str) -> Output:
+    def of(cls, options: argparse.Namespace, name: str, *, whole: bool = True) -> Output:
         """Return the place that the options of `command_line` name.
 
         Quick forms have files of their own, in a new folder if none is named.
+
+        Args:
+            options: The parsed command line.
+            name: Name of the files.
+            whole: Whether the report will cover all of the claim.
+
+        Raises:
+            SystemExit: If a report on a part would replace that of the claim, or a quick form has no records.
         """
         folder = options.out or RESULTS
         if options.quick and not options.out:
-            folder = Path(tempfile.mkdtemp(prefix="upriver-benchmark-quick-"))
-            print(f"report and records: {folder}", file=sys.stderr)
+            if getattr(options, "report", False):
+                sys.exit("error: --quick --report needs --out FOLDER, which holds the records")
+            if not getattr(options, "list", False):
+                folder = Path(tempfile.mkdtemp(prefix="upriver-benchmark-quick-"))
+                print(f"report and records: {folder}", file=sys.stderr)
+        elif not options.quick and not whole and folder.resolve() == RESULTS:
+            sys.exit(
+                "error: these options measure a part of the claim; name a folder for its report by --out"
+            )
         return cls(folder, f"{name}_quick" if options.quick else name)
 
     def path(self, ending: str) -> Path:

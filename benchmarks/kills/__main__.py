@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.harness.code_version import code, commit
 from benchmarks.harness.measuring import let_threads_sleep
-from benchmarks.harness.records import Deadline, Output, command_line, until_time_is_up
+from benchmarks.harness.records import Deadline, Output, command_line, exit_on_faults, until_time_is_up
 from benchmarks.kills.job import BATCH, Difference, make_data, through_servers, train
 from benchmarks.kills.killer import Killer, NotWell, Servers, drawn
 from benchmarks.kills.report import faults, report, wrong
@@ -63,7 +63,7 @@ class Setting:
 FULL = Setting(kills=12, every_s=5.0, samples=1004, epochs=15, seeds=(0, 1, 2))
 """A minute, and 0.1 s a step. The last micro-batch and the last training batch of an epoch are short ones."""
 
-QUICK = Setting(kills=4, every_s=2.0, samples=244, epochs=6, seeds=(0,))
+QUICK = Setting(kills=4, every_s=1.5, samples=244, epochs=3, seeds=(0,))
 
 
 class Pace:
@@ -178,8 +178,7 @@ def main() -> None:
             print(f"seed {seed}: {said} ({row['seconds']:.0f} s)", file=sys.stderr, flush=True)
     rows = [records.rows[f"seed{seed}"] for seed in setting.seeds if f"seed{seed}" in records]
     output.write(report(rows, len(setting.seeds), every_s=setting.every_s))
-    if found := [f"error: seed {row['seed']}: {fault}" for row in rows for fault in wrong(row)]:
-        sys.exit("\n".join(found))
+    exit_on_faults([f"seed {row['seed']}: {fault}" for row in rows for fault in wrong(row)])
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,7 +34,14 @@ from benchmarks.harness.children import ROOT, Failed
 from benchmarks.harness.code_version import commit, version_of
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.progress import Bar, progress_shown
-from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
+from benchmarks.harness.records import (
+    Deadline,
+    Output,
+    Records,
+    command_line,
+    exit_on_faults,
+    until_time_is_up,
+)
 from benchmarks.harness.testbed import TestbedError
 from benchmarks.load_aware.bed import Bed, device_on
 from benchmarks.load_aware.found import Found
@@ -151,8 +157,7 @@ def main() -> None:
     failed += [
         f"{each.setting.key}: {each.wrong} wrong answers" for each in found if each.complete and each.wrong
     ]
-    if failed:
-        sys.exit("\n".join(f"error: {why}" for why in failed))
+    exit_on_faults(failed)
 
 
 if __name__ == "__main__":

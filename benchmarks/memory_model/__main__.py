@@ -130,11 +130,11 @@ def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int)
     return found
 
 
-def kept(names: Sequence[str], repeats: int) -> list[tuple[str, ...]]:
+def kept(names: Sequence[str], ways: Sequence[str], repeats: int) -> list[tuple[str, ...]]:
     """Return the memory of processes besides tensors, and its reservation, where tensors are small."""
     lines: list[tuple[str, ...]] = []
     for name in names:
-        for way in WAYS:
+        for way in ways:
             runs = [child(name, way, 2, size=SMALL) for _ in range(repeats)]
             beside = Spread.of((run["process"] - run["low"]) / 1e6 for run in runs)
             run = runs[0]
@@ -238,6 +238,7 @@ def main() -> None:
         print(json.dumps(measure(name, way, int(batch), int(size))))
         return
     names, repeats = arguments.networks, REPEATS
+    output = Output.of(arguments, "memory_model", whole=set(NETWORKS) <= set(names))
     batches: Sequence[int] = BATCHES
     size = SMALL if arguments.quick else SIZE
     if arguments.quick:
@@ -250,7 +251,7 @@ def main() -> None:
                 usual = child(name, way, batch, allocator=False, size=size) if batch == max(BATCHES) else None
                 rows.append({"network": name, "way": way, "batch": batch, "runs": runs, "usual": usual})
                 print(name, way, batch, runs, usual, file=sys.stderr, flush=True)
-    Output.of(arguments, "memory_model").write(report(rows, kept(names, repeats)))
+    output.write(report(rows, kept(names, WAYS[:1] if arguments.quick else WAYS, repeats)))
 
 
 if __name__ == "__main__":

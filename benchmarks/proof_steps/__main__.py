@@ -29,7 +29,7 @@ from typing import Any
 
 from benchmarks.harness.children import ROOT
 from benchmarks.harness.code_version import commit
-from benchmarks.harness.records import Deadline, Output, command_line, until_time_is_up
+from benchmarks.harness.records import Deadline, Output, command_line, exit_on_faults, until_time_is_up
 
 WAYS = ("plain", "checkpoint", "reentrant", "lora", "momentum")
 MOMENTUM = ("torchvision:resnet18", "torchvision:squeezenet1_1", "timm:vit_small_patch16_224")
@@ -41,7 +41,7 @@ TIMEOUT_S = 1800
 Row = dict[str, Any]
 
 
-def main() -> int:
+def main() -> None:
     """Make the missing rows, or the report."""
     parser = command_line(__doc__, resumable=True)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these models")
@@ -52,7 +52,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.row:
         print(json.dumps(_row(*options.row)))
-        return 0
+        return
     if options.quick:
         options.only, options.ways = ["own_models:siamese"], ["plain"]
     output = Output.of(options, "proof_steps")
@@ -61,7 +61,7 @@ def main() -> int:
         with until_time_is_up():
             _make(rows, options, output.path(".jsonl"))
     output.write(_report(rows))
-    return 0 if all(row["right"] for row in rows) else 1
+    exit_on_faults([f"{row['name']}, {row['way']}: {row['how']}" for row in rows if not row["right"]])
 
 
 def _make(rows: list[Row], options: argparse.Namespace, path: Path) -> None:
@@ -334,10 +334,12 @@ def _report(rows: Sequence[Row]) -> str:
             f"{row['proof_s']} | {row['split_s']} | {row.get('before_s', '')} |"
         )
     commits = ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
-    lines += ["", f"Commit {commits}." if commits else "Commit not told.", ""]
+    untold = sum("commit" not in row for row in rows)
+    told = f"Commit {commits}" + (f"; that of {untold} rows is not told." if untold else ".")
+    lines += ["", told if commits else "Commit not told.", ""]
     lines += ["Run it again: `python -m benchmarks.proof_steps`.", ""]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -23,6 +23,7 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--runs", type=Path, default=RUNS, help="the published runs")
     options = parser.parse_args()
+    output = Output.of(options, "published_runs", whole=options.runs == RUNS)
     try:
         runs = pairs(read_runs(options.runs))
         if options.quick:
@@ -33,7 +34,6 @@ def main() -> None:
         document = report(networks, runs, facts)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    output = Output.of(options, "published_runs")
     output.write(document)
     plot(hold(networks, runs), output.path(".png"))
 

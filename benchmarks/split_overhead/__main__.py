@@ -28,7 +28,7 @@ from benchmarks.harness.children import module_command, paths
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.measuring import Spread, interleave, machine, versions
 from benchmarks.harness.networks import BATCH, NETWORKS, build
-from benchmarks.harness.records import Output, command_line
+from benchmarks.harness.records import Output, command_line, exit_on_faults
 from benchmarks.harness.reports import table
 from upriver._torchvision import ensure_torchvision
 from upriver.program.eval_mode import no_fast_path
@@ -40,6 +40,7 @@ GOAL = 1.03
 REPEATS = 7
 PEAKS = 3
 STEP_REPEATS, QUICK_STEP_REPEATS = 200, 5
+QUICK_BATCH = 2
 STEPS_TITLE = "## What a step takes beside the tail's own modules"
 WAYS = ("plain", "whole", "split")
 
@@ -52,8 +53,8 @@ def loss_of(answer: Any) -> torch.Tensor:
 class Run:
     """Measure one network, whole and split."""
 
-    def __init__(self, name: str) -> None:
-        self.model, self.batch = build(name)
+    def __init__(self, name: str, samples: int) -> None:
+        self.model, self.batch = build(name, samples)
         began = time.perf_counter()
         self.parts = split(self.model, self.batch)
         self.split_s = time.perf_counter() - began
@@ -102,9 +103,9 @@ class Run:
         keep_in_eval(self.model, list(self.parts.in_eval))
 
 
-def measure(name: str, repeats: int) -> dict[str, Any]:
+def measure(name: str, repeats: int, samples: int) -> dict[str, Any]:
     """Measure one row's times in this process."""
-    run = Run(name)
+    run = Run(name, samples)
     interleave(run.ways(), 1)  # warms up
     run.losses = {"fused": [], "whole": [], "split": []}
     seconds = interleave(run.ways(), repeats)
@@ -119,14 +120,15 @@ def measure(name: str, repeats: int) -> dict[str, Any]:
     }
 
 
-def peak_of(name: str, way: str) -> dict[str, float]:
+def peak_of(name: str, way: str, samples: int) -> dict[str, float]:
     """Return the peak memory of a process that trains one way, and of cutting the model before.
 
     Args:
         name: Name of the network.
         way: ``plain`` never cuts the model; ``whole`` cuts it, but trains it whole; ``split``.
+        samples: Samples of a batch.
     """
-    model, batch = build(name)
+    model, batch = build(name, samples)
     keep_in_eval(model, frozen_units(model))
     _reset_peak()
     parts = split(model, batch) if way != "plain" else None
@@ -155,8 +157,8 @@ def _peak() -> float:
     return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def _peak_of_child(name: str, way: str, _repeat: int) -> Any:
-    return child("--peak", name, way)
+def _peak_of_child(name: str, way: str, samples: int, _repeat: int) -> Any:
+    return child("--peak", name, way, str(samples))
 
 
 def child(*arguments: str) -> Any:
@@ -281,7 +283,7 @@ def steps_of(name: str, repeats: int) -> dict[str, Any]:
     return Step(name).measure(repeats)
 
 
-def steps_part(names: Iterable[str], repeats: int = STEP_REPEATS) -> str:
+def steps_part(names: Iterable[str], repeats: int) -> str:
     """Return the part of the page about steps of these networks."""
     rows = []
     for name in names:
@@ -402,37 +404,42 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(NETWORKS), help="networks")
     parser.add_argument("--steps", action="store_true", help="only what a step takes")
     parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
-        name, repeats = options.row
-        print(json.dumps(measure(name, int(repeats))))
+        name, repeats, samples = options.row
+        print(json.dumps(measure(name, int(repeats), int(samples))))
         return
     if options.step:
         name, repeats = options.step
         print(json.dumps(steps_of(name, int(repeats))))
         return
     if options.peak:
-        print(json.dumps(peak_of(*options.peak)))
+        name, way, samples = options.peak
+        print(json.dumps(peak_of(name, way, int(samples))))
         return
-    output = Output.of(options, "split_overhead")
+    whole = options.steps or set(NETWORKS) <= set(options.only)
+    output = Output.of(options, "split_overhead", whole=whole)
+    stepping = (list(STEPS)[:1], QUICK_STEP_REPEATS) if options.quick else (list(STEPS), STEP_REPEATS)
     if options.steps:
-        page = output.path(".md").read_text(encoding="utf-8")
-        kept = re.split(f"^{re.escape(STEPS_TITLE)}", page, flags=re.MULTILINE)[0].rstrip()
-        output.write(f"{kept}\n\n{steps_part(STEPS)}")
+        page = output.path(".md")
+        text = page.read_text(encoding="utf-8") if page.exists() else ""
+        kept = re.split(f"^{re.escape(STEPS_TITLE)}", text, flags=re.MULTILINE)[0].rstrip()
+        output.write(f"{kept}\n\n{steps_part(*stepping)}".lstrip())
         return
-    names, repeats, peaks = (["resnet18"], 1, 1) if options.quick else (options.only, REPEATS, PEAKS)
+    names, repeats, peaks, samples = options.only, REPEATS, PEAKS, BATCH
+    if options.quick:
+        names, repeats, peaks, samples = ["resnet18"], 1, 1, QUICK_BATCH
     rows = []
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        row = child("--row", name, str(repeats))
-        row["peak"] = interleave({way: partial(_peak_of_child, name, way) for way in WAYS}, peaks)
+        row = child("--row", name, str(repeats), str(samples))
+        row["peak"] = interleave({way: partial(_peak_of_child, name, way, samples) for way in WAYS}, peaks)
         rows.append(row)
-    steps = steps_part(list(STEPS)[:1], QUICK_STEP_REPEATS) if options.quick else steps_part(STEPS)
-    output.write(f"{report(rows)}\n{steps}")
-    if unequal := [row["network"] for row in rows if row["losses"]["whole"] != row["losses"]["split"]]:
-        sys.exit(f"error: losses differ, whole and cut: {', '.join(unequal)}")
+    output.write(f"{report(rows)}\n{steps_part(*stepping)}")
+    unequal = [row["network"] for row in rows if row["losses"]["whole"] != row["losses"]["split"]]
+    exit_on_faults([f"{network}: losses differ, whole and cut" for network in unequal])
 
 
 if __name__ == "__main__":
