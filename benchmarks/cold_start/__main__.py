@@ -17,8 +17,8 @@ ended at any moment: each run is a line of ``results/cold_start.jsonl``, and the
 makes the first turn of all settings, then the second one of all, and so on, so that every setting has early
 results. ``--only gpt2`` selects settings by the beginning of their names, ``--minutes 90`` ends it between
 two turns, ``--repeats 3`` makes fewer of them, ``--list`` prints the progress, ``--report`` only writes
-``results/cold_start.md`` and ``.png`` from the existing runs. All of it takes ten to sixteen hours.
-``--quick`` shows within two minutes, without root and on this host alone, that it works.
+``results/cold_start.md`` and ``.png`` from the existing runs. All of it takes 10 to 16 hours.
+``--quick`` shows in some seconds, without root and on this host alone, that it works.
 
 All processes run a copy of the code that is made at the start. Runs by other code are repeated: upriver's own
 after a change of upriver, with all of their turn, and others' after a change of their way (`versions`).
@@ -51,7 +51,14 @@ from benchmarks.cold_start.versions import Versions
 from benchmarks.harness.children import Failed
 from benchmarks.harness.code_version import commit
 from benchmarks.harness.hosts import sigterm_raises
-from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
+from benchmarks.harness.records import (
+    Deadline,
+    Output,
+    Records,
+    command_line,
+    exit_on_faults,
+    until_time_is_up,
+)
 from benchmarks.harness.testbed import TestbedError
 
 
@@ -180,9 +187,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     found = [Found(setting, records) for setting in settings]
     print(write(found, output.folder, output.name, hint=peers.hint()))
-    failed += wrong(found)
-    if failed:
-        sys.exit("\n".join(f"error: {why}" for why in failed))
+    exit_on_faults([*failed, *wrong(found)])
 
 
 def list_what_is_left(

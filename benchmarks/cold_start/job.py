@@ -269,7 +269,8 @@ def after(spec: Spec, _: Say) -> dict[str, Any]:
     began = time.perf_counter()
     answer(arrived, inputs)
     once_s = time.perf_counter() - began
-    count = int(min(MOST_FORWARDS, max(FEWEST_FORWARDS, FORWARDS_S / len(networks) / once_s)))
+    most = FEWEST_FORWARDS if spec["quick"] else MOST_FORWARDS
+    count = int(min(most, max(FEWEST_FORWARDS, FORWARDS_S / len(networks) / once_s)))
     seconds: dict[str, list[float]] = {name: [] for name in networks}
     names = list(networks)
     for number in range(count):

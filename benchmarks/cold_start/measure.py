@@ -292,6 +292,7 @@ class Measures:
             link=setting.link,
             model=setting.model,
             batch=setting.batch,
+            quick=not self._sweeps,
             **asdict(choice),
         )
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,14 @@ from benchmarks.harness.children import ROOT, Failed
 from benchmarks.harness.code_version import commit, version_of
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.progress import Bar, progress_shown
-from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
+from benchmarks.harness.records import (
+    Deadline,
+    Output,
+    Records,
+    command_line,
+    exit_on_faults,
+    until_time_is_up,
+)
 from benchmarks.harness.testbed import TestbedError
 from benchmarks.input_pipeline.bed import Bed, Job, Setting, peer
 from benchmarks.input_pipeline.data import FILES, make_data, mean_bytes
@@ -72,7 +78,17 @@ SETTINGS = (
 slow link and a slow disk. Behind the slow link batches have half the samples, as one takes that many times
 longer there."""
 
-QUICK = (Setting(workload="R", stall=0.6, batches=24, repeats=1, batch_scale=0.125, ratios=(0.3, 1.0)),)
+QUICK = (
+    Setting(
+        workload="R",
+        stall=0.6,
+        batches=12,
+        repeats=1,
+        batch_scale=1 / 16,
+        most_learning=4,
+        ratios=(0.5, 1.0),
+    ),
+)
 QUICK_FILES = 4
 
 MEASURING = ("bed", "data", "job", "measure", "model", "pace", "workloads")
@@ -261,8 +277,12 @@ def main() -> None:
             )
     found = [Found(setting, records) for setting in settings]
     print(write(found, output.folder, output.name))
-    if failed:
-        sys.exit("\n".join(f"error: {why}" for why in failed))
+    failed += [
+        f"{each.setting.key}: other losses: {', '.join(each.row['unequal'])}"
+        for each in found
+        if each.complete and each.row["unequal"]
+    ]
+    exit_on_faults(failed)
 
 
 if __name__ == "__main__":

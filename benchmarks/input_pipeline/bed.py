@@ -37,6 +37,7 @@ class Setting:
         batch_scale: Batches have this share of the workload's samples.
         batches: Batches of an epoch.
         repeats: Epochs of each way that count.
+        most_learning: Most epochs in which a policy may reach its decision.
         ratios: Ratios to try for a candidate.
         peers: Other systems that run it, too.
     """
@@ -48,6 +49,7 @@ class Setting:
     batch_scale: float = 1.0
     batches: int = 100
     repeats: int = 5
+    most_learning: int = 48
     ratios: tuple[float, ...] = TENTHS
     peers: tuple[str, ...] = ()
 

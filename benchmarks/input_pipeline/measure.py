@@ -27,9 +27,6 @@ SWEPT = 1000
 SKIPPED = 3
 """Steps at the start of an epoch that do not show a batch's cost, because no batch is prefetched yet."""
 
-MOST_LEARNING = 48
-"""Most epochs in which a policy may reach its decision."""
-
 SWEEPS, NEAR, NEAREST = 5, 1.25, 4
 """Repeats of each ratio this near to the best one, and the most ratios that are repeated."""
 
@@ -159,7 +156,7 @@ def fewest(epochs: Epochs) -> int:
 def learn(epochs: Epochs, way: str, setting: Setting) -> list[Told]:
     """Run a policy's epochs until it has decided."""
     found: list[Told] = []
-    while len(found) < MOST_LEARNING and not (found and found[-1]["decided"]):
+    while len(found) < setting.most_learning and not (found and found[-1]["decided"]):
         found.append(epochs.run(way, len(found) % setting.repeats, keep=False))
     return found
 

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.records import Deadline, Records
-from benchmarks.harness.training.plans import REPEATS, Found, Setting
+from benchmarks.harness.training.plans import Found, Setting
 from benchmarks.harness.training.rig import Rig, command, run_once
 from benchmarks.plan_quality.report import POLICIES, plot, report
 
-QUICK = Setting(network="alexnet", stored="jpeg", mbit=20, batch_size=32, samples=96)
+QUICK = Setting(network="resnet18", mbit=None, batch_size=8, samples=16, cap_share=0.2, repeats=1)
 """Setting of the quick form, which only shows that it works."""
 
 SETTINGS = (
@@ -52,7 +52,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
         for label in found.sweep_labels:
             run_once(rig, records, label, 0, deadline)
         labels = Found(setting, records).finalists
-        for repeat in range(1, REPEATS + 1):
+        for repeat in setting.measured:
             for label in labels:
                 run_once(rig, records, label, repeat, deadline)
 

@@ -13,8 +13,6 @@ from benchmarks.harness.measuring import machine, versions
 from benchmarks.harness.reports import legend_outside, table
 from benchmarks.harness.slowed import way
 from benchmarks.harness.training.plans import (
-    LEAST_REPEATS,
-    REPEATS,
     Found,
     short,
     so_far,
@@ -92,8 +90,8 @@ def report(found: Sequence[Found], policies: Sequence[str], name: str = "plan_qu
         noise=_noise(done),
         unfinished="\n".join(open_) or "None.",
         bad="\n".join(bad) or "None.",
-        repeats=REPEATS,
-        least=LEAST_REPEATS,
+        repeats=found[0].setting.repeats,
+        least=found[0].setting.least_repeats,
         name=name,
         facts=_facts(found),
         way=way(),

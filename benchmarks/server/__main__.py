@@ -2,7 +2,7 @@
 
 Run ``python -m benchmarks.server``. It may be ended at any moment: each run is a line of
 ``results/server.jsonl``, and the next start resumes there. ``--minutes 20`` ends it by itself, ``--only
-NAME…`` selects claims, ``--list`` names them, ``--quick`` shows with a tiny network that everything works,
+NAME…`` selects claims, ``--list`` names them, ``--quick`` shows with a tiny network that one of them works,
 ``--report`` writes ``results/server.md`` and its plots from the existing runs. All of it takes some 50
 minutes where a core takes 16 ms for a photograph through AlexNet.
 
@@ -23,7 +23,14 @@ import torch
 from benchmarks.harness.children import Failed
 from benchmarks.harness.hosts import sigterm_raises
 from benchmarks.harness.measuring import confine, let_threads_sleep
-from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
+from benchmarks.harness.records import (
+    Deadline,
+    Output,
+    Records,
+    command_line,
+    exit_on_faults,
+    until_time_is_up,
+)
 from benchmarks.server import adaptation as server_adaptation
 from benchmarks.server import concurrency as server_concurrency
 from benchmarks.server import fairness as server_fairness
@@ -51,6 +58,9 @@ MODULES = (
 )
 FULL: tuple[Claim, ...] = tuple(module.FULL for module in MODULES)
 QUICK: tuple[Claim, ...] = tuple(module.QUICK for module in MODULES)
+
+QUICK_NAMES = ("reuse",)
+"""Claims of the quick form, unless it is told which. Each takes some ten seconds."""
 
 SAMPLES, QUICK_SAMPLES = 200, 10
 """Numbers of photographs. All are different within any request whose answer is read."""
@@ -88,9 +98,11 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     names = [claim.name for claim in FULL]
     parser = command_line(__doc__, resumable=True)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help="claims")
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="claims")
     parser.add_argument("--list", action="store_true", help="only list the claims and how far they are")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.only = options.only or (list(QUICK_NAMES) if options.quick and not options.list else names)
+    return options
 
 
 def main() -> None:
@@ -118,8 +130,7 @@ def main() -> None:
     for claim in claims:
         wrong = sum(row.get("others", {}).get(WRONG, 0) for row in Rows(claim, records).rows)
         failed += [f"{claim.name}: {wrong} wrong answers"] if wrong else []
-    if failed:
-        sys.exit("\n".join(f"error: {why}" for why in failed))
+    exit_on_faults(failed)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from pathlib import Path
 from benchmarks.harness.records import Deadline, Records
 from benchmarks.harness.training.plans import Setting
 from benchmarks.harness.training.rig import Rig, command, run_once
-from benchmarks.speedup.report import REPEATS, SWEEP, Speeds, plot, report
+from benchmarks.speedup.report import SWEEP, Speeds, plot, report
 
-QUICK = Setting(network="alexnet", mbit=20, batch_size=32, samples=64)
+QUICK = Setting(network="resnet18", mbit=None, batch_size=8, samples=16, cap_share=0.2, repeats=1)
 """Setting of the quick form, which only shows that it works."""
 
 SETTINGS = (
@@ -50,7 +50,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
         for label in (Speeds(setting, records).unsplit, *SWEEP):
             run_once(rig, records, label, 0, deadline)
         labels = Speeds(setting, records).labels
-        for repeat in range(1, REPEATS + 1):
+        for repeat in setting.measured:
             for label in labels:
                 run_once(rig, records, label, repeat, deadline)
 

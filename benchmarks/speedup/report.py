@@ -14,11 +14,10 @@ from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.records import Records
 from benchmarks.harness.reports import legend_outside, table
 from benchmarks.harness.slowed import way
-from benchmarks.harness.training.plans import LEAST_REPEATS, LOADER, Found, Setting, run_of, short, so_far
+from benchmarks.harness.training.plans import LOADER, Found, Setting, run_of, short, so_far
 from upriver.finetune.calibration.measurement import CANARY
 from upriver.report.figure import label_logarithmic, new_figure
 
-REPEATS = 5
 SWEEP = tuple(
     f"{LOADER}{workers}x{prefetch}" for workers, prefetch in ((0, 2), (1, 2), (1, 4), (2, 2), (2, 4))
 )
@@ -74,12 +73,13 @@ class Speeds:
         return [
             f"{self.setting.key}, {label}, {repeat}: {why}"
             for label in labels
-            for repeat in range(REPEATS + 1)
+            for repeat in (0, *self.setting.measured)
             if (why := self.why_not(label, repeat))
         ]
 
-    def rows(self, label: str, repeats: Sequence[int] = range(1, REPEATS + 1)) -> list[dict[str, Any]]:
-        """Return the records of the runs that count."""
+    def rows(self, label: str, repeats: Sequence[int] | None = None) -> list[dict[str, Any]]:
+        """Return the records of the runs that count, of all repeats but the sweep's without ``repeats``."""
+        repeats = self.setting.measured if repeats is None else repeats
         found = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
         return [row for row in found if row is not None]
 
@@ -108,7 +108,7 @@ class Speeds:
             return "not begun"
         if any(self.why_not(label, 0) is None for label in (self.unsplit, *SWEEP)):
             return "the loader's sweep is not done"
-        wanted = [(label, repeat) for label in self.labels for repeat in range(1, REPEATS + 1)]
+        wanted = [(label, repeat) for label in self.labels for repeat in self.setting.measured]
         there = sum(self.why_not(*each) is not None for each in wanted)
         return f"{there} of {len(wanted)} repeats run" if there < len(wanted) else ""
 
@@ -116,7 +116,8 @@ class Speeds:
         """Return the seconds of a way's repeats, or None if too few count."""
         label = self.ways[name]
         rows = self.rows(label) if label is not None else []
-        return Spread.of(float(row["seconds"]) for row in rows) if len(rows) >= LEAST_REPEATS else None
+        enough = len(rows) >= self.setting.least_repeats
+        return Spread.of(float(row["seconds"]) for row in rows) if enough else None
 
     def megabytes(self, name: str) -> float:
         """Return the median of the megabytes that crossed the link to the training side, by its counters."""
@@ -228,7 +229,7 @@ def report(found: Sequence[Speeds], name: str) -> str:
     return TEMPLATE.format(
         verdict=verdict(done, len(found)) if done else "Nothing is finished yet.",
         measuring_verdict=measuring_verdict(done),
-        seconds=of_each(lambda one, each: _spread(one.seconds(each))),
+        seconds=of_each(lambda one, each: _spread(one.seconds(each), one.setting.repeats)),
         factors=of_each(lambda one, each: _two(one.over_plain(each))),
         bounds=of_each(lambda one, each: f"{_two(one.of_bound(each))} ({_two(one.of_profile_bound(each))})"),
         moved=of_each(lambda one, each: f"{one.megabytes(each):.1f}"),
@@ -239,8 +240,8 @@ def report(found: Sequence[Speeds], name: str) -> str:
         bad="\n".join(f"- {line}" for one in found for line in one.not_counted) or "None.",
         unfinished="\n".join(unfinished) or "None.",
         name=name,
-        repeats=REPEATS,
-        least=LEAST_REPEATS,
+        repeats=found[0].setting.repeats,
+        least=found[0].setting.least_repeats,
         tolerance=f"{LOSS_TOLERANCE:g}",
         way=way(),
         commits=_commits(found),
@@ -249,11 +250,11 @@ def report(found: Sequence[Speeds], name: str) -> str:
     )
 
 
-def _spread(seconds: Spread | None) -> str:
+def _spread(seconds: Spread | None, repeats: int) -> str:
     """Format repeats for a table cell, with their number if some do not count."""
     assert seconds is not None
-    few = len(seconds.values) < REPEATS
-    return seconds.text() + (f", {len(seconds.values)} of {REPEATS}" if few else "")
+    few = len(seconds.values) < repeats
+    return seconds.text() + (f", {len(seconds.values)} of {repeats}" if few else "")
 
 
 def _sweep(done: Sequence[Speeds]) -> str:

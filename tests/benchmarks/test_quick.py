@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.harness import testbed
 from benchmarks.harness.children import ROOT, module_command
+from benchmarks.server.__main__ import QUICK as SERVER_CLAIMS
 
 SOON = ("admission_time", "decision_time", "plan_time")
 """Claims whose quick form takes a few seconds."""
@@ -24,7 +25,6 @@ LATER = (
     "plan_quality",
     "proof_steps",
     "published_runs",
-    "server",
     "speedup",
     "split_overhead",
     "strangers",
@@ -39,21 +39,33 @@ LINKED = ("link_change", "plan_quality", "speedup")
 
 def test_every_claim_has_a_quick_form_that_is_run() -> None:
     claims = {path.parent.name for path in (ROOT / "benchmarks").glob("*/__main__.py")}
-    assert claims == {*SOON, *LATER, *OWN}
+    assert claims == {*SOON, *LATER, *OWN, "server"}
     for claim in OWN:
         tests = Path(__file__).parent / claim / f"test_{claim}.py"
         assert '"--quick", "--out"' in tests.read_text(encoding="utf-8"), claim
 
 
-@pytest.mark.parametrize("claim", [*SOON, *(pytest.param(claim, marks=pytest.mark.full) for claim in LATER)])
-def test_the_quick_form_runs_and_writes_its_report(claim: str, tmp_path: Path) -> None:
+CASES = (
+    *(pytest.param(claim, (), id=claim) for claim in SOON),
+    *(pytest.param(claim, (), id=claim, marks=pytest.mark.full) for claim in LATER),
+    *(
+        pytest.param("server", ("--only", each.name), id=f"server-{each.name}", marks=pytest.mark.full)
+        for each in SERVER_CLAIMS
+    ),
+)
+
+
+@pytest.mark.parametrize(("claim", "options"), CASES)
+def test_the_quick_form_runs_and_writes_its_report(
+    claim: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
     if claim in LINKED:
         try:
             with testbed.Testbed(check=False):
                 pass
         except testbed.Unavailable as error:
             pytest.skip(str(error))
-    command = module_command(claim, "--quick", "--out", tmp_path)
+    command = module_command(claim, "--quick", "--out", tmp_path, *options)
     done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     [report] = tmp_path.glob("*_quick.md")

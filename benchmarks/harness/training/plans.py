@@ -21,6 +21,12 @@ MEASURED, SWEPT = 0, 1
 """Seeds of the order of samples: of the measured runs, and of the plain loop's sweep."""
 
 
+REPEATS = 5
+
+LEAST_REPEATS = 3
+"""Least number of valid repeats for a median, if a setting has as many. A choice with fewer counts as failed.
+"""
+
 Shares = Mapping[int, float]
 
 
@@ -38,6 +44,7 @@ class Setting:
         client_speed: Share of its core that the training process gets.
         cap_share: Compute memory, from 0 (the need of the smallest cut) to 1 (of the largest); None: no cap.
         stored_scale: Factor on the bytes and pixels of stored images.
+        repeats: Repeats of each finalist.
     """
 
     network: str
@@ -49,6 +56,7 @@ class Setting:
     client_speed: float = 1.0
     cap_share: float | None = None
     stored_scale: int = 1
+    repeats: int = REPEATS
 
     def __post_init__(self) -> None:
         if self.network not in NETWORKS:
@@ -64,6 +72,16 @@ class Setting:
                 raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
         if self.cap_share is not None and not 0 <= self.cap_share < 1:
             raise ValueError(f"cap_share must be None or lie in [0, 1), got {self.cap_share}")
+
+    @property
+    def measured(self) -> range:
+        """Return the numbers of the repeats. Repeat 0 belongs to the sweep."""
+        return range(1, self.repeats + 1)
+
+    @property
+    def least_repeats(self) -> int:
+        """Return the least number of valid repeats for a median."""
+        return min(LEAST_REPEATS, self.repeats)
 
     @property
     def key(self) -> str:
@@ -132,11 +150,6 @@ def spread_of(values: Sequence[float]) -> float:
     """Return half the range over the median: the spread of the repeats of one figure."""
     return (max(values) - min(values)) / 2 / float(np.median(values))
 
-
-REPEATS = 5
-
-LEAST_REPEATS = 3
-"""Least number of valid repeats for a median. A choice with fewer counts as failed."""
 
 FINALISTS = 3
 
@@ -218,18 +231,18 @@ class Found:
         swept = [label for label in self.sweep_labels if self.why_not(label, 0) is not None]
         if len(swept) < len(self.sweep_labels):
             return f"{len(swept)} of {len(self.sweep_labels)} cuts run"
-        wanted = [(label, repeat) for label in self.finalists for repeat in range(1, REPEATS + 1)]
+        wanted = [(label, repeat) for label in self.finalists for repeat in self.setting.measured]
         there = [each for each in wanted if self.why_not(*each) is not None]
         return f"{len(there)} of {len(wanted)} repeats run" if len(there) < len(wanted) else ""
 
     @cached_property
     def medians(self) -> dict[str, float]:
         """Return each finalist's median seconds over its valid repeats, if it has enough of them."""
-        found = {label: self.seconds(label, range(1, REPEATS + 1)) for label in self.finalists}
+        found = {label: self.seconds(label, self.setting.measured) for label in self.finalists}
         return {
             label: statistics.median(seconds)
             for label, seconds in found.items()
-            if len(seconds) >= LEAST_REPEATS
+            if len(seconds) >= self.setting.least_repeats
         }
 
     @property
@@ -241,8 +254,8 @@ class Found:
     @property
     def noise(self) -> float:
         """Return the median over the finalists of half the range of their repeats, as a share."""
-        repeats = range(1, REPEATS + 1)
-        spreads = [spread_of(s) for label in self.finalists if (s := self.seconds(label, repeats))]
+        every = (self.seconds(label, self.setting.measured) for label in self.finalists)
+        spreads = [spread_of(seconds) for seconds in every if seconds]
         return statistics.median(spreads)
 
     def ratio(self, policy: str) -> float | None:
@@ -260,7 +273,7 @@ class Found:
         return [
             f"{self.setting.key}, {label}, repeat {repeat}: {why}"
             for label in labels
-            for repeat in range(REPEATS + 1)
+            for repeat in (0, *self.setting.measured)
             if (why := self.why_not(label, repeat))
         ]
 

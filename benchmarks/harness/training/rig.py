@@ -24,7 +24,14 @@ import numpy as np
 from benchmarks.harness.children import Child, Failed, ProcessLost, module_command, paths
 from benchmarks.harness.code_version import code, commit, policies
 from benchmarks.harness.photographs import CLASSES, jpeg
-from benchmarks.harness.records import Deadline, Output, Records, command_line, until_time_is_up
+from benchmarks.harness.records import (
+    Deadline,
+    Output,
+    Records,
+    command_line,
+    exit_on_faults,
+    until_time_is_up,
+)
 from benchmarks.harness.slowed import cpu_s, slowed
 from benchmarks.harness.testbed import Testbed, TestbedError
 from benchmarks.harness.training.plans import (
@@ -247,5 +254,4 @@ def command(
                     except (TestbedError, Failed) as error:
                         sys.exit(f"error: {error}")
     print(write(settings, records, output.folder, output.name))
-    if bad := [line for setting in settings for line in found(setting, records).not_counted]:
-        sys.exit("\n".join(f"error: {line}" for line in bad))
+    exit_on_faults([line for setting in settings for line in found(setting, records).not_counted])

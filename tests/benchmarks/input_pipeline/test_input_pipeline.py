@@ -26,7 +26,7 @@ from benchmarks.input_pipeline.__main__ import QUICK, SETTINGS, missing, parsed,
 from benchmarks.input_pipeline.bed import Setting
 from benchmarks.input_pipeline.data import make_data
 from benchmarks.input_pipeline.job import Decided, TakesNext, Trainer
-from benchmarks.input_pipeline.measure import HERE, HOPELESS, MOST_LEARNING, SKIPPED, Epochs, measure
+from benchmarks.input_pipeline.measure import HERE, HOPELESS, SKIPPED, Epochs, measure
 from benchmarks.input_pipeline.model import EPOCHS, Consumer, train, train_apart
 from benchmarks.input_pipeline.pace import Pace, Probe
 from benchmarks.input_pipeline.report import GOALS, Found, page, verdict, write
@@ -342,7 +342,7 @@ def test_everything_runs_in_turns_and_as_often_as_it_must() -> None:
 def test_what_is_hopeless_is_not_repeated_nor_tried_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(input_measure, "OTHERWISE", "p3")
     found, job = measured(decides_after=99)  # p3, which is slow, is chosen
-    assert found["candidate"] == "p3" and len(found["learned"]["upriver"]) == input_measure.MOST_LEARNING
+    assert found["candidate"] == "p3" and len(found["learned"]["upriver"]) == SETTING.most_learning
     seconds = {way: rows[0]["seconds"] for way, rows in found["epochs"].items()}
     slow_ones = [way for way, each in seconds.items() if each > HOPELESS * min(seconds.values())]
     assert "p3 0.5" in slow_ones and "p3 0.8" in slow_ones and job.count("p3 0.9") == 0
@@ -600,9 +600,9 @@ def test_the_smallest_form_runs_and_goes_on_where_it_was(tmp_path: Path) -> None
     samples = QUICK[0].samples
     assert made[HERE] == 0 and made["remote"] == samples and 0 < made["greedy"] < samples
     candidate = row["candidate"]
-    assert made[f"{candidate} 1"] == samples and made[f"{candidate} 0.3"] == round(0.3 * samples)
+    assert made[f"{candidate} 1"] == samples and made[f"{candidate} 0.5"] == samples // 2
     for rows in row["learned"].values():  # a busy machine may give no figures to decide by
-        assert rows[-1]["decided"] or len(rows) == MOST_LEARNING
+        assert rows[-1]["decided"] or len(rows) == QUICK[0].most_learning
     assert list(row["learned"]) == ["fastflow", "upriver"]
     left = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=120)
     assert left.stdout.strip() == f"{key}: finished"

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.records import Records
-from benchmarks.harness.training.plans import Setting, plan_key, run_key
+from benchmarks.harness.training.plans import REPEATS, Setting, plan_key, run_key
 from benchmarks.speedup import __main__ as speedup
 from benchmarks.speedup.report import (
     PLAIN,
     POLICIES,
-    REPEATS,
     SWEEP,
     Speeds,
     alike,
