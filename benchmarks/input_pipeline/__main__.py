@@ -13,7 +13,7 @@ The claim: with workloads of real JPEG and WAV files and prep stalls from none t
 Run ``python -m benchmarks.input_pipeline`` as root. It may be ended at any moment: each setting is a line of
 ``results/input_pipeline.jsonl``, each peer in it another one, and the next start resumes there. ``--only R``
 selects workloads or settings, ``--minutes 20`` ends it between two of them, ``--list`` prints the progress,
-``--quick`` shows in a minute that it works, ``--report`` only writes ``results/input_pipeline.md`` and
+``--quick`` shows in some seconds that it works, ``--report`` only writes ``results/input_pipeline.md`` and
 ``.png`` from the existing runs. All of it takes some 100 minutes on two cores.
 
 The trainer has the first core and a network namespace, the worker the second and another one.

@@ -13,7 +13,7 @@ The claim: with a slow device, a thin link and a busy server, upriver's policy
 Run ``python -m benchmarks.load_aware`` as root. It may be ended at any moment: each part with each network is
 a line of ``results/load_aware.jsonl``, and the next start resumes there. ``--only load`` selects a part,
 ``--only link-alexnet`` a part with one network, ``--minutes 20`` begins no further one after that time,
-``--list`` prints the progress, ``--quick`` shows in some minutes that it works, ``--report`` only writes
+``--list`` prints the progress, ``--quick`` shows in some seconds that it works, ``--report`` only writes
 ``results/load_aware.md`` and its plots from the existing runs. All of it takes some 65 minutes on two cores.
 
 The device has the first core and a network namespace, the server the second, its disturbers, and another one.

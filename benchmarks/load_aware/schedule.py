@@ -170,8 +170,8 @@ def link_setting(network: str, *, seconds: float | None = None, rates: Sequence[
 SETTINGS = tuple(make(network) for network in NETWORKS for make in (load_setting, link_setting))
 
 QUICK = (
-    replace(load_setting("squeezenet1_0", seconds=1.0, levels=(IDLE, "100%(l)")), factor=QUICK_FACTOR),
-    replace(link_setting("squeezenet1_0", seconds=1.0, rates=(16.0, 64.0)), factor=QUICK_FACTOR),
+    replace(load_setting("squeezenet1_0", seconds=0.5, levels=(IDLE, "60%")), factor=QUICK_FACTOR),
+    replace(link_setting("squeezenet1_0", seconds=0.5, rates=(8.0, 64.0)), factor=QUICK_FACTOR),
 )
 """Settings of the quick form, which only shows that it works."""
 
