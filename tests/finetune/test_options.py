@@ -18,7 +18,6 @@ import upriver
 from tests.finetune.training import OPTIONS, grouped, photos
 from tests.program.nets import frozen_small
 from upriver.errors import ConfigError
-from upriver.finetune.job import FinetuneJob
 from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
 
@@ -127,19 +126,27 @@ def test_an_option_of_another_class_is_named(few: Dataset, keyword: str, value: 
     ],
 )
 def test_an_old_keyword_does_the_same_and_warns(
-    few: Dataset, old: str, value: object, option: str, field: str
+    few: Dataset, old: str, value: object, option: str, field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def job(**given: Any) -> FinetuneJob:
-        return upriver.connect().finetune(
-            frozen_small(), few, batch_size=8, micro_batch=4, policy="nosplit", exact="numeric", **given
-        )
+    def prepare(_near: upriver.Near, _model: Any, _data: Any, options: JobOptions, _tell: Any) -> None:
+        made.append(options)
+        raise KeyboardInterrupt  # a job is made from nothing else
 
+    def prepared(**given: Any) -> JobOptions:
+        with pytest.raises(KeyboardInterrupt):
+            upriver.connect().finetune(
+                frozen_small(), few, batch_size=8, micro_batch=4, policy="nosplit", exact="numeric", **given
+            )
+        return made.pop()
+
+    made: list[JobOptions] = []
+    monkeypatch.setattr(upriver.Near, "_prepare", prepare)
     kind = OPTIONS[option]
-    with job(**{option: kind(**{field: value})}) as new:
-        pass
+    new = prepared(**{option: kind(**{field: value})})
     said = f"Near.finetune({old}=…) is Near.finetune({option}={kind.__name__}({field}=…)) now; 0.3"
-    with pytest.warns(DeprecationWarning, match=re.escape(said)), job(**{old: value}) as deprecated:
-        assert deprecated._options == replace(new._options, replay=deprecated._options.replay)
+    with pytest.warns(DeprecationWarning, match=re.escape(said)):
+        deprecated = prepared(**{old: value})
+    assert deprecated == replace(new, replay=deprecated.replay)
 
 
 def test_old_keywords_of_ranks_do_the_same_and_warn(few: Dataset) -> None:

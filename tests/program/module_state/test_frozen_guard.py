@@ -569,7 +569,7 @@ class Behind(nn.Linear):
         return super().forward(x) * BEHIND
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def by_globals() -> tuple[nn.Module, Split]:
     torch.manual_seed(0)
     model = nn.Sequential(ByGlobals(8, 8), Behind(8, 3)).train()
