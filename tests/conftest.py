@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
@@ -26,6 +25,8 @@ os.environ["UPRIVER_CACHE"] = os.devnull
 
 # Tests run in parallel, and start processes by the dozen. OpenMP threads that spin while they wait for the
 # next operator take the cores from all of these: tests of whole jobs took a quarter more processor time.
+# OpenMP reads this when torch is imported.
+assert "torch" not in sys.modules
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Servers have this variable, and their workers must not.
@@ -112,6 +113,8 @@ def process_as_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
     Commands that run in the tests' process set what a process of their own would keep to itself.
     """
+    import torch  # not above: see OMP_WAIT_POLICY
+
     variables, path, log = dict(os.environ), list(sys.path), logging.getLogger("upriver")
     modules, level, threads = set(sys.modules), log.level, torch.get_num_threads()
     yield
