@@ -5,59 +5,59 @@ upriver changes where results are computed, and never a result. ``upriver.connec
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from upriver._moved import MovedModules
+from upriver.imports import lazy_names
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "connect": "upriver.finetune.session",
-    "Near": "upriver.finetune.session",
-    "offload": "upriver.inference.offload",
-    "Offload": "upriver.inference.offload",
-    "OffloadTuning": "upriver.inference.remote_server",
-    "FinetuneJob": "upriver.finetune.job",
-    "Prefetch": "upriver.finetune.options",
-    "Replanning": "upriver.finetune.replanner",
-    "Sampling": "upriver.finetune.options",
-    "Splitting": "upriver.finetune.options",
-    "LinkMeter": "upriver.rpc.link_meter",
-    "DataLoader": "upriver.dataloader",
-    "AutoOffload": "upriver.dataloader",
-    "Offloading": "upriver.dataloader",
-    "RemoteWorkers": "upriver.dataloader",
-    "dataset": "upriver.dataloader",
-    "ray_workers": "upriver.cluster.ray_workers",
-    "Dataset": "upriver.pipeline",
-    "index": "upriver.pipeline",
-    "Decode": "upriver.pipeline",
-    "LoadTensor": "upriver.pipeline",
-    "Resize": "upriver.pipeline",
-    "CenterCrop": "upriver.pipeline",
-    "RandomResizedCrop": "upriver.pipeline",
-    "RandomCrop": "upriver.pipeline",
-    "RandomHorizontalFlip": "upriver.pipeline",
-    "ColorJitter": "upriver.pipeline",
-    "RandAugment": "upriver.pipeline",
-    "Normalize": "upriver.pipeline",
-    "ToFloat": "upriver.pipeline",
-    "DecodeWav": "upriver.pipeline",
-    "FixLength": "upriver.pipeline",
-    "AddNoise": "upriver.pipeline",
-    "Resample": "upriver.pipeline",
-    "Stft": "upriver.pipeline",
-    "Fft": "upriver.pipeline",
-    "Spectrogram": "upriver.pipeline",
-    "Standardize": "upriver.pipeline",
-    "imagenet_train": "upriver.pipeline",
-    "imagenet_eval": "upriver.pipeline",
-    "Store": "upriver.store",
-    "freeze_to": "upriver.program.freeze",
-    "Plan": "upriver.types",
-    "UpriverError": "upriver.errors",
+    "connect": "finetune.session",
+    "Near": "finetune.session",
+    "offload": "inference.offload",
+    "Offload": "inference.offload",
+    "OffloadTuning": "inference.remote_server",
+    "FinetuneJob": "finetune.job",
+    "Prefetch": "finetune.options",
+    "Replanning": "finetune.replanner",
+    "Sampling": "finetune.options",
+    "Splitting": "finetune.options",
+    "LinkMeter": "rpc.link_meter",
+    "DataLoader": "dataloader",
+    "AutoOffload": "dataloader",
+    "Offloading": "dataloader",
+    "RemoteWorkers": "dataloader",
+    "dataset": "dataloader",
+    "ray_workers": "cluster.ray_workers",
+    "Dataset": "pipeline",
+    "index": "pipeline",
+    "Decode": "pipeline",
+    "LoadTensor": "pipeline",
+    "Resize": "pipeline",
+    "CenterCrop": "pipeline",
+    "RandomResizedCrop": "pipeline",
+    "RandomCrop": "pipeline",
+    "RandomHorizontalFlip": "pipeline",
+    "ColorJitter": "pipeline",
+    "RandAugment": "pipeline",
+    "Normalize": "pipeline",
+    "ToFloat": "pipeline",
+    "DecodeWav": "pipeline",
+    "FixLength": "pipeline",
+    "AddNoise": "pipeline",
+    "Resample": "pipeline",
+    "Stft": "pipeline",
+    "Fft": "pipeline",
+    "Spectrogram": "pipeline",
+    "Standardize": "pipeline",
+    "imagenet_train": "pipeline",
+    "imagenet_eval": "pipeline",
+    "Store": "store",
+    "freeze_to": "program.freeze",
+    "Plan": "types",
+    "UpriverError": "errors",
 }
 
 __all__ = ["__version__", "coldstart", *sorted(_PLACES)]
@@ -112,15 +112,5 @@ if TYPE_CHECKING:
 
 sys.meta_path.append(MovedModules())
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Any:
-    # Import on first use: `upriver --help` and a compute worker need few of these, and torch takes seconds.
-    if name == "coldstart":
-        return importlib.import_module("upriver.coldstart")
-    if name in _PLACES:
-        return getattr(importlib.import_module(_PLACES[name]), name)
-    raise AttributeError(f"module 'upriver' has no attribute {name!r}")
+# Import on first use: `upriver --help` and a compute worker need few of these, and torch takes seconds.
+__getattr__, __dir__ = lazy_names(__name__, _PLACES, ("coldstart",))

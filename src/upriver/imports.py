@@ -1,10 +1,11 @@
-"""Import large modules: faster, with the garbage collector off, or late, outside an event loop's thread."""
+"""Import modules faster, with the garbage collector off, or late: at first use, or outside the event loop."""
 
 from __future__ import annotations
 
 import gc
 import importlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +27,30 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+def lazy_names(
+    package: str, places: Mapping[str, str], modules: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package whose names are imported at first use.
+
+    Args:
+        package: Name of the package. Its ``__all__`` is what ``dir()`` shows.
+        places: Module by public name, relative to the package.
+        modules: Modules of the package that are attributes from the start.
+    """
+
+    def getattr_(name: str) -> Any:
+        if name in places:
+            return getattr(importlib.import_module(f"{package}.{places[name]}"), name)
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def dir_() -> list[str]:
+        return list(sys.modules[package].__all__)
+
+    return getattr_, dir_
 
 
 async def imported(name: str) -> Any:

@@ -7,8 +7,9 @@ weights.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from upriver.imports import lazy_names
 
 _PLACES = {
     "Arriving": "incoming_weights",
@@ -35,16 +36,6 @@ if TYPE_CHECKING:
     from upriver.coldstart.load_model import loading as loading
     from upriver.coldstart.load_program import open as open
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Any:
-    # Import these on first use: recording an order and running programs need slow imports, which loading a
-    # model does not, and a server's front needs the limits alone.
-    if name in _PLACES:
-        return getattr(importlib.import_module(f"upriver.coldstart.{_PLACES[name]}"), name)
-    if name == "grouping":  # a public package, as `upriver.coldstart` is of `upriver`
-        return importlib.import_module("upriver.coldstart.grouping")
-    raise AttributeError(f"module 'upriver.coldstart' has no attribute {name!r}")
+# Import these on first use: recording an order and running programs need slow imports, which loading a
+# model does not, and a server's front needs the limits alone. `grouping` is a public package, too.
+__getattr__, __dir__ = lazy_names(__name__, _PLACES, ("grouping",))

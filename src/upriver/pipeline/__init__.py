@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from upriver.imports import lazy_names
 
 _PLACES = {
     "AddNoise": "stages.audio",
@@ -72,13 +73,5 @@ if TYPE_CHECKING:
     from upriver.pipeline.stages.tensor import LoadTensor as LoadTensor
     from upriver.pipeline.stages.tensor import Standardize as Standardize
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Any:
-    # Resolve names at first use: a compute worker runs stages, and reads no index.
-    if name in _PLACES:
-        return getattr(importlib.import_module(f"upriver.pipeline.{_PLACES[name]}"), name)
-    raise AttributeError(f"module 'upriver.pipeline' has no attribute {name!r}")
+# Resolve names at first use: a compute worker runs stages, and reads no index.
+__getattr__, __dir__ = lazy_names(__name__, _PLACES)

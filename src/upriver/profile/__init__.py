@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from upriver.imports import lazy_names
 
 _PLACES = {
     "build_profile": "builder",
@@ -28,13 +29,5 @@ if TYPE_CHECKING:
     from upriver.profile.throughput import metrics_from_json as metrics_from_json
     from upriver.profile.throughput import metrics_to_json as metrics_to_json
 
-
-def __dir__() -> list[str]:
-    return __all__
-
-
-def __getattr__(name: str) -> Any:
-    # Resolve names at first use: a server's front reads this machine's resources, and builds no profile.
-    if name in _PLACES:
-        return getattr(importlib.import_module(f"upriver.profile.{_PLACES[name]}"), name)
-    raise AttributeError(f"module 'upriver.profile' has no attribute {name!r}")
+# Resolve names at first use: a server's front reads this machine's resources, and builds no profile.
+__getattr__, __dir__ = lazy_names(__name__, _PLACES)

@@ -6,8 +6,9 @@ anonymous memory. The server keeps no state that a client could lose: any reques
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from upriver.imports import lazy_names
 
 _PLACES = {
     "Server": "service",
@@ -26,9 +27,5 @@ if TYPE_CHECKING:
     from upriver.server.service import Server as Server
     from upriver.server.service import serve as serve
 
-
-def __getattr__(name: str) -> Any:
-    # Resolve names at first use: a compute worker imports this package and needs no HTTP server.
-    if name in _PLACES:
-        return getattr(importlib.import_module(f"upriver.server.{_PLACES[name]}"), name)
-    raise AttributeError(f"module 'upriver.server' has no attribute {name!r}")
+# Resolve names at first use: a compute worker imports this package and needs no HTTP server.
+__getattr__, __dir__ = lazy_names(__name__, _PLACES)
