@@ -53,6 +53,32 @@ def test_a_module_is_imported_once_and_outside_the_event_loops_thread(
     assert one is other and threading.get_ident() != one.THREAD
 
 
+def test_callers_of_one_import_leave_the_default_threads_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gate = threading.Event(), threading.Event()
+    monkeypatch.setattr(sys, "imported_slowly", (begun, gate), raising=False)
+    (tmp_path / "imported_slowly.py").write_text(
+        "import sys\nbegun, gate = sys.imported_slowly\nbegun.set()\nassert gate.wait(60)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def many() -> list[Any]:
+        waiting = [asyncio.create_task(imported("imported_slowly")) for _ in range(200)]
+        try:
+            assert await asyncio.to_thread(begun.wait, 60)  # every default thread is free for this
+            assert await asyncio.gather(*(asyncio.to_thread(int, "7") for _ in range(50))) == [7] * 50
+            assert not any(task.done() for task in waiting)
+            waiting.pop().cancel()  # the import goes on for the others
+            await asyncio.sleep(0)
+        finally:
+            gate.set()
+        return await asyncio.gather(*waiting)
+
+    modules = asyncio.run(many())
+    assert set(modules) == {sys.modules["imported_slowly"]}
+
+
 def test_an_import_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError, match="written_late"):

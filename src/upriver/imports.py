@@ -5,11 +5,16 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_IMPORTED: dict[str, Any] = {}
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+_IMPORTS: dict[str, Future[Any]] = {}
+_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -54,14 +59,36 @@ def lazy_names(
 
 
 async def imported(name: str) -> Any:
-    """Return a module. If it is new, import it in a thread: the event loop serves others meanwhile."""
+    """Return a module. A thread of its own imports a new one, for all callers: the event loop serves others.
+
+    A pool's threads would all wait for the same module. An import that failed is tried again.
+    """
     import asyncio  # a worker's process needs none
 
-    if name not in _IMPORTED:
-        _IMPORTED[name] = await asyncio.to_thread(_import, name)
-    return _IMPORTED[name]
+    future = _importing(name)
+    return future.result() if future.done() else await asyncio.wrap_future(future)
 
 
-def _import(name: str) -> Any:
-    with uncollected():
-        return importlib.import_module(name)
+def _importing(name: str) -> Future[Any]:
+    """Return the import of a module, which begins unless it has begun."""
+    from concurrent.futures import Future
+
+    with _LOCK:
+        known = _IMPORTS.get(name)
+        if known is not None and not (known.done() and known.exception()):
+            return known
+        future = Future[Any]()
+        future.set_running_or_notify_cancel()  # a caller that is cancelled leaves it to the others
+        threading.Thread(target=_import, args=(name, future), name=f"upriver-import-{name}").start()
+        _IMPORTS[name] = future
+    return future
+
+
+def _import(name: str, future: Future[Any]) -> None:
+    try:
+        with uncollected():
+            module = importlib.import_module(name)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(module)

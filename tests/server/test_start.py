@@ -16,14 +16,34 @@ from tests.server.conftest import make_program
 from tests.server.http.test_limits import same
 from tests.server.running import SERVE, Running, ask, body_of, has_loaded, in_thread, run, running, wait_for
 from upriver.errors import ConfigError
+from upriver.program.graph.artifact_store import publish
 from upriver.protocol import RunRequest, program_head
 from upriver.server import Server, ServerConfig, serve
+from upriver.store import Store
 
 CLI = """
 import sys
 from upriver.cli import main
 
 sys.executable = sys.argv.pop(1)  # what workers are started with
+sys.exit(main())
+"""
+
+
+LATE_PYTORCH = """
+import os, sys, time
+from pathlib import Path
+from upriver.cli import main
+
+class Gate:
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            Path(begun).touch()
+            while not os.path.exists(gate):
+                time.sleep(0.02)
+
+begun, gate = sys.argv.pop(1), sys.argv.pop(1)
+sys.meta_path.insert(0, Gate())  # of the front alone
 sys.exit(main())
 """
 
@@ -234,6 +254,40 @@ def test_a_front_loads_pytorch_for_tensors_alone_and_a_worker_no_http(world):
             assert has_loaded(process.pid, "libtorch")
             [batch] = run(server, world.request(sent.ids))
             same(batch, sent)
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+def test_a_front_answers_while_many_first_requests_wait_for_pytorch(world, tmp_path):
+    program, begun, gate = make_program(12), tmp_path / "begun", tmp_path / "gate"
+    (tmp_path / "store").mkdir()
+    publish(program, Store.open(tmp_path / "store"))
+    command = [sys.executable, "-c", LATE_PYTORCH, begun, gate, "serve", "--store", tmp_path / "store"]
+    options = ["--port", "0", "--threads", "1"]
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            server = Running(process, json.loads(process.stdout.readline())["listening"]).wait_ready()
+            sent = world.here((0, 1, 2, 3), 0)
+            request = RunRequest(
+                micro_batches=(sent.ids,),
+                start=0,
+                stop=program.num_stages,
+                micro_batch=len(sent.ids),
+                program=program.digest,
+            )
+            with ThreadPoolExecutor(40) as threads:  # more than a loop's default threads
+                waiting = [threads.submit(run, server, request, [sent]) for _ in range(40)]
+                try:
+                    wait_for(lambda: begun.exists() and server.metric("upriver_running_requests") == 40)
+                    for path in ("/livez", "/readyz", "/v1/info", "/v1/load", "/ui"):
+                        assert ask(server, "GET", path)[0] == 200
+                    assert not any(each.done() for each in waiting)
+                finally:
+                    gate.touch()
+                wanted = program.run(sent.tensors, 0, program.num_stages)
+                for [batch] in (each.result() for each in waiting):
+                    assert all(map(torch.equal, batch.tensors, wanted)) and len(batch.tensors) == len(wanted)
         finally:
             process.kill()
 

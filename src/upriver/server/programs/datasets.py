@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 from upriver.control.memory_budget import MemoryHold
 from upriver.errors import DoesNotFit, Forbidden, ObjectNotFound, Overloaded, ProtocolError
+from upriver.imports import imported
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.server.tenants import Tenant, inside, outside_nbytes
 from upriver.store import Store
@@ -105,6 +106,7 @@ class Datasets:
             if not reading.cancelled():
                 reading.exception()  # if the client is gone, nothing else retrieves the exception
 
+        await imported("upriver.pipeline.dataset")
         reading = asyncio.ensure_future(asyncio.to_thread(_open, store, ref.digest, self._prefix, admit))
         reading.add_done_callback(release)
         dataset = await asyncio.shield(reading)

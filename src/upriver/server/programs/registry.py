@@ -505,14 +505,14 @@ class ProgramRegistry:
             return None
 
         def look() -> FoundWeights | None:
-            from upriver.coldstart.load_program import find
-
             with ThreadPoolExecutor(1, thread_name_prefix="upriver-cold-find") as beside:
-                return find(
+                there: FoundWeights | None = load_program.find(
                     place.store, place.prefix, known.digest, weights_digest, limits=limits, beside=beside
                 )
+                return there
 
         try:
+            load_program = await imported("upriver.coldstart.load_program")
             found = await self._looked(place.store, look)
             if found is None or found.manifest.nbytes != known.weights_nbytes:
                 return None
