@@ -115,7 +115,8 @@ class Lease:
 
     def heard(self) -> None:
         """Note that bytes have arrived from the server."""
-        self._member.heard(time.monotonic())
+        with self._pool._changed:
+            self._member.heard(time.monotonic())
 
     def __enter__(self) -> Lease:
         return self
@@ -401,7 +402,8 @@ class ServerPool:
             else:
                 return
         if self._is_alive(member):
-            member.last_heard = time.monotonic()
+            with self._changed:
+                member.last_heard = time.monotonic()
             return
         with self._changed:
             if member.health is Health.UP and not self._closed:
