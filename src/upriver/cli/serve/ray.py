@@ -8,17 +8,13 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
 
 from upriver.errors import ConfigError
 
 PORT = 8000
 """Default port of the directory: Ray Serve's own."""
-
-GRACE_S = 25.0
-"""Seconds, as in a server's own configuration: running requests end within 30 s of SIGTERM."""
-
-MEMORY_RESERVE = 0.1
-"""Share of memory, as in a server's own configuration."""
 
 OnListening = Callable[[Mapping[str, object]], None]
 
@@ -68,7 +64,7 @@ def run(
         settings=ReplicaSettings(
             book=f"{APPLICATION}-addresses",
             host=host,
-            grace_s=seconds(document, "grace_s", GRACE_S),
+            grace_s=seconds(document, "grace_s", _default("grace_s")),
             target_bytes=_positive("queue_bytes", queue_bytes, TARGET_BYTES),
         ),
         scale=Scale(
@@ -76,7 +72,7 @@ def run(
             most=most,
             num_cpus=num_cpus
             if num_cpus is not None
-            else float(whole(document, "workers", 1) * whole(document, "threads", 1)),
+            else float(whole(document, "workers", _default("workers")) * whole(document, "threads", 1)),
             num_gpus=1.0 if on_accelerator else 0.0,
         ),
         port=_port(config_document.get("port")),
@@ -98,10 +94,17 @@ def _reserve_of_each(document: Mapping[str, object], most: int) -> float:
     """
     from upriver.cluster.document import seconds
 
-    reserve = seconds(document, "memory_reserve", MEMORY_RESERVE)
+    reserve = seconds(document, "memory_reserve", _default("memory_reserve"))
     if reserve >= 1:
         raise ConfigError(f"memory_reserve is a share below 1 of what is available, got {reserve:g}")
     return 1 - (1 - reserve) / most
+
+
+def _default(name: str) -> Any:
+    """Return the default of a setting of each server."""
+    from upriver.server import ServerConfig
+
+    return next(field.default for field in fields(ServerConfig) if field.name == name)
 
 
 def _announcer() -> OnListening:
