@@ -18,6 +18,7 @@ from upriver.errors import Overloaded, WorkerCrashed
 from upriver.pipeline import Decode, Resize, index
 from upriver.profile.resources import GROUPS
 from upriver.protocol import DatasetRef, End, RunRequest
+from upriver.server.execution.worker_pool import WHAT_HELPS
 from upriver.server.sandbox.cgroup import PREFIX, ControlGroups
 from upriver.types import MicroBatch
 
@@ -120,7 +121,7 @@ def test_a_job_that_takes_two_workers_with_it_is_refused_with_its_reason(busy):
                 assert ask(server, "GET", "/livez")[0] == 200
             (refusal,) = messages(response)
         assert isinstance(refusal, WorkerCrashed)
-        assert "was ended by SIGKILL" in str(refusal)
+        assert "was ended by SIGKILL" in str(refusal) and str(refusal).endswith(WHAT_HELPS)
         assert server.metric("upriver_errors_total", 'code="worker_crashed"') == 1
         server.wait_ready()
         assert len(run(server, changed(request, micro_batches=((0,) * 2,)))) == 1

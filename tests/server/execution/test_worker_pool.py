@@ -16,7 +16,7 @@ from upriver.protocol import DEFAULT_CAPS
 from upriver.server.app import Front
 from upriver.server.config import ServerConfig
 from upriver.server.execution import worker_pool as pools
-from upriver.server.execution.worker_pool import START_ATTEMPTS, WorkerPool
+from upriver.server.execution.worker_pool import START_ATTEMPTS, WHAT_HELPS, WorkerPool
 from upriver.server.execution.worker_process import BROKE_OFF
 from upriver.server.ipc.messages import Hello, Setup, Weighed
 from upriver.server.tenants import ANYONE
@@ -296,6 +296,7 @@ def test_a_job_that_took_the_last_worker_with_it_is_to_blame(scene, monkeypatch)
                 scene.gate.set()
             assert isinstance(found, WorkerCrashed)
             assert str(found).startswith("a worker died of this micro-batch, the last one: ")
+            assert str(found).endswith(f"; {WHAT_HELPS}")
 
     asyncio.run(kill())
 

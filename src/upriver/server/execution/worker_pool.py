@@ -29,6 +29,11 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 2
 """Workers that may die of one job. One crash may be another tenant's fault or chance; two are the job's."""
 
+WHAT_HELPS = (
+    "a smaller micro-batch takes less memory and less time; the server's log has what the workers printed"
+)
+"""End of an error text about a job that workers died of."""
+
 START_ATTEMPTS = 3
 """Workers that may die in a row before the server reports that none can start here. One death may be chance
 (memory was short), three are not."""
@@ -237,7 +242,9 @@ class WorkerPool:
             except Overloaded:
                 if reason is None:
                     raise
-                raise WorkerCrashed(f"a worker died of this micro-batch, the last one: {reason}") from None
+                raise WorkerCrashed(
+                    f"a worker died of this micro-batch, the last one: {reason}; {WHAT_HELPS}"
+                ) from None
             # Shielded: a thread cannot be stopped, and the worker is free only when the thread is done.
             task = asyncio.ensure_future(self._call(worker, work))
             if use is not None:
@@ -248,7 +255,9 @@ class WorkerPool:
                 return await asyncio.shield(task)
             except _Died as error:
                 reason = error
-        raise WorkerCrashed(f"{ATTEMPTS} workers died of this micro-batch, one after the other: {reason}")
+        raise WorkerCrashed(
+            f"{ATTEMPTS} workers died of this micro-batch, one after the other: {reason}; {WHAT_HELPS}"
+        )
 
     async def _call(self, worker: WorkerHandle, work: Callable[[WorkerHandle], _T]) -> _T:
         self.load.began(worker.pid)
