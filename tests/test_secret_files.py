@@ -12,7 +12,7 @@ import pytest
 from tests.server.certificates import Authority, needs_openssl
 from upriver.cli.serve import config_file
 from upriver.cli.serve.options import read_token
-from upriver.cluster.document import portable
+from upriver.cluster.replica_config import portable
 from upriver.errors import ConfigError
 from upriver.rpc.tls import client_context
 from upriver.secret_files import open_to_others, read_secret

@@ -20,7 +20,7 @@ import pytest
 
 from tests.server.certificates import Authority, needs_openssl
 from upriver.cluster.child import ServerProcess, environment, own_server
-from upriver.cluster.document import portable
+from upriver.cluster.replica_config import portable
 from upriver.errors import ServerUnavailable
 
 GRACE_S = 5.0

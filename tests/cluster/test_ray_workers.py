@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 import upriver
-from upriver.cluster.document import token_hash
 from upriver.cluster.ray_workers import MOST, RayWorkers, document
+from upriver.cluster.replica_config import token_hash
 from upriver.errors import ConfigError, NotAuthorized
 from upriver.rpc.client import ServerClient
 from upriver.rpc.worker_fleet import Provider

@@ -14,7 +14,7 @@ from upriver.coldstart.format import manifest
 from upriver.coldstart.format.checkpoint import TensorLocation, WeightSource
 from upriver.errors import UpriverError
 from upriver.store import Store
-from upriver.store.places import BufferSequence
+from upriver.store.buffers import BufferSequence
 
 WAIT_S = 60.0
 

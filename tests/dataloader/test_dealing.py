@@ -15,7 +15,8 @@ import pytest
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import Stretch
-from upriver.dataloader.remote.worker import (
+from upriver.dataloader.remote.dispatcher import Canary, WorkerDispatcher
+from upriver.dataloader.remote.worker_choice import (
     HANGS,
     LATE_S,
     LATE_TIMES,
@@ -24,7 +25,6 @@ from upriver.dataloader.remote.worker import (
     SLOTS_EACH,
     LoaderWorker,
 )
-from upriver.dataloader.remote.workers import Canary, WorkerDispatcher
 from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Task
 from upriver.engine.fingerprint import fingerprint

@@ -158,7 +158,7 @@ def test_what_a_stopped_worker_was_given_is_made_here(
     reference: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This happens long before its connections time out; it gets tasks again once it has resumed."""
-    monkeypatch.setattr("upriver.dataloader.remote.worker.LATE_S", 0.5)
+    monkeypatch.setattr("upriver.dataloader.remote.worker_choice.LATE_S", 0.5)
     monkeypatch.setattr("upriver.dataloader.epoch.LOOK_S", 0.1)
     with EmbeddedServer.start_worker(ALLOW, workers=1) as worker:
         loader = DataLoader(named(), batch_size=7, seed=3, workers=[worker.url], offload="always")
@@ -382,7 +382,7 @@ def test_a_worker_that_is_killed_at_it_loses_nothing(
 ) -> None:
     """Others make its unfinished samples, once each."""
     never = Backoff(base_s=600.0, cap_s=600.0, jitter=0.0)  # otherwise one more sample is made, as a proof
-    monkeypatch.setattr("upriver.dataloader.remote.worker.FAILURES", never)
+    monkeypatch.setattr("upriver.dataloader.remote.worker_choice.FAILURES", never)
     data = named("Held", folder=str(tmp_path))
     all_of_them = [victim.url, *urls(workers)][:count]
     loader = DataLoader(

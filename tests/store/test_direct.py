@@ -24,6 +24,7 @@ from tests.store.s3_server import _etag
 from tests.store.test_store_faults import connect, num_opened, opened, tried
 from upriver.errors import ObjectChanged, StoreError
 from upriver.store import Store, direct
+from upriver.store.buffers import BufferSequence
 from upriver.store.direct import (
     MOST_HEAD_BYTES,
     MOST_REFUSALS,
@@ -34,7 +35,6 @@ from upriver.store.direct import (
     _Connection,
     _Refused,
 )
-from upriver.store.places import BufferSequence
 
 BIG = random.Random(1).randbytes(3_000_000)
 Crook = Callable[[bytes, dict[str, str]], bytes]

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from upriver.cluster.document import for_replica, tls_files, toml_text
+from upriver.cluster.replica_config import for_replica, tls_files, toml_text
 from upriver.errors import ServerUnavailable
 from upriver.rpc.child_server import ASK_S, START_TIMEOUT_S, ChildServer
 from upriver.rpc.short_question import get
@@ -34,7 +34,7 @@ class ServerProcess(ChildServer):
     """Start a replica's server on a free port, and end it in order.
 
     Args:
-        document: Configuration of the server (see `upriver.cluster.document.portable`).
+        document: Configuration of the server (see `upriver.cluster.replica_config.portable`).
         grace_s: Seconds that running requests get after `close`; the server's configuration says the same.
         command: Subcommand of ``upriver``: ``serve`` or ``worker``.
         timeout_s: Seconds that starting may need.

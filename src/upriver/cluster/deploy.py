@@ -25,7 +25,7 @@ from upriver._threads.executor import DaemonExecutor
 from upriver.cluster.child import own_server
 from upriver.cluster.deployment import SERVERS, ReplicaSettings, Scale, application, stop_timeout_s
 from upriver.cluster.discover import LISTING_PATH, NAMESPACE, RayBook
-from upriver.cluster.document import is_loopback
+from upriver.cluster.replica_config import is_loopback
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
 from upriver.extras import install
 from upriver.rpc.child_server import ASK_S

@@ -182,7 +182,7 @@ def application(document: Mapping[str, object], settings: ReplicaSettings, scale
     """Return the application for ``ray.serve.run``.
 
     Args:
-        document: Configuration of each replica's server (see `upriver.cluster.document.portable`).
+        document: Configuration of each replica's server (see `upriver.cluster.replica_config.portable`).
     """
     serve: Any = importlib.import_module("ray.serve")
     cls = ReplicaServer if scale.least == scale.most else ScaledReplicaServer

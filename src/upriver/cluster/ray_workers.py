@@ -25,7 +25,7 @@ from typing import Any, Literal
 from upriver._threads.forks import unless_forked
 from upriver.cluster.child import ServerProcess
 from upriver.cluster.deploy import LOCAL, before_import, join, reason, start
-from upriver.cluster.document import ANYONE, token_hash
+from upriver.cluster.replica_config import ANYONE, token_hash
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
 from upriver.extras import install
 from upriver.rpc.child_server import START_TIMEOUT_S

@@ -27,7 +27,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import obstore
 
-from upriver.store.places import BufferSequence
+from upriver.store.buffers import BufferSequence
 from upriver.store.s3 import S3Access
 
 if TYPE_CHECKING:

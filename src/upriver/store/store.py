@@ -31,10 +31,10 @@ from upriver.errors import (
     UpriverError,
 )
 from upriver.store import local
+from upriver.store.buffers import PIECE_BYTES, BufferSequence
 from upriver.store.direct import Direct
 from upriver.store.names import check_name, check_prefix, store_uri
 from upriver.store.observer import OnBytes, ReadObserver
-from upriver.store.places import PIECE_BYTES, BufferSequence
 from upriver.store.s3 import access_to, open_s3, patient, secrets_of, site_of
 
 MULTIPART_BYTES = 64 * 2**20

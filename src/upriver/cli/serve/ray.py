@@ -49,7 +49,7 @@ def run(
     from upriver.cluster.autoscale import TARGET_BYTES
     from upriver.cluster.deploy import APPLICATION, LOCAL, Deployment, serve_on_ray
     from upriver.cluster.deployment import ReplicaSettings, Scale
-    from upriver.cluster.document import bind_host, portable, seconds, tls_files, whole
+    from upriver.cluster.replica_config import bind_host, portable, seconds, tls_files, whole
 
     address = address or os.environ.get("RAY_ADDRESS") or LOCAL
     document = {"threads": 1, **portable(config_document, token=token)}
@@ -92,7 +92,7 @@ def _reserve_of_each(document: Mapping[str, object], most: int) -> float:
     The share includes the parts of the others, of ``most`` servers in all. Each server derives its budget
     from the memory that is free when it starts, and cannot see later servers.
     """
-    from upriver.cluster.document import seconds
+    from upriver.cluster.replica_config import seconds
 
     reserve = seconds(document, "memory_reserve", _default("memory_reserve"))
     if reserve >= 1:

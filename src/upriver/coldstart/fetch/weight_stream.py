@@ -44,8 +44,8 @@ from upriver.coldstart.link_cache import StoreLink
 from upriver.errors import Cancelled, ObjectChanged, StoreError, UpriverError, bare
 from upriver.link import TokenBucket
 from upriver.program.graph.weights_file import ALIGNMENT
+from upriver.store.buffers import BufferSequence
 from upriver.store.direct import Direct
-from upriver.store.places import BufferSequence
 from upriver.text import error_text
 
 log = logging.getLogger("upriver")

@@ -22,8 +22,8 @@ from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
 from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import name_of_stretch
 from upriver.dataloader.prefetch_limit import num_bytes
-from upriver.dataloader.remote.worker import LoaderWorker
-from upriver.dataloader.remote.workers import Canary, WorkerDispatcher
+from upriver.dataloader.remote.dispatcher import Canary, WorkerDispatcher
+from upriver.dataloader.remote.worker_choice import LoaderWorker
 from upriver.dataloader.tasks import Arrivals, Task
 from upriver.errors import ConfigError, NotExact, UpriverError
 from upriver.pipeline.seeding import apart

@@ -26,7 +26,7 @@ from upriver.errors import ConfigError, ModelError, UpriverError
 from upriver.profile.memory.convolution import FEW_SAMPLES
 from upriver.profile.memory.ledger import Ledger, storages
 from upriver.profile.memory.libraries import LibraryMemory
-from upriver.profile.memory.lines import MemoryLine, high_lines, same_calls
+from upriver.profile.memory.linear_model import MemoryLine, high_lines, same_calls
 from upriver.program.compiled_code import uncompiled
 from upriver.program.eval_mode import mode, no_fast_path
 from upriver.program.example_inputs import tensors_in

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.cluster.document import (
+from upriver.cluster.replica_config import (
     KEEPER,
     bind_host,
     for_replica,

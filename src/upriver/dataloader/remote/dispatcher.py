@@ -14,7 +14,7 @@ from typing import Any
 
 from upriver._threads.executor import DaemonExecutor
 from upriver.dataloader.datasets.worker_spec import SampleSpec
-from upriver.dataloader.remote.worker import LATE_S, LoaderWorker, deal, usual_s
+from upriver.dataloader.remote.worker_choice import LATE_S, LoaderWorker, deal, usual_s
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.errors import (
     BadSample,
