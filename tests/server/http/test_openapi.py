@@ -15,6 +15,7 @@ from tests.server.running import ask, refused
 from upriver.protocol import Info, Load, decode_info
 from upriver.server import ServerConfig, create_app
 from upriver.server.app import PROBE_BYTES
+from upriver.server.http.auth import OPEN_PATHS, READING
 from upriver.server.http.errors import STATUS
 from upriver.server.http.openapi import FRAMES, document
 from upriver.server.http.openapi import PROBE_BYTES as DOCUMENTED_PROBE_BYTES
@@ -111,12 +112,18 @@ def test_references_lead_somewhere_and_patterns_are_no_pythons() -> None:
 
 def test_health_is_open_and_nothing_else_is() -> None:
     anyone = {path for path, _, operation in operations() if operation.get("security") == []}
-    assert anyone == {"/livez", "/readyz"}
+    assert anyone == OPEN_PATHS
     for path, _, operation in operations():
         assert ("401" in operation["responses"]) == (path not in anyone)
     schemes = document()["components"]["securitySchemes"]
     for node in [document(), *(operation for _, _, operation in operations())]:
         assert {name for way in node.get("security", ()) for name in way} <= set(schemes)
+
+
+def test_a_password_is_named_where_the_server_takes_one() -> None:
+    for path, method, operation in operations():
+        ways = operation.get("security", document()["security"])
+        assert ({"basic": []} in ways) == (method in READING and path not in OPEN_PATHS), (path, method)
 
 
 def test_it_says_what_the_code_says() -> None:

@@ -46,7 +46,7 @@ from upriver.program.graph.artifact_paths import weights_path
 from upriver.protocol import RunRequest, error_from, program_head
 from upriver.server.execution.worker_process import WorkerHandle
 from upriver.server.ipc.messages import Here
-from upriver.server.programs import streaming_weights
+from upriver.server.programs import registry, streaming_weights
 from upriver.server.programs.streaming_weights import ColdFile
 from upriver.store import DEFAULT_PREFIX, Store
 from upriver.types import MicroBatch, Timings
@@ -391,6 +391,33 @@ def test_a_server_that_ends_while_weights_come_leaves_nothing(s3: GatedServer, w
             raise AssertionError("it was told, which is as good")
     names = {thread.name for thread in threading.enumerate()}
     assert not {name for name in names if name.startswith(("upriver-cold", "upriver-worker"))}
+
+
+@pytest.mark.parametrize("route", ["upload", "profile"])
+def test_weights_replaced_while_read_whole_are_a_conflict(
+    s3: GatedServer, route: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "PIECE_BYTES", LAYER_BYTES)
+    program, larger = wide(), wide(0, 2 * ROWS)
+    published(s3, program)
+    [path] = [path for path in s3.objects if path.endswith(".safetensors")]
+    whole = s3.objects[path]
+    if route == "upload":  # a graph alone, for weights that are stored
+        asked = ("PUT", f"/v1/programs/{larger.digest}")
+        body = program_head(len(larger.graph_bytes)) + larger.graph_bytes
+    else:
+        asked = ("POST", "/v1/profile")
+        body = msgspec.json.encode({"protocol": 1, "programs": [program.digest], "stop": 1, "repeats": 1})
+    with serving(s3, cold_start="whole") as server, ThreadPoolExecutor(1) as beside:
+        s3.open_to(0)
+        answer = beside.submit(ask, server, *asked, body)
+        wait_for(s3.weights_asked)
+        s3.objects[path] = whole[:-1] + bytes([whole[-1] ^ 1])
+        s3.open_to(None)
+        status, _, error = answer.result()
+        assert (status, msgspec.json.decode(error)["error"]["code"]) == (409, "object_changed")
+        s3.objects[path] = whole
+        assert ask(server, *asked, body)[0] in (200, 201)
 
 
 # ------------------------------------------------------------------------------------------ uploads

@@ -35,6 +35,11 @@ _KNOWN = (*_ANYONE, 401)
 _WORK = (*_KNOWN, 403, 404, 409, 413, 429, 502, 504)
 """Statuses of routes that read or compute for a tenant."""
 
+_BY_PASSWORD: list[Json] = [{"bearer": []}, {"basic": []}, {"certificate": []}]
+"""Access by GET or HEAD, where the token may be a password (`upriver.server.http.auth.READING`)."""
+
+_WEIGHTS_CHANGED = "The stored weights were replaced while the server read them. Repeat the request."
+
 _NO_WORKER = (
     "No worker has been ready yet, or all connections are in use. Repeat the request after `Retry-After`."
 )
@@ -92,7 +97,7 @@ def document() -> Json:
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{"bearer": []}, {"certificate": []}],
-        "paths": {**_operating(), **_describing(), **_programs(), **_working()},
+        "paths": _paths(),
         "components": components(),
     }
 
@@ -101,6 +106,15 @@ def document() -> Json:
 def encoded() -> bytes:
     """Return the document as JSON. It never changes while the process lives, so it is encoded once."""
     return msgspec.json.encode(document())
+
+
+def _paths() -> Json:
+    """Return all routes, with access by password to those that read and are not open to everyone."""
+    paths = {**_operating(), **_describing(), **_programs(), **_working()}
+    for item in paths.values():
+        for method in item.keys() & {"get", "head"}:
+            item[method].setdefault("security", _BY_PASSWORD)
+    return paths
 
 
 def _operating() -> Json:
@@ -139,7 +153,6 @@ def _operating() -> Json:
         "shows memory, queue, tenants, workers, programs and errors. A browser sends the token as a "
         "password, with any user name.",
         good=(200, _plain("The page.", "text/html")),
-        more={"security": [{"bearer": []}, {"basic": []}, {"certificate": []}]},
     )
     described = _Operation(
         name="description",
@@ -269,6 +282,7 @@ def _put_program() -> _Operation:
             "and weights do not fit their digests.",
             403: "The tenant may use no store here, so its programs have no place.",
             404: "The body has no weights, and the store has none of that digest. Send them, too.",
+            409: f"The body has no weights. {_WEIGHTS_CHANGED}",
             413: "The program exceeds the cap `program_bytes`, or the server's memory.",
             500: "Workers died of this program, or the server has a fault.",
             502: "The object store cannot be read or written.",
@@ -334,6 +348,8 @@ def _run() -> _Operation:
             403: "Samples lie outside the tenant's folders, or the code is not allowed here.",
             404: "The tenant has no such store, dataset, object or program (`not_found`, "
             "`program_not_found`).",
+            409: "A sample's object is no longer the indexed one: index the data again. Or stored weights of "
+            "the program were replaced while the server read them: repeat the request.",
             413: "The body, an image or a tensor exceeds a cap (`too_large`), or the request needs more "
             "memory than the server has for one (`does_not_fit`).",
             422: "A stored sample cannot be read (`bad_sample`), or allowed code failed (`code_failed`). As "
@@ -365,6 +381,7 @@ def _profile() -> _Operation:
             400: "A field is malformed, a program is named twice, or the programs have different stages or "
             "equal sizes of micro-batch.",
             404: "The server does not have one of the programs. Upload it with `PUT`.",
+            409: _WEIGHTS_CHANGED,
             413: "The body has more than 16384 bytes, or a program needs more memory than the server has.",
             429: "Another profile is being measured (`busy`), or the tenant's quota is used up (`quota`). "
             "Repeat after `Retry-After`.",
