@@ -13,6 +13,7 @@ from PIL import Image
 
 from tests.dataloader.toy_datasets import same
 from upriver.errors import ConfigError, ProtocolError
+from upriver.protocol import tree
 from upriver.protocol.tree import MAX_DEPTH, build, flatten, identical
 
 numbers = st.one_of(
@@ -249,3 +250,12 @@ def test_depth_is_bounded():
         node = ["l", node]
     with pytest.raises(ProtocolError, match="deep"):
         build(node, ())
+
+
+def test_the_number_of_parts_is_bounded(monkeypatch):
+    monkeypatch.setattr(tree, "MAX_NODES", 4)
+    assert build(flatten([1, 2, 3])[0], ()) == [1, 2, 3]
+    with pytest.raises(ConfigError, match="at most 4 parts"):
+        flatten([1, 2, 3, 4])
+    with pytest.raises(ProtocolError, match="at most 4 parts"):
+        build(["l", 1, 2, 3, 4], ())
