@@ -129,7 +129,7 @@ def test_an_epoch_that_is_over_is_not_begun_again() -> None:
 
 
 @pytest.mark.parametrize("over", [False, True])
-@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("before", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize(
     "kind",
@@ -480,7 +480,7 @@ class Counting(DistributedSampler[int]):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("stop", [0, 3])
-@pytest.mark.parametrize("before", [0, 1, 2])
+@pytest.mark.parametrize("before", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_sampler_whose_state_is_how_far_it_is_goes_on_too(before: int, stop: int, num_workers: int) -> None:
     """This holds a second time, too, and in the epoch after."""
 
