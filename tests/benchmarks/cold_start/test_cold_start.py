@@ -185,6 +185,14 @@ def test_a_sweep_is_of_the_knobs_that_there_are(tmp_path: Path) -> None:
     assert keys_of(SETTING, records) == [key]
 
 
+RUNS = [run for way in WAYS for run in (way, way + PLAIN)]
+
+
+def test_a_record_of_a_copy_is_of_the_same_code(tmp_path: Path) -> None:
+    copy = Versions(copied(tmp_path), PACKAGES)
+    assert [copy.of("run", run) for run in RUNS] == [VERSIONS.of("run", run) for run in RUNS]
+
+
 @pytest.mark.parametrize(
     ("file", "text", "aged"),
     [
@@ -200,9 +208,7 @@ def test_a_record_is_of_the_code_that_it_depends_on(
     file: str, text: str, aged: set[str], tmp_path: Path
 ) -> None:
     code = copied(tmp_path)
-    before = Versions(code, PACKAGES)
-    earlier = {run: before.of("run", run) for way in WAYS for run in (way, way + PLAIN)}
-    assert earlier == {run: VERSIONS.of("run", run) for run in earlier}, "a copy is the same code"
+    earlier = {run: VERSIONS.of("run", run) for run in RUNS}
     with (code / file).open("a") as module:
         module.write(f"\n{text}\n")
     after = Versions(code, PACKAGES)
