@@ -18,12 +18,11 @@ from upriver.cli.index import note_left_out
 from upriver.cli.options import check_module, fill
 from upriver.cli.serve.config_file import check_options
 from upriver.cli.stages import input_stages
-from upriver.errors import BadSample, ConfigError, StoreError, UpriverError
+from upriver.errors import ConfigError, StoreError, UpriverError
 from upriver.files import owned, remove_unfinished
 from upriver.progress import note, progress_bar
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.optim import Optimizer
 
@@ -274,6 +273,7 @@ def _model(settings: TrainFile, dataset: Dataset) -> nn.Module:
     import torch
 
     from upriver.cli.train.loop import fit_classifier
+    from upriver.finetune.calibration.example_batch import example_batch
     from upriver.program.freeze import freeze_to
     from upriver.program.models.registry import load_model
 
@@ -289,29 +289,15 @@ def _model(settings: TrainFile, dataset: Dataset) -> nn.Module:
         settings.classifier,
         num_classes,
         seed=settings.seed,
-        example=lambda: _example(dataset, settings),
+        example=lambda: example_batch(
+            dataset, range(len(dataset)), micro_batch=1, seed=0, on_bad_sample=settings.on_bad_sample
+        ),
     )
     if replaced is not None:
         note(f"{replaced} is new, for {num_classes} classes")
     check_module(model, settings.freeze_to)
     freeze_to(model, settings.freeze_to)
     return model
-
-
-def _example(dataset: Dataset, settings: TrainFile) -> torch.Tensor:
-    """Return an input of the model: zeros if the stages determine its shape, else the first sample."""
-    import torch
-
-    spec = dataset.chain.output_spec()
-    if spec is not None:
-        return torch.zeros((1, *spec[1]), dtype=spec[0], device="cpu")
-    for row in range(len(dataset) - 1):
-        try:
-            return dataset[row][0].unsqueeze(0)
-        except BadSample:
-            if settings.on_bad_sample != "skip":
-                raise
-    return dataset[-1][0].unsqueeze(0)
 
 
 def _trainer(
