@@ -6,8 +6,9 @@ stays inside the root counts as a file.
 
 Check and read are two steps, because obstore opens files by name. A user who can write to the root can swap a
 link between them. The kernel could do both in one step (``openat2`` with ``RESOLVE_BENEATH``), but neither
-Python nor obstore offers that. ``O_NOFOLLOW`` would check only the last part of a name. Only the operator
-grants write access to a store's folder.
+Python nor obstore offers that. ``O_NOFOLLOW`` would check only the last part of a name. The root is resolved
+once, and opened by name at each access: a folder above it that a link replaces is followed. Only the operator
+grants write access to a store's folder and to those above.
 """
 
 from __future__ import annotations
