@@ -154,12 +154,12 @@ def tasks(setting: Setting, number: int, *, sweeps: bool = True) -> list[Task]:
     Args:
         setting: With the ways that can be run.
         number: Number of the turn.
-        sweeps: Whether knobs are swept at all.
+        sweeps: Whether knobs are swept at all, and memory is compared with that of imports.
     """
     if number >= setting.repeats:
         return []
     found = [(sweep_key(setting, way), "sweep", way) for way in setting.ways] if sweeps else []
-    if has_memory(setting) and number < BASELINES:
+    if sweeps and has_memory(setting) and number < BASELINES:
         found += [(baseline_key(setting, number, way), "baseline", way) for way in setting.ways]
     for run in setting.turn(number):
         way = ("sequential" if "sequential" in setting.ways else OURS) if run == PARTS else run

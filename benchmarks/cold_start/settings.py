@@ -226,7 +226,7 @@ def swept(setting: Setting) -> Setting:
     return replace(setting, model=model, batch=1, gbit=gbit, cores=1)
 
 
-QUICK: tuple[Setting, ...] = (Setting(model="squeezenet", repeats=1, ways=(OURS, "sequential"), plain=()),)
+QUICK: tuple[Setting, ...] = (Setting(model="squeezenet", repeats=1, ways=(OURS,), plain=()),)
 QUICK_KNOB = 4
 
 

@@ -56,7 +56,17 @@ QUICK_LENGTH = Length(before=2, after=11, jitter_s=1.5)
 
 
 class LinkRig(Rig):
-    """The two hosts, with a training process that runs step by step."""
+    """The two hosts, with a training process that runs step by step.
+
+    Args:
+        setting: The setting to measure.
+        folder: An empty folder for the stored samples.
+        forgets: Whether each job measures as if no job had run before.
+    """
+
+    def __init__(self, setting: Setting, folder: Path, forgets: bool) -> None:
+        super().__init__(setting, folder)
+        self._forgets = forgets
 
     def __enter__(self) -> LinkRig:
         with ExitStack() as stack:
@@ -64,8 +74,9 @@ class LinkRig(Rig):
             bed = self._bed = stack.enter_context(Testbed(None))
             server = bed.run_server({"default": self._folder.as_uri()}, "--threads", 1)
             objects = bed.run_objects(self._folder)
-            spec = {"setting": asdict(self.setting), "url": server.url, "uri": objects.uri}
-            self._child = self._begun("link_change.job", spec | {"options": objects.options}, stack)
+            spec: dict[str, Any] = {"setting": asdict(self.setting), "url": server.url, "uri": objects.uri}
+            spec |= {"options": objects.options, "forgets": self._forgets}
+            self._child = self._begun("link_change.job", spec, stack)
             self._ask({"do": "publish"}, START_LIMIT_S)
             for mbit in (AFTER_MBIT, self.setting.mbit or 0.0):
                 self.set_mbit(mbit)
@@ -136,10 +147,11 @@ def changed(rig: LinkRig, mbit: float, length: Length) -> Change:
     return Change(steps=steps, at=length.before, judged=rig.judge(run.plans, AFTER_MBIT))
 
 
-def jittered(rig: LinkRig, mbit: float, length: Length) -> Jitter:
-    """Run with jitter after the plan has settled, and equally long without."""
+def jittered(rig: LinkRig, mbit: float, length: Length, anew: bool) -> Jitter:
+    """Run with jitter after the plan has settled, and equally long without, in a new job or the last one."""
     rig.set_mbit(mbit)
-    rig.begin()
+    if anew:
+        rig.begin()
     settling = rig.steps(count=length.before)
     steady = rig.steps(seconds=length.jitter_s)
     with rig.jitter(mbit):
@@ -157,11 +169,14 @@ def main() -> None:
     output = Output.of(options, "link_change", whole=setting.network == SETTING.network)
     mbit = setting.mbit or 0.0
     try:
-        with tempfile.TemporaryDirectory() as folder, LinkRig(setting, Path(folder)) as rig:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            LinkRig(setting, Path(folder), not options.quick) as rig,
+        ):
             reference = undisturbed(rig, mbit, length)
             change = changed(rig, mbit, length)
             rates = (AFTER_MBIT,) if options.quick else (mbit, AFTER_MBIT)
-            jitters = [jittered(rig, around, length) for around in rates]
+            jitters = [jittered(rig, around, length, not options.quick) for around in rates]
     except (TestbedError, Failed) as error:
         sys.exit(f"error: {error}")
     text = report(setting, AFTER_MBIT, change, reference, jitters)

@@ -31,6 +31,7 @@ class Follower(Trainer):
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         super().__init__(spec)
+        self._forgets: bool = spec["forgets"]
         self._job: Any = None
         self._running: Iterator[dict[str, Any]] = iter(())
 
@@ -50,7 +51,7 @@ class Follower(Trainer):
         """Start a new job from the first weights, planned over the current link."""
         if self._job is not None:
             self._job.close()
-        _forget_profiles()
+        self._forget_profiles()
         self._job = self.near.finetune(
             self.model,
             self.data,
@@ -102,7 +103,7 @@ class Follower(Trainer):
         link = replace(cluster.link, bandwidth_bytes_per_s=bandwidth)
         live = CostModel(profile, replace(cluster, link=link), self._job._replanner.switcher.workload)
         found = {"live": self._judged(live, plans)}
-        _forget_profiles()
+        self._forget_profiles()
         with self.near.finetune(
             self.model,
             self.data,
@@ -114,6 +115,11 @@ class Follower(Trainer):
             assert isinstance(table, CutTable), "a job that found a server has a table"
             found["new"] = self._judged(table.model, plans)
         return found
+
+    def _forget_profiles(self) -> None:
+        """Make the next job measure as if no job had run before."""
+        if self._forgets:
+            shutil.rmtree(cache_folder() / "profiles", ignore_errors=True)
 
     def _judged(self, model: CostModel, plans: Sequence[Mapping[int, float]]) -> dict[str, Any]:
         fresh = POLICIES[POLICY](model.profile, model.cluster, model.workload)
@@ -129,11 +135,6 @@ class Follower(Trainer):
             "fresh_s": model.evaluate(fresh.routes).epoch_s,
             "plans_s": [model.evaluate(routes(shares)).epoch_s for shares in plans],
         }
-
-
-def _forget_profiles() -> None:
-    """Make the next job measure as if no job had run before."""
-    shutil.rmtree(cache_folder() / "profiles", ignore_errors=True)
 
 
 def told(plan: Plan) -> dict[str, float]:

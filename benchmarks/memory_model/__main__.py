@@ -130,11 +130,11 @@ def child(name: str, way: str, batch: int, *, allocator: bool = True, size: int)
     return found
 
 
-def kept(names: Sequence[str], ways: Sequence[str], repeats: int) -> list[tuple[str, ...]]:
+def kept(names: Sequence[str], repeats: int) -> list[tuple[str, ...]]:
     """Return the memory of processes besides tensors, and its reservation, where tensors are small."""
     lines: list[tuple[str, ...]] = []
     for name in names:
-        for way in ways:
+        for way in WAYS:
             runs = [child(name, way, 2, size=SMALL) for _ in range(repeats)]
             beside = Spread.of((run["process"] - run["low"]) / 1e6 for run in runs)
             run = runs[0]
@@ -251,7 +251,7 @@ def main() -> None:
                 usual = child(name, way, batch, allocator=False, size=size) if batch == max(BATCHES) else None
                 rows.append({"network": name, "way": way, "batch": batch, "runs": runs, "usual": usual})
                 print(name, way, batch, runs, usual, file=sys.stderr, flush=True)
-    output.write(report(rows, kept(names, WAYS[:1] if arguments.quick else WAYS, repeats)))
+    output.write(report(rows, kept([] if arguments.quick else names, repeats)))
 
 
 if __name__ == "__main__":

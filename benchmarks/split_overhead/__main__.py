@@ -157,17 +157,18 @@ def _peak() -> float:
     return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def _peak_of_child(name: str, way: str, samples: int, _repeat: int) -> Any:
-    return child("--peak", name, way, str(samples))
-
-
-def child(*arguments: str) -> Any:
-    """Run the same script in a process of its own, and return its output."""
-    argv = [*map(str, module_command("split_overhead", *arguments))]
+def child(do: str, *arguments: object) -> Any:
+    """Execute one of `ACTIONS` in a process of its own, and return its result."""
+    argv = [*map(str, module_command("split_overhead", "--one", json.dumps([do, *arguments])))]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=os.environ | paths())
     if done.returncode:
         raise SystemExit(done.stderr)
     return json.loads(done.stdout)
+
+
+def here(do: str, *arguments: object) -> Any:
+    """Execute one of `ACTIONS` in this process, which has imported everything after the first one."""
+    return ACTIONS[do](*arguments)
 
 
 class Step:
@@ -283,12 +284,19 @@ def steps_of(name: str, repeats: int) -> dict[str, Any]:
     return Step(name).measure(repeats)
 
 
-def steps_part(names: Iterable[str], repeats: int) -> str:
+def _peak_by(run: Callable[..., Any], name: str, way: str, samples: int, _repeat: int) -> Any:
+    return run("peak", name, way, samples)
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {"row": measure, "peak": peak_of, "step": steps_of}
+
+
+def steps_part(names: Iterable[str], repeats: int, run: Callable[..., Any]) -> str:
     """Return the part of the page about steps of these networks."""
     rows = []
     for name in names:
         print(f"a step of {name} ...", file=sys.stderr, flush=True)
-        row = child("--step", name, str(repeats))
+        row = run("step", name, repeats)
         numbers = (f"{row[key]:.2f}" for key in ("hand", "step", "over", "look"))
         rows.append((name, row["frozen"], *numbers))
     header = (
@@ -403,30 +411,20 @@ def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--only", nargs="*", default=list(NETWORKS), help="networks")
     parser.add_argument("--steps", action="store_true", help="only what a step takes")
-    parser.add_argument("--step", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.row:
-        name, repeats, samples = options.row
-        print(json.dumps(measure(name, int(repeats), int(samples))))
-        return
-    if options.step:
-        name, repeats = options.step
-        print(json.dumps(steps_of(name, int(repeats))))
-        return
-    if options.peak:
-        name, way, samples = options.peak
-        print(json.dumps(peak_of(name, way, int(samples))))
+    if options.one:
+        print(json.dumps(here(*options.one)))
         return
     whole = options.steps or set(NETWORKS) <= set(options.only)
     output = Output.of(options, "split_overhead", whole=whole)
+    run = here if options.quick else child
     stepping = (list(STEPS)[:1], QUICK_STEP_REPEATS) if options.quick else (list(STEPS), STEP_REPEATS)
     if options.steps:
         page = output.path(".md")
         text = page.read_text(encoding="utf-8") if page.exists() else ""
         kept = re.split(f"^{re.escape(STEPS_TITLE)}", text, flags=re.MULTILINE)[0].rstrip()
-        output.write(f"{kept}\n\n{steps_part(*stepping)}".lstrip())
+        output.write(f"{kept}\n\n{steps_part(*stepping, run)}".lstrip())
         return
     names, repeats, peaks, samples = options.only, REPEATS, PEAKS, BATCH
     if options.quick:
@@ -434,10 +432,11 @@ def main() -> None:
     rows = []
     for name in names:
         print(f"{name} ...", file=sys.stderr, flush=True)
-        row = child("--row", name, str(repeats), str(samples))
-        row["peak"] = interleave({way: partial(_peak_of_child, name, way, samples) for way in WAYS}, peaks)
+        row = run("row", name, repeats, samples)
+        row["peak"] = interleave({way: partial(_peak_by, run, name, way, samples) for way in WAYS}, peaks)
         rows.append(row)
-    output.write(f"{report(rows)}\n{steps_part(*stepping)}")
+    steps = "" if options.quick else f"\n{steps_part(*stepping, run)}"  # those of --quick are apart
+    output.write(report(rows) + steps)
     unequal = [row["network"] for row in rows if row["losses"]["whole"] != row["losses"]["split"]]
     exit_on_faults([f"{network}: losses differ, whole and cut" for network in unequal])
 

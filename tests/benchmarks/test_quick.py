@@ -48,6 +48,7 @@ def test_every_claim_has_a_quick_form_that_is_run() -> None:
 CASES = (
     *(pytest.param(claim, (), id=claim) for claim in SOON),
     *(pytest.param(claim, (), id=claim, marks=pytest.mark.full) for claim in LATER),
+    pytest.param("split_overhead", ("--steps",), id="split_overhead-steps", marks=pytest.mark.full),
     *(
         pytest.param("server", ("--only", each.name), id=f"server-{each.name}", marks=pytest.mark.full)
         for each in SERVER_CLAIMS

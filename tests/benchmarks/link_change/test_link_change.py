@@ -144,7 +144,7 @@ def test_the_link_is_checked_at_each_rate_before_it_is_used(
     monkeypatch.setattr(link_change, "Testbed", lambda rate: Bed(done))
     monkeypatch.setattr(link_change.LinkRig, "_begun", lambda rig, module, spec, stack: None)
     monkeypatch.setattr(link_change.LinkRig, "_ask", lambda rig, order, limit_s: done.append(order["do"]))
-    with link_change.LinkRig(link_change.SETTING, tmp_path) as rig:
+    with link_change.LinkRig(link_change.SETTING, tmp_path, True) as rig:
         rig.begin()
     assert done == ["publish", 20.0, "check", 200.0, "check", "begin", "end"]
 
