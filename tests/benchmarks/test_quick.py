@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -67,7 +68,10 @@ def test_the_quick_form_runs_and_writes_its_report(
         except testbed.Unavailable as error:
             pytest.skip(str(error))
     command = module_command(claim, "--quick", "--out", tmp_path, *options)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False, cwd=ROOT)
+    env = {**os.environ, "UPRIVER_CACHE": str(tmp_path / "cache")}  # plain keeps its photographs there
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=840, check=False, cwd=ROOT, env=env
+    )
     assert done.returncode == 0, done.stderr
     [report] = tmp_path.glob("*_quick.md")
     assert report.read_text(encoding="utf-8").strip() in done.stdout
