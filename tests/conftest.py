@@ -18,7 +18,7 @@ from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests import forked
+from tests import forked, recording
 
 # The cache of proofs is off: each test makes its own. Processes that tests start inherit this.
 os.environ["UPRIVER_CACHE"] = os.devnull
@@ -101,6 +101,7 @@ def pytest_configure(config: pytest.Config) -> None:
     worker, above = hasattr(config, "workerinput"), bool(config.getoption("numprocesses", None))
     if config.getoption("fork") and (worker or not above):
         forked.install()
+        recording.install()
     if path := config.getoption("ledger"):
         from tests.ledger import Ledger
 

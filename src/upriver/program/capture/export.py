@@ -8,13 +8,11 @@ such as control flow that depends on data, need not be captured.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import sys
 import threading
 import traceback
-import typing
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -201,7 +199,6 @@ def export(
         state_kept(model),
         _quiet(),
         _backends_kept(),
-        _quick_tables(tensors[0].device),
         in_eval(wrapper),
         no_fast_path(),
         autocasting(tensors[0].device, autocast),
@@ -313,7 +310,6 @@ class _Thread(threading.local):
     """State of the recording thread only."""
 
     recording = False
-    known_device = False
 
 
 _THREAD = _Thread()
@@ -339,53 +335,6 @@ def _backends_kept() -> Iterator[None]:
     finally:
         _THREAD.recording = False
         tracing._ignore_backend_decomps = backends_off  # type: ignore[attr-defined]
-
-
-class _BackendKeys(list[Any]):
-    """Keys of the backends for which torch registers kernels.
-
-    The thread that records on a CPU or a CUDA device meets few of them: it registers a third of the kernels.
-    """
-
-    def __init__(self, keys: list[Any]) -> None:
-        super().__init__(keys)
-        self._met = [key for key in keys if key.name.endswith(("CPU", "CUDA", "Meta"))]
-
-    def __iter__(self) -> Iterator[Any]:
-        """Iterate over the keys of the backends that this thread may meet."""
-        return iter(self._met) if _THREAD.known_device else super().__iter__()
-
-
-@contextlib.contextmanager
-def _quick_tables(device: torch.device) -> Iterator[None]:
-    """Fill torch's tables of decompositions in less time: they took 40 % of a small model's recording.
-
-    Torch looks all composite operators up again for each namespace. It evaluates an annotation for each of
-    10,000 registrations, and `typing` caches these. Most of the registrations are for other devices.
-    """
-    utils, program = (importlib.import_module(f"torch.{name}") for name in _TABLES)  # late, as above
-    look_up = functools.cache(utils._materialize_cpp_cia_ops)
-    everywhere = utils._materialize_cpp_cia_ops
-    changes: list[tuple[Any, str, Any]] = [
-        (utils, "_materialize_cpp_cia_ops", lambda: look_up() if _THREAD.recording else everywhere()),
-        (torch._ops, "Callable", typing.Callable),
-        *((program, name, _BackendKeys(getattr(program, name))) for name in _KEYS),
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    for change in changes:
-        setattr(*change)
-    _THREAD.known_device = device.type in ("cpu", "cuda")
-    try:
-        yield
-    finally:
-        _THREAD.known_device = False
-        for change in before:
-            setattr(*change)
-
-
-_TABLES = ("_export.utils", "export.exported_program")
-
-_KEYS = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE")
 
 
 class _Muted:
