@@ -36,7 +36,10 @@ def _lines(rows: Sequence[Row]) -> Iterator[str]:
     yield ""
     yield "<!-- Written by scripts/models.py: change that, not this page. -->"
     yield ""
+    yield _PURPOSE
+    yield ""
     yield _summary(rows)
+    yield from ("", *_MEANINGS)
     for library, title in TITLES.items():
         mine = [row for row in rows if row["name"].startswith(f"{library}:")]
         if mine:
@@ -51,8 +54,8 @@ def _summary(rows: Sequence[Row]) -> str:
     enough = [row for row in proven if row["cuts"] >= ENOUGH_CUTS]
     share = 100 * len(enough) / max(1, len(rows))
     text = (
-        f"{len(enough)} of {len(rows)} models ({share:.1f} %) offer {ENOUGH_CUTS} or more proven cuts before "
-        "the freeze point."
+        f"**Result.** {len(enough)} of {len(rows)} models ({share:.1f} %) offer {ENOUGH_CUTS} or more proven "
+        "cuts before the freeze point."
     )
     rest = {
         "offer fewer": [row for row in proven if 0 < row["cuts"] < ENOUGH_CUTS],
@@ -91,23 +94,36 @@ def _given_up(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the failed tries before the last way, for the models where the first way failed."""
     tried = [(row["name"], attempt) for row in rows for attempt in row["attempts"][:-1]]
     if tried:
-        yield from ("## Ways that were given up", "", "Before the one that the table names:", "")
+        yield from ("## Ways that failed", "", "upriver tried these before the way in the table:", "")
         yield from (f"- {_code(name)}: {attempt}" for name, attempt in tried)
         yield ""
 
 
+_PURPOSE = """\
+This page shows which published models upriver can cut, and which run unsplit and why. Look up the family of
+your model here; `upriver cuts MODEL` lists the cuts of one model."""
+
+_MEANINGS = """\
+| column | meaning |
+|---|---|
+| inputs | shapes of one micro-batch, which is the first dimension: 4, or 2 above 50 M parameters |
+| frozen through | last frozen module: as a rule the last of the first two thirds of the blocks, rounded up |
+| captured | first way of cutting that passed its proof |
+| cuts | cuts strictly before the freeze point, without the input; each one is proven |
+| tensors | tensors that cross the freeze point |
+| proof | `passed`, or why the model runs unsplit |""".splitlines()
+
 _MADE = """
 `python scripts/models.py` builds each model from its configuration at a published size, with random
-weights and nothing downloaded; none is shrunk. Where a published size is not the default of a
-configuration, `src/upriver/program/models/transformers_configs.py` says which checkpoint it is. The first two
-thirds of the blocks are frozen, rounded up, and what comes before them; `scripts/model_list.py` says what a
-block is. The model is split in training mode, as a job does it: traced, captured, and proven on random inputs
-(outputs, gradients of the tail, every cut as it would be shipped, padding, other rows changed). The
-micro-batch is the first dimension of the inputs: 4, and 2 above 50 M parameters.
+weights. It downloads nothing and shrinks no model. `src/upriver/program/models/transformers_configs.py` names
+the checkpoint of each size that is no default. All modules before the last frozen block are frozen, too.
+`scripts/model_list.py` says which modules are blocks.
 
-*Cuts* are those strictly before the freeze point, without the input; each one is proven. *Tensors* is how
-many cross the freeze point, *captured* the first way of cutting that passed its proof. wav2vec 2.0 and
-HuBERT have their masking and layer dropping switched off: both happen inside what is frozen.
+The script splits each model in training mode, as a job does it: it traces, captures and proves the model. The
+proof compares outputs, gradients of the tail, and every cut as it would be shipped. It also compares padding,
+and rows whose neighbours changed. Its inputs are random.
+
+Masking and layer dropping of wav2vec 2.0 and HuBERT are off, since both happen inside the frozen part.
 """
 
 
@@ -115,9 +131,9 @@ def _how_it_was_made() -> Iterator[str]:
     packages = ("torch", "torchvision", "timm", "transformers")
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     made_on = f"""
-        Versions: {versions}. {platform.machine()}, {os.cpu_count()} CPUs; the seconds are those of one run
-        on a machine that did other work too. The tests cut a part again and compare everything but the
-        seconds: {", ".join(map(_code, PART))}.
+        Versions: {versions}. {platform.machine()}, {os.cpu_count()} CPUs. The seconds are of one run on a
+        machine that did other work, too. The tests cut a part again, and compare everything but the seconds:
+        {", ".join(map(_code, PART))}.
     """
     yield "## How this was made"
     for text in (*_MADE.split("\n\n"), made_on):
