@@ -90,10 +90,10 @@ def document() -> Json:
         "info": {
             "title": "upriver near-data server",
             "version": upriver.__version__,
-            "description": "Runs input stages and frozen model stages close to an object store. The "
-            "header `Upriver-Process` of a response names the server's process; only refusals of a connection "
-            "or of a request's head lack it. Every response to a known client has `X-Request-Id`, which the server's log "
-            "repeats. docs/protocol.md has the whole protocol; this document has its HTTP.",
+            "description": "Runs input stages and frozen model stages close to an object store. The header "
+            "`Upriver-Process` of a response names the server's process; only refusals of a connection or of "
+            "a request's head lack it. Every response to a known client has `X-Request-Id`, which the "
+            "server's log repeats. docs/protocol.md has the whole protocol; this document has its HTTP.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "security": [{"bearer": []}, {"certificate": []}],
