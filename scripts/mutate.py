@@ -6,8 +6,8 @@ module runs first, and the others of its room only if it passes. `EQUIVALENT` li
 behaviour.
 
 With ``--report FILE`` every outcome is written at once. The same command then judges what the file lacks, and
-again what survived, so that a new test shows its effect. With ``--full`` the tests that take
-long run, too.
+again what survived, so that a new test shows its effect. With ``--full`` the tests that take long run, too:
+a change that only these notice counts as noticed with ``--full`` alone.
 """
 
 from __future__ import annotations
@@ -212,12 +212,18 @@ class Mutant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What the tests made of a change: ``killed``, ``timeout``, ``survived`` or ``equivalent``."""
+    """What the tests made of a change: ``killed``, ``timeout``, ``survived`` or ``equivalent``.
+
+    Attributes:
+        by: The first failure, or why no test can notice.
+        full: Whether the tests that take long ran, too.
+    """
 
     mutant: Mutant
     result: str
     seconds: float
     by: str = ""
+    full: bool = False
 
 
 # ------------------------------------------------------------------------------------------------ changes
@@ -386,7 +392,7 @@ class Copies:
     """
 
     def __init__(self, folder: Path, count: int, *, full: bool = False) -> None:
-        self._pytest_options = PYTEST if full else PYTEST + QUICK
+        self.full = full
         self._free: SimpleQueue[Path] = SimpleQueue()
         self._seconds = itertools.count()
         self._running: set[subprocess.Popen[bytes]] = set()
@@ -448,7 +454,13 @@ class Copies:
         # A file, as a server that outlives its test would keep a pipe open.
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
             process = subprocess.Popen(
-                [sys.executable, *self._pytest_options, *(f"tests/{path}" for path in tests), *more],
+                [
+                    sys.executable,
+                    *PYTEST,
+                    *([] if self.full else QUICK),
+                    *(f"tests/{path}" for path in tests),
+                    *more,
+                ],
                 cwd=copy,
                 env=environment,
                 stdout=output,
@@ -489,7 +501,8 @@ def judge(copies: Copies, mutant: Mutant, limit_s: float) -> Outcome:
     began = time.perf_counter()
     code, by = copies.run(mutant.room, mutant, limit_s)
     result = {0: "survived", -1: "timeout"}.get(code, "killed")
-    return Outcome(mutant=mutant, result=result, seconds=time.perf_counter() - began, by=by if code else "")
+    seconds = time.perf_counter() - began
+    return Outcome(mutant=mutant, result=result, seconds=seconds, by=by if code else "", full=copies.full)
 
 
 def told(outcome: Outcome) -> str:
@@ -538,7 +551,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mutant in drawn:
             print(told(Outcome(mutant=mutant, result=mutant.room, seconds=0.0)))
         return 0
-    reported = judged(options.report) if options.report else []
+    reported = (
+        [one for one in judged(options.report) if options.full or not one.full] if options.report else []
+    )
     killed = {one.mutant: one for one in reported if one.result in ("killed", "timeout")}
     outcomes = [killed[one] for one in drawn if one in killed]
     left = [one for one in drawn if one not in killed]

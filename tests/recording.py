@@ -15,7 +15,7 @@ OPERATOR_KEYS = ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_O
 
 
 def install() -> None:
-    """Look each operator up once, and register kernels for the backends of this machine alone."""
+    """Look each operator up once, and register kernels for CPU, CUDA and Meta alone."""
     utils: Any = importlib.import_module("torch._export.utils")
     programs: Any = importlib.import_module("torch.export.exported_program")
     torch: Any = importlib.import_module("torch")

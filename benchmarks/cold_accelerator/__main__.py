@@ -187,6 +187,7 @@ def main() -> None:
         vars(chosen).update(device="cpu", models="squeezenet", ways=f"{OURS},sequential", repeats=1)
     ways = chosen.ways.split(",")
     whole = chosen.device == "cuda" and set(CHOSEN) <= set(chosen.models.split(","))
+    whole = whole and set(can_run()) <= set(ways)
     output = Output.of(chosen, "cold_accelerator", whole=whole or chosen.report)
     runs = output.path(".json")
     if chosen.report:
@@ -198,7 +199,7 @@ def main() -> None:
         runs.write_text(json.dumps(asdict(found)) + "\n", encoding="utf-8")
     output.write(text(found, ways))
     wrong = dict.fromkeys((each["model"], each["run"]) for each in found.runs if not each["equal"])
-    exit_on_faults([f"{model}, {run}: answers with other bits" for model, run in wrong])
+    exit_on_faults([*found.failed, *(f"{model}, {run}: answers with other bits" for model, run in wrong)])
 
 
 if __name__ == "__main__":

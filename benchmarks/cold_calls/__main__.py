@@ -314,7 +314,8 @@ def main() -> None:
     found = kept(runs)
     output.write(text(found))
     wrong = [name for name, each in found.items() if each.counts and not each.equal]
-    exit_on_faults([f"{name}: answers with other bits" for name in wrong])
+    failed = [f"{name}: {each.failed}" for name, each in found.items() if each.failed]
+    exit_on_faults([*failed, *(f"{name}: answers with other bits" for name in wrong)])
 
 
 def uncounted(model: str) -> bool:

@@ -80,11 +80,10 @@ def test_what_is_drawn_belongs_to_the_sample(dataset: Any) -> None:
         return epochs(DataLoader(dataset, batch_size=4, seed=5, shuffle=True, **arguments))
 
     inline = made()
-    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
     for arguments in (
         {"num_workers": 1},
         {"num_workers": 2},
-        *([spawned] if isinstance(dataset, Divided) else []),  # each imports PyTorch
+        {"num_workers": 1, "multiprocessing_context": "spawn"},  # each imports PyTorch
         {"num_workers": 2, "prefetch_factor": 7},
     ):
         assert same(made(**arguments), inline), arguments

@@ -90,9 +90,11 @@ def open_page(
     yield open_
     for page in opened:
         page.close()
-    for name in set(sys.modules) - before:  # modules that a page wrote: the next one has its own
-        if place_of(sys.modules[name]).startswith(str(tmp_path)):
-            del sys.modules[name]
+    written = str(tmp_path)
+    for name in [
+        name for name in set(sys.modules) - before if place_of(sys.modules[name]).startswith(written)
+    ]:  # modules that a page wrote: the next one has its own
+        del sys.modules[name]
 
 
 @pytest.mark.slow

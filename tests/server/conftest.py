@@ -84,7 +84,7 @@ def make_program(seed, micro_batch=MICRO_BATCH):
     )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -62,8 +62,19 @@ def test_damaged_samples_fail_or_are_passed_over(tmp_path: Path, micro_batch: in
 
 
 def test_without_any_sample_that_can_be_read_it_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none of 3 samples could be read"):
+    with pytest.raises(ConfigError, match="none of the first 3 samples could be read"):
         example(tensors(tmp_path, None, None, None), 2, "skip")
+
+
+def test_a_store_of_unreadable_samples_is_not_read_whole(tmp_path: Path) -> None:
+    dataset = tensors(tmp_path, *([None] * 20))
+    with pytest.raises(ConfigError, match="none of the first 16 samples could be read"):
+        example(dataset, 2, "skip")
+
+
+def test_another_error_than_that_of_unreadable_samples_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="sample ids lie in"):
+        example_batch(tensors(tmp_path, *WORDS), [9], micro_batch=1, seed=0, on_bad_sample="fail")
 
 
 def test_stages_that_determine_the_shape_need_no_store(tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from upriver.errors import ConfigError
 from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
 
+MOST_TRIED = 8
+"""Micro-batches that are read before their samples count as unreadable: a store may hold millions."""
+
 
 def example_of(model: nn.Module, dataset: Dataset, options: JobOptions) -> torch.Tensor:
     """Return a micro-batch of a job, on the model's device."""
@@ -36,7 +39,7 @@ def example_batch(
 
     Raises:
         BadSample: If a sample is read, cannot pass a stage, and ``on_bad_sample`` is ``fail``.
-        ConfigError: If none of the rows can be read.
+        ConfigError: If none of the first rows can be read.
     """
     spec = dataset.chain.output_spec()
     if spec is None:
@@ -54,22 +57,20 @@ def _real_example(
     dataset: Dataset, rows: Sequence[int], micro_batch: int, seed: int, on_bad_sample: OnBadSample
 ) -> torch.Tensor:
     """Return the first micro-batch of which any sample can be read, repeated if it has fewer samples."""
-    for first in range(0, len(rows), micro_batch):
-        ids = list(rows[first : first + micro_batch])
+    tried = rows[: MOST_TRIED * micro_batch]
+    for first in range(0, len(tried), micro_batch):
+        ids = list(tried[first : first + micro_batch])
         engine = Engine(chain=dataset.chain, program=None, micro_batch=len(ids))
+        data, names = read_samples(dataset, ids), [ref.object for ref in dataset.locate(ids)]
         try:
             batch = engine.begin(
-                read_samples(dataset, ids),
-                ids,
-                object_names=[ref.object for ref in dataset.locate(ids)],
-                stop=0,
-                seed=seed,
-                epoch=0,
-                on_bad_sample=on_bad_sample,
+                data, ids, object_names=names, stop=0, seed=seed, epoch=0, on_bad_sample=on_bad_sample
             )
-        except ConfigError:  # none of these can be read
-            continue
+        except ConfigError:
+            if on_bad_sample == "fail":
+                raise
+            continue  # none of these can be read
         return torch.cat([batch.tensors[0]] * -(-micro_batch // len(ids)))[:micro_batch]
     raise ConfigError(
-        f"none of {len(rows)} samples could be read, and nothing else says what shape they have"
+        f"none of the first {len(tried)} samples could be read, and nothing else says what shape they have"
     )
