@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _BIT_UNITS = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
@@ -73,6 +73,13 @@ def printable(text: str, at_most: int) -> str:
 def said(text: str, at_most: int = 500) -> str:
     """Return another machine's text as one line for a message. 500 characters are some five lines."""
     return printable(" ".join(text[: 4 * at_most].split()), at_most)
+
+
+def near_names(name: str, known: Iterable[str], *, at_most: int = 3) -> list[str]:
+    """Return the known names that are most like a mistyped one, the nearest first."""
+    import difflib  # only errors need it
+
+    return difflib.get_close_matches(name, list(known), n=at_most)
 
 
 def error_text(error: BaseException, at_most: int = 500) -> str:

@@ -236,7 +236,7 @@ TENANT = f'[tenants.alice]\ntoken_hashes = ["{DIGEST}"]\n'
 S3 = '[stores.a]\nuri = "s3://bucket"\n'
 
 WRONG = {
-    "an unknown key": ("prot = 1\n" + STORES, ["prot", "port"]),
+    "an unknown key": ("prot = 1\n" + STORES, ["prot", "near are port", "the keys are stores"]),
     "a wrong type": ('port = "7000"\n' + STORES, ["port", "str"]),
     "a table that is none": ("stores = 5\n", ["stores"]),
     "no store": ("port = 0\n", ["--store"]),

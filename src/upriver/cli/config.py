@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from upriver.errors import ConfigError
+from upriver.text import near_names
 
 Config = TypeVar("Config", bound=msgspec.Struct)
 
@@ -47,5 +49,8 @@ def parse(values: object, schema: type[Config], *, where: str) -> Config:
     try:
         return msgspec.convert(values, schema)
     except msgspec.ValidationError as error:
-        keys = ", ".join(schema.__struct_encode_fields__)
-        raise ConfigError(f"{where}: {error}; the keys are {keys}") from error
+        keys = schema.__struct_encode_fields__
+        given = values if isinstance(values, Mapping) else {}
+        near = [name for key in given if key not in keys for name in near_names(key, keys)]
+        hint = f"near are {', '.join(dict.fromkeys(near))}; " if near else ""
+        raise ConfigError(f"{where}: {error}; {hint}the keys are {', '.join(keys)}") from error

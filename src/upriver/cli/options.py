@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from upriver.errors import ConfigError
-from upriver.text import parse_rate
+from upriver.text import near_names, parse_rate
 
 if TYPE_CHECKING:
     from torch import nn
@@ -159,9 +159,7 @@ def check_module(model: nn.Module, name: str | None) -> None:
     Raises:
         ConfigError: If it is not; the message offers similar names.
     """
-    import difflib
-
     names = [known for known, _ in model.named_modules() if known]
     if name is not None and name not in names:
-        near = difflib.get_close_matches(name, names, n=3) or names[:6]
+        near = near_names(name, names) or names[:6]
         raise ConfigError(f"the model has no module {name!r}; near are {', '.join(near)}")

@@ -7,7 +7,6 @@ are published ones (see :mod:`upriver.program.models.transformers_configs`).
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import os
@@ -23,6 +22,7 @@ from upriver.extras import why_missing
 from upriver.program.capture.input_spec import InputSpec, ModelInputs
 from upriver.program.example_inputs import Example
 from upriver.program.models.transformers_configs import build, inputs_of
+from upriver.text import near_names
 
 __all__ = ["IMAGE_SHAPE", "InputSpec", "ModelInputs", "load_model"]
 
@@ -197,6 +197,6 @@ def _require(package: str, extra: str) -> None:
 
 
 def _unknown(source: str, name: str, known: Iterable[str]) -> ModelError:
-    near = difflib.get_close_matches(name, list(known), n=3)
+    near = near_names(name, known)
     hint = f"; near are {', '.join(near)}" if near else ""
     return ModelError(f"{source} has no model {name!r}{hint}")
