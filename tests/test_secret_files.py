@@ -13,9 +13,11 @@ from tests.server.certificates import Authority, needs_openssl
 from upriver.cli.serve import config_file
 from upriver.cli.serve.options import read_token
 from upriver.cluster.replica_config import portable
+from upriver.dataloader.options import RemoteWorkers
 from upriver.errors import ConfigError
+from upriver.finetune.session import connect
 from upriver.rpc.tls import client_context
-from upriver.secret_files import open_to_others, read_secret
+from upriver.secret_files import open_to_others, read_secret, token_fault
 from upriver.server import ServerConfig
 from upriver.server.http.tls import server_context
 
@@ -96,6 +98,26 @@ def test_of_a_link_the_file_counts_that_it_leads_to(tmp_path: Path) -> None:
             continue
         with pytest.raises(ConfigError, match=f"mode {mode:o}"):
             read_secret(tmp_path / "token", "the token file")
+
+
+def test_token_fault_names_a_line_break_at_the_end() -> None:
+    assert not token_fault("sesame")
+    for text in ("sesame\n", "sesame\r\n"):
+        assert "ends with a line break" in token_fault(text)
+    for text in ("", "\n", "open sesame", "open sesame\n", "\nsesame", "sésame"):
+        fault = token_fault(text)
+        assert fault.startswith("a token must be") and "line break" not in fault
+
+
+def test_a_token_is_refused_at_each_border_with_the_line_break_named() -> None:
+    for give in (
+        lambda token: RemoteWorkers(["http://127.0.0.1:9"], token=token),
+        lambda token: connect("http://127.0.0.1:9", token=token),
+        lambda token: ServerConfig(stores={"default": "memory://"}, token=token),
+    ):
+        with pytest.raises(ConfigError, match="line break") as caught:
+            give("sesame\n")
+        assert "sesame" not in str(caught.value)
 
 
 def test_a_secret_may_come_through_a_pipe() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from upriver.errors import ConfigError
 
+_TOKEN = re.compile(r"[!-~]+")
+
 
 def read_secret(path: Path, what: str) -> bytes:
     """Read a file that only its owner may read. If root owns it, its group may read it, too.
@@ -51,9 +53,22 @@ def read_token_file(path: Path) -> str:
         raise ConfigError(f"the token file {path} is not text") from None
     if not token:
         raise ConfigError(f"the token file {path} is empty")
-    if not re.fullmatch(r"[!-~]+", token):
-        raise ConfigError(f"a token has visible ASCII characters and no spaces; the one in {path} has others")
+    fault = token_fault(token)
+    if fault:
+        raise ConfigError(f"the token file {path}: {fault}")
     return token
+
+
+def token_fault(token: str) -> str:
+    """Return why a text is no token, without repeating it; empty if it is one."""
+    if _TOKEN.fullmatch(token):
+        return ""
+    rule = "a token must be one or more visible ASCII characters without spaces"
+    if _TOKEN.fullmatch(token.rstrip("\r\n")):
+        return (
+            f"{rule}; this one ends with a line break, as text read from a file does: remove it with .strip()"
+        )
+    return rule
 
 
 def open_to_others(mode: int, *, owner: int, user: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ from upriver.pipeline import Dataset
 from upriver.pipeline.subset import rows_of, whole_of
 from upriver.rpc.discovery import DirectoryClient, is_directory
 from upriver.rpc.http import Address
+from upriver.secret_files import token_fault
 from upriver.text import printable
 from upriver.types import require_finite, require_type
 
@@ -139,8 +139,13 @@ def encrypts(url: str) -> bool:
 
 def token(value: str | None) -> str | None:
     """Return a token that is valid in a header; the error does not repeat the token."""
-    if value is not None and not (isinstance(value, str) and re.fullmatch(r"[!-~]+", value)):
-        raise ConfigError("token must be a text of visible ASCII characters without spaces")
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise ConfigError(f"token must be a text, got a {type(value).__name__}")
+    fault = token_fault(value)
+    if fault:
+        raise ConfigError(fault)
     return value
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, get_args, runtime_checkable
@@ -14,6 +13,7 @@ from upriver.coldstart.fetch.stream_limits import StreamLimits
 from upriver.control.memory_budget import BASE, INDEXES
 from upriver.errors import ConfigError
 from upriver.protocol import DEFAULT_CAPS, Caps, valid_store_name
+from upriver.secret_files import token_fault
 from upriver.server.code_allowlist import require_allow
 from upriver.server.observability.load import FREE_BELOW, WINDOW_S
 from upriver.server.tenants import ANYONE, Tenant, Tenants, hash_token, require_count
@@ -362,8 +362,9 @@ class ServerConfig:
         return not any(other.stores is None or other.stores for other in self.tenants if other is not tenant)
 
     def _check_host(self) -> None:
-        if self.token is not None and not re.fullmatch(r"[!-~]+", self.token):
-            raise ConfigError("a token has one or more visible ASCII characters, and no spaces")
+        fault = "" if self.token is None else token_fault(self.token)
+        if fault:
+            raise ConfigError(fault)
         guarded = self.token is not None or self.tenants or self.tls_client_ca is not None
         if not guarded and not is_loopback(self.host):
             raise ConfigError(
