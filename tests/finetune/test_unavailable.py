@@ -26,7 +26,7 @@ from tests.program.nets import frozen_small
 from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import wait_for
 from upriver.control.route_dealing import deal
-from upriver.errors import Overloaded, StoreError
+from upriver.errors import NotAuthorized, Overloaded, StoreError
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.planning.plan_builder import with_notes
 from upriver.finetune.prefetch.fetch_threads import STORE_BACKOFF
@@ -110,6 +110,27 @@ def test_a_server_that_is_not_used_is_named_once(data: Dataset, caplog: pytest.L
         assert job.plan.why.count(url) == 1
     [said] = [record.getMessage() for record in caplog.records if "not used" in record.getMessage()]
     assert said.startswith(f"a server is not used for now: {url}: ") and said.count(url) == 1
+
+
+def test_a_refused_token_is_named_by_log_and_plan_as_lasting(
+    data: Dataset, plain: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(exchange: Exchange) -> None:
+        body = error_body(NotAuthorized("the token is not valid here"))
+        exchange.plain(401, json.dumps(body).encode())
+
+    model = frozen_small()
+    with (
+        scripted(refuse) as url,
+        upriver.connect(url, token="old") as near,
+        near.finetune(model, data, batch_size=BATCH, micro_batch=MICRO, seed=7) as job,
+    ):
+        losses = train(job, model, optimizer_of(model), epochs=2)
+        lasting = "the token is not valid here; the token was refused, which does not mend by itself"
+        assert f"{url}: {lasting}" in job.plan.why and "for now" not in job.plan.why
+    said = [record.getMessage() for record in caplog.records if "not used" in record.getMessage()]
+    assert said == [f"a server is not used: {url}: {lasting}"]
+    assert same((losses, model), plain)
 
 
 @pytest.mark.full

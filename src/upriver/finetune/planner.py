@@ -259,7 +259,8 @@ class Planner:
         for note in batched_capture.notes(gate.larger, gate.left_out):
             plan = self._noted(plan, note)
         if measuring.not_used:
-            plan = self._noted(plan, f"not used for now: {'; '.join(measuring.not_used)}")
+            when = " for now" if measuring.may_return else ""
+            plan = self._noted(plan, f"not used{when}: {'; '.join(measuring.not_used)}")
         return self._with_tolerance(plan, gate), pool
 
     def _measure(self, measuring: Calibration, shares: Mapping[int, float] | None) -> Measurement | None:

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from upriver import tracing
-from upriver.errors import ProgramNotFound, ProtocolError, ServerUnavailable, UpriverError
+from upriver.errors import NotAuthorized, ProgramNotFound, ProtocolError, ServerUnavailable, UpriverError
 from upriver.protocol import (
     DEFAULT_CAPS,
     PROCESS_HEADER,
@@ -479,7 +479,11 @@ class ServerClient:
 
     def _expect_ok(self, response: http.client.HTTPResponse, process: str | None = None) -> None:
         if not 200 <= response.status < 300:
-            raise error_of(response, self.url)
+            error = error_of(response, self.url)
+            if isinstance(error, NotAuthorized):
+                cause = "the token was refused" if self._headers else "no token was given"
+                raise NotAuthorized(f"{error}; {cause}, which does not mend by itself")
+            raise error
         if process is not None and _process_of(response) != process:
             raise ServerUnavailable(f"{self.url}: another process answers there than the one that was let in")
 

@@ -17,7 +17,7 @@ from statistics import mean, median
 from torch import nn
 
 from upriver.engine.engine import Engine
-from upriver.errors import BadSample, DatasetError, Overloaded, UpriverError
+from upriver.errors import BadSample, DatasetError, NotAuthorized, Overloaded, UpriverError
 from upriver.finetune.calibration.batched_capture import LargerCaptures, captured
 from upriver.finetune.calibration.local_canary import LocalCanary
 from upriver.finetune.calibration.second_size import SecondSize
@@ -138,7 +138,8 @@ class Calibration:
         allowed: By how much features may differ; None asks for equal bits.
 
     Attributes:
-        not_used: Why other servers are not used for now.
+        not_used: Why other servers are not used.
+        may_return: Whether one of them may be used later although nobody changes anything.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class Calibration:
         self._kept: dict[str, CachedProfile] = {}
         self._clock = Stopwatch()
         self.not_used: list[str] = []
+        self.may_return = False
         question = JobRequirements(
             dataset=dataset, program=program, seed=options.seed, on_bad_sample=options.sampling.on_bad_sample
         )
@@ -300,7 +302,9 @@ class Calibration:
         """Note that a server cannot be used now."""
         reason = str(error)
         self.not_used.append(reason if server.url in reason else f"{server.url}: {reason}")
-        log.warning("a server is not used for now: %s", self.not_used[-1])
+        for_good = isinstance(error, NotAuthorized)
+        self.may_return = self.may_return or not for_good
+        log.warning("a server is not used%s: %s", "" if for_good else " for now", self.not_used[-1])
 
     def _link(self, passed: list[_Passed]) -> Link | None:
         """Measure the link to the first server; remove servers that fail the probe."""
