@@ -15,7 +15,7 @@ import pytest
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import Stretch
-from upriver.dataloader.remote.dispatcher import Canary, WorkerDispatcher
+from upriver.dataloader.remote.dispatcher import Canary, WorkerDispatcher, _tell
 from upriver.dataloader.remote.worker_choice import (
     HANGS,
     LATE_S,
@@ -34,6 +34,7 @@ from upriver.errors import (
     ConfigError,
     DoesNotFit,
     Forbidden,
+    NotAuthorized,
     ObjectNotFound,
     Overloaded,
     ServerUnavailable,
@@ -686,3 +687,19 @@ def test_two_loaders_that_ask_for_more_than_there_are_places_keep_it_busy(bed: B
     assert bed.made["back"] < 100, "where there was no place at all"
     assert bed.now < 1.2 * bed.made[server.url] * 0.5 / min(most, server.processes)
     assert min(made.values()) > 300
+
+
+def test_tell_warns_once_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
+    worker = LoaderWorker("http://w", None)  # type: ignore[arg-type]
+    for error in (
+        ServerUnavailable("http://w: gone"),
+        ServerUnavailable("http://w: still gone"),
+        NotAuthorized("the token is not valid here"),
+        NotAuthorized("the token is not valid here"),
+    ):
+        worker.failed_with(error, 0.0, for_good=isinstance(error, NotAuthorized))
+        _tell(worker, type(error).__name__)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        "a worker is not used for now: http://w: gone",
+        "a worker is not used: http://w: the token is not valid here",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -27,9 +28,12 @@ from torch.utils.data import SubsetRandomSampler
 
 from tests.dataloader.leaving import nothing_left
 from tests.dataloader.toy_datasets import STEPS, VICTIM, same
+from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, Offloading, dataset
-from upriver.errors import ConfigError
+from upriver.dataloader.options import RemoteWorkers
+from upriver.errors import ConfigError, NotAuthorized
+from upriver.protocol import error_body
 from upriver.retry import Backoff
 from upriver.rpc.local_server import EmbeddedServer
 
@@ -176,10 +180,37 @@ def test_what_a_stopped_worker_was_given_is_made_here(
             os.kill(worker.pid, signal.SIGCONT)
 
 
-def test_an_address_where_nobody_is_can_be_seen(reference: list[list[Any]]) -> None:
-    loader = DataLoader(named(), batch_size=7, seed=3, workers=["http://127.0.0.1:9"], offload="always")
-    assert same(list(loader), reference[0])
-    assert "refused" in loader.report.why_not["http://127.0.0.1:9"]
+@pytest.mark.parametrize("offload", ["auto", "always"])
+def test_an_address_where_nobody_is_is_named_by_log_and_report(
+    reference: list[list[Any]], caplog: pytest.LogCaptureFixture, offload: Any
+) -> None:
+    url = "http://127.0.0.1:9"
+    loader = DataLoader(named(), batch_size=7, seed=3, workers=[url], offload=offload)
+    assert same([list(loader) for _ in range(2)], reference)
+    assert "refused" in loader.report.why_not[url]
+    [said] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.startswith(f"a worker is not used for now: {url}: ") and said.count(url) == 1
+    assert said.removeprefix("a worker is not used for now: ") in loader.why
+
+
+@pytest.mark.parametrize("offload", ["auto", "always"])
+def test_a_refused_token_is_named_by_log_report_and_reason(
+    reference: list[list[Any]], caplog: pytest.LogCaptureFixture, offload: Any
+) -> None:
+    def refuse(exchange: Exchange) -> None:
+        body = error_body(NotAuthorized("the token is not valid here"))
+        exchange.plain(401, json.dumps(body).encode())
+
+    with scripted(refuse) as url:
+        remote = RemoteWorkers([url], token="old")
+        loader = DataLoader(named(), batch_size=7, seed=3, workers=remote, offload=offload)
+        assert same([list(loader) for _ in range(2)], reference)
+    lasting = "the token is not valid here; the token was refused, which does not mend by itself"
+    assert loader.report.why_not == {url: lasting} and loader.report.made == {"here": 2 * COUNT}
+    assert f"{url}: {lasting}" in loader.why
+    assert ("not decided yet" if offload == "auto" else "all samples are made here") in loader.why
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [f"a worker is not used: {url}: {lasting}"]
 
 
 def test_never_asks_nobody(reference: list[list[Any]]) -> None:
@@ -194,12 +225,19 @@ def test_a_worker_that_is_not_there_costs_nothing_but_its_help(
         assert same(epochs(workers=addresses, offload="always"), reference)
 
 
-def test_a_worker_that_does_not_allow_it_says_so(reference: list[list[Any]]) -> None:
+def test_a_worker_that_does_not_allow_it_says_so(
+    reference: list[list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
     with EmbeddedServer.start_worker(["json"], workers=1) as worker:
-        loader = DataLoader(named(), batch_size=7, seed=3, workers=[worker.url], offload="always")
-        assert same([list(loader) for _ in range(2)], reference)
-        assert "json" in loader.report.why_not[worker.url]
-        assert loader.report.made == {"here": 2 * COUNT}
+        for offload in ("always", "auto"):
+            caplog.clear()
+            loader = DataLoader(named(), batch_size=7, seed=3, workers=[worker.url], offload=offload)
+            assert same([list(loader) for _ in range(2)], reference)
+            reason = loader.report.why_not[worker.url]
+            assert "json" in reason and reason in loader.why
+            assert loader.report.made == {"here": 2 * COUNT}
+            said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+            assert said == [f"a worker is not used: {worker.url}: {reason}"]
 
 
 @pytest.mark.parametrize("seed", [None, 0])

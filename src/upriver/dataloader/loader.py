@@ -49,6 +49,7 @@ from upriver.dataloader.options import (
 )
 from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.remote.provisioning import ProvisionedWorkers
+from upriver.dataloader.remote.worker_choice import faults_text
 from upriver.dataloader.resumed_order import OrderGenerators
 from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.state import (
@@ -495,13 +496,20 @@ class DataLoader(TorchLoader[Any]):
             return "no workers were named"
         if self._hired.changed:
             return self._hired.changed
+        failed = faults_text(self._hired.why_not) if self._hired.nobody else ""
         if self._offload != "auto":
-            return f"offload={self._offload!r}, as the loader was told"
+            asked = f"offload={self._offload!r}, as the loader was told"
+            if self._offload == "never" or not failed:
+                return asked
+            return f"{asked}, but no worker can be used, and all samples are made here ({failed})"
         offloaded = self._measured.decision.why if self._measured.decision is not None else ""
         number = self._growth.why if self._growth is not None else ""
         counted = "a sample counts as 1 MB, as none shows its bytes" if self._measured.by_samples else ""
         told = (offloaded, number, counted) if offloaded else (number,)
-        return "; ".join(filter(None, told)) or "not decided yet: still measuring"
+        undecided = "not decided yet: still measuring"
+        if failed:
+            undecided += f"; no worker can be used so far ({failed})"
+        return "; ".join(filter(None, told)) or undecided
 
     @property
     def report(self) -> DataLoaderReport:

@@ -36,6 +36,7 @@ from upriver.control.share_controller import FAILED, HERE, BatchStep, ShareContr
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
 from upriver.dataloader.prefetch_limit import num_bytes
+from upriver.dataloader.remote.worker_choice import faults_text
 from upriver.dataloader.share import OffloadShare
 from upriver.policies import OFFLOAD_POLICIES, OffloadDecision, OffloadPolicy, stalls
 from upriver.profile.throughput import SPEEDUP_THRESHOLD, Candidate, Metrics
@@ -304,8 +305,7 @@ class TunerMeasurements:
         """Add to a decision's reason the candidates that could not be measured, and why."""
         if not self.useless:
             return found
-        faults = "; ".join(f"{url}: {fault.removeprefix(f'{url}: ')}" for url, fault in why_not.items())
-        faults = faults or "what they were given has come back"
+        faults = faults_text(why_not) or "what they were given has come back"
         if self.nobody:
             return replace(found, why=f"nothing is offloaded, as no worker could be used ({faults})")
         names = ", ".join(name for name in names if name not in self.rthp)
@@ -455,6 +455,8 @@ class _Course:
     def _measure(self) -> Course:
         found = self.found
         if found.gthp is None or found.lthp is None or found.pcycle is None:
+            if HERE not in found.timed:
+                yield from self._meet()
             timed = yield from self._time(HERE, OffloadShare.none())
             found.pcycle, found.gthp = timed.cpu_s / timed.prepared, timed.alone.throughput
             found.lthp, found.pseconds = timed.both.throughput, statistics.fmean(timed.both.seconds)
@@ -471,6 +473,20 @@ class _Course:
         away = any(found.timed[name].away for name in found.useless)
         found.waiting = bool(found.useless) and (away or not self.epoch.ready)
         self.on_decided()
+
+    def _meet(self) -> Course:
+        """Have workers prove themselves before anything is timed; what is wrong with them is known then.
+
+        Batches are handed out meanwhile. Workers on this machine would disturb what is timed.
+        """
+        self.epoch.split = OffloadShare.none()
+        if not self.epoch.prepare(1):
+            return
+        self.epoch.look()
+        while self.epoch.coming and not self.epoch.ready:
+            self.epoch.hold = False
+            yield
+            self.found.spent += 1
 
     def _time(
         self, name: str, split: OffloadShare, *, alone: float = 0.0

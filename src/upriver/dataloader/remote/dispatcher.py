@@ -14,7 +14,7 @@ from typing import Any
 
 from upriver._threads.executor import DaemonExecutor
 from upriver.dataloader.datasets.worker_spec import SampleSpec
-from upriver.dataloader.remote.worker_choice import LATE_S, LoaderWorker, deal, usual_s
+from upriver.dataloader.remote.worker_choice import LATE_S, LoaderWorker, deal, faults_text, usual_s
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.errors import (
     BadSample,
@@ -201,6 +201,7 @@ class WorkerDispatcher:
             for held in late.values():
                 held.late = True
                 held.worker.hung(now, since=held.begun_s)
+                _tell(held.worker, "hung")
             back = [] if self._closed else self._deal()
         for held in late.values():
             if held.answer is not None:
@@ -236,6 +237,7 @@ class WorkerDispatcher:
         except Exception as error:  # the dataset's own error, which the batch will raise, too
             for worker in unproved:
                 worker.failed = f"no sample could be made here to compare with: {error_text(error)}"
+                _tell(worker, "canary")
         else:
             self._here_s = self._canary.seconds
 
@@ -405,8 +407,16 @@ class WorkerDispatcher:
             self._arrivals.put(Arrival(task.number, error=ServerUnavailable("no worker makes it")))
 
     def _note(self, worker: LoaderWorker, error: Exception) -> None:
-        log.info("worker %s: %s", worker.url, error)
         worker.failed_with(error, self._now(), for_good=isinstance(error, NEVER))
+        _tell(worker, type(error).__name__)
+
+
+def _tell(worker: LoaderWorker, cause: str) -> None:
+    """Warn that a worker is not used, once for each cause: an absent one fails again and again."""
+    level = logging.INFO if cause in worker.told_of else logging.WARNING
+    worker.told_of.add(cause)
+    when = "" if worker.why_not else " for now"
+    log.log(level, "a worker is not used%s: %s", when, faults_text({worker.url: worker.reason}))
 
 
 def _can_be_sent(task: Task) -> bool:

@@ -147,6 +147,11 @@ class ProvisionedWorkers:
         return {url: reason for url, reason in reasons.items() if reason}
 
     @property
+    def nobody(self) -> bool:
+        """Return whether all workers have failed, and none has made the canary since."""
+        return bool(self._workers) and all(w.reason and not w.proved for w in self._workers)
+
+    @property
     def grows(self) -> bool:
         """Return whether the number of workers was left open."""
         return self._provider is not None and self._provider.number is None

@@ -86,6 +86,7 @@ class LoaderWorker:
         hangs: Pauses after hangs, reset once it has worked well for as long as the last one.
         failed: Its last failure; empty if it has made something since.
         why_not: Reason why it is not asked any more; empty if it is.
+        told_of: Causes of failures that the log has named.
     """
 
     url: str
@@ -107,6 +108,7 @@ class LoaderWorker:
     hangs: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(HANGS))
     failed: str = ""
     why_not: str = ""
+    told_of: set[str] = field(default_factory=set)
 
     @property
     def slots(self) -> int:
@@ -229,6 +231,11 @@ class LoaderWorker:
         expected_s = usual_s * samples * max(1.0, tasks / self.processes)
         begins_s = self.proof_s if begun_s < self.warm_s else 0.0  # each process may begin like the first
         return max(LATE_S, begins_s + LATE_TIMES * expected_s)
+
+
+def faults_text(why_not: Mapping[str, str]) -> str:
+    """Return workers' failures by address as one text, with each address once."""
+    return "; ".join(f"{url}: {fault.removeprefix(f'{url}: ')}" for url, fault in why_not.items())
 
 
 def usual_s(workers: Sequence[LoaderWorker]) -> float:
