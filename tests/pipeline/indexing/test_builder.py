@@ -403,6 +403,48 @@ def test_a_path_with_nothing_under_it(tmp_path: Path) -> None:
             index(uri, "b", stages=STAGES, layout=layout)
 
 
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("trian", "there is no 'trian', and in 'URI' there are 'train'"),
+        ("xyz", "there is no 'xyz', and in 'URI' there are 'photos', 'train', 'val'"),
+        ("photos/twain", "there is no 'photos/twain', and in 'photos' there are 'train'"),
+        ("photo/train", "there is no 'photo', and in 'URI' there are 'photos'"),
+        ("val/train", "there is no 'val/train', and in 'val' there are no folders"),
+    ],
+)
+def test_index_a_folder_that_is_not_there_names_those_that_are(tmp_path: Path, path: str, says: str) -> None:
+    uri = write(tmp_path, {"train/c/x.jpg": JPEG, "photos/train/c/x.jpg": JPEG, "val/x.txt": b"x"})
+    with pytest.raises(DatasetError) as caught:
+        index(uri, path, stages=STAGES)
+    assert str(caught.value).endswith(says.replace("URI", Store.open(uri).uri))
+
+
+def test_index_a_folder_that_is_there_and_empty_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with pytest.raises(DatasetError) as caught:
+        index(tmp_path.as_uri(), "train", stages=STAGES)
+    assert "there is no" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("folders", "path", "warned"),
+    [
+        (["photos/train/cat", "photos/val/cat"], "photos", "'photos/train'"),
+        (["Train/cat", "heldout/cat"], "", "'Train'"),
+        (["train/cat", "other/cat"], "", ""),
+        (["train/cat", "train/dog"], "train", ""),
+    ],
+)
+def test_index_classes_with_names_of_splits_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, folders: list[str], path: str, warned: str
+) -> None:
+    uri = write(tmp_path, {f"{folder}/x.jpg": JPEG for folder in folders})
+    index(uri, path, stages=STAGES)
+    said = [record.getMessage() for record in caplog.records]
+    assert [warned in each and "names of splits" in each for each in said] == [True] * bool(warned)
+
+
 def test_the_layout_asked_for_is_the_one_used(tmp_path: Path) -> None:
     uri = write(tmp_path, {"c/x.jpg": JPEG, "a.tar": shard(samples(2))})
     assert len(index(uri, stages=STAGES, layout="webdataset")) == 2

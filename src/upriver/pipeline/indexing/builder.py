@@ -29,7 +29,7 @@ from upriver.pipeline.stages.base import InputStage
 from upriver.pipeline.stages.registry import in_place_of
 from upriver.program.graph.artifact_paths import digest_of
 from upriver.store import DEFAULT_PREFIX, ObjectInfo, Store, Unreachable, check_name
-from upriver.text import printable
+from upriver.text import near_names, printable
 from upriver.types import require_type
 
 log = logging.getLogger("upriver")
@@ -43,6 +43,17 @@ MAX_CLASSES = 2**20
 
 CLASSES_FILE = "classes.txt"
 """File of class names next to the shards, one a line, in the order of the targets."""
+
+SPLITS = frozenset(
+    {
+        *("train", "training", "val", "valid", "validation", "dev", "test", "testing", "eval", "evaluation"),
+        *("heldout", "held-out", "held_out", "holdout"),
+    }
+)
+"""Names of folders that hold splits of a dataset; as names of classes they are a mistake, as a rule."""
+
+MAX_NAMED = 6
+"""Most folders that an error names in place of one that is not there."""
 
 _WAV_HEADER_BYTES = 4096  # bytes before the samples, where the format is among the first chunks
 _SHARDS_AT_ONCE = 8  # headers are small and far apart: the wait is for round trips, not for bytes
@@ -131,8 +142,11 @@ def index(
     if on_left_out == "error":
         tally.check(where)
     if not rows:
-        raise DatasetError(_nothing(found, kind, tally, where))
+        missing_folder = "" if listed or unreachable else _missing_folder(store, path, prefix)
+        raise DatasetError(_nothing(found, kind, tally, where) + missing_folder)
     _tell_of_links(store, rows)
+    if kind == "folders":
+        _tell_of_splits(path, classes)
     return _dataset(store, rows, classes, tally, layout=kind, chain=chain, prefix=prefix)
 
 
@@ -278,6 +292,20 @@ def _nothing(found: Sequence[_Found], kind: str, tally: Tally, where: str) -> st
         "folders": f"no {', '.join(FORMAT_OF)} files in class folders",
     }
     return f"no samples in {where}: {wanted[kind]}"
+
+
+def _missing_folder(store: Store, path: str, prefix: str) -> str:
+    """Return which folder of a path does not exist, and the folders in its place; empty if all exist."""
+    parent = ""
+    for name in filter(None, path.split("/")):
+        whole = f"{parent}/{name}".lstrip("/")
+        if name not in store.folders(parent):
+            known = sorted(_class_folders(store, parent, prefix))
+            others = near_names(name, known) or known[:MAX_NAMED]
+            hint = f"there are {', '.join(map(repr, others))}" if others else "there are no folders"
+            return f"; there is no {whole!r}, and in {parent or store.uri!r} {hint}"
+        parent = whole
+    return ""
 
 
 # -------------------------------------------------------------------------------------- class folders
@@ -547,6 +575,17 @@ def _tell_of_links(store: Store, rows: Sequence[_Row]) -> None:
             "sample. Remove the links if that is not intended",
             count,
             "; ".join(shown),
+        )
+
+
+def _tell_of_splits(path: str, classes: Sequence[str]) -> None:
+    """Warn where all classes have names of splits: then the path is most likely one folder too high."""
+    if classes and all(name.lower() in SPLITS for name in classes):
+        log.warning(
+            "the classes are %s, which are names of splits: to index one of them, give its folder as the "
+            "path, such as %r",
+            ", ".join(classes),
+            f"{path}/{classes[0]}".lstrip("/"),
         )
 
 
