@@ -95,7 +95,10 @@ def test_strangers_without_end_leave_a_good_request_its_answer_its_connection_an
     kept.close()
     told = log.read_text()[len(started) :]
     refusals = [line for line in told.splitlines() if not line.startswith("import time:")]
-    assert refusals == []
+    assert {line.partition("auth: ")[2] for line in refusals} <= {
+        "refused a request from 127.0.0.1: it sent no token"
+    }
+    assert len(refusals) < 5, "one in a minute"
 
 
 def test_refusing_strangers_imports_nothing(crowded):

@@ -311,6 +311,46 @@ def test_a_refusal_is_written_down_without_what_was_shown(tmp_path):
     }
 
 
+def test_a_refusal_is_logged_with_the_address_and_without_what_was_shown(caplog):
+    config = ServerConfig(stores=STORES, token="one")
+    assert asked(config, authorization="Bearer a-wrong-token") == 401
+    assert asked(config) == 401
+    assert asked(config, authorization="Bearer one").name == "anyone"
+    assert asked(ServerConfig(stores=STORES), host="evil.example") == 401
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("WARNING", "refused a request from 10.0.0.7: the token is not valid here"),
+        ("WARNING", "refused a request from 10.0.0.7: it sent no token"),
+        (
+            "WARNING",
+            "refused a request from 10.0.0.7: without a token only loopback names are served, not "
+            "'evil.example'",
+        ),
+    ]
+
+
+def test_refusals_of_an_address_are_logged_once_a_minute(caplog):
+    seconds = iter((0, 30, 59, 60, 61))
+    refuse = Authenticator(None, ServerConfig(stores=STORES, token="one"), now=lambda: next(seconds))
+
+    async def send(message):
+        pass
+
+    async def ask_all():
+        for address in ("10.0.0.7", "10.0.0.7", "10.0.0.8", "10.0.0.7", "10.0.0.7"):
+            scope = {
+                "type": "http",
+                "method": "GET",
+                "path": "/ui",
+                "client": (address, 1),
+                "headers": [(b"authorization", b"Bearer two")],
+            }
+            await refuse(scope, None, send)
+
+    asyncio.run(ask_all())
+    said = [record.getMessage().removeprefix("refused a request from ") for record in caplog.records]
+    assert said == [f"10.0.0.{last}: the token is not valid here" for last in (7, 8, 7)]
+
+
 def test_a_worker_gets_no_credentials():
     seen = worker_environment(
         {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "UPRIVER_TOKEN": "y", "ONEDNN_MAX_CPU_ISA": "AVX2"},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -30,6 +32,7 @@ from upriver.server.http.limits import ABORT, KNOWN, PEER_CERTIFICATE
 from upriver.server.http.tls import names_in
 from upriver.server.observability.audit_log import AuditLog
 from upriver.server.tenants import ANYONE, Tenant
+from upriver.text import said
 
 OPEN_PATHS = frozenset({"/livez", "/readyz"})
 """Paths that need no token. Health reveals nobody's data, and a load balancer has no token."""
@@ -38,8 +41,13 @@ READING = frozenset({"GET", "HEAD"})
 """Methods that may carry the token as a password. A browser adds a password by itself, even if a page from
 elsewhere makes it send the request. Such a request must change nothing."""
 
+MAX_LOGGED = 1000
+"""Most addresses whose refusals are logged in one minute, each once: strangers must not fill the log."""
+
 TENANT = "tenant"
 """Key in a request's state: its `Tenant`."""
+
+log = logging.getLogger(__name__)
 
 _BASIC = 'Basic realm="upriver", charset="UTF-8"'
 
@@ -60,6 +68,7 @@ class Authenticator:
     Args:
         config: Tenants, certificates and the number of connections.
         on_refused: Called with the code of each error that is sent here.
+        now: Seconds of a monotonic clock.
     """
 
     def __init__(
@@ -69,6 +78,7 @@ class Authenticator:
         audit: AuditLog | None = None,
         on_refused: Callable[[str], None] = lambda code: None,
         looks: LightRequests | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._app, self._on_refused = app, on_refused
         self._looks = looks or LightRequests()
@@ -76,6 +86,7 @@ class Authenticator:
         self._places = ConcurrencyLimit(config.max_connections, (tenant.name for tenant in self._tenants))
         self._wants_certificates = config.tls_client_ca is not None
         self._audit = audit or AuditLog(None)
+        self._now, self._minute, self._logged = now, -1, set[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer 401 or 503."""
@@ -109,6 +120,7 @@ class Authenticator:
     async def _refuse(self, error: NotAuthorized, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 401 in a turn of unknown clients, or disconnect if too many of them wait."""
         self._on_refused(error.code)
+        self._log_refusal(error, scope)
         self._audit.refused(None, path=scope["path"], status=401, code=error.code, client=_address_of(scope))
         if self._looks.strangers_waiting >= MAX_STRANGERS:
             await _cut_off(scope)
@@ -116,6 +128,18 @@ class Authenticator:
         await self._looks.turn(STRANGERS)
         response = _refusal(error, scope["method"], Headers(scope=scope))
         await self._looks.look(STRANGERS, response(scope, receive, send))
+
+    def _log_refusal(self, error: NotAuthorized, scope: Scope) -> None:
+        """Log a refusal with the client's address, and never with its token."""
+        address, minute = _address_of(scope) or "an unknown address", int(self._now() // 60)
+        if minute != self._minute:
+            self._minute, self._logged = minute, set()
+        if address in self._logged or len(self._logged) >= MAX_LOGGED:
+            return
+        self._logged.add(address)
+        needs_token = len(self._tenants) and "authorization" not in Headers(scope=scope)
+        reason = "it sent no token" if needs_token else said(str(error))
+        log.warning("refused a request from %s: %s", address, reason)
 
     async def _work(self, tenant: Tenant, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on a request that works. If it fails, charge its time as a light request."""
