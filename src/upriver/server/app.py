@@ -453,11 +453,7 @@ class Front:
         """Return the server's present state."""
         used, load = await self.units.used_bytes(), self.current_load()
         return Snapshot(
-            tenants=tenant_rows(
-                list(self._config.everyone()) or [ANYONE],
-                units=list(self.units),
-                done=self.metrics.micro_batches_by(),
-            ),
+            tenants=tenant_rows(self._config, units=list(self.units), done=self.metrics.micro_batches_by()),
             workers=tuple(row for unit in self.units for row in unit.pool.rows()),
             programs=tuple(row for unit in self.units for row in program_rows(unit.program_cache)),
             errors=self.metrics.errors.rows(),

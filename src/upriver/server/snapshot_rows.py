@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
+from upriver.server.config import ServerConfig
 from upriver.server.device_group import DeviceGroup
 from upriver.server.observability.snapshot import ProgramRow, TenantRow, short
 from upriver.server.programs.cache import ProgramCache
-from upriver.server.tenants import Tenant
+from upriver.server.tenants import ANYONE
 
 
 def tenant_rows(
-    tenants: Iterable[Tenant], *, units: Sequence[DeviceGroup], done: Mapping[str, int]
+    config: ServerConfig, *, units: Sequence[DeviceGroup], done: Mapping[str, int]
 ) -> tuple[TenantRow, ...]:
-    """Return the state of each tenant at this moment.
+    """Return the state of each tenant at this moment. The server's limit applies where a tenant has none.
 
     Args:
         done: Micro-batches answered so far, by tenant.
@@ -26,8 +27,13 @@ def tenant_rows(
             waiting=sum(unit.line.queue.waiting_of(tenant.name) for unit in units),
             reserved_bytes=sum(unit.budget.held_by(tenant.name) for unit in units),
             micro_batches=done.get(tenant.name, 0),
+            max_requests=tenant.max_requests or config.max_requests,
+            max_waiting_bytes=tenant.max_waiting_bytes or config.max_waiting_bytes,
+            memory_share=tenant.memory_share,
+            program_bytes=tenant.program_bytes or config.program_budget_bytes,
+            stored_bytes=tenant.stored_bytes or config.stored_bytes,
         )
-        for tenant in tenants
+        for tenant in list(config.everyone()) or [ANYONE]
     )
 
 

@@ -104,7 +104,16 @@ def test_every_number_is_there() -> None:
         "set aside": "5 B",
         "micro-batches": "6",
     }
-    assert [found["tenant"] for found in seen.tables["tenants"]] == ["anna", "ben"]
+    assert row(seen.tables["quotas"], tenant="anna") == {
+        "tenant": "anna",
+        "requests": "7",
+        "waiting": "8 B",
+        "memory": "50%",
+        "programs kept": "9 B",
+        "stored": "10 B",
+    }
+    for table in ("tenants", "quotas"):
+        assert [found["tenant"] for found in seen.tables[table]] == ["anna", "ben"]
     assert seen.tables["workers"] == [
         {"process": "17", "state": "busy", "program": "0123456789ab", "in state, s": "1.50", "restarts": "2"},
         {"process": "-", "state": "starting", "program": "-", "in state, s": "0", "restarts": "0"},
@@ -136,7 +145,7 @@ def test_the_bar_is_drawn_to_scale() -> None:
 def test_a_server_that_has_just_begun_has_a_page() -> None:
     seen = Page(page(Snapshot()))
     assert not seen.tables
-    assert seen.text.count("none") == 4
+    assert seen.text.count("none") == 5
     assert seen.facts["state"] == "up"
 
 
@@ -160,7 +169,7 @@ def test_names_are_text_and_nothing_else() -> None:
     )
     seen = Page(page(hostile))
     harmless(seen)
-    assert seen.tables["tenants"][0]["tenant"] == HOSTILE
+    assert seen.tables["tenants"][0]["tenant"] == seen.tables["quotas"][0]["tenant"] == HOSTILE
     assert seen.tables["workers"][0]["program"] == HOSTILE
     assert seen.tables["programs"][0]["tenant"] == seen.tables["programs"][0]["program"] == HOSTILE
     assert seen.tables["errors"][0]["code"] == HOSTILE
@@ -214,6 +223,14 @@ def test_the_page_of_a_server_has_its_workers_and_what_they_did(server, world):
     def done():
         return int(row(now().tables["tenants"], tenant="anyone")["micro-batches"])
 
+    assert row(now().tables["quotas"], tenant="anyone") == {
+        "tenant": "anyone",
+        "requests": "128",
+        "waiting": "8.59 GB",
+        "memory": "100%",
+        "programs kept": "4.29 GB",
+        "stored": "68.7 GB",
+    }
     before = done()
     assert len(run(server, world.request((0, 1), (2,)))) == 2
     wait_for(lambda: done() == before + 2)

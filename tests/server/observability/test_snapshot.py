@@ -17,7 +17,19 @@ from upriver.server.observability.snapshot import (
 
 FULL = Snapshot(
     tenants=(
-        TenantRow(name="anna", weight=2.0, admitted=3, waiting=4, reserved_bytes=5, micro_batches=6),
+        TenantRow(
+            name="anna",
+            weight=2.0,
+            admitted=3,
+            waiting=4,
+            reserved_bytes=5,
+            micro_batches=6,
+            max_requests=7,
+            max_waiting_bytes=8,
+            memory_share=0.5,
+            program_bytes=9,
+            stored_bytes=10,
+        ),
         TenantRow(name="ben"),
     ),
     workers=(
@@ -54,6 +66,11 @@ def test_what_scales_replicas_is_in_the_json() -> None:
         "waiting": 4,
         "reserved_bytes": 5,
         "micro_batches": 6,
+        "max_requests": 7,
+        "max_waiting_bytes": 8,
+        "memory_share": 0.5,
+        "program_bytes": 9,
+        "stored_bytes": 10,
     }
 
 

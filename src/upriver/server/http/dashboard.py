@@ -74,6 +74,7 @@ def page(snapshot: Snapshot) -> str:
             "<h1>upriver</h1>",
             _overview(snapshot),
             _section("Tenants", "tenants", _TENANTS, map(_tenant, snapshot.tenants)),
+            _section("Quotas", "quotas", _QUOTAS, map(_quota, snapshot.tenants)),
             _section("Workers", "workers", _WORKERS, map(_worker, snapshot.workers)),
             _section("Programs kept", "programs", _PROGRAMS, map(_program, snapshot.programs)),
             _section(
@@ -164,6 +165,7 @@ def duration_text(seconds: float) -> str:
 # ------------------------------------------------------------------------------------------ tables
 
 _TENANTS = ("tenant", "weight", "admitted", "waiting", "set aside", "micro-batches")
+_QUOTAS = ("tenant", "requests", "waiting", "memory", "programs kept", "stored")
 _WORKERS = ("process", "state", "program", "in state, s", "restarts")
 _PROGRAMS = ("program", "tenant", "memory", "users")
 
@@ -171,6 +173,12 @@ _PROGRAMS = ("program", "tenant", "memory", "users")
 def _tenant(row: TenantRow) -> Sequence[str]:
     reserved, done = bytes_text(row.reserved_bytes), str(row.micro_batches)
     return row.name, f"{row.weight:g}", str(row.admitted), str(row.waiting), reserved, done
+
+
+def _quota(row: TenantRow) -> Sequence[str]:
+    sizes = (row.max_waiting_bytes, row.program_bytes, row.stored_bytes)
+    waiting, programs, stored = map(bytes_text, sizes)
+    return row.name, str(row.max_requests), waiting, f"{row.memory_share:.0%}", programs, stored
 
 
 def _worker(row: WorkerRow) -> Sequence[str]:

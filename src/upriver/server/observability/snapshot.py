@@ -26,6 +26,11 @@ class TenantRow(_Row, frozen=True, kw_only=True):
         waiting: Requests that wait for admission.
         reserved_bytes: Memory reserved for the admitted requests.
         micro_batches: Micro-batches answered since the server started.
+        max_requests: Most requests of the tenant, admitted or waiting.
+        max_waiting_bytes: Most bytes that its waiting requests may ask for together.
+        memory_share: Most of the budget that its admitted requests may hold.
+        program_bytes: Most bytes of its programs that are kept loaded.
+        stored_bytes: Most bytes of programs and weights that it may have in a store.
     """
 
     name: str
@@ -34,6 +39,11 @@ class TenantRow(_Row, frozen=True, kw_only=True):
     waiting: int = 0
     reserved_bytes: int = 0
     micro_batches: int = 0
+    max_requests: int = 0
+    max_waiting_bytes: int = 0
+    memory_share: float = 1.0
+    program_bytes: int = 0
+    stored_bytes: int = 0
 
 
 class WorkerRow(_Row, frozen=True, kw_only=True):
