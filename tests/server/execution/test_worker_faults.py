@@ -149,8 +149,8 @@ def test_a_server_without_a_worker_refuses_what_would_wait_for_one_that_may_die_
 def test_a_worker_that_hangs_is_ended_and_its_job_done_again(busy):
     """A new worker has to be ready within the time of a job: hence a long one."""
     uri, request = busy
-    request = changed(request, micro_batches=((0,) * 2, (0,)))
-    with running(uri, job_timeout_s=30) as server:
+    request = changed(request, micro_batches=((0,),))
+    with running(uri, job_timeout_s=60) as server:
         undisturbed = run(server, request)
         pid = worker_of(server)
         os.kill(pid, signal.SIGSTOP)
