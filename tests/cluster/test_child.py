@@ -144,7 +144,7 @@ def test_a_server_that_hangs_is_told_and_ended_all_the_same(
         os.kill(server.pid, signal.SIGSTOP)
         with pytest.raises(
             ServerUnavailable, match=r"no answer in time|timed out"
-        ):  # in all, or for one read
+        ):  # in all, or a read
             server.check()
         server.close()
         assert not server.running
