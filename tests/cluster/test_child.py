@@ -142,9 +142,7 @@ def test_a_server_that_hangs_is_told_and_ended_all_the_same(
     monkeypatch.setattr("upriver.cluster.child.KILL_S", 1.0)
     with serving(tmp_path) as server:
         os.kill(server.pid, signal.SIGSTOP)
-        with pytest.raises(
-            ServerUnavailable, match=r"no answer in time|timed out"
-        ):  # in all, or a read
+        with pytest.raises(ServerUnavailable, match=r"no answer in time|timed out"):  # in all, or a read
             server.check()
         server.close()
         assert not server.running
