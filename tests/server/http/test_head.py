@@ -284,7 +284,9 @@ def test_a_connection_too_many_is_refused_where_all_are_in_use(world):
             busy.sendall(PROBE)
             assert busy.recv(12) == b"HTTP/1.1 200"
         with raw(server) as connection:
-            assert status_and_code(rest_of(connection)) == (503, "overloaded")
+            refusal = rest_of(connection)
+    assert status_and_code(refusal) == (503, "overloaded")
+    assert b"\r\nretry-after: 1\r\n" in refusal
 
 
 def test_who_takes_nothing_is_dropped(world):

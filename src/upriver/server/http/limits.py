@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -346,6 +347,8 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
             f"content-length: {len(body)}",
             "connection: close",
         ]
+        if isinstance(error, Overloaded):
+            head.append(f"retry-after: {math.ceil(error.retry_after_s)}")
         self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
         self._linger()
 
