@@ -51,7 +51,7 @@ class AccessDenied(StoreError):
 
 
 class ObjectChanged(StoreError):
-    """An object is no longer the indexed one: its ETag differs."""
+    """An object is no longer the one that was indexed or looked up: its ETag differs."""
 
     code = "object_changed"
 

@@ -731,7 +731,8 @@ class Store:
 
     def _changed(self, path: str) -> ObjectChanged:
         return ObjectChanged(
-            f"object {path!r} in store {self.name!r} is no longer the one that was indexed; index again"
+            f"object {path!r} in store {self.name!r} is no longer the one that was indexed or looked up; "
+            "if it is a sample, index again, else try again"
         )
 
     @contextmanager

@@ -21,7 +21,7 @@ ERRORS: Mapping[int, str] = {
     403: "The tenant is known, but may not use what the request names.",
     404: "The tenant has no store, dataset, object or program of that name.",
     408: "The request's head was not complete within the server's `head_timeout_s` (20 s by default).",
-    409: "An object's ETag differs from the indexed one. Index the data again.",
+    409: "An object is no longer the one that was indexed or looked up: its ETag differs.",
     413: "The request exceeds a cap of the server on bytes or pixels (`too_large`), or the memory that the "
     "server has for one request (`does_not_fit`).",
     422: "A stored sample cannot be read (`bad_sample`), or allowed code failed (`code_failed`).",
