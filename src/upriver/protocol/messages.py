@@ -16,8 +16,10 @@ from upriver.text import last_lines, printable, said
 from upriver.types import DONE, MOST_BYTES, MOST_FACTOR, MOST_SECONDS, RAW, START, Timings
 
 PROCESS_HEADER = "Upriver-Process"
-"""Header of every answer: names the answering process by a word drawn at its start. Another process may
-answer at the same address next time, with other low bits."""
+"""Header of every answer, except refusals by HTTP's limits and of malformed HTTP.
+
+It names the answering process by a word drawn at its start. Another process may answer at the same address
+next time, with other low bits."""
 
 DIGEST_PATTERN = r"^[0-9a-f]{64}$"
 """A sha256 in hex: the only way to name a program or a dataset."""

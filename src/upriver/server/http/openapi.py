@@ -32,7 +32,7 @@ _ANYONE = (400, 408, 431, 500, 503)
 _KNOWN = (*_ANYONE, 401)
 """Statuses of routes that require a token or a certificate."""
 
-_WORK = (*_KNOWN, 403, 404, 409, 413, 429, 502, 504)
+_WORK = (*_KNOWN, 403, 404, 409, 413, 502, 504)
 """Statuses of routes that read or compute for a tenant."""
 
 _BY_PASSWORD: list[Json] = [{"bearer": []}, {"basic": []}, {"certificate": []}]
@@ -91,8 +91,8 @@ def document() -> Json:
             "title": "upriver near-data server",
             "version": upriver.__version__,
             "description": "Runs input stages and frozen model stages close to an object store. The header "
-            "`Upriver-Process` of a response names the server's process; only refusals of a connection or of "
-            "a request's head lack it. Every response to a known client has `X-Request-Id`, which the "
+            "`Upriver-Process` of a response names the server's process; only refusals by HTTP's limits and "
+            "of malformed HTTP lack it. Every response to a known client has `X-Request-Id`, which the "
             "server's log repeats. docs/protocol.md has the whole protocol; this document has its HTTP.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -184,9 +184,9 @@ def _describing() -> Json:
     load = _Operation(
         name="load",
         summary="Report how busy the server is",
-        description="Returns utilisation, queues, memory and the load factor `k` over the last `window_s` "
-        "seconds. `expected_wait_s` is the wait of one more micro-batch of the asking tenant. Answers of "
-        "`POST /v1/run` carry both as well.",
+        description="Returns present queues and memory, and utilisation and the load factor `k` over the "
+        "last `window_s` seconds. `expected_wait_s` is the wait of one more micro-batch of the asking "
+        "tenant. Answers of `POST /v1/run` carry both as well.",
         good=(200, json_answer("Load", "The load over the last seconds.")),
         when={503: _NO_WORKER},
     )
