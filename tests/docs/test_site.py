@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 
 ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#([^)\s]+))?\)")
+"""Link to a file, with its anchor."""
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -30,6 +33,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for name, page in pages.items():
         assert ":`" not in page, f"{name} shows a role of Sphinx"
         assert 'src="http' not in page, f"{name} loads what another host serves"
+    for page_at_root in ROOT.glob("*.md"):  # outside the site, so that its build does not check them
+        for target, anchor in LINK.findall(page_at_root.read_text(encoding="utf-8")):
+            where = f"{page_at_root.name}: {target}#{anchor}"
+            assert (ROOT / target).exists(), where
+            if anchor:
+                assert f'id="{anchor}"' in pages[target.removeprefix("docs/").replace(".md", ".html")], where
 
 
 @pytest.mark.parametrize(
