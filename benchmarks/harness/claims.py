@@ -151,7 +151,7 @@ CLAIMS = (
         rf"\((?P<four>{NUMBER}) times; .*? clients that wait: (?P<wait>{NUMBER}) .*? normal again after "
         rf"(?P<again>{NUMBER}) s",
         counts={"met": goals_met},
-        result="{met} claims met: {peak} of the memory budget, {equal} times the 99th percentile beside a "
+        result="{met} claims met: {peak} of the memory budget, {equal} times the 99th percentile with a "
         "greedy tenant, {wait} of the peak rate under four times the load",
         without=SERVER,
     ),
@@ -357,9 +357,8 @@ HEADLINES = (
         claim="server",
         title="Many tenants on one server",
         compared_with="the same requests one after another, or alone",
-        result="at four times its memory: {peak} of the budget, {throughput} of the throughput; beside a "
-        "greedy "
-        "tenant {equal} times the latency, {four} at weight 4",
+        result="at four times its memory: {peak} of the budget, {throughput} of the throughput; with a "
+        "greedy tenant {equal} times the latency, {four} at weight 4",
         measured_on="a CPU core for the server, another one for its clients",
     ),
 )
