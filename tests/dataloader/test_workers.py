@@ -180,18 +180,17 @@ def test_what_a_stopped_worker_was_given_is_made_here(
             os.kill(worker.pid, signal.SIGCONT)
 
 
-def until_known(workers: Any, offload: Any) -> DataLoader:
-    """Iterate until the loader knows what is wrong with a worker."""
+def until_told(
+    url: str, workers: Any, offload: Any, caplog: pytest.LogCaptureFixture
+) -> tuple[DataLoader, list[str]]:
+    """Iterate until the log has told of a worker; return the loader, and the warnings about this worker."""
     arguments = {"batch_size": 7, "seed": 3, "sampler": [0] * 10**6}
     loader = DataLoader(named(), workers=workers, offload=offload, **arguments)
     for _ in loader:
-        if loader.report.why_not:
-            return loader
-    raise AssertionError("never known")
-
-
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        if told := [each for each in said if url in each]:
+            return loader, told
+    raise AssertionError("never told")
 
 
 @pytest.mark.parametrize("offload", ["auto", "always"])
@@ -199,9 +198,8 @@ def test_an_address_where_nobody_is_is_named_by_log_and_report(
     caplog: pytest.LogCaptureFixture, offload: Any
 ) -> None:
     url = "http://127.0.0.1:9"
-    loader = until_known([url], offload)
+    loader, [said] = until_told(url, [url], offload, caplog)
     assert "refused" in loader.report.why_not[url]
-    [said] = warnings_in(caplog)
     assert said.startswith(f"a worker is not used for now: {url}: ") and said.count(url) == 1
     assert said.removeprefix("a worker is not used for now: ") in loader.why
 
@@ -217,12 +215,12 @@ def test_a_refused_token_is_named_by_log_report_and_reason(
     lasting = "the token is not valid here; the token was refused, which does not mend by itself"
     with scripted(refuse) as url:
         remote = RemoteWorkers([url], token="old")
-        loader = until_known(remote, offload)
-        assert warnings_in(caplog) == [f"a worker is not used: {url}: {lasting}"]
+        loader, told = until_told(url, remote, offload, caplog)
+        assert told == [f"a worker is not used: {url}: {lasting}"]
         assert same(epochs(workers=remote, offload=offload), reference)
     assert loader.report.why_not == {url: lasting} and loader.report.made.keys() == {"here"}
     assert f"{url}: {lasting}" in loader.why
-    assert ("not decided yet" if offload == "auto" else "all samples are made here") in loader.why
+    assert offload == "auto" or "all samples are made here" in loader.why
 
 
 def test_never_asks_nobody(reference: list[list[Any]]) -> None:
@@ -243,10 +241,10 @@ def test_a_worker_that_does_not_allow_it_says_so(
     with EmbeddedServer.start_worker(["json"], workers=1) as worker:
         for offload in ("always", "auto"):
             caplog.clear()
-            loader = until_known([worker.url], offload)
+            loader, told = until_told(worker.url, [worker.url], offload, caplog)
             reason = loader.report.why_not[worker.url]
             assert "json" in reason and reason in loader.why
-            assert warnings_in(caplog) == [f"a worker is not used: {worker.url}: {reason}"]
+            assert told == [f"a worker is not used: {worker.url}: {reason}"]
         loader = DataLoader(named(), batch_size=7, seed=3, workers=[worker.url], offload="always")
         assert same([list(loader) for _ in range(2)], reference)
         assert loader.report.made == {"here": 2 * COUNT}

@@ -72,6 +72,7 @@ def test_strangers_without_end_leave_a_good_request_its_answer_its_connection_an
     server, log = crowded
     started = log.read_text()
     assert f"may open {FILES} files" in started
+    began = time.monotonic()
     kept = http.client.HTTPConnection(server.address, timeout=60)
     kept.request("GET", "/v1/info", headers=bearer("token-a"))
     kept.getresponse().read()
@@ -98,7 +99,7 @@ def test_strangers_without_end_leave_a_good_request_its_answer_its_connection_an
     assert {line.partition("auth: ")[2] for line in refusals} <= {
         "refused a request from 127.0.0.1: it sent no token"
     }
-    assert len(refusals) < 5, "one in a minute"
+    assert len(refusals) <= 2 + (time.monotonic() - began) // 60, "one in a minute"
 
 
 def test_refusing_strangers_imports_nothing(crowded):

@@ -27,14 +27,19 @@ def tenant_rows(
             waiting=sum(unit.line.queue.waiting_of(tenant.name) for unit in units),
             reserved_bytes=sum(unit.budget.held_by(tenant.name) for unit in units),
             micro_batches=done.get(tenant.name, 0),
-            max_requests=tenant.max_requests or config.max_requests,
-            max_waiting_bytes=tenant.max_waiting_bytes or config.max_waiting_bytes,
+            max_requests=_lower(tenant.max_requests, config.max_requests),
+            max_waiting_bytes=_lower(tenant.max_waiting_bytes, config.max_waiting_bytes),
             memory_share=tenant.memory_share,
-            program_bytes=tenant.program_bytes or config.program_budget_bytes,
-            stored_bytes=tenant.stored_bytes or config.stored_bytes,
+            program_bytes=_lower(tenant.program_bytes, config.program_budget_bytes),
+            stored_bytes=config.stored_bytes if tenant.stored_bytes is None else tenant.stored_bytes,
         )
         for tenant in list(config.everyone()) or [ANYONE]
     )
+
+
+def _lower(own: int | None, everyone: int) -> int:
+    """Return the limit that binds a tenant: its own, or the server's for all tenants together."""
+    return everyone if own is None else min(own, everyone)
 
 
 def program_rows(program_cache: ProgramCache) -> tuple[ProgramRow, ...]:

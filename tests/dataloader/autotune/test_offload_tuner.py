@@ -78,19 +78,6 @@ def test_a_job_that_does_not_stall_never_asks_anybody():
     assert not measured.rthp and "1.01 times" in measured.decision.why
 
 
-def test_workers_prove_themselves_before_anything_is_timed():
-    world, measured = World(here=0.1, there=0.05, step=0.1, receive=0.05), TunerMeasurements()
-    world.dead = world.coming = True
-
-    def proved(world: World) -> None:
-        assert not measured.timed and not world.made_there
-        world.dead = world.coming = False
-
-    assert len(world.train(world.auto(400, measured, policy="fastflow"), changes={12: proved})) == 400
-    assert measured.gthp == pytest.approx(40) and measured.lthp == pytest.approx(8)
-    assert measured.rthp == {name: pytest.approx(20, rel=0.05) for name in ("p2", "p3")}
-
-
 def test_an_epoch_that_is_too_short_decides_nothing_and_loses_nothing():
     for batches in (0, 1, PREPARED, 2 * PREPARED + 3):
         measured, count = train(World(here=0.1, there=0.05, step=0.1), batches)

@@ -455,8 +455,6 @@ class _Course:
     def _measure(self) -> Course:
         found = self.found
         if found.gthp is None or found.lthp is None or found.pcycle is None:
-            if HERE not in found.timed:
-                yield from self._meet()
             timed = yield from self._time(HERE, OffloadShare.none())
             found.pcycle, found.gthp = timed.cpu_s / timed.prepared, timed.alone.throughput
             found.lthp, found.pseconds = timed.both.throughput, statistics.fmean(timed.both.seconds)
@@ -473,20 +471,6 @@ class _Course:
         away = any(found.timed[name].away for name in found.useless)
         found.waiting = bool(found.useless) and (away or not self.epoch.ready)
         self.on_decided()
-
-    def _meet(self) -> Course:
-        """Have workers prove themselves before anything is timed; what is wrong with them is known then.
-
-        Batches are handed out meanwhile. Workers on this machine would disturb what is timed.
-        """
-        self.epoch.split = OffloadShare.none()
-        if not self.epoch.prepare(1):
-            return
-        self.epoch.look()
-        while self.epoch.coming and not self.epoch.ready:
-            self.epoch.hold = False
-            yield
-            self.found.spent += 1
 
     def _time(
         self, name: str, split: OffloadShare, *, alone: float = 0.0

@@ -413,9 +413,9 @@ class WorkerDispatcher:
 
 def _tell(worker: LoaderWorker, cause: str) -> None:
     """Warn that a worker is not used, once for each cause: an absent one fails again and again."""
-    level = logging.INFO if cause in worker.told_of else logging.WARNING
-    worker.told_of.add(cause)
     when = "" if worker.why_not else " for now"
+    level = logging.INFO if (cause, when) in worker.told_of else logging.WARNING
+    worker.told_of.add((cause, when))
     log.log(level, "a worker is not used%s: %s", when, faults_text({worker.url: worker.reason}))
 
 

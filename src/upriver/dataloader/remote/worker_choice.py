@@ -86,7 +86,7 @@ class LoaderWorker:
         hangs: Pauses after hangs, reset once it has worked well for as long as the last one.
         failed: Its last failure; empty if it has made something since.
         why_not: Reason why it is not asked any more; empty if it is.
-        told_of: Causes of failures that the log has named.
+        told_of: Causes of failures that the log has named, each with the words for how long.
     """
 
     url: str
@@ -108,7 +108,7 @@ class LoaderWorker:
     hangs: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(HANGS))
     failed: str = ""
     why_not: str = ""
-    told_of: set[str] = field(default_factory=set)
+    told_of: set[tuple[str, str]] = field(default_factory=set)
 
     @property
     def slots(self) -> int:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import pyarrow as pa
 
-from upriver.errors import ConfigError, DatasetError
+from upriver.errors import ConfigError, DatasetError, StoreError
 from upriver.pipeline import left_out
 from upriver.pipeline import manifest as files
 from upriver.pipeline.chain import InputChain
@@ -295,12 +295,19 @@ def _nothing(found: Sequence[_Found], kind: str, tally: Tally, where: str) -> st
 
 
 def _missing_folder(store: Store, path: str, prefix: str) -> str:
-    """Return which folder of a path does not exist, and the folders in its place; empty if all exist."""
+    """Return which folder of a path does not exist, and the folders in its place; empty if all exist.
+
+    Also empty if a folder above the path may not be listed: the hint hides no other error.
+    """
     parent = ""
     for name in filter(None, path.split("/")):
         whole = f"{parent}/{name}".lstrip("/")
-        if name not in store.folders(parent):
-            known = sorted(_class_folders(store, parent, prefix))
+        try:
+            folders = _class_folders(store, parent, prefix)
+        except StoreError:
+            return ""
+        if name not in folders:
+            known = sorted(folders)
             others = near_names(name, known) or known[:MAX_NAMED]
             hint = f"there are {', '.join(map(repr, others))}" if others else "there are no folders"
             return f"; there is no {whole!r}, and in {parent or store.uri!r} {hint}"

@@ -178,7 +178,7 @@ def _tenant(row: TenantRow) -> Sequence[str]:
 def _quota(row: TenantRow) -> Sequence[str]:
     sizes = (row.max_waiting_bytes, row.program_bytes, row.stored_bytes)
     waiting, programs, stored = map(bytes_text, sizes)
-    return row.name, str(row.max_requests), waiting, f"{row.memory_share:.0%}", programs, stored
+    return row.name, str(row.max_requests), waiting, f"{100 * row.memory_share:.3g}%", programs, stored
 
 
 def _worker(row: WorkerRow) -> Sequence[str]:
