@@ -223,7 +223,10 @@ class Bed:
     def settled(self) -> bool:
         """Return whether all threads wait for the clock."""
         with self.lock:
-            held = sum(not each.late for told in self.loaders for each in told._held.values())
+            all_held = [each for told in self.loaders for each in told._held.values()]
+            if any(each.late for each in all_held):  # each keeps its place until its answer ends
+                return False
+            held = len(all_held)
             begun = held + sum(len(told._proving) for told in self.loaders) == len(self.open)
             waiting = sum(len(told._waiting) for told in self.loaders)
             given = sum(told.taken - told.called_back for told in self.loaders)
