@@ -59,7 +59,7 @@ _PADDING = memoryview(bytes(2 * ALIGNMENT))
 
 
 class StorageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One region of the payload: padding, then data.
+    """Describe one region of the payload: padding, then data.
 
     Attributes:
         nbytes: Bytes of data.
@@ -71,7 +71,7 @@ class StorageHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor: a strided view of a region.
+    """Describe one tensor: a strided view of a region.
 
     Attributes:
         dtype: Name of the element type, as ``float32``.
