@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.harness.records import Deadline, Records
 from benchmarks.harness.training.plans import Setting
 from benchmarks.harness.training.rig import Rig, command, run_once
-from benchmarks.speedup.report import SWEEP, Speeds, plot, report
+from benchmarks.speedup.report import Speeds, plot, report
 
 QUICK = Setting(network="resnet18", mbit=None, batch_size=8, samples=16, cap_share=0.2, repeats=1)
 """Setting of the quick form, which only shows that it works."""
@@ -47,7 +47,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
     with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
         deadline.check()
         rig.plan(records)
-        for label in (Speeds(setting, records).unsplit, *SWEEP):
+        for label in (Speeds(setting, records).unsplit, *Speeds(setting, records).sweep):
             run_once(rig, records, label, 0, deadline)
         labels = Speeds(setting, records).labels
         for repeat in setting.measured:

@@ -50,6 +50,11 @@ class Speeds:
         """Return the cut that offloads nothing and gives the reference."""
         return self.found.unsplit
 
+    @property
+    def sweep(self) -> tuple[str, ...]:
+        """Return the forms of the loop to search; those of the quick form only show that it works."""
+        return SWEEP if self.setting.repeats > 1 else SWEEP[:2]
+
     def _row(self, label: str, repeat: int) -> dict[str, Any] | None:
         return run_of(self.records, self.setting, label, repeat)
 
@@ -69,7 +74,7 @@ class Speeds:
         """Return the runs that do not count, and why."""
         if self.found.plan is None:
             return []
-        labels = dict.fromkeys((self.unsplit, *SWEEP, *self.labels))
+        labels = dict.fromkeys((self.unsplit, *self.sweep, *self.labels))
         return [
             f"{self.setting.key}, {label}, {repeat}: {why}"
             for label in labels
@@ -86,9 +91,9 @@ class Speeds:
     @cached_property
     def best_loader(self) -> str | None:
         """Return the fastest loop of the sweep; None before its end, or if none counts."""
-        if any(self.why_not(label, 0) is None for label in SWEEP):
+        if any(self.why_not(label, 0) is None for label in self.sweep):
             return None
-        seconds = {label: rows[0]["seconds"] for label in SWEEP if (rows := self.rows(label, [0]))}
+        seconds = {label: rows[0]["seconds"] for label in self.sweep if (rows := self.rows(label, [0]))}
         return min(seconds, key=seconds.__getitem__) if seconds else None
 
     @cached_property
@@ -106,7 +111,7 @@ class Speeds:
         """Return how much is still missing, or an empty text when the setting is finished."""
         if self.found.plan is None:
             return "not begun"
-        if any(self.why_not(label, 0) is None for label in (self.unsplit, *SWEEP)):
+        if any(self.why_not(label, 0) is None for label in (self.unsplit, *self.sweep)):
             return "the loader's sweep is not done"
         wanted = [(label, repeat) for label in self.labels for repeat in self.setting.measured]
         there = sum(self.why_not(*each) is not None for each in wanted)
