@@ -66,6 +66,11 @@ def test_packages_of_an_extra_are_those_that_it_brings(extra: str, packages: tup
         ),
         (["plan", "--plot", "x.png"], "matplotlib", "--plot needs matplotlib|plot"),
         (["cuts", "torchvision:alexnet", "--plot", "x.png"], "matplotlib", "--plot needs matplotlib|plot"),
+        (
+            ["diff", "torchvision:alexnet", "--against-threads", "1", "--plot", "x.png"],
+            "matplotlib",
+            "--plot needs matplotlib|plot",
+        ),
     ],
 )
 def test_command_without_its_extra_names_it(

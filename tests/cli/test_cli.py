@@ -23,6 +23,7 @@ COMMANDS = (
     "index",
     "push",
     "cuts",
+    "diff",
     "calibrate",
     "plan",
     "infer",

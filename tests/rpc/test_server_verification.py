@@ -15,7 +15,13 @@ from upriver.engine.fingerprint import fingerprint
 from upriver.errors import NotExact, ServerUnavailable
 from upriver.protocol import DEFAULT_CAPS, End, Info, RunRequest
 from upriver.rpc.client import ServerClient
-from upriver.rpc.server_verification import ServerVerifier, bring, fingerprint_difference, only
+from upriver.rpc.server_verification import (
+    ServerVerifier,
+    bring,
+    differing_fields,
+    fingerprint_difference,
+    only,
+)
 from upriver.rpc.tolerance import FLOAT32
 from upriver.types import MicroBatch, Timings
 
@@ -87,6 +93,9 @@ def test_the_first_three_of_many_fields_are_named() -> None:
     theirs = {**fingerprint(), **{f"a{number}": "" for number in range(9)}}
     said = ", ".join(f"a{number} '' there, None here" for number in range(3))
     assert fingerprint_difference(theirs) == said
+    assert differing_fields(theirs) == {f"a{number}": ("", None) for number in range(9)}
+    less = {name: value for name, value in fingerprint().items() if name != "torch"}
+    assert differing_fields(less) == {"torch": (None, str(torch.__version__))}
 
 
 # ------------------------------------------------------------------------------------------------ canaries
@@ -102,6 +111,8 @@ def test_a_canary_of_other_bits_is_refused_with_the_threads_that_may_be_the_reas
     here = torch.get_num_threads()
     assert str(raised.value).startswith(f"{server.url} gives other bits for the canary at cut 2; it computes")
     assert f"start it with --threads {here}, or call torch.set_num_threads({here + 1})" in str(raised.value)
+    named = f"; upriver diff MODEL --server {server.url} names the first operator that differs"
+    assert str(raised.value).endswith(named)
 
 
 def test_a_canary_within_the_tolerance_passes_and_one_beyond_it_is_refused(server: ServerClient) -> None:
@@ -110,7 +121,8 @@ def test_a_canary_within_the_tolerance_passes_and_one_beyond_it_is_refused(serve
         NUMERIC.check_canary(server, ONES, (ONES[0] * 1.01,), "the canary at cut 2")
     assert str(raised.value) == (
         f"{server.url} gives features that are 0.01 of the largest apart for the canary at cut 2, "
-        f"where exact='numeric' allows {FLOAT32}"
+        f"where exact='numeric' allows {FLOAT32}; upriver diff MODEL --server {server.url} names the first "
+        "operator that differs"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from upriver.rpc.tolerance import COARSER, FLOAT32, difference, largest, tolerance
+from upriver.rpc.tolerance import COARSER, FLOAT32, Deviation, difference, largest, tolerance
 
 ONES = torch.ones(2, 3)
 COUNTS = torch.arange(6)
@@ -62,3 +62,49 @@ def test_the_coarsest_type_decides() -> None:
     assert tolerance([torch.float32, torch.int64]) is FLOAT32
     assert tolerance([torch.float16, torch.bfloat16, torch.float32]) is COARSER[torch.bfloat16]
     assert str(FLOAT32) == "0.001 of each value plus 0.0001 of the largest"
+
+
+# ------------------------------------------------------------------------------------------- deviations
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "relative", "num_different"),
+    [
+        ([1.0, -4.0], [1.0, -4.0], 0.0, 0),
+        ([1.0, -4.0], [1.5, -4.0], 0.125, 1),
+        ([1e-6, 2e-6], [1e-6, 1e-6], 0.5, 1),  # relative to the values, however small
+        ([0.0, 1.0], [-0.0, 1.0], 0.0, 1),
+        ([NAN, INF, 2.0], [NAN, INF, 2.0], 0.0, 0),
+        ([NAN, INF, 2.0], [NAN, INF, 1.0], 0.5, 1),
+        ([NAN, 2.0], [1.0, 2.0], INF, 1),
+        ([1.0, 2.0], [INF, 2.0], INF, 1),
+        ([-INF, 2.0], [INF, 2.0], INF, 1),
+        ([0.0, 0.0], [0.0, 1e-9], INF, 1),
+        ([], [], 0.0, 0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_deviation_is_relative_to_the_largest_value_and_counts_bits(
+    ours: list[float], theirs: list[float], relative: float, num_different: int, dtype: torch.dtype
+) -> None:
+    a, b = torch.tensor(ours, dtype=dtype), torch.tensor(theirs, dtype=dtype)
+    found = Deviation.between((a,), (b,))
+    assert found.relative == pytest.approx(relative, rel=1e-6)
+    assert (found.num_different, found.num_elements) == (num_different, len(ours))
+    assert found.equal == (not num_different) == (difference((a,), (b,), None) == "")
+
+
+def test_deviation_of_several_tensors_is_the_largest_and_counts_all() -> None:
+    ours = (ONES, COUNTS, COUNTS > 2, torch.tensor(4.0))
+    theirs = (ONES.clone(), COUNTS + 1, COUNTS > 3, torch.tensor(5.0))
+    found = Deviation.between(ours, theirs)
+    assert found == Deviation(relative=1.0, num_different=6 + 1 + 1, num_elements=6 + 6 + 6 + 1)
+    strided = torch.arange(12.0).view(3, 4)
+    assert Deviation.between((strided.T,), (strided.T.contiguous(),)).equal
+    other = strided.T.contiguous()
+    other[1, 2] += 11.0
+    assert Deviation.between((strided.T,), (other,)) == Deviation(
+        relative=1.0, num_different=1, num_elements=12
+    )

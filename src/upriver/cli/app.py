@@ -18,7 +18,7 @@ import typer
 from typer.exceptions import TyperException
 
 from upriver import __version__
-from upriver.cli import INTERRUPTED, calibrate, cuts, demo, gc, index, infer, push, token, worker
+from upriver.cli import INTERRUPTED, calibrate, cuts, demo, diff, gc, index, infer, push, token, worker
 from upriver.cli.coldstart import command
 from upriver.cli.common import ReaderGone, checked_stdout
 from upriver.cli.plan import command as plan
@@ -42,6 +42,7 @@ app.command("demo")(demo.demo)
 app.command("index")(index.index)
 app.command("push")(push.push)
 app.command("cuts")(cuts.cuts)
+app.command("diff")(diff.diff)
 app.command("calibrate")(calibrate.calibrate)
 app.command("plan")(plan.plan)
 app.command("infer")(infer.infer)

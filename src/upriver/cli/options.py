@@ -51,14 +51,19 @@ def fill(model: nn.Module, weights: Path | None) -> None:
 
 
 def store_options(given: list[str] | None) -> dict[str, str]:
+    """Parse the values of ``--option``."""
+    return name_values(given, "--option")
+
+
+def name_values(given: list[str] | None, option: str) -> dict[str, str]:
     """Parse ``NAME=VALUE`` texts."""
-    options: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in given or []:
         name, separator, value = text.partition("=")
         if not name or not separator:
-            raise ConfigError(f"--option must be NAME=VALUE, got {name!r}")
-        options[name] = value
-    return options
+            raise ConfigError(f"{option} must be NAME=VALUE, got {name!r}")
+        values[name] = value
+    return values
 
 
 def parse_shape(text: str | None) -> tuple[int, ...] | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
-import torch
 from torch import nn
 
 from upriver.control.plan_switching import PlanSwitcher
@@ -37,7 +36,7 @@ from upriver.program.split.split import Split
 from upriver.protocol import Larger
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import ServerPool, ServerStatus
-from upriver.rpc.tolerance import Tolerance, tolerance
+from upriver.rpc.tolerance import Tolerance, tolerance, tolerance_of
 from upriver.types import CutRow, Plan, Route, Workload
 
 log = logging.getLogger("upriver")
@@ -480,10 +479,5 @@ class Planner:
 
 
 def _allowed(parts: Split) -> Tolerance:
-    """Return the tolerance for features, larger if a program computes in half precision."""
-    program = parts.program
-    if program is None:
-        return tolerance([])
-    crossing = {value.spec.dtype for cut in range(program.num_stages + 1) for value in program.live(cut)}
-    names = crossing | {getattr(program.graph, "autocast", None) or "float32"}
-    return tolerance([getattr(torch, name) for name in names])
+    """Return the tolerance for features; nothing computes them if the model runs unsplit."""
+    return tolerance([]) if parts.program is None else tolerance_of(parts.program)

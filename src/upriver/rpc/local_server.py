@@ -27,6 +27,7 @@ class EmbeddedServer(ChildServer):
         cpu: Set[int] | None = None,
         token: str | None = None,
         port: int = 0,
+        environment: Mapping[str, str] | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> Self:
         """Start a server and wait until it accepts requests.
@@ -38,6 +39,7 @@ class EmbeddedServer(ChildServer):
             cpu: Cores that the server and its processes may use.
             token: Token that clients must send.
             port: Port to listen on; 0 chooses a free one.
+            environment: Variables of the server in addition to this process's, whose values they replace.
             timeout_s: Seconds that the start may take.
 
         Raises:
@@ -48,7 +50,9 @@ class EmbeddedServer(ChildServer):
         _check_stores(stores)
         options = [option for name, uri in stores.items() for option in ("--store", f"{name}={uri}")]
         numbers = {"--threads": threads, "--workers": workers, "--port": port}
-        return cls._started("serve", options, numbers, cpu=cpu, token=token, timeout_s=timeout_s)
+        return cls._started(
+            "serve", options, numbers, cpu=cpu, token=token, timeout_s=timeout_s, variables=environment
+        )
 
     @classmethod
     def start_worker(
@@ -79,12 +83,14 @@ class EmbeddedServer(ChildServer):
         cpu: Set[int] | None,
         token: str | None,
         timeout_s: float,
+        variables: Mapping[str, str] | None = None,
     ) -> Self:
         why = why_missing(f"an embedded server (upriver {command})", "server", *SERVER)
         if why:
             raise ServerUnavailable(why)
         given = [(option, str(value)) for option, value in numbers.items() if value is not None]
         environment = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        environment |= variables or {}
         if token is not None:
             environment[TOKEN_VARIABLE] = token
         return cls(

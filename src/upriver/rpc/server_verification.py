@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -62,20 +63,30 @@ class ServerVerifier:
             NotExact: If they differ by more than is allowed.
         """
         found = difference(ours, theirs, self.allowed)
-        if found and self.allowed is None:
-            raise NotExact(f"{server.url} gives {found} for {canary}{_threads_hint(server)}")
         if found:
+            allowed = f", where exact='numeric' allows {self.allowed}"
             raise NotExact(
-                f"{server.url} gives {found} for {canary}, where exact='numeric' allows {self.allowed}"
+                f"{server.url} gives {found} for {canary}"
+                f"{_threads_hint(server) if self.allowed is None else allowed}; "
+                f"upriver diff MODEL --server {server.url} names the first operator that differs"
             )
+
+
+def differing_fields(
+    theirs: Mapping[str, str], device: str | torch.device = "cpu"
+) -> dict[str, tuple[str | None, str | None]]:
+    """Return the fields in which two fingerprints differ, with the values there and here; None if absent."""
+    ours = fingerprint(device)
+    both = {field: (theirs.get(field), ours.get(field)) for field in sorted(ours.keys() | theirs.keys())}
+    return {field: values for field, values in both.items() if values[0] != values[1]}
 
 
 def fingerprint_difference(theirs: Mapping[str, str], device: str | torch.device = "cpu") -> str:
     """Return some fields in which a server's fingerprint differs from the local one; empty if none does."""
-    ours = fingerprint(device)
-    different = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
+    different = islice(differing_fields(theirs, device).items(), 3)
     return ", ".join(
-        f"{key} {theirs.get(key, 'none')!r} there, {ours.get(key)!r} here" for key in different[:3]
+        f"{field} {('none' if there is None else there)!r} there, {here!r} here"
+        for field, (there, here) in different
     )
 
 

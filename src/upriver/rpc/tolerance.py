@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from upriver.program.graph.executor import Program
 
 Exact = Literal["bitwise", "numeric"]
 
@@ -42,6 +45,47 @@ def tolerance(dtypes: Sequence[torch.dtype | None]) -> Tolerance:
     """
     coarser = [COARSER[dtype] for dtype in dtypes if dtype in COARSER]
     return max(coarser, key=lambda allowed: allowed.rtol, default=FLOAT32)
+
+
+def tolerance_of(program: Program) -> Tolerance:
+    """Return the tolerance for features of a program, larger if it computes in half precision."""
+    crossing = {value.spec.dtype for cut in range(program.num_stages + 1) for value in program.live(cut)}
+    names = crossing | {getattr(program.graph, "autocast", None) or "float32"}
+    return tolerance([getattr(torch, name) for name in names])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deviation:
+    """Distance between two tiers' features.
+
+    Attributes:
+        relative: Largest difference, relative to the largest value of its tensor. Infinite where one side
+            alone has a NaN or an infinity, or where all values of this side are zero.
+        num_different: Elements with other bits.
+        num_elements: All elements.
+    """
+
+    relative: float
+    num_different: int
+    num_elements: int
+
+    @classmethod
+    def between(cls, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> Deviation:
+        """Compare tensors of the same forms, in order."""
+        pairs = [(a, b.to(a.device)) for a, b in zip(ours, theirs, strict=True)]
+        differs = [_bits(a) != _bits(b) for a, b in pairs]
+        return cls(
+            relative=max(
+                (_relative(*pair, at) for pair, at in zip(pairs, differs, strict=True)), default=0.0
+            ),
+            num_different=sum(int(at.sum()) for at in differs),
+            num_elements=sum(a.numel() for a in ours),
+        )
+
+    @property
+    def equal(self) -> bool:
+        """Return whether all bits are equal."""
+        return self.num_different == 0
 
 
 def difference(
@@ -86,10 +130,25 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     Unlike in ``torch.equal``, a NaN equals itself and zero differs from minus zero.
     """
-    if not a.is_floating_point():
-        return torch.equal(a, b)
-    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return torch.equal(a.contiguous().view(word), b.contiguous().view(word))
+    return torch.equal(_bits(a), _bits(b))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose elements are equal where all bits of the given one's are."""
+    if not tensor.is_floating_point():
+        return tensor
+    word = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(word)
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor, differs: torch.Tensor) -> float:
+    """Return the largest difference of some elements, relative to the largest value of ``a``."""
+    ours, theirs = a[differs].double(), b[differs].double()
+    apart = (ours - theirs).abs().masked_fill(ours.isnan() & theirs.isnan(), 0.0)
+    if not apart.any():  # zero and minus zero, or NaNs with other bits
+        return 0.0
+    largest = _magnitude(a)
+    return float(apart.nan_to_num(math.inf, math.inf).max()) / largest if largest else math.inf
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> str:
