@@ -47,6 +47,8 @@ MODEL = ("diff_models:convolutions", "--micro-batch", "4")
 ELSEWHERE = "SSE41"
 """Instruction set of the other machine: no machine that torch runs on has none above it."""
 
+TOKEN = "the-token-of-the-other-server"
+
 
 @pytest.fixture(autouse=True)
 def own_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -65,13 +67,21 @@ def same(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """Yield a server whose low bits differ from this process's."""
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Yield a server that asks for a token, and whose low bits differ from this process's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_MAX_CPU_ISA", ELSEWHERE)  # for the server only: this process has chosen already
-        with running(tmp_path_factory.mktemp("other").as_uri(), threads=torch.get_num_threads()) as found:
+        options = {"threads": torch.get_num_threads(), "token": TOKEN}
+        with running(tmp_path_factory.mktemp("other").as_uri(), **options) as found:
             patch.undo()
             yield found.wait_ready()
+
+
+@pytest.fixture
+def other(guarded: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """Return that server, with its token in the environment."""
+    monkeypatch.setenv("UPRIVER_TOKEN", TOKEN)
+    return guarded
 
 
 def found_by(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any]]:
@@ -152,9 +162,12 @@ def test_operators_as_stages_show_the_same_operator(
 
 
 def test_part_before_the_first_convolution_is_equal(
-    other: Running, capsys: pytest.CaptureFixture[str]
+    guarded: Running, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, document = found_by(capsys, *MODEL, "--server", other.url, "--freeze-to", "1")
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    token = ("--token-file", tmp_path / "token")
+    code, document = found_by(capsys, *MODEL, "--server", guarded.url, *token, "--freeze-to", "1")
     assert code == 0 and document["equal"] and document["freeze_to"] == "1"
     assert [stage["after"] for stage in document["stages"]] == ["0", "1"]
     assert [line["field"] for line in document["fingerprint"]] == ["onednn_max_cpu_isa"]
@@ -199,15 +212,17 @@ def test_process_with_other_threads_takes_the_place_of_a_server(capsys: pytest.C
         ([*MODEL, "--server", "{free}", "--granularity", "end"], "--granularity must be module or op"),
         ([*MODEL, "--server", "{free}", "--freeze-to", "9"], "the model has no module '9'"),
         ([*MODEL, "--server", "{same}", "--freeze-to", "2", "--input", "none.npy"], "cannot read --input"),
+        ([*MODEL, "--server", "{guarded}"], "no token was given"),
+        ([*MODEL, "--server", "{same}", "--ca", "none.pem"], "cannot read the authorities none.pem"),
         (["torchvision:resnet", "--server", "{same}"], "torchvision has no model 'resnet'; near are"),
         (["diff_models:branch", "--server", "{same}"], "torch.export could not capture the model: control"),
     ],
 )
 def test_bad_input_is_one_line(
-    arguments: list[str], said: str, same: Running, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, same: Running, guarded: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    free = f"http://127.0.0.1:{free_port()}"
-    assert main(["diff", *(each.format(free=free, same=same.url) for each in arguments)]) == 2
+    urls = {"free": f"http://127.0.0.1:{free_port()}", "same": same.url, "guarded": guarded.url}
+    assert main(["diff", *(each.format(**urls) for each in arguments)]) == 2
     printed = capsys.readouterr()
     [line] = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert said.format(free=free) in line and printed.out == ""
+    assert said.format(**urls) in line and printed.out == ""

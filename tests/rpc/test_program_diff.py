@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -128,7 +128,6 @@ def test_search_names_exactly_the_operator_that_is_off(data: st.DataObject, name
     ]
     assert [stage.accumulated for stage in found.stages] == wanted
     assert found.answer == wanted[-1]
-    assume(found.first_stage is not None)  # a ReLU, say, may remove a difference within its stage
     assert found.first_stage is not None and found.first_operator is not None
     assert found.first_stage.cut == 1 + bisect_right([stage.stop for stage in program.stages], index)
     assert found.first_operator.cut == 1 + bisect_right([stage.stop for stage in finer.stages], index)
