@@ -275,9 +275,13 @@ class Server(uvicorn.Server):
         return any(isinstance(held, HeldConnection) and held.busy for held in self.server_state.connections)
 
     def _close_idle(self) -> None:
-        """Close connections without a request; the others close after their response."""
+        """Close connections between two requests; the others close after their response.
+
+        A new connection stays: its first request may have arrived, and would be lost without an answer.
+        """
         for connection in list(self.server_state.connections):
-            connection.shutdown()
+            if not (isinstance(connection, HeldConnection) and connection.unused):
+                connection.shutdown()
 
     def _break_off(self) -> None:
         """Abort connections whose requests have used up their time; without a client they end quietly."""

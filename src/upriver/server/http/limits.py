@@ -100,6 +100,11 @@ class HeldConnection:
         """Return whether a request is being answered."""
         return False
 
+    @property
+    def unused(self) -> bool:
+        """Return whether the connection has brought no request so far; the first may be on its way."""
+        return True
+
 
 def make_room(connections: Collection[object], newcomer: HeldConnection) -> bool:
     """End connections: unknown clients' first, then tenants' connections without a request.
@@ -146,6 +151,11 @@ class BoundedHttp(HeldConnection, HttpToolsProtocol):
     def busy(self) -> bool:
         """Return whether a request is being answered."""
         return self.cycle is not None and not (self.cycle.response_complete or self.cycle.disconnected)
+
+    @property
+    def unused(self) -> bool:
+        """Return whether the connection has brought no request so far; the first may be on its way."""
+        return self.cycle is None
 
     # ---------------------------------------------------------------------------- the connection
 
