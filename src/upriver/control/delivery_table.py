@@ -334,12 +334,18 @@ class DeliveryTable:
 
     # ------------------------------------------------------------------------------------- changes
 
-    def deal(self, dealt: Sequence[DealtRoute], window: PrefetchWindow | None = None) -> None:
-        """Set new routes, and another window, for micro-batches that are not in flight yet."""
+    def deal(
+        self,
+        dealt: Sequence[DealtRoute],
+        window: PrefetchWindow | None = None,
+        expected_bytes: Mapping[Way | DealtRoute, int] | None = None,
+    ) -> None:
+        """Set new routes, and other limits if given, for micro-batches that are not in flight yet."""
         if len(dealt) != self._num:
             raise ConfigError(f"{self._num} micro-batches need as many routes, got {len(dealt)}")
         self._dealt = dealt
         self.window = window or self.window
+        self._expected_bytes = expected_bytes or self._expected_bytes
 
     @property
     def common_cut(self) -> int | None:

@@ -6,19 +6,38 @@ is the same, so the answer does not depend on the place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
 from upriver.engine.clock import Clock
 from upriver.errors import BadSample, ConfigError
 from upriver.pipeline import InputChain, SampleError, stored_tensor
-from upriver.program.graph.executor import Program
 from upriver.types import MicroBatch
 
 OnBadSample = Literal["fail", "skip"]
+
+
+class ModelStages(Protocol):
+    """The model stages that an engine runs: a captured program, or a model as it is written."""
+
+    micro_batch: int
+
+    @property
+    def sample_form(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of a sample of the input."""
+
+    def run(
+        self,
+        tensors: Sequence[torch.Tensor],
+        start: int,
+        stop: int,
+        *,
+        on_stage: Callable[[int, float], None] | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run stages [start, stop) on one micro-batch."""
 
 
 class Engine:
@@ -27,7 +46,7 @@ class Engine:
     An engine keeps no state between calls, so any number of threads may use it.
     """
 
-    def __init__(self, *, chain: InputChain | None, program: Program | None, micro_batch: int) -> None:
+    def __init__(self, *, chain: InputChain | None, program: ModelStages | None, micro_batch: int) -> None:
         """Join a chain and a program.
 
         Args:
@@ -167,8 +186,7 @@ class Engine:
     def _sample_form(self) -> tuple[tuple[int, ...], torch.dtype] | None:
         """Return shape and type of a finished sample, where the program or the chain declares them."""
         if self.program is not None:
-            spec = self.program.graph.inputs[0].spec
-            return tuple(spec.shape[1:]), getattr(torch, spec.dtype)
+            return self.program.sample_form
         declared = self.chain.output_spec() if self.chain is not None else None
         return None if declared is None else (tuple(declared[1]), declared[0])
 

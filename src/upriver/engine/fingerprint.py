@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,54 @@ def flags() -> dict[str, str]:
         "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
         "mkldnn": str(torch.backends.mkldnn.enabled),
     }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Numerics:
+    """Settings of a process that decide low bits, for another process to apply.
+
+    Attributes:
+        precisions: Precision of each kind of float32 operators, by library and kind.
+    """
+
+    threads: int
+    default_dtype: torch.dtype
+    deterministic: bool
+    warn_only: bool
+    cudnn_benchmark: bool
+    mkldnn: bool
+    precisions: tuple[str, ...]
+
+    def apply(self) -> None:
+        """Apply the settings to this process."""
+        torch.set_num_threads(self.threads)
+        torch.set_default_dtype(self.default_dtype)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.backends.mkldnn.enabled = self.mkldnn
+        for kind, precision in zip(_float32_kinds(), self.precisions, strict=True):
+            if kind.fp32_precision != precision:
+                kind.fp32_precision = precision
+
+
+def numerics() -> Numerics:
+    """Return the present settings of this process."""
+    return Numerics(
+        threads=torch.get_num_threads(),
+        default_dtype=torch.get_default_dtype(),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn_benchmark=torch.backends.cudnn.benchmark,
+        mkldnn=torch.backends.mkldnn.enabled,
+        precisions=tuple(kind.fp32_precision for kind in _float32_kinds()),
+    )
+
+
+def _float32_kinds() -> tuple[Any, ...]:
+    cudnn: Any = torch.backends.cudnn  # mypy does not find its kinds of operators
+    onednn: Any = torch.backends.mkldnn
+    cuda: Any = torch.backends.cuda
+    return cuda.matmul, onednn.matmul, cudnn.conv, onednn.conv, cudnn.rnn, onednn.rnn
 
 
 def here() -> dict[str, str]:

@@ -24,6 +24,7 @@ from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import Values, first_micro_batch
 from upriver.finetune.report import JobTally
 from upriver.pipeline import Dataset, InputChain
+from upriver.program.freeze import fold
 from upriver.program.split.split import Split
 from upriver.protocol import RunRequest
 from upriver.rpc.link_meter import LinkMeter
@@ -31,6 +32,14 @@ from upriver.rpc.server_pool import ServerPool
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")
+
+Form = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+"""Digest of a tensor's values, its type, shape and strides."""
+
+
+def forms(tensors: Sequence[torch.Tensor]) -> tuple[Form, ...]:
+    """Return what tells tensors apart without keeping them."""
+    return tuple((fold(each), each.dtype, tuple(each.shape), each.stride()) for each in tensors)
 
 
 class FeatureSource:
@@ -45,6 +54,9 @@ class FeatureSource:
     Attributes:
         tally: What finished passes have delivered.
         places: Where the micro-batches of training were computed.
+        eager_s: Least seconds of a micro-batch of the frozen part as it is written; None if none has run.
+        canary: Forms of the features of the job's first micro-batch, as it is written; None if it has not
+            run.
     """
 
     def __init__(
@@ -56,10 +68,32 @@ class FeatureSource:
         chain: InputChain,
         device: torch.device,
     ) -> None:
-        self._split, self._options, self._chain, self._device = split, options, chain, device
-        self._pool, self._replanner, self._larger = planned.pool, planned.replanner, planned.offers
+        self._options, self._chain, self._device = options, chain, device
+        self.adopt(split, planned)
         self.tally = JobTally()
         self.places = PlacementLog()
+        self.eager_s: float | None = None
+        self.canary: tuple[Form, ...] | None = None
+
+    def adopt(self, split: Split, planned: PlannedJob) -> None:
+        """Go on with the program and the servers of a split that was prepared meanwhile."""
+        self._split = split
+        self._pool, self._replanner, self._larger = planned.pool, planned.replanner, planned.offers
+
+    def take_servers(
+        self, loader: Prefetcher, dataset: Dataset, plan: Plan, order: EpochOrder, *, epoch: int
+    ) -> None:
+        """Let the servers take part in an epoch of training that began without them."""
+        dealt = deal(plan.routes, len(order.micro_batches), start=dataset.chain.start)
+        remote = self._remote(self._pool, dataset, order, epoch, {}, dealt)
+        if remote is not None:
+            loader.take_servers(
+                remote,
+                local=self._local(dataset, epoch, remote=True),
+                dealt=dealt,
+                window=self.window(plan),
+                expected_bytes=self._expected_bytes(),
+            )
 
     @contextlib.contextmanager
     def training(
@@ -77,18 +111,18 @@ class FeatureSource:
         Args:
             pins: Micro-batches that must come from a certain place.
         """
-        places, replanner = self.places, self._replanner
+        places = self.places
         level = logging.INFO if self._options.exact == "numeric" else logging.DEBUG
 
         def note(index: int, source: str, came: Received, timings: Timings) -> None:
             places.note(epoch=epoch, index=index, source=source, cut=came.position)
             log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, came.position)
-            if replanner is not None:
+            if (replanner := self._replanner) is not None:
                 tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
                 replanner.saw(tier, timings, sent_bytes=came.num_bytes)
 
         def saw(timings: Timings) -> None:
-            if replanner is not None:
+            if (replanner := self._replanner) is not None:
                 replanner.saw(Tier.COMPUTE, timings)
 
         log.info("%s", told(self.window(plan)))
@@ -103,6 +137,7 @@ class FeatureSource:
             pins=pins,
             note=note,
             saw=saw,
+            canary=order.micro_batches[0] if epoch == 0 else None,
         ) as loader:
             yield loader
 
@@ -160,6 +195,7 @@ class FeatureSource:
         pins: Mapping[int, Pin],
         note: Callable[[int, str, Received, Timings], None],
         saw: Callable[[Timings], None],
+        canary: tuple[int, ...] | None = None,
     ) -> Iterator[Prefetcher]:
         """Provide a loader for one pass, and add up what it delivered when the pass ends.
 
@@ -173,24 +209,17 @@ class FeatureSource:
             tally.timings(source, timings)
             note(index, source, came, timings)
 
-        remote, meter = self._remote(pool, dataset, order, epoch, pins, dealt), dataset.store.observer
+        remote = self._remote(pool, dataset, order, epoch, pins, dealt)
         loader = Prefetcher(
             order.micro_batches,
-            local=LocalSource(
-                dataset=dataset,
-                engine=self._engine(dataset),
-                seed=self._options.seed,
-                epoch=epoch,
-                on_bad_sample=self._options.sampling.on_bad_sample,
-                shared=meter if remote is not None and isinstance(meter, LinkMeter) else None,
-            ),
+            local=self._local(dataset, epoch, remote=remote is not None),
             first=first,
             remote=remote,
             window=self.window(plan),
             num_workers=self._options.prefetch.worker_threads,
             expected_bytes=self._expected_bytes(),
             on_timings=count,
-            finish=self._finisher(dataset, epoch, saw),
+            finish=self._finisher(dataset, epoch, saw, canary),
             pins=pins,
             dealt=dealt,
         )
@@ -200,16 +229,41 @@ class FeatureSource:
             loader.close()
             tally.add(loader.report)
 
+    def _local(self, dataset: Dataset, epoch: int, *, remote: bool) -> LocalSource:
+        """Return the source of the plain way.
+
+        Args:
+            remote: Whether servers answer over the same link.
+        """
+        meter = dataset.store.observer
+        return LocalSource(
+            dataset=dataset,
+            engine=self._engine(dataset),
+            seed=self._options.seed,
+            epoch=epoch,
+            on_bad_sample=self._options.sampling.on_bad_sample,
+            shared=meter if remote and isinstance(meter, LinkMeter) else None,
+        )
+
     def values(self, batch: MicroBatch) -> Values:
         """Return the values at the freeze point, on the device where the tail runs."""
         return tuple(value.to(self._device) for value in batch.tensors)
 
-    def _finisher(self, dataset: Dataset, epoch: int, saw: Callable[[Timings], None]) -> Finish:
-        """Return a function that runs the rest of the prefix locally on a micro-batch."""
-        engine = self._engine(dataset)
+    def _finisher(
+        self,
+        dataset: Dataset,
+        epoch: int,
+        saw: Callable[[Timings], None],
+        canary: tuple[int, ...] | None,
+    ) -> Finish:
+        """Return a function that runs the rest of the prefix locally on a micro-batch.
+
+        Args:
+            canary: Sample ids of the job's canary, if it is among this pass's micro-batches.
+        """
 
         def finish(batch: MicroBatch) -> MicroBatch:
-            clock = Clock()
+            clock, engine = Clock(), self._engine(dataset)  # a program may have come meanwhile
             # Only input stages can find a sample bad and need its object's name. Usually they have run
             # already.
             names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
@@ -224,13 +278,28 @@ class FeatureSource:
             )
             self.tally.timings("finish", clock.timings())
             saw(clock.timings())
+            if self._split.eager is not None:
+                self._saw_eager(done, clock.timings(), canary=batch.ids == canary)
             return done
 
         return finish
 
+    def as_written(self, dataset: Dataset) -> Values:
+        """Return the features of the job's canary, of the training data, by the present prefix."""
+        batch, _ = self._local(dataset, 0, remote=False)(self._options.order(0).micro_batches[0])
+        return self._finisher(dataset, 0, lambda timings: None, None)(batch).tensors
+
+    def _saw_eager(self, done: MicroBatch, timings: Timings, *, canary: bool) -> None:
+        """Note the pace of the frozen part as it is written, and the bits of the canary."""
+        seconds = timings.phases.get("forward", 0.0)
+        self.eager_s = min(seconds, self.eager_s or seconds)
+        if canary:
+            self.canary = forms(done.tensors)
+
     def _engine(self, dataset: Dataset) -> Engine:
-        program, micro_batch = self._split.program, self._options.micro_batch
-        return Engine(chain=dataset.chain, program=program, micro_batch=micro_batch)
+        return Engine(
+            chain=dataset.chain, program=self._split.prefix, micro_batch=self._options.micro_batch
+        )
 
     def _remote(
         self,

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -20,9 +21,9 @@ from upriver import tracing
 from upriver.control.delivery_table import PrefetchWindow
 from upriver.control.route_dealing import deal
 from upriver.control.window_size import told
-from upriver.engine.fingerprint import flags, here
-from upriver.errors import ConfigError, DatasetError, NotExact, StoreError
-from upriver.finetune.feature_source import FeatureSource
+from upriver.engine.fingerprint import flags, here, numerics
+from upriver.errors import ConfigError, DatasetError, NoFeasibleCut, NotExact, StoreError, UpriverError
+from upriver.finetune.feature_source import FeatureSource, forms
 from upriver.finetune.model_wrapper import TailRunner
 from upriver.finetune.options import JobOptions
 from upriver.finetune.planner import PlannedJob
@@ -32,6 +33,7 @@ from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import Placed
 from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import steps
+from upriver.finetune.preparation.background import Preparation
 from upriver.finetune.replanner import Switch
 from upriver.finetune.report import Report
 from upriver.finetune.unavailable import Availability
@@ -52,8 +54,11 @@ log = logging.getLogger("upriver")
 
 STATE_SCHEMA = "upriver.job/1"
 
-ABSENT = {"num_ranks": 1, "autocast": None, "subset": None}
+ABSENT = {"num_ranks": 1, "autocast": None, "subset": None, "freeze_point": None, "frozen": None}
 """Values to assume for fields that an older state does not have."""
+
+OF_THE_SPLIT = ("program", "freeze_point", "frozen")
+"""Fields that are None where they are not known, and then equal any value."""
 
 Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 """The value at the freeze point, or a tuple of all values where several cross it."""
@@ -93,6 +98,8 @@ class FinetuneJob:
     ) -> None:
         """Initialize the job; only ``finetune`` calls this.
 
+        A job whose split has no program yet begins the plain way, and waits for :meth:`expect`.
+
         Args:
             dataset: Training data, read over the metered link.
             run: Runs the tail.
@@ -105,18 +112,12 @@ class FinetuneJob:
         self._run, self._guard, self._connection = run, guard, connection
         self._keep_in_eval = InEval(model, split.in_eval)
         self._device = next(model.parameters()).device
-        exactly = options.exact == "bitwise" and split.program is not None
-        self._flags = self._flags_now() if exactly else None
         self._switches: list[Switch] = []
-        self._standing = Availability(self._pool, start=dataset.chain.start)
         self._following: DirectoryFollower | None = None
         self._quiet: QuietLink | None = None
         self._waits: IdleWaits | None = None
-        if self._pool is not None:
-            self._following = connection.follow(self._pool)
-            if self._replanner is not None:
-                self._quiet = QuietLink(self._pool, self._link_bytes)
-                self._waits = IdleWaits(self._pool, self._replanner.answers)
+        self._preparation: Preparation | None = None
+        self._watch_servers()
         self._closed = False
         self._warned = False
         self._epoch = 0
@@ -124,6 +125,91 @@ class FinetuneJob:
         self._resumed = False
         self._loader: Prefetcher | None = None
         self._feed = FeatureSource(split, options, planned, chain=dataset.chain, device=self._device)
+
+    def _watch_servers(self) -> None:
+        """Begin to watch the flags that count with these servers, and the servers themselves."""
+        exactly = self._options.exact == "bitwise" and self._split.prefix is not None
+        self._flags = self._flags_now() if exactly else None
+        self._standing = Availability(self._pool, start=self._dataset.chain.start)
+        if self._pool is not None:
+            self._following = self._connection.follow(self._pool)
+            if self._replanner is not None:
+                self._quiet = QuietLink(self._pool, self._link_bytes)
+                self._waits = IdleWaits(self._pool, self._replanner.answers)
+
+    # --------------------------------------------------------------------------------- preparation
+
+    @property
+    def feed(self) -> FeatureSource:
+        """Source of the job's micro-batches."""
+        return self._feed
+
+    def expect(self, preparation: Preparation) -> None:
+        """Move over to the program and the servers of a preparation once it has ended, between two steps."""
+        self._preparation = preparation
+
+    def wait_until_split(self, timeout_s: float | None = None) -> bool:
+        """Wait until the job is prepared: from then on its frozen part may run on servers.
+
+        Call it between two steps, or before the first. Nothing changes but the time of the first step.
+
+        Args:
+            timeout_s: Seconds to wait at most; None waits until the preparation has ended.
+
+        Returns:
+            Whether the frozen part is captured. The reason why not is in the plan.
+
+        Raises:
+            ConfigError: If the job was closed.
+            NoFeasibleCut: If no cut fits the memory.
+        """
+        self._check_open()
+        if self._preparation is not None:
+            self._preparation.wait(timeout_s)
+            self._adopt()
+        return self._split.program is not None
+
+    def _adopt(self) -> None:
+        """Go on with the program and the plan of a preparation that has ended."""
+        preparation = self._preparation
+        if preparation is None or not preparation.done:
+            return
+        self._preparation = None
+        try:
+            split, planned = preparation.result()
+            self._check_prepared(split, preparation)
+        except NoFeasibleCut:
+            raise
+        except UpriverError as error:
+            preparation.close()
+            log.warning("the job goes on as it began, on the compute tier: %s", error)
+            self._plan = replace(self._plan, why=f"the job goes on as it began: {error}")
+            return
+        self._split, self._planned = split, planned
+        self._plan, self._pool, self._replanner = planned.plan, planned.pool, planned.replanner
+        self._feed.adopt(split, planned)
+        self._watch_servers()
+        log.info("the frozen part is captured; the plan from step %d of epoch %d: %s", self._step,
+                 self._epoch, self._plan.why)
+        if self._loader is not None:
+            self._feed.take_servers(
+                self._loader, self._dataset, self._plan, self._order(self._epoch), epoch=self._epoch
+            )
+
+    def _check_prepared(self, split: Split, preparation: Preparation) -> None:
+        """Check that the program gives the bits that the job had so far.
+
+        Raises:
+            NotExact: If it does not, or this process computes otherwise than when the job began.
+        """
+        if numerics() != preparation.numerics:
+            raise NotExact("the settings that low bits depend on changed while the job was prepared")
+        reference, eager = preparation.reference, self._split.eager
+        if reference is None or eager is None or self._options.exact != "bitwise":
+            return
+        mine = self._feed.canary or forms(self._feed.as_written(self._dataset))
+        if mine != forms(reference.tensors):
+            raise NotExact("the captured frozen part gives other bits than the model as it is written")
 
     # ------------------------------------------------------------------------------------ training
 
@@ -215,6 +301,7 @@ class FinetuneJob:
         """
         self._check_open()
         self._check_flags()
+        self._adopt()
         if self._step and not self._resumed:
             self._epoch, self._step = self._epoch + 1, 0
         self._resumed = False
@@ -229,6 +316,7 @@ class FinetuneJob:
                 yield features, targets
                 self._guard.check_versions()
                 self._check_flags()
+                self._adopt()
                 self._replan(time.perf_counter() - handed_out, len(targets), order)
         self._guard.check_values()
         if whole:
@@ -280,7 +368,7 @@ class FinetuneJob:
             self._dataset, self._plan, order, epoch=self._epoch, step=self._step, pins=pins
         ) as loader:
             self._loader = loader
-            form, finish = self._split.tail.values, self._feed.values
+            form, finish = self._split.tail.values, self._feed.values  # the same before and after moving over
             try:
                 for values, ids in steps(loader, order, form=form, finish=finish, first=self._step):
                     if values is None:
@@ -318,6 +406,7 @@ class FinetuneJob:
         """
         self._check_open()
         self._check_flags()
+        self._adopt()
         dataset, rows = validation.indexed(dataset)
         if not len(rows):
             raise DatasetError("the dataset is empty")
@@ -389,6 +478,8 @@ class FinetuneJob:
             "dataset": self._dataset.digest,
             "subset": self._options.subset,
             "program": program.digest if program is not None else None,
+            "freeze_point": self._split.boundary,
+            "frozen": self._guard.digest,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -405,7 +496,8 @@ class FinetuneJob:
             found = (f"{words} {', '.join(sorted(map(str, keys)))}" for words, keys in parts if keys)
             raise ConfigError(f"not the state of a fine-tuning job: {'; '.join(found)}")
         for key, value in mine.items():
-            if key not in ("epoch", "step") and state[key] != value:
+            known = key not in OF_THE_SPLIT or None not in (state[key], value)
+            if key not in ("epoch", "step") and known and state[key] != value:
                 take = f"; make this one with micro_batch={state[key]!r}" if key == "micro_batch" else ""
                 raise ConfigError(
                     f"the state is of another job: its {key} is {state[key]!r}, this job's {value!r}{take}"
@@ -443,6 +535,8 @@ class FinetuneJob:
         """
         if self._closed:
             return self._plan
+        if self._preparation is not None:
+            return with_notes(self._plan, f"being prepared: {self._preparation.step}")
         remarks = (self._standing.refused, self._standing.lost(self._plan, self._store_lost))
         return with_notes(self._plan, *filter(None, remarks))
 
@@ -480,6 +574,9 @@ class FinetuneJob:
         self._plan = self.plan  # keep the current remarks: closed servers no longer answer
         self._closed = True
         self.close_loader()
+        if self._preparation is not None:
+            self._preparation.close()
+            self._preparation = None
         if self._following is not None:
             self._following.close()
         if self._pool is not None:

@@ -126,6 +126,10 @@ class Splitting:
     Attributes:
         granularity: ``module`` cuts where modules end, ``op`` between any two operators where that is legal.
         compile_tail: Compile the tail; a mapping holds arguments of ``torch.compile``.
+        in_background: Whether the frozen part is captured and proven in another process, while the first
+            batches are made the plain way. None decides by the time that the model takes. What must be known
+            before the first batch is prepared at once in any case: ``replay``, ``micro_batch="auto"`` and
+            ``adapt_batch``.
         replay: ``job.placed`` of an earlier run. Each micro-batch in it is computed at the same place and cut
             again, so that a ``numeric`` run is reproduced to the bit.
 
@@ -135,11 +139,14 @@ class Splitting:
 
     granularity: Granularity = "module"
     compile_tail: bool | Mapping[str, Any] = False
+    in_background: bool | None = None
     replay: Sequence[Placed | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         validation.choice("granularity", self.granularity, ("module", "op"))
         validation.compiling(self.compile_tail)
+        if self.in_background is not None:
+            validation.flag("in_background", self.in_background)
         Routes(self.replay)
 
 
@@ -153,6 +160,7 @@ class JobOptions:
             ``micro_batch`` is the default.
         shares: Cuts and their shares of the samples, used instead of the policy's; None asks the policy.
         compile_options: Arguments of ``torch.compile`` for the tail; None leaves it as the model came.
+        in_background: Whether another process prepares the job; None decides by the model.
         replay: Routes of an earlier run; empty if there are none to follow.
     """
 
@@ -172,6 +180,7 @@ class JobOptions:
     autocast: torch.dtype | None
     granularity: Granularity
     compile_options: Mapping[str, Any] | None
+    in_background: bool | None
     replay: Routes
 
     @classmethod
@@ -225,6 +234,7 @@ class JobOptions:
             autocast=autocast_dtype(autocast),
             granularity=splitting.granularity,
             compile_options=validation.compiling(splitting.compile_tail),
+            in_background=splitting.in_background,
             replay=Routes(splitting.replay),
         )
         if cut is not None and options.replay:
@@ -270,6 +280,12 @@ class JobOptions:
                 f"drop_last leaves no step in an epoch: batch_size {self.batch_size}{ranks}, "
                 f"{len(self.rows)} samples"
             )
+
+    @property
+    def may_begin(self) -> bool:
+        """Return whether the first batch may be made before the job is prepared."""
+        decided = self.chosen or self.replay or self.prefetch.adapt_batch
+        return self.in_background is not False and not decided
 
     @property
     def larger_sizes(self) -> tuple[int, ...]:

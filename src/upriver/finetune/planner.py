@@ -37,7 +37,7 @@ from upriver.protocol import Larger
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import ServerPool, ServerStatus
 from upriver.rpc.tolerance import Tolerance, tolerance, tolerance_of
-from upriver.types import CutRow, Plan, Route, Workload
+from upriver.types import CutRow, MicroBatch, Plan, Route, Workload
 
 log = logging.getLogger("upriver")
 
@@ -70,6 +70,28 @@ class PlannedJob:
     offers: Callable[[], Sequence[Larger]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """A job's first plan as data: another process may make it for the one that carries it out.
+
+    Attributes:
+        admitted: Addresses of the servers that passed every canary; None if the plan needs no server.
+        cuts: Cuts at which servers passed.
+        distances: Largest difference of features seen, by address.
+        notes: Notes at the end of every plan's reason.
+        measured: What the plan rests on, without its clients; None if nothing was measured.
+        reference: The canary at the freeze point, as computed locally; None if no canary ran.
+    """
+
+    plan: Plan
+    admitted: tuple[str, ...] | None
+    cuts: tuple[int, ...]
+    distances: Mapping[str, float]
+    notes: tuple[str, ...]
+    measured: Measurement | None
+    reference: MicroBatch | None
+
+
 class Planner:
     """Turn a split model into a plan and the servers that carry it out.
 
@@ -80,6 +102,9 @@ class Planner:
         options: Routes of an earlier run, or shares, decide the cut instead of the policy.
         tell: Receives progress messages.
         bandwidth: Returns the link's recent bandwidth.
+        pace: Returns the seconds that the frozen part of a micro-batch takes where the job trains; None if
+            this process measures it well enough.
+        remarks: Notes for the plan.
 
     Attributes:
         measured: The measurement that the plan rests on; None if nothing was measured.
@@ -96,6 +121,8 @@ class Planner:
         *,
         tell: Callable[[str], None],
         bandwidth: Callable[[], float | None] = lambda: None,
+        pace: Callable[[], float | None] = lambda: None,
+        remarks: Sequence[str] = (),
     ) -> None:
         self.bandwidth = bandwidth
         self.replanner: Replanner | None = None
@@ -118,11 +145,12 @@ class Planner:
                 options,
                 allowed=self.allowed,
                 tell=tell,
+                pace=pace,
             )
         self._servers: Sequence[ServerClient] | None = None
         self._gate: ServerGate | None = None
         self._no_server = ""
-        self._size_note: tuple[str, ...] = ()
+        self._remarks = tuple(remarks)
         self._model: CostModel | None = None
 
     def plan(self) -> PlannedJob:
@@ -132,11 +160,55 @@ class Planner:
             ConfigError: If training does not allow a requested cut.
             NoFeasibleCut: If no cut fits the memory.
         """
-        plan, pool = self._planned()
+        try:
+            return self._carried_out(self.decide())
+        except BaseException:
+            self.close()
+            raise
+
+    def decide(self) -> Decision:
+        """Return the plan as data; as :meth:`plan`."""
+        plan, admitted = self._planned()
         if self.parts.program is not None and self.parts.note:
             plan = self._noted(plan, f"the frozen part ends where it does since {self.parts.note}")
-        return PlannedJob(
+        measuring = self._measuring
+        return Decision(
             plan=plan,
+            admitted=admitted,
+            cuts=measuring.gate.cuts if measuring is not None else (),
+            distances=dict(measuring.gate.distances) if measuring is not None else {},
+            notes=tuple(self.notes),
+            measured=replace(self.measured, servers=()) if self.measured is not None else None,
+            reference=measuring.reference if measuring is not None else None,
+        )
+
+    def carry_out(self, decision: Decision) -> PlannedJob:
+        """Return the decision of another planner for the same job, and what carries it out.
+
+        Raises:
+            UpriverError: If its servers cannot be reached.
+        """
+        self.measured, self.notes = decision.measured, list(decision.notes)
+        if decision.admitted is not None and self._measuring is not None:
+            self._servers = self.find_servers(self.dataset)
+            self._measuring.take_over(
+                decision.reference, cuts=decision.cuts, distances=decision.distances, passed=decision.admitted
+            )
+            if decision.measured is not None:
+                profile, cluster = decision.measured.profile, decision.measured.cluster
+                self._model = CostModel(profile, cluster, self.workload)
+        return self._carried_out(decision)
+
+    def _carried_out(self, decision: Decision) -> PlannedJob:
+        pool: ServerPool | None = None
+        if decision.admitted is not None and self._measuring is not None and self._servers is not None:
+            gate = self._measuring.gate
+            pool = ServerPool(self._servers, admit=gate.admit)
+            pool.wait_joined(JOIN_S, decision.admitted)
+            if self._adapts(self._shares()) and self.measured is not None:
+                self.replanner = self._make_replanner(decision.plan, gate, pool, self.measured)
+        return PlannedJob(
+            plan=decision.plan,
             pool=pool,
             tolerance=self.allowed,
             replay=self.replay,
@@ -145,18 +217,15 @@ class Planner:
             offers=self.offers,
         )
 
-    def _planned(self) -> tuple[Plan, ServerPool | None]:
+    def _planned(self) -> tuple[Plan, tuple[str, ...] | None]:
+        """Return the plan, and the addresses of admitted servers; None if it needs no server."""
         shares = self._shares()
         if self._measuring is None:
             log.warning("the model runs unsplit: %s", self.parts.why_not)
             return self._unsplit(self.policy, f"the model runs unsplit: {self.parts.why_not}"), None
         if not self._asks_servers(shares):
             return self._unsplit("nosplit", "asked for: everything runs on the compute tier"), None
-        try:
-            return self._with_servers(self._measuring, shares)
-        except BaseException:
-            self.close()
-            raise
+        return self._with_servers(self._measuring, shares)
 
     def best_size(self) -> int:
         """Return the micro-batch size with the shortest predicted epoch.
@@ -181,7 +250,7 @@ class Planner:
         epochs = self._epochs(measured, shares)
         if not has_lines(measured.profile) and self.options.micro_batch in epochs:
             stays = f'micro_batch="{AUTO}" stays at {self.options.micro_batch}'
-            self._size_note = (f"{stays}: stages were measured at one size only",)
+            self._remarks += (f"{stays}: stages were measured at one size only",)
             return self.options.micro_batch
         return best_size(epochs)
 
@@ -223,7 +292,7 @@ class Planner:
 
     def _with_servers(
         self, measuring: Calibration, shares: Mapping[int, float] | None
-    ) -> tuple[Plan, ServerPool | None]:
+    ) -> tuple[Plan, tuple[str, ...] | None]:
         measured = self._measure(measuring, shares)
         servers, gate = self._servers, measuring.gate
         if servers is None:
@@ -235,13 +304,14 @@ class Planner:
                 self.close()
                 return self._unsplit(self.policy, f"{why}; nothing was measured, so nothing is pushed"), None
             plan = self._fixed(self._unsplit(self.policy, why), shares or {self.parts.freeze: 1.0}, why=why)
-            return self._with_tolerance(plan, gate), self._pool(servers, gate, plan)
+            gate.cuts = self._remote_cuts(plan)
+            return self._with_tolerance(plan, gate), ()
         plan = self._choose(measured, shares)
         if shares is not None:
             asked = "is that of the run that is replayed" if self.replay else "was asked for"
             cuts = " and ".join(map(str, shares))
             plan = self._fixed(plan, shares, why=f"cut {cuts} {asked}")
-            plan = with_notes(plan, *measured.notes, *self._size_note)
+            plan = with_notes(plan, *measured.notes, *self._remarks)
         if not self._needs_servers(plan, shares):
             self.close()
             return plan, None
@@ -251,16 +321,13 @@ class Planner:
         if not self._needs_servers(plan, shares):
             self.close()
             return plan, None
-        pool = self._pool(servers, gate, plan)
-        pool.wait_joined(JOIN_S, admitted)
-        if self._adapts(shares):
-            self.replanner = self._make_replanner(plan, gate, pool, measured)
+        gate.cuts = self._remote_cuts(plan)
         for note in batched_capture.notes(gate.larger, gate.left_out):
             plan = self._noted(plan, note)
         if measuring.not_used:
             when = " for now" if measuring.may_return else ""
             plan = self._noted(plan, f"not used{when}: {'; '.join(measuring.not_used)}")
-        return self._with_tolerance(plan, gate), pool
+        return self._with_tolerance(plan, gate), tuple(admitted)
 
     def _measure(self, measuring: Calibration, shares: Mapping[int, float] | None) -> Measurement | None:
         """Find servers and measure, once; return None if no server can be used."""
@@ -435,7 +502,7 @@ class Planner:
                 for program in gate.larger:
                     self.tell(f"checking {program.micro_batch} samples at once on {server.url}")
                 gate.prove_larger(server)
-                gate.vouch(server)
+                gate.vouch(server.url)
                 passed.append(server.url)
             except UpriverError as error:
                 failed[server] = error
@@ -449,7 +516,7 @@ class Planner:
         return self._noted(replace(plan, routes=self._routes({row.cut: 1.0}), predicted=row.cost), note)
 
     def _choose(self, measured: Measurement, shares: Mapping[int, float] | None) -> Plan:
-        self.notes = [*measured.notes, *self._size_note]
+        self.notes = [*measured.notes, *self._remarks]
         if shares is None and has_lines(measured.profile) and not self.options.chosen:
             self.notes += advice(self._epochs(measured, shares), self.options.micro_batch)
         profile, cluster = measured.profile, measured.cluster
@@ -472,10 +539,6 @@ class Planner:
             predicted=self._model.evaluate(routes) if self._model is not None else None,
             why=why,
         )
-
-    def _pool(self, servers: Sequence[ServerClient], gate: ServerGate, plan: Plan) -> ServerPool:
-        gate.cuts = self._remote_cuts(plan)
-        return ServerPool(servers, admit=gate.admit)
 
 
 def _allowed(parts: Split) -> Tolerance:

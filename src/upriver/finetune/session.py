@@ -6,6 +6,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,12 +20,16 @@ from upriver.finetune.calibration.measurement import Measurement
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.model_wrapper import TailRunner, WrappedModel, uncompiled, unwrap
 from upriver.finetune.options import JobOptions, MicroBatchSize, Prefetch, Sampling, Splitting
-from upriver.finetune.planner import Planner
+from upriver.finetune.planner import PlannedJob, Planner
+from upriver.finetune.planning.plan_builder import unsplit_plan
+from upriver.finetune.preparation.background import Preparation
+from upriver.finetune.preparation.snapshot import NoSnapshot
+from upriver.finetune.preparation.task import Credentials, Prepared, StoredDataset, Task
 from upriver.finetune.replanner import Replanning
 from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
-from upriver.program.split.split import Split, split
+from upriver.program.split.split import Split, outline, split
 from upriver.progress import named_steps
 from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
@@ -38,6 +43,11 @@ from upriver.rpc.validation import Indexed
 from upriver.types import DEFAULT_MICRO_BATCH, require_type
 
 log = logging.getLogger("upriver")
+
+WORTH_A_PROCESS_S = 0.4
+"""Seconds of tracing from which a job is prepared in another process. Preparing takes ten to thirty times as
+long as tracing, and starting a process 3 s.
+"""
 
 
 class Near:
@@ -67,6 +77,7 @@ class Near:
         self._token = validation.token(token)
         if self._token is None and not self._urls:
             self._token = secrets.token_urlsafe(32)  # other users of this machine reach an embedded server
+        self._credentials = Credentials(token=self._token, ca=ca, certificate=certificate, key=key)
         self._tls = client_context(ca=ca, certificate=certificate, key=key)
         if self._tls is not None and not any(map(validation.encrypts, self._urls)):
             raise ConfigError("ca, certificate and key are for servers at https://…, and none is given")
@@ -113,7 +124,11 @@ class Near:
         replanning: Replanning | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> FinetuneJob:
-        """Prepare a fine-tuning job: capture and prove the frozen part, measure both tiers, choose the cut.
+        """Start a fine-tuning job: capture and prove the frozen part, measure both tiers, choose the cut.
+
+        Where that takes longer than a moment, another process does it on a copy of the model. The job begins
+        meanwhile with the frozen part as it is written, on the compute tier. It moves over between two steps,
+        and no bit depends on when. :meth:`FinetuneJob.wait_until_split` waits.
 
         Args:
             model: Model whose frozen parameters (``requires_grad=False``) define the freeze point. It may
@@ -179,9 +194,17 @@ class Near:
     def _prepare(
         self, wrapped: WrappedModel, dataset: Dataset, options: JobOptions, tell: Callable[[str], None]
     ) -> FinetuneJob:
-        """Split the model, choose its micro-batch, plan, and put the job together."""
-        model = wrapped.model
-        direct = metered(dataset, self.meter)
+        """Begin at once if that is worth it. Otherwise prepare the job before it begins."""
+        model, direct = wrapped.model, metered(dataset, self.meter)
+        remarks: list[str] = []
+        try:
+            with uncompiled(model):
+                begun = self._begun(wrapped, dataset, direct, options, tell)
+            if begun is not None:
+                return begun
+        except NoSnapshot as error:
+            remarks.append(f"prepared before the first batch, since the model cannot be copied: {error}")
+            log.info("%s", remarks[0])
 
         def split_for(options: JobOptions) -> Split:
             return split(
@@ -202,6 +225,7 @@ class Near:
                 options,
                 tell=tell,
                 bandwidth=self.meter.observed_bandwidth,
+                remarks=remarks,
             )
 
         with uncompiled(model):
@@ -213,24 +237,130 @@ class Near:
                 planner.close()
                 options, parts = best, other
                 planner = planner_for(parts, options)
-            run = TailRunner(parts.tail, wrapped, compile_options=options.compile_options)
             planned = planner.plan()
         self.measured = planner.measured
+        return self._job(wrapped, direct, parts, options, planned, split_for)
+
+    def _job(
+        self,
+        wrapped: WrappedModel,
+        direct: Dataset,
+        parts: Split,
+        options: JobOptions,
+        planned: PlannedJob,
+        split_again: Callable[[JobOptions], Split | None],
+    ) -> FinetuneJob:
+        """Put a job together.
+
+        Args:
+            direct: The dataset, read over the metered link.
+            split_again: Splits the model as it is at the call.
+        """
+        model = wrapped.model
 
         def again(hooked: bool) -> AttributeSnapshot | None:
             with uncompiled(model), contextlib.suppress(UpriverError):
-                return parts.still_so(split_for(options), hooked=hooked)
+                now = split_again(options)
+                return parts.still_so(now, hooked=hooked) if now is not None else None
             return None
 
         guard = FrozenGuard(
             model,
             parts.prefix_units,
-            also=[weight.key for weight in parts.program.graph.weights] if parts.program is not None else [],
+            also=parts.reads,
             skipped=parts.skipped,
             attributes=parts.attributes,
             again=again,
         )
+        run = TailRunner(parts.tail, wrapped, compile_options=options.compile_options)
         return FinetuneJob(model, direct, parts, options, planned, run=run, guard=guard, connection=self)
+
+    def _begun(
+        self,
+        wrapped: WrappedModel,
+        dataset: Dataset,
+        direct: Dataset,
+        options: JobOptions,
+        tell: Callable[[str], None],
+    ) -> FinetuneJob | None:
+        """Return a job that begins the plain way while another process prepares it; None if it is not worth it.
+
+        Raises:
+            NoSnapshot: If the model cannot be copied to another process.
+        """
+        start = dataset.chain.start
+        nothing_to_do = options.policy == "nosplit" or options.shares == {start: 1.0}
+        emulated = self.meter.rate_bytes_per_s is not None  # a second process would not share its rate
+        if not options.may_begin or nothing_to_do or emulated or not dataset.store.is_shared:
+            return None
+        model = wrapped.model
+
+        def outlined(options: JobOptions) -> Split | None:
+            return outline(model, example_of(model, direct, options), autocast=options.autocast)
+
+        example = example_of(model, direct, options)
+        tell("tracing the model")
+        began = time.perf_counter()
+        parts = outline(model, example, autocast=options.autocast)
+        seconds = time.perf_counter() - began
+        if parts is None or (options.in_background is None and seconds < WORTH_A_PROCESS_S):
+            return None
+        plan = unsplit_plan(
+            options.policy, dataset, stop=parts.freeze, why="the frozen part is not captured yet"
+        )
+        planned = PlannedJob(
+            plan=plan,
+            pool=None,
+            tolerance=None,
+            replay=options.replay,
+            replanner=None,
+            notes=(),
+            offers=lambda: (),
+        )
+        task = Task(
+            model=model,
+            example=example,
+            dataset=StoredDataset.of(dataset),
+            options=replace(options, compile_options=None),
+            credentials=self._credentials,
+            parts=parts.parts,
+        )
+        job = self._job(wrapped, direct, parts, options, planned, outlined)
+        feed = job.feed
+
+        def carry_out(split: Split, prepared: Prepared) -> PlannedJob:
+            planner = Planner(
+                self.servers,
+                model,
+                dataset,
+                direct,
+                split,
+                options,
+                tell=lambda text: None,
+                bandwidth=self.meter.observed_bandwidth,
+            )
+            planned = planner.carry_out(prepared.decision)
+            self.measured = planner.measured
+            self.meter.add(prepared.num_bytes)
+            return planned
+
+        job.expect(
+            Preparation(
+                task,
+                parts,
+                servers=lambda: self._addresses(dataset),
+                pace=lambda: feed.eager_s,
+                carry_out=carry_out,
+            )
+        )
+        return job
+
+    def _addresses(self, dataset: Dataset) -> list[str]:
+        """Return the addresses of the servers; start the embedded server if needed."""
+        clients = self.servers(dataset)
+        for client in clients:
+            client.close()
+        return [client.url for client in clients]
 
     def follow(self, pool: ServerPool) -> DirectoryFollower | None:
         """Keep a job's pool in step with the directory; return None if the servers are fixed."""

@@ -150,6 +150,11 @@ class Dataset(TorchDataset[tuple[torch.Tensor, int]]):
         return self._texts["object"]
 
     @property
+    def files(self) -> tuple[bytes, bytes]:
+        """Return the contents of ``chain.json`` and ``index.parquet``."""
+        return self._chain_bytes, self._index_bytes
+
+    @property
     def layout(self) -> str:
         """Return the layout, ``webdataset`` or ``folders``."""
         return self._manifest.layout

@@ -86,6 +86,12 @@ class LinkMeter:
             self._estimator.arrive(piece, time.monotonic())
             num_bytes -= piece
 
+    def add(self, num_bytes: Mapping[str, int]) -> None:
+        """Count bytes, by kind, that another process received for this one."""
+        with self._lock:
+            for kind in self._bytes:
+                self._bytes[kind] += num_bytes.get(kind, 0)
+
     def _reserve(self, num_bytes: int) -> float:
         """Reserve the emulated link's next time span for these bytes; return the seconds until it is over."""
         if self.rate_bytes_per_s is None:

@@ -196,6 +196,16 @@ class Store:
         return f"Store(name={self.name!r}, uri={self.uri!r})"
 
     @property
+    def options(self) -> Mapping[str, str]:
+        """The options that :meth:`open` received. They may hold credentials."""
+        return dict(self._options)
+
+    @property
+    def is_shared(self) -> bool:
+        """True if another process can open it: it does not lie in this process's memory."""
+        return not isinstance(self._backend, MemoryStore)
+
+    @property
     def is_far(self) -> bool:
         """True if the store is reached over a network."""
         return isinstance(self._backend, S3Store)

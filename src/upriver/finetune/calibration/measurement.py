@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import mean, median
 
 from torch import nn
@@ -51,7 +51,7 @@ from upriver.rpc.client import ServerClient
 from upriver.rpc.link_probe import measure_link
 from upriver.rpc.load_report import UNCHANGED, busy_s, expected_waits, notes, profile_key, waiting
 from upriver.rpc.tolerance import Tolerance
-from upriver.types import Cluster, Link, Profile, Tier, Timings
+from upriver.types import Cluster, Link, MicroBatch, Profile, Tier, Timings
 
 log = logging.getLogger("upriver")
 
@@ -136,6 +136,8 @@ class Calibration:
         direct: The same dataset, read over the metered link.
         program: The frozen part.
         allowed: By how much features may differ; None asks for equal bits.
+        pace: Returns the seconds that the frozen part of a micro-batch takes where the job trains; None if
+            this process measures it well enough.
 
     Attributes:
         not_used: Why other servers are not used.
@@ -153,7 +155,9 @@ class Calibration:
         *,
         allowed: Tolerance | None,
         tell: Callable[[str], None],
+        pace: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self._pace = pace
         self._model, self._dataset, self._direct = model, dataset, direct
         self._parts, self._program, self._options = parts, program, options
         self._tell = tell
@@ -182,6 +186,33 @@ class Calibration:
             values=parts.tail.values,
         )
 
+    @property
+    def reference(self) -> MicroBatch | None:
+        """The canary at the freeze point, as computed locally; None if it has not run."""
+        return self._here.features if self._here is not None else None
+
+    def take_over(
+        self,
+        reference: MicroBatch | None,
+        *,
+        cuts: tuple[int, ...],
+        distances: Mapping[str, float],
+        passed: Sequence[str],
+    ) -> None:
+        """Go on with what another process measured for the same job.
+
+        Args:
+            reference: The canary at the freeze point; None lets this process run it when it is needed.
+            cuts: Cuts at which servers passed.
+            distances: Largest difference of features seen, by address.
+            passed: Addresses of the servers that passed.
+        """
+        if reference is not None:
+            self._here = LocalMeasurement(features=reference, timings=(), input_bytes={})
+        self.gate.cuts, self.gate.distances = cuts, dict(distances)
+        for url in passed:
+            self.gate.vouch(url)
+
     def run(self, servers: Sequence[ServerClient], judge: Judge) -> Measurement | None:
         """Measure; return None if no server can be used.
 
@@ -200,11 +231,12 @@ class Calibration:
         factors = self._factors(kept, first)
         profile = as_of_today(profile, factors)
         lined = None if has_lines(profile) else self._with_lines(first, profile, cluster, judge)
+        profile = self._at_pace(lined or profile)
         if kept is None or lined is not None:
-            save_profile(self._keys[first.client.url], lined or profile, cluster)
+            save_profile(self._keys[first.client.url], profile, cluster)
         slowed = self._waiting(passed)
         measured = Measurement(
-            profile=lined or profile,
+            profile=profile,
             cluster=cluster,
             servers=tuple(each.client for each in passed),
             at_once={each.client.url: each.at_once for each in passed},
@@ -217,6 +249,21 @@ class Calibration:
         )
         log.info("%s", measured)
         return measured
+
+    def _at_pace(self, profile: Profile) -> Profile:
+        """Return the profile with the compute tier's seconds as where the job trains."""
+        there_s = self._pace()
+        here_s = min(
+            sum(seconds for position, seconds in timings.stages.items() if position > 0)
+            for timings in self._measured_here().timings
+        )
+        if there_s is None or here_s <= 0:
+            return profile
+        ratio, tail = there_s / here_s, profile.tail
+        scaled = as_of_today(profile, {Tier.COMPUTE: ratio})
+        return replace(
+            scaled, tail=replace(tail, seconds=(tail.seconds[0] * ratio, tail.seconds[1] * ratio))
+        )
 
     def larger(self, caps: Caps) -> LargerCaptures:
         """Capture the program at larger sizes, where servers accept them and the capture succeeds."""

@@ -203,9 +203,9 @@ class ServerGate:
             except UpriverError as error:
                 self._leave_out(program, error)
 
-    def vouch(self, server: ServerClient) -> None:
-        """Note that the server has just passed the canary at the current cuts, and at the larger sizes."""
-        self._vouched[server.url] = self.cuts
+    def vouch(self, url: str) -> None:
+        """Note that a server has just passed the canary at the current cuts, and at the larger sizes."""
+        self._vouched[url] = self.cuts
 
     def _measure_larger(self, server: ServerClient, program: Program) -> None:
         """Let a server run the canary's samples, repeated to the program's size: all repeats must be equal.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -127,14 +127,36 @@ class FetchThreads:
 
     def start(self, *, num_workers: int) -> None:
         """Start the threads."""
-        mains: list[Callable[[], None]] = [self._work_locally] * num_workers
-        if (remote := self._remote) is not None:
-            remote.pool.add_listener(self._wake)
-            mains += [partial(self._work_remotely, remote)] * remote.connections
-        for i, main in enumerate(mains):
-            thread = BackgroundThread(self._guard, main, name=f"loader-{i}")
+        self._start([self._work_locally] * num_workers)
+        if self._remote is not None:
+            self._start_remote(self._remote)
+
+    def _start_remote(self, remote: RemoteFetch) -> None:
+        remote.pool.add_listener(self._wake)
+        self._start([partial(self._work_remotely, remote)] * remote.connections)
+
+    def _start(self, mains: Sequence[Callable[[], None]]) -> None:
+        for main in mains:
+            thread = BackgroundThread(self._guard, main, name=f"loader-{len(self._threads)}")
             self._threads.append(thread)
             thread.start()
+
+    def take_servers(
+        self,
+        remote: RemoteFetch,
+        local: MakeLocally,
+        dealt: Sequence[DealtRoute],
+        window: PrefetchWindow,
+        expected_bytes: Mapping[Way | DealtRoute, int],
+    ) -> None:
+        """Let servers take part from now on; see `Prefetcher.take_servers`."""
+        with self._changed:
+            if self._stopped:
+                return
+            self._remote, self._local = remote, local
+            self.table.deal(dealt, window, expected_bytes)
+        self._start_remote(remote)
+        self._wake()
 
     def take(self, finish: Finish | None) -> tuple[int, Delivery]:
         """Wait for the micro-batch that is due, or the error in its place; raise StopIteration at the end.

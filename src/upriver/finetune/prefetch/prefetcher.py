@@ -144,6 +144,26 @@ class Prefetcher:
         """
         self._crew.deal(dealt, window)
 
+    def take_servers(
+        self,
+        remote: RemoteFetch,
+        *,
+        local: MakeLocally,
+        dealt: Sequence[DealtRoute],
+        window: PrefetchWindow,
+        expected_bytes: Mapping[Way | DealtRoute, int],
+    ) -> None:
+        """Let servers take part in an epoch that began without any; nothing is lost or made twice.
+
+        Args:
+            remote: Servers and how to send requests to them.
+            local: Makes a micro-batch locally from now on.
+            dealt: Routes for the whole epoch.
+            window: How far to run ahead from now on.
+            expected_bytes: As for the constructor.
+        """
+        self._crew.take_servers(remote, local, dealt, window, expected_bytes)
+
     def close(self) -> None:
         """Interrupt all requests and wait for the threads. Idempotent."""
         self._crew.close()

@@ -241,7 +241,7 @@ class _Reader:
                 weights.append(Weight(name=name, key=key, spec=TensorSpec.of(tensor)))
             except ProgramError as error:
                 raise CaptureError(f"weight {key!r}: {error}", module=owner or None) from error
-            tensors[key] = _stored(tensor, weights[-1].spec)
+            tensors[key] = as_stored(tensor, weights[-1].spec)
         return weights, tensors
 
     def _weight(self, name: str) -> tuple[str, torch.Tensor]:
@@ -274,8 +274,8 @@ def _mutations(exported: torch.export.ExportedProgram) -> dict[str, str]:
     }
 
 
-def _stored(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return a weight as stored in the file: one with gaps or repetitions as the storage range it spans."""
+def as_stored(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """Return a weight as the file holds it: one with gaps or repetitions as the storage range it spans."""
     if spec.span == spec.numel:
         return tensor
     places = torch.arange(spec.span, device=tensor.device).as_strided(spec.shape, spec.stride).reshape(-1)

@@ -120,6 +120,12 @@ class Program:
         return cls(parsed, stored, device=device, caps=caps, before_stage=before_stage)
 
     @property
+    def sample_form(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and type of a sample of the first input."""
+        spec = self.graph.inputs[0].spec
+        return tuple(spec.shape[1:]), getattr(torch, spec.dtype)
+
+    @property
     def weights_bytes(self) -> memoryview:
         """The weights file. Encoded anew at each access if the program holds the tensors themselves."""
         return memoryview(self._file.encode())

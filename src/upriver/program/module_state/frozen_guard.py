@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import operator
@@ -76,6 +77,12 @@ class FrozenGuard:
             *self._model.named_buffers(remove_duplicate=False),
         ]
         return found | {name: tensor for name, tensor in named if name in self._also}
+
+    @property
+    def digest(self) -> str:
+        """Digest of the values of the frozen units at the start."""
+        inside = [(name, value) for name, value in sorted(self._digest.items()) if name not in self._also]
+        return hashlib.sha256(repr(inside).encode()).hexdigest()[:16]
 
     def _read_versions(self) -> dict[str, tuple[int, int, bool]]:
         return {name: _state(tensor) for name, tensor in self._tensors().items()}

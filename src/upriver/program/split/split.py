@@ -12,9 +12,10 @@ These splits are tried in order. Each is tried only after the proof of the previ
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,12 +30,13 @@ from upriver.program.graph.liveness import GRANULARITIES, Granularity
 from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
 from upriver.program.module_state.restoration import state_kept
 from upriver.program.split.crossing_values import CrossingValues
+from upriver.program.split.eager_prefix import EagerPrefix, runs_alone
 from upriver.program.split.forward_pass import ForwardPass, random_branch
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint, find, in_eval_for
 from upriver.program.split.module_trace import Shape, Trace, trace, watch_training, written_in_training
 from upriver.program.split.proof_cache import is_proven, proof_digest, remember
 from upriver.program.split.tail import Tail
-from upriver.program.split.verification import Proof
+from upriver.program.split.verification import Proof, check_tail
 from upriver.program.tensor_layouts import refusing
 
 
@@ -89,11 +91,28 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """Names of the two parts of a split, the same wherever it was made.
+
+    Attributes:
+        crossing: Source and shape of each crossing tensor, and whether the tail writes into it.
+    """
+
+    in_eval: tuple[str, ...]
+    prefix_units: tuple[str, ...]
+    skipped: tuple[str, ...]
+    boundary: str
+    crossing: tuple[tuple[TensorSource, Shape, bool], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
     """Result of splitting a model.
 
     Attributes:
-        program: The frozen prefix. None if the model runs unsplit.
+        program: The frozen prefix as a program. None before it is captured, and if the model runs unsplit.
+        eager: The frozen prefix as it is written, of an outline. None once a program takes its place.
+        reads: Parameters and buffers that the frozen prefix reads, by name.
         tail: Runs the rest, from the tensors that cross the freeze point (or from the inputs).
         in_eval: Modules that stay in eval regardless of ``model.train()``.
         prefix_units: Frozen modules that run in the program.
@@ -113,11 +132,30 @@ class Split:
     note: str = ""
     attempts: tuple[Attempt, ...] = ()
     capture_s: float = 0.0
+    eager: EagerPrefix | None = None
+    reads: tuple[str, ...] = ()
+
+    @property
+    def prefix(self) -> Program | EagerPrefix | None:
+        """The frozen prefix in the form that this process runs. None if the model runs unsplit."""
+        return self.program or self.eager
 
     @property
     def freeze(self) -> int:
         """The freeze point: the largest cut that training allows."""
-        return 0 if self.program is None else self.program.num_stages
+        return 0 if self.prefix is None else self.prefix.num_stages
+
+    @property
+    def parts(self) -> Parts:
+        """Names of the two parts, for comparison with those of another split of the same model."""
+        ships = self.tail.values.ships
+        return Parts(
+            in_eval=self.in_eval,
+            prefix_units=self.prefix_units,
+            skipped=self.skipped,
+            boundary=self.boundary,
+            crossing=tuple((ship.source, ship.shape, ship.overwritten) for ship in ships),
+        )
 
     def still_so(self, now: Split, *, hooked: bool) -> AttributeSnapshot | None:
         """Return the attributes that the model reads now if `now` is an equivalent split, else None.
@@ -126,10 +164,11 @@ class Split:
             hooked: True if hooks were added or removed. Then other crossing tensors may require a gradient,
                 and the tail adopts that.
         """
-        ours, theirs = ((each.in_eval, each.prefix_units, each.skipped) for each in (self, now))
-        if self.program is None or now.program is None or self.program.digest != now.program.digest:
+        if (self.program is None) != (now.program is None) or self.prefix is None or now.prefix is None:
             return None
-        if ours != theirs or not (isinstance(self.tail, Tail) and isinstance(now.tail, Tail)):
+        if self.program is not None and now.program is not None and self.program.digest != now.program.digest:
+            return None
+        if self.parts != now.parts or not (isinstance(self.tail, Tail) and isinstance(now.tail, Tail)):
             return None
         asks = now.tail.with_gradient
         if not self.tail.same_as(now.tail) or not (hooked or asks == self.tail.with_gradient):
@@ -160,6 +199,25 @@ def split(
     return job.run(granularity)
 
 
+def outline(
+    model: nn.Module, example: Inputs, *, autocast: torch.dtype | None = None
+) -> Split | None:
+    """Find the freeze point of a model, and the two parts around it, without capturing a program.
+
+    The parts are those that :func:`split` tries first. The tail is compared with the whole model on two
+    samples, in training and in eval. Nothing else is proven.
+
+    Returns:
+        The split, whose frozen part runs as it is written. None if the parts cannot be known yet: the model
+        cannot be watched, has no freeze point, or trains a module before the freeze point is reached.
+
+    Raises:
+        ModelError: As :func:`split`.
+        ConfigError: As :func:`split`.
+    """
+    return _Splitting(model, Example.of(example), autocast, lambda text: None).outline()
+
+
 class _Splitting:
     """One search through the possible splits."""
 
@@ -179,6 +237,28 @@ class _Splitting:
         except CaptureError as error:
             self.attempts.insert(0, Attempt(step="trace", why_not=str(error)))
             return self._unsplit(frozen_units(self.model))
+
+    def outline(self) -> Split | None:
+        check_trainable(self.model)
+        with contextlib.suppress(CaptureError), refusing(_NOT_WATCHED), state_kept(self.model):
+            units = frozen_units(self.model)
+            calls = trace(self.model, self.example, autocast=self.autocast)
+            training = self._in_training(calls, units)
+            if training is not None:
+                changed = training.flow.changed
+                units = without_written(self.model, units, changed, calls.flow.changed)
+            point = next(self._points(calls, training), None)
+            trained = [p for p, m in self.model.named_modules() if any(w.requires_grad for w in m.parameters())]
+            if point is not None and runs_alone(calls, point, trained):
+                return self._outlined(calls, point, in_eval_for(self.model, calls, point, units))
+        return None
+
+    def _outlined(self, calls: Trace, point: FreezePoint, in_eval: EvalPlan) -> Split:
+        tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
+        eager = EagerPrefix(self.model, self.example, point.ships, in_eval, autocast=self.autocast)
+        check_tail(self.model, tail, in_eval, eager, self.example, autocast=self.autocast)
+        reads = _read_before(calls, point)
+        return replace(self._split(calls, point, tail, None, in_eval, 0.0), eager=eager, reads=reads)
 
     def _run(self, granularity: Granularity) -> Split:
         units = frozen_units(self.model)
@@ -294,7 +374,13 @@ class _Splitting:
         return True
 
     def _split(
-        self, calls: Trace, point: FreezePoint, tail: Tail, program: Program, plan: EvalPlan, capture_s: float
+        self,
+        calls: Trace,
+        point: FreezePoint,
+        tail: Tail,
+        program: Program | None,
+        plan: EvalPlan,
+        capture_s: float,
     ) -> Split:
         paths = self._paths(calls, point)
         return Split(
@@ -308,6 +394,7 @@ class _Splitting:
             note=point.note,
             attempts=tuple(self.attempts),
             capture_s=capture_s,
+            reads=tuple(weight.key for weight in program.graph.weights) if program is not None else (),
         )
 
     def _attributes(self, calls: Trace, point: FreezePoint, paths: list[str]) -> AttributeSnapshot:
@@ -342,6 +429,16 @@ class _Splitting:
             why_not=self.attempts[0].why_not,
             attempts=tuple(self.attempts),
         )
+
+
+def _read_before(calls: Trace, point: FreezePoint) -> tuple[str, ...]:
+    """Return the parameters and buffers that the crossing tensors depend on."""
+    run, origins = ForwardPass(calls.calls, calls.flow), calls.flow.origins
+    makers = [run.maker(ship.value) for ship in point.ships]
+    needed = run.closure([maker for maker in makers if maker >= 0])
+    read = {value.tensor for index in needed for value in run.operations[index].reads} & origins.keys()
+    held = (origins[tensor] for tensor in sorted(read))
+    return tuple(origin.name for origin in held if origin.kind in ("parameter", "buffer"))
 
 
 _NOT_WATCHED = "the model cannot be watched while it runs"

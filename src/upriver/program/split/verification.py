@@ -30,6 +30,7 @@ from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.devices import seed
 from upriver.program.graph.executor import Program
 from upriver.program.module_state.restoration import SavedState, state_kept, unattended
+from upriver.program.split.eager_prefix import EagerPrefix
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan
 from upriver.program.split.tail import Tail
 from upriver.program.tensor_layouts import dense_parts, same_bits
@@ -98,16 +99,11 @@ class Proof:
             training = number != 1 and program.micro_batch > 1
             step = _Step(model, tail, training=training, autocast=autocast)
             try:
-                # Copies: the model may write into its inputs.
-                fresh = example.with_tensors([tensor.clone() for tensor in example.tensors])
-                whole = step.taken(model, fresh.args, fresh.kwargs, in_eval)
-            except CaptureError:
-                raise
-            except Exception as error:  # the user's forward, on values not from the user
+                whole = _whole(step, model, example, in_eval)
+            except _Rejected:
                 if example is self._padded:
                     continue  # it rejects padding, so such rows never reach it
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
-                raise CaptureError(f"the model does not run on random values: {reason}") from error
+                raise
             tail.with_gradient[training] = whole.crossing
             _same_answers(step, tail, in_eval, whole, values)
 
@@ -125,6 +121,56 @@ class Proof:
                     "samples influence each other in the frozen part: the answer for one row depends on "
                     "others"
                 )
+
+
+class _Rejected(CaptureError):
+    """Error for a model whose forward rejects random values."""
+
+
+def check_tail(
+    model: nn.Module,
+    tail: Tail,
+    in_eval: EvalPlan,
+    prefix: EagerPrefix,
+    example: Example,
+    *,
+    autocast: torch.dtype | None = None,
+) -> None:
+    """Compare the model cut at the freeze point with the whole model, on a few random samples.
+
+    This finds a tail that reads more than crosses, whatever the size of a micro-batch. It records which
+    crossing tensors require a gradient.
+
+    Raises:
+        CaptureError: Naming the difference.
+    """
+    generator = torch.Generator().manual_seed(_TRIED)
+    for training in (True, False):
+        given = random_like(example.resized(_TRIED), generator)
+        step = _Step(model, tail, training=training, autocast=autocast)
+        whole = _whole(step, model, given, in_eval)
+        tail.with_gradient[training] = whole.crossing
+        _same_answers(step, tail, in_eval, whole, prefix.run(given.tensors, 0, prefix.num_stages))
+
+
+_TRIED = 2
+"""Samples for the comparison before a program exists: with one, a BatchNorm could not train."""
+
+
+def _whole(step: _Step, model: nn.Module, example: Example, in_eval: EvalPlan) -> StepResult:
+    """Take a step with the whole model on copies of an example, as the model may write into its inputs.
+
+    Raises:
+        CaptureError: If the model does not run on it.
+    """
+    fresh = example.with_tensors([tensor.clone() for tensor in example.tensors])
+    try:
+        return step.taken(model, fresh.args, fresh.kwargs, in_eval)
+    except CaptureError:
+        raise
+    except Exception as error:  # the user's forward, on values not from the user
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise _Rejected(f"the model does not run on random values: {reason}") from error
 
 
 def _changed_from(first: int, given: Example, other: Example | None = None) -> Example:
