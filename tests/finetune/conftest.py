@@ -15,6 +15,12 @@ from upriver.pipeline import Dataset
 Reference = tuple[list[torch.Tensor], Small]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> None:
+    """Compute with as many threads as the servers of these tests."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return photos(tmp_path_factory.mktemp("store"), 200)

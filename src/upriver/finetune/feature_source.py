@@ -79,6 +79,7 @@ class FeatureSource:
         """Go on with the program and the servers of a split that was prepared meanwhile."""
         self._split = split
         self._pool, self._replanner, self._larger = planned.pool, planned.replanner, planned.offers
+        self._agreement = planned.agreement
 
     def take_servers(
         self, loader: Prefetcher, dataset: Dataset, plan: Plan, order: EpochOrder, *, epoch: int
@@ -112,7 +113,7 @@ class FeatureSource:
             pins: Micro-batches that must come from a certain place.
         """
         places = self.places
-        level = logging.INFO if self._options.exact == "numeric" else logging.DEBUG
+        level = logging.INFO if self._agreement.mode == "numeric" else logging.DEBUG
 
         def note(index: int, source: str, came: Received, timings: Timings) -> None:
             places.note(epoch=epoch, index=index, source=source, cut=came.position)

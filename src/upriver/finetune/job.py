@@ -22,13 +22,21 @@ from upriver.control.delivery_table import PrefetchWindow
 from upriver.control.route_dealing import deal
 from upriver.control.window_size import told
 from upriver.engine.fingerprint import flags, here, numerics
-from upriver.errors import ConfigError, DatasetError, NoFeasibleCut, NotExact, StoreError, UpriverError
+from upriver.errors import (
+    CaptureError,
+    ConfigError,
+    DatasetError,
+    NoFeasibleCut,
+    NotExact,
+    StoreError,
+    UpriverError,
+)
 from upriver.finetune.feature_source import FeatureSource, forms
 from upriver.finetune.model_wrapper import TailRunner
 from upriver.finetune.options import JobOptions
 from upriver.finetune.planner import PlannedJob
 from upriver.finetune.planning.idle_waits import IdleWaits
-from upriver.finetune.planning.plan_builder import with_notes
+from upriver.finetune.planning.plan_builder import unsplit_plan, with_notes
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import Placed
 from upriver.finetune.prefetch.sampler import EpochOrder
@@ -47,6 +55,7 @@ from upriver.rpc.discovery import DirectoryFollower
 from upriver.rpc.link_meter import LinkMeter, metered
 from upriver.rpc.link_probe import QuietLink
 from upriver.rpc.server_pool import ServerPool, ServerStatus
+from upriver.rpc.tolerance import Agreement, Mode, tolerance
 from upriver.rpc.validation import Indexed
 from upriver.types import Plan, require_type
 
@@ -54,7 +63,14 @@ log = logging.getLogger("upriver")
 
 STATE_SCHEMA = "upriver.job/1"
 
-ABSENT = {"num_ranks": 1, "autocast": None, "subset": None, "freeze_point": None, "frozen": None}
+ABSENT = {
+    "num_ranks": 1,
+    "autocast": None,
+    "subset": None,
+    "freeze_point": None,
+    "frozen": None,
+    "exact": None,
+}
 """Values to assume for fields that an older state does not have."""
 
 OF_THE_SPLIT = ("program", "freeze_point", "frozen")
@@ -117,6 +133,7 @@ class FinetuneJob:
         self._quiet: QuietLink | None = None
         self._waits: IdleWaits | None = None
         self._preparation: Preparation | None = None
+        self._resumed_mode: Mode | None = None
         self._watch_servers()
         self._closed = False
         self._warned = False
@@ -128,7 +145,7 @@ class FinetuneJob:
 
     def _watch_servers(self) -> None:
         """Begin to watch the flags that count with these servers, and the servers themselves."""
-        exactly = self._options.exact == "bitwise" and self._split.prefix is not None
+        exactly = self._planned.agreement.mode != "numeric" and self._split.prefix is not None
         self._flags = self._flags_now() if exactly else None
         self._standing = Availability(self._pool, start=self._dataset.chain.start)
         if self._pool is not None:
@@ -162,6 +179,7 @@ class FinetuneJob:
         Raises:
             ConfigError: If the job was closed.
             NoFeasibleCut: If no cut fits the memory.
+            NotExact: As :meth:`Near.finetune`.
         """
         self._check_open()
         if self._preparation is not None:
@@ -177,8 +195,9 @@ class FinetuneJob:
         self._preparation = None
         try:
             split, planned = preparation.result()
-            self._check_prepared(split, preparation)
-        except NoFeasibleCut:
+            self._check_prepared(planned, preparation)
+        except (NoFeasibleCut, NotExact):
+            preparation.close()
             raise
         except UpriverError as error:
             preparation.close()
@@ -196,20 +215,23 @@ class FinetuneJob:
                 self._loader, self._dataset, self._plan, self._order(self._epoch), epoch=self._epoch
             )
 
-    def _check_prepared(self, split: Split, preparation: Preparation) -> None:
-        """Check that the program gives the bits that the job had so far.
+    def _check_prepared(self, planned: PlannedJob, preparation: Preparation) -> None:
+        """Check that the program gives the bits that the job had so far, and servers as exact ones.
 
         Raises:
-            NotExact: If it does not, or this process computes otherwise than when the job began.
+            CaptureError: If it does not, or this process computes otherwise than when the job began.
         """
         if numerics() != preparation.numerics:
-            raise NotExact("the settings that low bits depend on changed while the job was prepared")
+            raise CaptureError("the settings that low bits depend on changed while the job was prepared")
+        mode, agreement = self._resumed_mode, planned.agreement
+        if mode is not None and not agreement.resume(mode):
+            raise CaptureError(f"the job to resume was bit for bit, and {agreement.why}")
         reference, eager = preparation.reference, self._split.eager
-        if reference is None or eager is None or self._options.exact != "bitwise":
+        if reference is None or eager is None:
             return
         mine = self._feed.canary or forms(self._feed.as_written(self._dataset))
         if mine != forms(reference.tensors):
-            raise NotExact("the captured frozen part gives other bits than the model as it is written")
+            raise CaptureError("the captured frozen part gives other bits than the model as it is written")
 
     # ------------------------------------------------------------------------------------ training
 
@@ -480,6 +502,7 @@ class FinetuneJob:
             "program": program.digest if program is not None else None,
             "freeze_point": self._split.boundary,
             "frozen": self._guard.digest,
+            "exact": self._planned.agreement.mode,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -497,7 +520,7 @@ class FinetuneJob:
             raise ConfigError(f"not the state of a fine-tuning job: {'; '.join(found)}")
         for key, value in mine.items():
             known = key not in OF_THE_SPLIT or None not in (state[key], value)
-            if key not in ("epoch", "step") and known and state[key] != value:
+            if key not in ("epoch", "step", "exact") and known and state[key] != value:
                 take = f"; make this one with micro_batch={state[key]!r}" if key == "micro_batch" else ""
                 raise ConfigError(
                     f"the state is of another job: its {key} is {state[key]!r}, this job's {value!r}{take}"
@@ -509,14 +532,50 @@ class FinetuneJob:
                 f"epoch must be at least 0 and step lie in 0..{steps}, got {epoch!r} and {step!r}"
             )
         self.close_loader()
+        if state["exact"] is not None:
+            self._keep_mode(validation.choice("exact", state["exact"], ("bitwise", "numeric")))
         self._epoch, self._step = (epoch + 1, 0) if step == steps else (epoch, step)
         self._resumed = True
+
+    def _keep_mode(self, mode: Mode) -> None:
+        """Stay bit for bit, or within the tolerance, as the job was that is resumed.
+
+        Raises:
+            ConfigError: If this job was asked for the other mode.
+        """
+        agreement = self._planned.agreement
+        if agreement.exact not in ("auto", mode):
+            raise ConfigError(
+                f"the state is of another job: its exact is {mode!r}, this job's {agreement.exact!r}; make "
+                f"this one with exact={mode!r} or 'auto'"
+            )
+        self._resumed_mode = mode
+        if not agreement.resume(mode):
+            self._leave_servers(f"the job to resume was bit for bit, and {agreement.why}")
+
+    def _leave_servers(self, why: str) -> None:
+        """Go on without servers, on the compute tier."""
+        log.warning("the job goes on without servers: %s", why)
+        self._close_servers()
+        plan = unsplit_plan(self._plan.policy, self._dataset, stop=self._split.freeze, why=why)
+        agreement = Agreement("bitwise", tolerance([]))
+        self._planned = replace(self._planned, plan=plan, pool=None, replanner=None, agreement=agreement)
+        self._plan, self._pool, self._replanner = plan, None, None
+        self._feed.adopt(self._split, self._planned)
+        self._watch_servers()
 
     @property
     def report(self) -> Report:
         """Counts of what has been delivered so far, by source."""
         running = self._loader.report if self._loader is not None else None
-        return self._feed.tally.report(running, exact=self._options.exact, tolerance=self._planned.tolerance)
+        agreement = self._planned.agreement
+        exact = agreement.mode or self._options.exact
+        return self._feed.tally.report(running, exact=exact, tolerance=agreement.allowed)
+
+    @property
+    def exactness(self) -> str:
+        """How exact the job is, in one line: bit for bit, or within which tolerance and why."""
+        return str(self._planned.agreement)
 
     @property
     def placed(self) -> Sequence[Placed]:
@@ -577,6 +636,10 @@ class FinetuneJob:
         if self._preparation is not None:
             self._preparation.close()
             self._preparation = None
+        self._close_servers()
+        self._connection.forget(self)
+
+    def _close_servers(self) -> None:
         if self._following is not None:
             self._following.close()
         if self._pool is not None:
@@ -584,7 +647,7 @@ class FinetuneJob:
         for beside in (self._quiet, self._waits, self._replanner):
             if beside is not None:
                 beside.close()
-        self._connection.forget(self)
+        self._following = self._quiet = self._waits = None
 
     def __enter__(self) -> FinetuneJob:
         return self

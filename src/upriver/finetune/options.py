@@ -23,7 +23,7 @@ from upriver.policies import POLICIES
 from upriver.program.graph.autocast import autocast_dtype
 from upriver.protocol import DEFAULT_CAPS, MAX_LARGER, MAX_MICRO_BATCH
 from upriver.rpc import validation
-from upriver.rpc.tolerance import Exact
+from upriver.rpc.tolerance import EXACT, Exact
 from upriver.text import printable
 from upriver.types import DEFAULT_MICRO_BATCH, DEFAULT_POLICY, require_type
 
@@ -192,7 +192,7 @@ class JobOptions:
         micro_batch: MicroBatchSize = DEFAULT_MICRO_BATCH,
         policy: str | None = None,
         cut: int | Mapping[int, float] | None = None,
-        exact: Exact = "bitwise",
+        exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         seed: int = 0,
         sampling: Sampling | None = None,
@@ -230,7 +230,7 @@ class JobOptions:
             replanning=_option("replanning", replanning, Replanning),
             policy=DEFAULT_POLICY if policy is None else validation.choice("policy", policy, POLICIES),
             shares=validation.cuts(cut),
-            exact=validation.choice("exact", exact, ("bitwise", "numeric")),
+            exact=validation.choice("exact", exact, EXACT),
             autocast=autocast_dtype(autocast),
             granularity=splitting.granularity,
             compile_options=validation.compiling(splitting.compile_tail),

@@ -36,7 +36,7 @@ from upriver.program.split.split import Split
 from upriver.protocol import Larger
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import ServerPool, ServerStatus
-from upriver.rpc.tolerance import Tolerance, tolerance, tolerance_of
+from upriver.rpc.tolerance import Agreement, Mode, tolerance, tolerance_of
 from upriver.types import CutRow, MicroBatch, Plan, Route, Workload
 
 log = logging.getLogger("upriver")
@@ -54,7 +54,7 @@ class PlannedJob:
 
     Attributes:
         pool: The servers; None if none is needed.
-        tolerance: By how much features may differ; None asks for equal bits.
+        agreement: Whether features must be equal to the bit.
         replay: Routes of an earlier run, on this job's servers.
         replanner: Asks the policy again; None keeps the plan.
         notes: Notes at the end of every plan's reason, whatever the policy and the plan.
@@ -63,7 +63,7 @@ class PlannedJob:
 
     plan: Plan
     pool: ServerPool | None
-    tolerance: Tolerance | None
+    agreement: Agreement
     replay: Routes
     replanner: Replanner | None
     notes: Sequence[str]
@@ -79,6 +79,8 @@ class Decision:
         cuts: Cuts at which servers passed.
         distances: Largest difference of features seen, by address.
         notes: Notes at the end of every plan's reason.
+        mode: Whether features must be equal to the bit; None if no server took part.
+        inexact: Why a tolerance was accepted; empty if it was not.
         measured: What the plan rests on, without its clients; None if nothing was measured.
         reference: The canary at the freeze point, as computed locally; None if no canary ran.
     """
@@ -88,6 +90,8 @@ class Decision:
     cuts: tuple[int, ...]
     distances: Mapping[str, float]
     notes: tuple[str, ...]
+    mode: Mode | None
+    inexact: str
     measured: Measurement | None
     reference: MicroBatch | None
 
@@ -129,7 +133,7 @@ class Planner:
         self.find_servers, self.dataset = servers, dataset
         self.parts, self.options = parts, options
         self.policy, self.asked, self.replay = options.policy, options.shares, options.replay
-        self.allowed = _allowed(parts) if options.exact == "numeric" else None
+        self.agreement = agreement_for(options, parts)
         self.tell = tell
         self.workload = Workload(batch_size=options.step_samples, num_samples=len(options.order(0).ids))
         self.measured: Measurement | None = None
@@ -143,7 +147,7 @@ class Planner:
                 parts,
                 parts.program,
                 options,
-                allowed=self.allowed,
+                agreement=self.agreement,
                 tell=tell,
                 pace=pace,
             )
@@ -178,6 +182,8 @@ class Planner:
             cuts=measuring.gate.cuts if measuring is not None else (),
             distances=dict(measuring.gate.distances) if measuring is not None else {},
             notes=tuple(self.notes),
+            mode=self.agreement.mode,
+            inexact=self.agreement.why,
             measured=replace(self.measured, servers=()) if self.measured is not None else None,
             reference=measuring.reference if measuring is not None else None,
         )
@@ -189,6 +195,7 @@ class Planner:
             UpriverError: If its servers cannot be reached.
         """
         self.measured, self.notes = decision.measured, list(decision.notes)
+        self.agreement.decided(decision.mode, decision.inexact)
         if decision.admitted is not None and self._measuring is not None:
             self._servers = self.find_servers(self.dataset)
             self._measuring.take_over(
@@ -210,7 +217,7 @@ class Planner:
         return PlannedJob(
             plan=decision.plan,
             pool=pool,
-            tolerance=self.allowed,
+            agreement=self.agreement,
             replay=self.replay,
             replanner=self.replanner,
             notes=self.notes,
@@ -364,14 +371,14 @@ class Planner:
         )
 
     def _with_tolerance(self, plan: Plan, gate: ServerGate) -> Plan:
-        """Note in a numeric job's plan the allowed and the measured differences of features."""
-        if self.allowed is None:
-            return plan
+        """Note in the plan how exact the job is, and the measured differences of features."""
+        if self.agreement.allowed is None:
+            return plan if self.agreement.exact == "bitwise" else self._noted(plan, str(self.agreement))
         seen = ", ".join(f"{apart:.2g} at {url}" for url, apart in gate.distances.items())
         return self._noted(
             plan,
-            f"exact='numeric': features may differ by {self.allowed}; those of the canary differed by (of "
-            f"the largest) {seen or 'nothing yet'}",
+            f"features may differ: {self.agreement}; those of the canary differed by (of the largest) "
+            f"{seen or 'nothing yet'}",
         )
 
     def _noted(self, plan: Plan, note: str) -> Plan:
@@ -541,6 +548,6 @@ class Planner:
         )
 
 
-def _allowed(parts: Split) -> Tolerance:
-    """Return the tolerance for features; nothing computes them if the model runs unsplit."""
-    return tolerance([]) if parts.program is None else tolerance_of(parts.program)
+def agreement_for(options: JobOptions, parts: Split) -> Agreement:
+    """Return how exact a job's features must be; the tolerance is larger where they have half precision."""
+    return Agreement(options.exact, tolerance([]) if parts.program is None else tolerance_of(parts.program))

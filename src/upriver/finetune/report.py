@@ -22,7 +22,7 @@ class Report:
         epoch_bytes: Bytes that crossed the link in each finished epoch.
         phases: Seconds by source and phase. A source is ``local``, a server's URL, or ``finish``: the rest of
             the prefix, which runs locally on the output of any source.
-        exact: ``bitwise`` or ``numeric``.
+        exact: ``bitwise`` or ``numeric``; ``auto`` while no server took part.
         tolerance: By how much a server's features may differ; None if they may not.
     """
 

@@ -20,7 +20,7 @@ from upriver.finetune.calibration.measurement import Measurement
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.model_wrapper import TailRunner, WrappedModel, uncompiled, unwrap
 from upriver.finetune.options import JobOptions, MicroBatchSize, Prefetch, Sampling, Splitting
-from upriver.finetune.planner import PlannedJob, Planner
+from upriver.finetune.planner import PlannedJob, Planner, agreement_for
 from upriver.finetune.planning.plan_builder import unsplit_plan
 from upriver.finetune.preparation.background import Preparation
 from upriver.finetune.preparation.snapshot import NoSnapshot
@@ -115,7 +115,7 @@ class Near:
         micro_batch: MicroBatchSize = DEFAULT_MICRO_BATCH,
         policy: str | None = None,
         cut: int | Mapping[int, float] | None = None,
-        exact: Exact = "bitwise",
+        exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         seed: int = 0,
         sampling: Sampling | None = None,
@@ -146,8 +146,9 @@ class Near:
                 is not given either.
             cut: Cut to use instead of a policy, which must not be given then. A mapping of cuts to shares of
                 the samples divides the micro-batches among them. Cuts up to 0 lie among the input stages.
-            exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance,
-                which the plan states.
+            exact: ``bitwise`` uses only servers that compute the same bits. ``numeric`` accepts a tolerance,
+                which the plan states. ``auto`` is ``bitwise`` if any server proves it when it is first asked,
+                else ``numeric``, for the whole job. ``job.exactness`` tells which.
             autocast: ``torch.bfloat16`` or ``torch.float16``: frozen part and tail compute under autocast to
                 this type. A ``with torch.autocast`` in the training script would not reach stages that run
                 ahead or on servers.
@@ -164,6 +165,7 @@ class Near:
             DatasetError: If the dataset is empty.
             ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model
                 does not run.
+            NotExact: If ``exact`` is ``bitwise``, and all servers answer and none computes the same bits.
             NoFeasibleCut: If no cut fits the memory.
         """
         self._check_open()
@@ -311,7 +313,7 @@ class Near:
         planned = PlannedJob(
             plan=plan,
             pool=None,
-            tolerance=None,
+            agreement=agreement_for(options, parts),
             replay=options.replay,
             replanner=None,
             notes=(),

@@ -15,9 +15,10 @@ import torch
 
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import NotExact
+from upriver.protocol import Info
 from upriver.rpc.client import ProgramUpload, RunAnswer, ServerClient
 from upriver.rpc.http import within
-from upriver.rpc.tolerance import Tolerance, difference
+from upriver.rpc.tolerance import Agreement, difference
 from upriver.types import MicroBatch, Timings
 
 log = logging.getLogger("upriver")
@@ -34,23 +35,26 @@ class ServerVerifier:
 
     Attributes:
         device: Device of the local computation.
-        allowed: By how much a canary's results may differ (``exact="numeric"``); None asks for equal bits.
+        agreement: Whether a canary's results must be equal to the bit.
     """
 
     device: torch.device
-    allowed: Tolerance | None
+    agreement: Agreement
 
-    def check_fingerprint(self, url: str, theirs: Mapping[str, str]) -> None:
+    def check_fingerprint(self, url: str, info: Info) -> None:
         """Compare a server's fingerprint with the local one; within a tolerance, a difference is only logged.
+
+        The number of threads counts where the model runs on the CPU.
 
         Raises:
             NotExact: If low bits must be equal, and the fingerprints differ.
         """
-        found = fingerprint_difference(theirs, self.device)
-        if found and self.allowed is None:
-            raise NotExact(
-                f"{url} computes with other low bits: {found}; exact='numeric' accepts a tolerance"
-            )
+        found = fingerprint_difference(info.fingerprint, self.device)
+        threads = torch.get_num_threads()
+        if self.device.type == info.device == "cpu" and info.threads != threads:
+            found = ", ".join(filter(None, (found, f"threads {info.threads} there, {threads} here")))
+        if found and self.agreement.allowed is None:
+            raise NotExact(f"{url} computes with other low bits: {found}")
         if found:
             log.info("%s has another fingerprint: %s", url, found)
 
@@ -62,12 +66,12 @@ class ServerVerifier:
         Raises:
             NotExact: If they differ by more than is allowed.
         """
-        found = difference(ours, theirs, self.allowed)
+        allowed = self.agreement.allowed
+        found = difference(ours, theirs, allowed)
         if found:
-            allowed = f", where exact='numeric' allows {self.allowed}"
+            where = "" if allowed is None else f", where {allowed} is allowed"
             raise NotExact(
-                f"{server.url} gives {found} for {canary}"
-                f"{_threads_hint(server) if self.allowed is None else allowed}; "
+                f"{server.url} gives {found} for {canary}{where}; "
                 f"upriver diff MODEL --server {server.url} names the first operator that differs"
             )
 
@@ -111,14 +115,3 @@ def only(answer: RunAnswer, seconds: float, *, url: str) -> tuple[MicroBatch, Ti
         for _ in answer:
             pass  # to the end, so that the connection can be used again
     return found
-
-
-def _threads_hint(server: ServerClient) -> str:
-    """Return a hint on different thread counts, if any: some kernels then add up in another order."""
-    there, here = server.info().threads, torch.get_num_threads()
-    if there == here:
-        return ""
-    return (
-        f"; it computes with {there} threads and this side with {here}, which changes the bits of some "
-        f"networks: start it with --threads {here}, or call torch.set_num_threads({there})"
-    )

@@ -1,8 +1,9 @@
-"""Compare features from two tiers: equal to the bit, or within the tolerance of ``exact="numeric"``."""
+"""Compare features from two tiers, and decide once for a job whether they must be equal to the bit."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -11,7 +12,13 @@ import torch
 
 from upriver.program.graph.executor import Program
 
-Exact = Literal["bitwise", "numeric"]
+Mode = Literal["bitwise", "numeric"]
+"""Whether features of two tiers must be equal to the bit, or within a tolerance."""
+
+Exact = Literal["auto", "bitwise", "numeric"]
+"""A mode, or ``auto``: bit for bit if any server proves it, else within the tolerance."""
+
+EXACT: tuple[Exact, ...] = ("auto", "bitwise", "numeric")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +93,77 @@ class Deviation:
     def equal(self) -> bool:
         """Return whether all bits are equal."""
         return self.num_different == 0
+
+
+class Agreement:
+    """Decide once how far features of two tiers may differ, and keep to it. Thread-safe.
+
+    Args:
+        exact: The mode, or ``auto``.
+        widest: The tolerance of mode ``numeric``.
+
+    Attributes:
+        exact: As given.
+    """
+
+    def __init__(self, exact: Exact, widest: Tolerance) -> None:
+        self.exact, self._widest = exact, widest
+        self._lock = threading.Lock()
+        self._mode: Mode | None = None if exact == "auto" else exact
+        self._why = ""
+
+    @property
+    def mode(self) -> Mode | None:
+        """The mode; None with ``auto`` before a server took part."""
+        return self._mode
+
+    @property
+    def why(self) -> str:
+        """Why ``auto`` accepted a tolerance; empty if it did not."""
+        return self._why
+
+    @property
+    def allowed(self) -> Tolerance | None:
+        """By how much features may differ; None asks for equal bits, as is tried first."""
+        return self._widest if self._mode == "numeric" else None
+
+    def prove(self) -> None:
+        """Record that a server passed."""
+        with self._lock:
+            self._mode = self._mode or "bitwise"
+
+    def accept_tolerance(self, why: str) -> bool:
+        """Accept the tolerance if nothing is decided yet; return whether it is accepted.
+
+        Args:
+            why: How servers differ.
+        """
+        with self._lock:
+            if self._mode is None:
+                self._mode, self._why = "numeric", why
+            return self._mode == "numeric"
+
+    def decided(self, mode: Mode | None, why: str) -> None:
+        """Take over what another process decided."""
+        with self._lock:
+            self._mode, self._why = self._mode or mode, self._why or why
+
+    def resume(self, mode: Mode) -> bool:
+        """Keep to the mode of an earlier job; return False if servers took part that it does not allow."""
+        with self._lock:
+            if self._mode == mode or (self.exact == "auto" and (self._mode, mode) != ("numeric", "bitwise")):
+                self._mode = mode
+                return True
+            return False
+
+    def __str__(self) -> str:
+        match self._mode:
+            case "bitwise":
+                return "bit for bit"
+            case "numeric":
+                reason = f", since {self._why}" if self._why else ""
+                return f"within {self._widest}{reason}"
+        return "bit for bit so far: no server took part"
 
 
 def difference(

@@ -84,7 +84,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     store_options: dict[str, str] = {}
     policy: str = "upriver"
     replan: bool = True
-    exact: Literal["bitwise", "numeric"] = "bitwise"
+    exact: Literal["auto", "bitwise", "numeric"] = "auto"
     adapt_batch: int = 0
     autocast: Literal["bfloat16", "float16"] | None = None
     granularity: Literal["module", "op"] = "module"
@@ -97,6 +97,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
 FREE_TO_CHANGE = {
     "adapt_batch",
     "epochs",
+    "exact",
     "output",
     "servers",
     "token_file",
@@ -114,7 +115,7 @@ FREE_TO_CHANGE = {
     "on_left_out",
 }
 """Settings that may differ in a resumed run: none of them changes a trained bit, except for what ``exact =
-"numeric"`` leaves to servers in any case. With another ``output`` the checkpoint must be renamed along, or it
+"numeric"`` leaves to servers in any case. The job's state holds whether the run is bit for bit. With another ``output`` the checkpoint must be renamed along, or it
 is not found."""
 
 

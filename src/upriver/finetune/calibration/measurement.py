@@ -17,7 +17,7 @@ from statistics import mean, median
 from torch import nn
 
 from upriver.engine.engine import Engine
-from upriver.errors import BadSample, DatasetError, NotAuthorized, Overloaded, UpriverError
+from upriver.errors import BadSample, DatasetError, NotAuthorized, NotExact, Overloaded, UpriverError
 from upriver.finetune.calibration.batched_capture import LargerCaptures, captured
 from upriver.finetune.calibration.local_canary import LocalCanary
 from upriver.finetune.calibration.second_size import SecondSize
@@ -50,7 +50,7 @@ from upriver.retry import Backoff
 from upriver.rpc.client import ServerClient
 from upriver.rpc.link_probe import measure_link
 from upriver.rpc.load_report import UNCHANGED, busy_s, expected_waits, notes, profile_key, waiting
-from upriver.rpc.tolerance import Tolerance
+from upriver.rpc.tolerance import Agreement
 from upriver.types import Cluster, Link, MicroBatch, Profile, Tier, Timings
 
 log = logging.getLogger("upriver")
@@ -135,7 +135,7 @@ class Calibration:
         dataset: The dataset as the user gave it.
         direct: The same dataset, read over the metered link.
         program: The frozen part.
-        allowed: By how much features may differ; None asks for equal bits.
+        agreement: Whether features must be equal to the bit.
         pace: Returns the seconds that the frozen part of a micro-batch takes where the job trains; None if
             this process measures it well enough.
 
@@ -153,7 +153,7 @@ class Calibration:
         program: Program,
         options: JobOptions,
         *,
-        allowed: Tolerance | None,
+        agreement: Agreement,
         tell: Callable[[str], None],
         pace: Callable[[], float | None] = lambda: None,
     ) -> None:
@@ -175,6 +175,7 @@ class Calibration:
         self._clock = Stopwatch()
         self.not_used: list[str] = []
         self.may_return = False
+        self._inexact: dict[ServerClient, NotExact] = {}
         question = JobRequirements(
             dataset=dataset, program=program, seed=options.seed, on_bad_sample=options.sampling.on_bad_sample
         )
@@ -182,7 +183,7 @@ class Calibration:
             question,
             self._canary,
             reference=lambda: self._measured_here().features,
-            allowed=allowed,
+            agreement=agreement,
             values=parts.tail.values,
         )
 
@@ -279,8 +280,27 @@ class Calibration:
     def _let_in(self, servers: Sequence[ServerClient]) -> list[_Passed]:
         """Return servers that pass the canary at the freeze point, with its timings.
 
-        If none passes but some only lack room now, ask those again for a while.
+        If none passes but some only lack room now, ask those again for a while. If none gives equal bits,
+        and nothing asks for them, ask again within the tolerance.
+
+        Raises:
+            NotExact: If equal bits were asked for, and all servers answer and none gives them.
         """
+        agreement, passed = self.gate.agreement, self._round(servers)
+        inexact = dict(self._inexact)
+        if inexact and not passed:
+            first = str(next(iter(inexact.values())))
+            if agreement.exact == "auto" and agreement.accept_tolerance(first):
+                self._inexact.clear()
+                passed = self._round(list(inexact))
+            elif agreement.mode == "bitwise" and len(inexact) == len(servers):
+                raise NotExact(f"{first}; exact='auto' accepts a tolerance")
+        for server, error in self._inexact.items():
+            self.leave_out(server, error)
+        return passed
+
+    def _round(self, servers: Sequence[ServerClient]) -> list[_Passed]:
+        """Return the servers that pass now, or within a while if all lack room."""
         until = time.monotonic() + FULL_S
         passed, full = self._ask(servers)
         while full and not passed:
@@ -311,6 +331,8 @@ class Calibration:
                 raise  # the same wherever it is computed
             except Overloaded as error:
                 full[server] = error
+            except NotExact as error:
+                self._inexact[server] = error
             except UpriverError as error:
                 self.leave_out(server, error)
         return passed, full

@@ -29,7 +29,7 @@ from upriver.protocol import DatasetRef, Larger, RunRequest
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import Transport
 from upriver.rpc.server_verification import MEASURE_S, ServerVerifier, bring, only
-from upriver.rpc.tolerance import Tolerance, largest
+from upriver.rpc.tolerance import Agreement, largest
 from upriver.types import MicroBatch, Timings
 
 log = logging.getLogger("upriver")
@@ -84,7 +84,7 @@ class ServerGate:
 
     Args:
         reference: Returns the canary's features at the freeze point, as computed locally.
-        allowed: By how much features may differ (``exact="numeric"``); None asks for equal bits.
+        agreement: Whether features must be equal to the bit; decided by the first servers.
         values: Sample dimensions of the features at the freeze point.
 
     Attributes:
@@ -100,13 +100,13 @@ class ServerGate:
         canary: LocalCanary,
         *,
         reference: Callable[[], MicroBatch],
-        allowed: Tolerance | None,
+        agreement: Agreement,
         values: CrossingValues,
     ) -> None:
         self._question, self._canary = question, canary
         self._reference, self._values = reference, values
-        self._allowed = allowed
-        self._verifier = ServerVerifier(device=question.program.device, allowed=allowed)
+        self.agreement = agreement
+        self._verifier = ServerVerifier(device=question.program.device, agreement=agreement)
         self._lock = threading.Lock()
         self._vouched: dict[str, tuple[int, ...]] = {}
         self.cuts: tuple[int, ...] = (question.program.num_stages,)
@@ -130,13 +130,21 @@ class ServerGate:
         """
         server = cast(ServerClient, client)
         vouched = self._vouched.pop(server.url, None)  # next time it may be another process
-        passed = set(vouched or ())
+        try:
+            self._measure_all(server, set(vouched or ()))
+        except NotExact as error:
+            if self.agreement.mode is not None or not self.agreement.accept_tolerance(str(error)):
+                raise
+            self._measure_all(server, set())
+        if vouched is None:
+            self.prove_larger(server)
+
+    def _measure_all(self, server: ServerClient, passed: set[int]) -> None:
+        """Let a server compute the canary at all cuts, but for those that it has passed."""
         while missing := set(self.cuts) - passed:  # more may be opened meanwhile
             for cut in sorted(missing):
                 self.measure(server, stop=cut)
             passed |= missing
-        if vouched is None:
-            self.prove_larger(server)
 
     def open_cuts(
         self,
@@ -177,13 +185,14 @@ class ServerGate:
             NotExact: If the fingerprint or the features differ.
             UpriverError: If the server cannot be used now.
         """
-        self._verifier.check_fingerprint(server.url, server.info().fingerprint)
+        self._verifier.check_fingerprint(server.url, server.info())
         bring(server, self._question.program)
         request = self._question.request([self._canary.ids], stop=stop, epoch=0)
         batch, timings = only(server.run(request), MEASURE_S, url=server.url)
         ours, theirs = self._referred().tensors, self._canary.finish(batch).tensors
         self._verifier.check_canary(server, ours, theirs, f"the canary micro-batch at cut {stop}")
-        if self._allowed is not None:
+        self.agreement.prove()
+        if self.agreement.allowed is not None:
             self._note_distance(server, largest(ours, theirs))
         return timings
 

@@ -88,7 +88,7 @@ def prepared(task: Task, line: Line) -> Prepared:
         UpriverError: If no plan can be made.
     """
     from upriver.engine.fingerprint import numerics
-    from upriver.errors import CaptureError, NotExact, ServerUnavailable
+    from upriver.errors import CaptureError, ServerUnavailable
     from upriver.finetune.planner import Planner
     from upriver.finetune.preparation.task import Prepared, named_tensors
     from upriver.program.split.split import split
@@ -98,7 +98,7 @@ def prepared(task: Task, line: Line) -> Prepared:
 
     task.numerics.apply()
     if numerics() != task.numerics:
-        raise NotExact("this process cannot have the same numerics settings as the training")
+        raise CaptureError("the preparing process cannot have the same numerics settings as the training")
     model, options = task.model, task.options
     dataset, meter = task.dataset.open(), LinkMeter()
     direct = metered(dataset, meter)
