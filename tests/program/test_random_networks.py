@@ -30,7 +30,7 @@ from upriver.program.graph.artifact_store import load, publish
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import Granularity
 from upriver.program.graph.parser import decode
-from upriver.program.split.split import Split, split
+from upriver.program.split.split import Split, outline, split
 from upriver.protocol import Caps, encode, read_frame
 from upriver.store import Store
 from upriver.types import MicroBatch
@@ -199,6 +199,32 @@ def check_cuts(net: Net, parts: Split, example: Example, *, training: bool) -> N
         ours = run(net, lambda: parts.tail(features), parts.in_eval, training=training)  # noqa: B023
         assert ours.equals(reference), _difference(ours, reference)
         assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True)), "features were changed"
+
+
+def check_as_written(net: Net, parts: Split, outlined: Split, *, training: bool) -> None:
+    """Check that a frozen part that runs as it is written gives the whole model's bits, and a program's."""
+    eager, example = outlined.eager, net.description.example(34)
+    assert eager is not None
+    assert outlined.program is None
+    net.train()
+    reference = whole(net, example, outlined.in_eval, training=training)
+    net.train()
+    values = eager.run(_copied(example).tensors, 0, outlined.freeze)
+    ours = run(
+        net, lambda: outlined.tail(outlined.tail.values.one_or_all(values)), outlined.in_eval, training=training
+    )
+    assert ours.equals(reference), _difference(ours, reference)
+    if parts.program is None or parts.parts != outlined.parts:
+        return
+    captured = parts.program.run(_copied(example).tensors, 0, parts.freeze)
+    for a, b in zip(eager.run(_copied(example).tensors, 0, 1), captured, strict=True):
+        assert torch.equal(a, b)
+        assert (a.dtype, a.stride()) == (b.dtype, b.stride())
+    named = dict(net.named_parameters(remove_duplicate=False)) | dict(
+        net.named_buffers(remove_duplicate=False)
+    )
+    held = {weight.key for weight in parts.program.graph.weights if weight.key in named}
+    assert {id(named[name]) for name in held} <= {id(named[name]) for name in outlined.reads}
 
 
 def check_unaligned(parts: Split, example: Example) -> None:
@@ -383,9 +409,13 @@ def check(description: Description, granularity: Granularity = "module") -> str:
         return INVALID
     net.train()
     before = State.of(net)
+    outlined = outline(net, example)
+    assert before.equals(State.of(net))
     parts = split(net, example, granularity=granularity)
     assert before.equals(State.of(net))
     expected = expect(net)
+    if outlined is not None:
+        check_as_written(net, parts, outlined, training=not expected.twice)
     if parts.program is None:
         return check_refusal(net, parts, expected)
     one, two, three = (description.example(seed) for seed in (31, 32, 33))

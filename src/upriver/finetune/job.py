@@ -26,6 +26,7 @@ from upriver.errors import (
     CaptureError,
     ConfigError,
     DatasetError,
+    FrozenChanged,
     NoFeasibleCut,
     NotExact,
     StoreError,
@@ -196,7 +197,7 @@ class FinetuneJob:
         try:
             split, planned = preparation.result()
             self._check_prepared(planned, preparation)
-        except (NoFeasibleCut, NotExact):
+        except (FrozenChanged, NoFeasibleCut, NotExact):
             preparation.close()
             raise
         except UpriverError as error:

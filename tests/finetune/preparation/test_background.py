@@ -19,6 +19,7 @@ import upriver
 from tests.finetune.conftest import Reference
 from tests.finetune.training import BATCH, MICRO, grouped, optimizer_of, photos, run, same, train
 from tests.program.nets import frozen_small
+from tests.server.running import wait_for
 from upriver.errors import FrozenChanged
 from upriver.finetune import session
 from upriver.finetune.preparation import background
@@ -27,10 +28,17 @@ from upriver.pipeline import Dataset
 OPTIONS = grouped(batch_size=BATCH, micro_batch=MICRO, seed=7, policy="freeze", in_background=True)
 
 
-def preparing() -> list[psutil.Process]:
-    """Return the preparing processes of this one."""
-    children = psutil.Process().children()
+def preparing(parent: psutil.Process | None = None) -> list[psutil.Process]:
+    """Return the preparing processes of a process."""
+    children = (parent or psutil.Process()).children()
     return [each for each in children if "upriver.finetune.preparation.child" in each.cmdline()]
+
+
+def begun(parent: psutil.Process | None = None) -> psutil.Process:
+    """Return the preparing process of a process, as soon as it runs."""
+    wait_for(lambda: preparing(parent))
+    [process] = preparing(parent)
+    return process
 
 
 @pytest.mark.slow
@@ -44,7 +52,7 @@ def test_another_process_prepares_a_job_and_leaves_the_model_and_all_generators_
     drawn = torch.get_rng_state()
     with near.finetune(model, data, **OPTIONS) as job:
         assert "being prepared" in str(job.plan)
-        [process] = preparing()
+        process = begun()
         assert process.nice() == psutil.Process().nice() + 15
         assert job.wait_until_split()
         assert torch.equal(torch.get_rng_state(), drawn)
@@ -67,7 +75,7 @@ def test_a_job_whose_preparing_process_is_killed_goes_on_as_it_began(
 ) -> None:
     model = frozen_small()
     with near.finetune(model, data, **OPTIONS) as job:
-        [process] = preparing()
+        process = begun()
         process.kill()
         assert not job.wait_until_split()
         assert "the job goes on as it began: the preparing process ended" in job.plan.why
@@ -79,7 +87,7 @@ def test_a_job_whose_preparing_process_is_killed_goes_on_as_it_began(
 @pytest.mark.slow
 def test_closing_a_job_ends_its_preparing_process(data: Dataset, near: upriver.Near) -> None:
     job = near.finetune(frozen_small(), data, **OPTIONS)
-    [process] = preparing()
+    process = begun()
     job.close()
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
@@ -119,21 +127,21 @@ def test_a_memory_store_and_an_emulated_link_are_prepared_before_the_first_batch
 def test_a_small_model_is_prepared_before_the_first_batch_unless_it_is_asked_for(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun: list[bool] = []
+    made: list[bool] = []
 
     class Noted(background.Preparation):
         def __init__(self, *args: Any, **options: Any) -> None:
-            begun.append(True)
+            made.append(True)
             super().__init__(*args, **options)
 
     monkeypatch.setattr(session, "Preparation", Noted)
     monkeypatch.setattr(session, "WORTH_A_PROCESS_S", float("inf"))
     options = grouped(batch_size=BATCH, micro_batch=MICRO, policy="freeze")
     near.finetune(frozen_small(), data, **options).close()
-    assert not begun
+    assert not made
     monkeypatch.setattr(session, "WORTH_A_PROCESS_S", 0.0)
     near.finetune(frozen_small(), data, **options).close()
-    assert begun
+    assert made
 
 
 @pytest.mark.slow
@@ -190,6 +198,7 @@ def test_a_preparing_process_ends_with_the_process_that_trains(tmp_path: Path) -
             import upriver
             from tests.finetune.training import STAGES
             from tests.program.nets import frozen_small
+from tests.server.running import wait_for
 
             store = upriver.Store.open({tmp_path.as_uri()!r})
             data = upriver.index(store, "photos", stages=STAGES)
@@ -203,7 +212,6 @@ def test_a_preparing_process_ends_with_the_process_that_trains(tmp_path: Path) -
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as training:
         assert training.stdout is not None
         assert training.stdout.readline() == "begun\n"
-        children = psutil.Process(training.pid).children()
-        [process] = [each for each in children if "upriver.finetune.preparation.child" in each.cmdline()]
+        process = begun(psutil.Process(training.pid))
         os.kill(training.pid, signal.SIGKILL)
     process.wait(30)

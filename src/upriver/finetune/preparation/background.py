@@ -27,6 +27,9 @@ from upriver.program.split.split import Split
 from upriver.rpc.child_server import OutputTail
 from upriver.types import MicroBatch
 
+WORDS_S = 1.0
+"""Seconds to wait for the last words of a process that has ended."""
+
 CarryOut = Callable[[Split, Prepared], PlannedJob]
 """Makes what carries a decision out, for a split with its program."""
 
@@ -67,8 +70,8 @@ class Preparation:
         self.reference: MicroBatch | None = None
         self._found: tuple[Split, PlannedJob] | None = None
         self._error: UpriverError | None = None
-        self._closed = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._lock, self._ended = threading.Lock(), False
+        self._process: subprocess.Popen[bytes] | None = None
         self._task, self._result = snapshot.SharedMemory(), snapshot.SharedMemory()
         try:
             snapshot.store(task, self._task.descriptor)
@@ -82,7 +85,7 @@ class Preparation:
     @property
     def done(self) -> bool:
         """Return whether the preparation has ended, with or without a result."""
-        return self._thread.ident is not None and not self._thread.is_alive()
+        return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the preparation has ended; return whether it has."""
@@ -101,11 +104,11 @@ class Preparation:
 
     def close(self) -> None:
         """End the process, and drop its result. Idempotent."""
-        process = self._process
-        if process is not None and process.poll() is None:
-            process.kill()
-        if self._thread.ident is not None:
-            self._thread.join()
+        with self._lock:
+            self._ended = True
+            if self._process is not None:
+                self._process.kill()
+        self._thread.join()
         self._task.close()
         self._result.close()
         found, self._found = self._found, None
@@ -129,34 +132,56 @@ class Preparation:
     def _followed(self) -> Prepared:
         """Run the process, answer its questions, and return its result."""
         memory = (self._task.descriptor, self._result.descriptor)
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-P", "-m", child.__name__, *map(str, memory)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=memory,
-            text=True,
-            start_new_session=True,  # Ctrl-C is for the training, which then ends this process
-        )
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        words = OutputTail(process.stderr.buffer)
+        with self._lock:
+            if self._ended:
+                raise CaptureError("the job was closed")
+            self._process = process = subprocess.Popen(
+                [sys.executable, "-P", "-m", child.__name__, *map(str, memory)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=memory,
+                start_new_session=True,  # Ctrl-C is for the training, which then ends this process
+            )
+        words = OutputTail(process.stderr)
+        try:
+            self._answer(process)
+            found: Prepared = snapshot.restore(self._result.descriptor)
+            return found
+        except (EOFError, BrokenPipeError):
+            process.wait()
+            words.join(WORDS_S)
+            said = words.text.rpartition("\n")[2] or f"with exit code {process.returncode}"
+            raise CaptureError(f"the preparing process ended: {said}") from None
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()  # type: ignore[union-attr]
+            words.join(WORDS_S)
+
+    def _answer(self, process: subprocess.Popen[bytes]) -> None:
+        """Answer the questions of the process until it is done.
+
+        Raises:
+            EOFError: If it ends before.
+            UpriverError: The reason why it cannot prepare the job.
+        """
         answers = {child.PACE: self._pace, child.SERVERS: self._addresses}
         main = getattr(sys.modules["__main__"], "__file__", None)
-        with process, contextlib.suppress(BrokenPipeError):
-            _write(process.stdin, {"main": main, "path": [os.path.abspath(each) for each in sys.path]})
-            for line in process.stdout:
-                message = json.loads(line)
-                if child.SAY in message:
-                    self.step = message[child.SAY]
-                elif child.ASK in message:
-                    _write(process.stdin, answers[message[child.ASK]]())
-                elif child.ERROR in message:
-                    raise _error(message[child.ERROR], message["message"])
-                else:
-                    found: Prepared = snapshot.restore(self._result.descriptor)
-                    return found
-        words.join(1.0)
-        raise CaptureError(f"the preparing process ended: {words.text or process.returncode}")
+        _write(process.stdin, {"main": main, "path": [os.path.abspath(each) for each in sys.path]})
+        for line in process.stdout or ():
+            message = json.loads(line)
+            if child.SAY in message:
+                self.step = message[child.SAY]
+            elif child.ASK in message:
+                _write(process.stdin, answers[message[child.ASK]]())
+            elif child.ERROR in message:
+                raise _error(message[child.ERROR], message["message"])
+            else:
+                return
+        raise EOFError
 
     def _addresses(self) -> dict[str, Any]:
         try:
@@ -166,7 +191,7 @@ class Preparation:
 
 
 def _write(pipe: Any, message: object) -> None:
-    pipe.write(json.dumps(message) + "\n")
+    pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
 
 

@@ -64,8 +64,8 @@ def main(task: int, result: int) -> None:
     The first answer names the main module's file and the search path for the user's modules.
     """
     os.nice(NICE)
-    line = Line(sys.stdout, sys.stdin)
-    sys.stdout = sys.stderr  # what the user's code prints must not mix with the lines
+    line = Line(os.fdopen(os.dup(1), "w"), sys.stdin)
+    os.dup2(2, 1)  # what the user's code and libraries print must not mix with the lines
     start = line.heard()
     sys.path[:] = start["path"]
     sys.modules["__main__"].__file__ = start["main"]  # classes of the user's script are known by its file

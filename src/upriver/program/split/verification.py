@@ -114,13 +114,7 @@ class Proof:
             return
         mixed = program.run(self._mixed.tensors, 0, program.num_stages)
         first, second = self._values
-        for changed, before, rows in ((mixed, first, self._kept), (padded, second, self._unpadded)):
-            a, b = (tail.values.select(values, range(rows)) for values in (changed, before))
-            if not all(same_bits(x, y) for x, y in zip(a, b, strict=True)):
-                raise CaptureError(
-                    "samples influence each other in the frozen part: the answer for one row depends on "
-                    "others"
-                )
+        _same_rows(tail, ((mixed, first, self._kept), (padded, second, self._unpadded)))
 
 
 class _Rejected(CaptureError):
@@ -138,8 +132,8 @@ def check_tail(
 ) -> None:
     """Compare the model cut at the freeze point with the whole model, on a few random samples.
 
-    This finds a tail that reads more than crosses, whatever the size of a micro-batch. It records which
-    crossing tensors require a gradient.
+    This finds a tail that reads more than crosses, and a frozen part that mixes samples, whatever the size of
+    a micro-batch. It records which crossing tensors require a gradient.
 
     Raises:
         CaptureError: Naming the difference.
@@ -150,7 +144,10 @@ def check_tail(
         step = _Step(model, tail, training=training, autocast=autocast)
         whole = _whole(step, model, given, in_eval)
         tail.with_gradient[training] = whole.crossing
-        _same_answers(step, tail, in_eval, whole, prefix.run(given.tensors, 0, prefix.num_stages))
+        values = prefix.run(given.tensors, 0, prefix.num_stages)
+        changed = prefix.run(_changed_from(1, given).tensors, 0, prefix.num_stages)
+        _same_rows(tail, ((changed, values, 1),))
+        _same_answers(step, tail, in_eval, whole, values)
 
 
 _TRIED = 2
@@ -171,6 +168,22 @@ def _whole(step: _Step, model: nn.Module, example: Example, in_eval: EvalPlan) -
     except Exception as error:  # the user's forward, on values not from the user
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise _Rejected(f"the model does not run on random values: {reason}") from error
+
+
+def _same_rows(
+    tail: Tail, compared: Sequence[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], int]]
+) -> None:
+    """Compare the first rows of features whose other rows differ.
+
+    Raises:
+        CaptureError: If they differ.
+    """
+    for changed, before, rows in compared:
+        a, b = (tail.values.select(values, range(rows)) for values in (changed, before))
+        if not all(same_bits(x, y) for x, y in zip(a, b, strict=True)):
+            raise CaptureError(
+                "samples influence each other in the frozen part: the answer for one row depends on others"
+            )
 
 
 def _changed_from(first: int, given: Example, other: Example | None = None) -> Example:
