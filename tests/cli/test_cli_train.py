@@ -417,7 +417,7 @@ def interrupted_once(capsys: pytest.CaptureFixture[str], path: str, *options: st
     ("then", "now", "named"),
     [
         ('on_bad_sample = "skip"', 'on_bad_sample = "fail"', "its on_bad_sample is 'skip', here 'fail'"),
-        ('exact = "bitwise"', 'exact = "numeric"', "its exact is 'bitwise', here 'numeric'"),
+        ('exact = "bitwise"', 'exact = "numeric"', "its exact is 'bitwise', this job's 'numeric'"),
     ],
 )
 def test_what_changes_the_training_is_refused(

@@ -68,7 +68,7 @@ def test_a_server_with_other_bits_serves_within_a_tolerance_that_is_stated(
     assert job.exactness in job.plan.why
     assert (job.report.exact, job.report.tolerance) == ("numeric", FLOAT32)
     assert set(job.report.samples) == {other}
-    assert all(torch.allclose(a, b, rtol=1e-2) for a, b in zip(losses, plain[0], strict=True))
+    torch.testing.assert_close(torch.stack(losses), torch.stack(plain[0]), rtol=1e-3, atol=1e-4)
     assert not all(map(torch.equal, losses, plain[0]))
 
 

@@ -296,23 +296,6 @@ def test_skipping_on_the_server_is_skipping_on_the_plain_way(data: Dataset, near
     assert len(runs[0][2].report.skipped) == 2
 
 
-def test_a_server_with_other_bits_is_not_used(
-    data: Dataset, plain: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # for the server only: this process has chosen already
-    server = start(data, free_port())
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    with upriver.connect(server.url) as near:
-        losses, model, job = run(near, data, policy="freeze")
-        assert same((losses, model), plain)
-        assert job.report.samples == {"local": 400}
-        assert "onednn_max_cpu_isa" in job.plan.why
-        losses, model, job = run(near, data, policy="freeze", exact="numeric")
-        assert list(job.report.samples) == [server.url]
-        torch.testing.assert_close(torch.stack(losses), torch.stack(plain[0]), rtol=1e-3, atol=1e-4)
-    server.close()
-
-
 @pytest.mark.full
 def test_an_embedded_server_computes_with_as_many_threads_as_this_side(data: Dataset) -> None:
     """MobileNetV3's bits depend on the number of threads; with equal numbers it runs near the data."""

@@ -22,12 +22,12 @@ from upriver.rpc.server_verification import (
     fingerprint_difference,
     only,
 )
-from upriver.rpc.tolerance import FLOAT32
+from upriver.rpc.tolerance import FLOAT32, Agreement
 from upriver.types import MicroBatch, Timings
 
 CPU = torch.device("cpu")
-BITWISE = ServerVerifier(device=CPU, allowed=None)
-NUMERIC = ServerVerifier(device=CPU, allowed=FLOAT32)
+BITWISE = ServerVerifier(device=CPU, agreement=Agreement("bitwise", FLOAT32))
+NUMERIC = ServerVerifier(device=CPU, agreement=Agreement("numeric", FLOAT32))
 URL = "http://there:7000"
 ONES = (torch.ones(4),)
 
@@ -36,19 +36,25 @@ class Program:
     digest, graph_bytes, weights_bytes = "ab" * 32, b"{}", memoryview(b"")
 
 
-@pytest.fixture
-def server() -> Iterator[ServerClient]:
-    """Yield a client of a server that computes with one thread more than this process."""
-    info = Info(
+def info_of(*, more_threads: int = 0, device: str = "cpu", **fingerprint_of: str | None) -> Info:
+    """Return a server's description: this process's fingerprint, with changes; None leaves a field out."""
+    fields = {**fingerprint(), **fingerprint_of}
+    return Info(
         version="1",
-        fingerprint=fingerprint(),
+        fingerprint={name: value for name, value in fields.items() if value is not None},
         stores=("default",),
         micro_batch=4,
         caps=DEFAULT_CAPS,
-        device="cpu",
+        device=device,
         workers=1,
-        threads=torch.get_num_threads() + 1,
+        threads=torch.get_num_threads() + more_threads,
     )
+
+
+@pytest.fixture
+def server() -> Iterator[ServerClient]:
+    """Yield a client of a server."""
+    info = info_of()
 
     def respond(exchange: Exchange) -> None:
         exchange.plain(200, msgspec.json.encode(info))
@@ -71,12 +77,11 @@ def server() -> Iterator[ServerClient]:
 def test_another_fingerprint_is_refused_with_the_field_that_differs(
     change: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    theirs = {name: value for name, value in {**fingerprint(), **change}.items() if value is not None}
-    assert fingerprint_difference(theirs) == said
+    theirs = info_of(**change)
+    assert fingerprint_difference(theirs.fingerprint) == said
     with pytest.raises(NotExact) as raised:
         BITWISE.check_fingerprint(URL, theirs)
-    refusal = f"{URL} computes with other low bits: {said}; exact='numeric' accepts a tolerance"
-    assert str(raised.value) == refusal
+    assert str(raised.value) == f"{URL} computes with other low bits: {said}"
     with caplog.at_level(logging.INFO, "upriver"):
         NUMERIC.check_fingerprint(URL, theirs)
     assert caplog.messages == [f"{URL} has another fingerprint: {said}"]
@@ -85,8 +90,16 @@ def test_another_fingerprint_is_refused_with_the_field_that_differs(
 def test_the_same_fingerprint_passes_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "upriver"):
         for verifier in (BITWISE, NUMERIC):
-            verifier.check_fingerprint(URL, fingerprint())
+            verifier.check_fingerprint(URL, info_of())
     assert fingerprint_difference(fingerprint()) == "" and not caplog.messages
+
+
+def test_another_number_of_threads_is_refused_where_both_compute_on_the_cpu() -> None:
+    here = torch.get_num_threads()
+    with pytest.raises(NotExact, match=f"threads {here + 1} there, {here} here"):
+        BITWISE.check_fingerprint(URL, info_of(more_threads=1))
+    NUMERIC.check_fingerprint(URL, info_of(more_threads=1))
+    BITWISE.check_fingerprint(URL, info_of(more_threads=1, device="cuda"))
 
 
 def test_the_first_three_of_many_fields_are_named() -> None:
@@ -101,18 +114,15 @@ def test_the_first_three_of_many_fields_are_named() -> None:
 # ------------------------------------------------------------------------------------------------ canaries
 
 
-def test_a_canary_of_other_bits_is_refused_with_the_threads_that_may_be_the_reason(
-    server: ServerClient,
-) -> None:
+def test_a_canary_of_other_bits_is_refused(server: ServerClient) -> None:
     BITWISE.check_canary(server, ONES, (torch.ones(4),), "the canary at cut 2")
     nudged = ONES[0].nextafter(torch.tensor(2.0))
     with pytest.raises(NotExact) as raised:
         BITWISE.check_canary(server, ONES, (nudged,), "the canary at cut 2")
-    here = torch.get_num_threads()
-    assert str(raised.value).startswith(f"{server.url} gives other bits for the canary at cut 2; it computes")
-    assert f"start it with --threads {here}, or call torch.set_num_threads({here + 1})" in str(raised.value)
-    named = f"; upriver diff MODEL --server {server.url} names the first operator that differs"
-    assert str(raised.value).endswith(named)
+    assert str(raised.value) == (
+        f"{server.url} gives other bits for the canary at cut 2; "
+        f"upriver diff MODEL --server {server.url} names the first operator that differs"
+    )
 
 
 def test_a_canary_within_the_tolerance_passes_and_one_beyond_it_is_refused(server: ServerClient) -> None:
@@ -121,8 +131,8 @@ def test_a_canary_within_the_tolerance_passes_and_one_beyond_it_is_refused(serve
         NUMERIC.check_canary(server, ONES, (ONES[0] * 1.01,), "the canary at cut 2")
     assert str(raised.value) == (
         f"{server.url} gives features that are 0.01 of the largest apart for the canary at cut 2, "
-        f"where exact='numeric' allows {FLOAT32}; upriver diff MODEL --server {server.url} names the first "
-        "operator that differs"
+        f"where {FLOAT32} is allowed; upriver diff MODEL --server {server.url} names the first operator that "
+        "differs"
     )
 
 

@@ -23,7 +23,7 @@ from upriver.protocol import Load
 from upriver.rpc.client import ServerClient
 from upriver.rpc.load_report import UNCHANGED, profile_key
 from upriver.rpc.server_verification import MEASURE_S, ServerVerifier, bring
-from upriver.rpc.tolerance import Exact, tolerance
+from upriver.rpc.tolerance import Agreement, Exact, tolerance
 from upriver.types import Tier, Timings
 
 log = logging.getLogger("upriver")
@@ -81,7 +81,7 @@ def admit(
     process, program = client.process(), captured.program
     info = client.info(process=process)
     verifier = verifier_of(exact, captured)
-    verifier.check_fingerprint(client.url, info.fingerprint)
+    verifier.check_fingerprint(client.url, info)
     _bring(client, captured, push=push)
     with uplink.probing(time.monotonic()):
         probe(client, link, small=ROUND_TRIPS, large=PROBES)
@@ -107,8 +107,8 @@ def admit(
 
 def verifier_of(exact: Exact, captured: CapturedModel) -> ServerVerifier:
     """Return the check of a server's answers; the types of the network's output decide the tolerance."""
-    allowed = None if exact == "bitwise" else tolerance([tensor.dtype for tensor in captured.reference])
-    return ServerVerifier(device=captured.program.device, allowed=allowed)
+    agreement = Agreement(exact, tolerance([tensor.dtype for tensor in captured.reference]))
+    return ServerVerifier(device=captured.program.device, agreement=agreement)
 
 
 def _bring(client: ServerClient, captured: CapturedModel, *, push: bool) -> None:

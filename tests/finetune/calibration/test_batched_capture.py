@@ -38,7 +38,7 @@ from upriver.program.graph.executor import Program
 from upriver.program.split.resized import resized
 from upriver.program.split.split import Split, split
 from upriver.protocol import DEFAULT_CAPS, Info, Larger, RunRequest
-from upriver.rpc.tolerance import FLOAT32
+from upriver.rpc.tolerance import FLOAT32, Agreement
 from upriver.types import MicroBatch, Timings
 
 SIZES = (2 * MICRO, 4 * MICRO)
@@ -251,7 +251,7 @@ def gate_of(parts: Split, data: Dataset, programs: Sequence[Program], *, canary:
         question_of(parts, data),
         local,
         reference=lambda: local.run()[0],
-        allowed=FLOAT32,
+        agreement=Agreement("numeric", FLOAT32),
         values=parts.tail.values,
     )
     gate.larger = tuple(programs)
@@ -324,7 +324,7 @@ def test_a_server_that_joins_proves_every_size_and_one_that_has_just_done_so_doe
     gate = gate_of(parts, data, programs)
     first, second = (Here(data, parts.program, url=f"http://here:{n}") for n in (1, 2))
     gate.prove_larger(first)  # type: ignore[arg-type]
-    gate.vouch(first)  # type: ignore[arg-type]
+    gate.vouch(first.url)
     asked = list(first.asked)
     gate.admit(first)  # type: ignore[arg-type]
     assert first.asked == asked
