@@ -1,4 +1,4 @@
-"""Check how exact a job is: bit for bit where a server proves it, else within a stated tolerance, and once."""
+"""Check how exact a job is: bit for bit where a server proves it, else within a tolerance, decided once."""
 
 from __future__ import annotations
 
@@ -150,7 +150,9 @@ def test_a_resumed_job_keeps_its_mode(data: Dataset, plain: Reference, alike: st
     ):
         job.load_state_dict(numeric)
     with begun(data, alike) as (job, _):
-        older = {name: value for name, value in exactly.items() if name not in ("exact", "freeze_point", "frozen")}
+        older = {
+            name: value for name, value in exactly.items() if name not in ("exact", "freeze_point", "frozen")
+        }
         job.load_state_dict(older)
 
 

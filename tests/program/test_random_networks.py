@@ -211,7 +211,10 @@ def check_as_written(net: Net, parts: Split, outlined: Split, *, training: bool)
     net.train()
     values = eager.run(_copied(example).tensors, 0, outlined.freeze)
     ours = run(
-        net, lambda: outlined.tail(outlined.tail.values.one_or_all(values)), outlined.in_eval, training=training
+        net,
+        lambda: outlined.tail(outlined.tail.values.one_or_all(values)),
+        outlined.in_eval,
+        training=training,
     )
     assert ours.equals(reference), _difference(ours, reference)
     if parts.program is None or parts.parts != outlined.parts:

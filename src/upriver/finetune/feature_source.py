@@ -298,9 +298,7 @@ class FeatureSource:
             self.canary = forms(done.tensors)
 
     def _engine(self, dataset: Dataset) -> Engine:
-        return Engine(
-            chain=dataset.chain, program=self._split.prefix, micro_batch=self._options.micro_batch
-        )
+        return Engine(chain=dataset.chain, program=self._split.prefix, micro_batch=self._options.micro_batch)
 
     def _remote(
         self,

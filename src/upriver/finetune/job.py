@@ -209,8 +209,12 @@ class FinetuneJob:
         self._plan, self._pool, self._replanner = planned.plan, planned.pool, planned.replanner
         self._feed.adopt(split, planned)
         self._watch_servers()
-        log.info("the frozen part is captured; the plan from step %d of epoch %d: %s", self._step,
-                 self._epoch, self._plan.why)
+        log.info(
+            "the frozen part is captured; the plan from step %d of epoch %d: %s",
+            self._step,
+            self._epoch,
+            self._plan.why,
+        )
         if self._loader is not None:
             self._feed.take_servers(
                 self._loader, self._dataset, self._plan, self._order(self._epoch), epoch=self._epoch

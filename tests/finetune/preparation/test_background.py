@@ -17,7 +17,7 @@ import torch
 
 import upriver
 from tests.finetune.conftest import Reference
-from tests.finetune.training import BATCH, MICRO, grouped, optimizer_of, photos, run, same, train
+from tests.finetune.training import BATCH, MICRO, grouped, optimizer_of, photos, same, train
 from tests.program.nets import frozen_small
 from tests.server.running import wait_for
 from upriver.errors import FrozenChanged
@@ -108,7 +108,9 @@ def test_a_model_that_does_not_pickle_is_prepared_before_the_first_batch(
     model.lock = threading.Lock()  # type: ignore[assignment]
     with near.finetune(model, data, **OPTIONS) as job:
         assert not preparing()
-        assert "prepared before the first batch, since the model cannot be copied: it does not" in job.plan.why
+        assert (
+            "prepared before the first batch, since the model cannot be copied: it does not" in job.plan.why
+        )
         losses = train(job, model, optimizer_of(model), epochs=2)
     assert same((losses, model), plain)
 
@@ -117,9 +119,10 @@ def test_a_memory_store_and_an_emulated_link_are_prepared_before_the_first_batch
     tmp_path: Path, data: Dataset
 ) -> None:
     meter = upriver.LinkMeter(1e9)
-    with upriver.connect(meter=meter, server_threads=1) as near, near.finetune(
-        frozen_small(), data, **OPTIONS
-    ) as job:
+    with (
+        upriver.connect(meter=meter, server_threads=1) as near,
+        near.finetune(frozen_small(), data, **OPTIONS) as job,
+    ):
         assert not preparing()
         assert job.plan.cut == 6
 
@@ -173,7 +176,8 @@ def test_a_model_of_the_users_script_is_prepared_in_another_process(tmp_path: Pa
             stages = (upriver.Decode(), upriver.Resize(16), upriver.CenterCrop(16), upriver.Normalize())
             data = upriver.index(store, "photos", stages=stages)
             options = upriver.Splitting(in_background=True)
-            with upriver.connect() as near, near.finetune(model, data, batch_size=20, splitting=options) as job:
+            with upriver.connect() as near:
+                job = near.finetune(model, data, batch_size=20, splitting=options)
                 assert "being prepared" in str(job.plan)
                 print(job.wait_until_split(), job.plan.why)
             """

@@ -59,7 +59,9 @@ def test_a_model_is_the_same_one_and_neither_sees_the_other_change() -> None:
         (n, m.training, type(m)) for n, m in model.named_modules()
     ]
     for (name, mine), (_, theirs) in zip(
-        model.named_parameters(remove_duplicate=False), copy.named_parameters(remove_duplicate=False), strict=True
+        model.named_parameters(remove_duplicate=False),
+        copy.named_parameters(remove_duplicate=False),
+        strict=True,
     ):
         assert torch.equal(mine, theirs), name
         assert (mine.stride(), mine.requires_grad) == (theirs.stride(), theirs.requires_grad)

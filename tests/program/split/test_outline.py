@@ -18,7 +18,9 @@ def frozen(model: nn.Module, last: str) -> nn.Module:
 
 @pytest.mark.parametrize("upto", ["stem", "block1", "block2"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_the_frozen_part_as_written_gives_the_bits_of_its_program(upto: str, layout: torch.memory_format) -> None:
+def test_the_frozen_part_as_written_gives_the_bits_of_its_program(
+    upto: str, layout: torch.memory_format
+) -> None:
     model = frozen_small(upto).to(memory_format=layout)
     x = torch.randn(4, 3, 16, 16).to(memory_format=layout)
     found, parts = outline(model, x), split(model, x)

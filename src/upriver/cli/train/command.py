@@ -115,8 +115,8 @@ FREE_TO_CHANGE = {
     "on_left_out",
 }
 """Settings that may differ in a resumed run: none of them changes a trained bit, except for what ``exact =
-"numeric"`` leaves to servers in any case. The job's state holds whether the run is bit for bit. With another ``output`` the checkpoint must be renamed along, or it
-is not found."""
+"numeric"`` leaves to servers in any case. The state of the job says whether it is bit for bit, and refuses
+the other way. With another ``output`` the checkpoint must be renamed along, or it is not found."""
 
 
 def train(

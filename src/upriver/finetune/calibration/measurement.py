@@ -262,9 +262,7 @@ class Calibration:
             return profile
         ratio, tail = there_s / here_s, profile.tail
         scaled = as_of_today(profile, {Tier.COMPUTE: ratio})
-        return replace(
-            scaled, tail=replace(tail, seconds=(tail.seconds[0] * ratio, tail.seconds[1] * ratio))
-        )
+        return replace(scaled, tail=replace(tail, seconds=(tail.seconds[0] * ratio, tail.seconds[1] * ratio)))
 
     def larger(self, caps: Caps) -> LargerCaptures:
         """Capture the program at larger sizes, where servers accept them and the capture succeeds."""

@@ -199,9 +199,7 @@ def split(
     return job.run(granularity)
 
 
-def outline(
-    model: nn.Module, example: Inputs, *, autocast: torch.dtype | None = None
-) -> Split | None:
+def outline(model: nn.Module, example: Inputs, *, autocast: torch.dtype | None = None) -> Split | None:
     """Find the freeze point of a model, and the two parts around it, without capturing a program.
 
     The parts are those that :func:`split` tries first. The tail is compared with the whole model on two
@@ -248,7 +246,9 @@ class _Splitting:
                 changed = training.flow.changed
                 units = without_written(self.model, units, changed, calls.flow.changed)
             point = next(self._points(calls, training), None)
-            trained = [p for p, m in self.model.named_modules() if any(w.requires_grad for w in m.parameters())]
+            trained = [
+                p for p, m in self.model.named_modules() if any(w.requires_grad for w in m.parameters())
+            ]
             if point is not None and runs_alone(calls, point, trained):
                 return self._outlined(calls, point, in_eval_for(self.model, calls, point, units))
         return None
