@@ -285,7 +285,7 @@ class Near:
         options: JobOptions,
         tell: Callable[[str], None],
     ) -> FinetuneJob | None:
-        """Return a job that begins the plain way while another process prepares it; None if that does not pay.
+        """Return a job that begins while another process prepares it; None if that does not pay.
 
         Raises:
             NoSnapshot: If the model cannot be copied to another process.

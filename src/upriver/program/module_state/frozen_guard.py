@@ -81,7 +81,8 @@ class FrozenGuard:
     @property
     def digest(self) -> str:
         """Digest of the values of the frozen units at the start."""
-        inside = [(name, value) for name, value in sorted(self._digest.items()) if name not in self._also]
+        units = tuple(f"{unit}." for unit in self._units)
+        inside = [(name, value) for name, value in sorted(self._digest.items()) if name.startswith(units)]
         return hashlib.sha256(repr(inside).encode()).hexdigest()[:16]
 
     def _read_versions(self) -> dict[str, tuple[int, int, bool]]:
