@@ -290,6 +290,10 @@ class FeatureSource:
         batch, _ = self._local(dataset, 0, remote=False)(self._options.order(0).micro_batches[0])
         return self._finisher(dataset, 0, lambda timings: None, None)(batch).tensors
 
+    def is_as_before(self, dataset: Dataset) -> bool:
+        """Return whether the frozen part as it is written gives the canary's bits that it gave at first."""
+        return self.canary is None or self.canary == forms(self.as_written(dataset))
+
     def _saw_eager(self, done: MicroBatch, timings: Timings, *, canary: bool) -> None:
         """Note the pace of the frozen part as it is written, and the bits of the canary."""
         seconds = timings.phases.get("forward", 0.0)

@@ -135,6 +135,7 @@ class FinetuneJob:
         self._waits: IdleWaits | None = None
         self._preparation: Preparation | None = None
         self._resumed_mode: Mode | None = None
+        self._ready = split.program is not None
         self._watch_servers()
         self._closed = False
         self._warned = False
@@ -158,6 +159,11 @@ class FinetuneJob:
     # --------------------------------------------------------------------------------- preparation
 
     @property
+    def split(self) -> Split:
+        """The two parts of the model."""
+        return self._split
+
+    @property
     def feed(self) -> FeatureSource:
         """Source of the job's micro-batches."""
         return self._feed
@@ -175,7 +181,7 @@ class FinetuneJob:
             timeout_s: Seconds to wait at most; None waits until the preparation has ended.
 
         Returns:
-            Whether the frozen part is captured. The reason why not is in the plan.
+            Whether the job is prepared. The reason why not is in the plan.
 
         Raises:
             ConfigError: If the job was closed.
@@ -186,7 +192,7 @@ class FinetuneJob:
         if self._preparation is not None:
             self._preparation.wait(timeout_s)
             self._adopt()
-        return self._split.program is not None
+        return self._ready
 
     def _adopt(self) -> None:
         """Go on with the program and the plan of a preparation that has ended."""
@@ -197,7 +203,7 @@ class FinetuneJob:
         try:
             split, planned = preparation.result()
             self._check_prepared(planned, preparation)
-        except (FrozenChanged, NoFeasibleCut, NotExact):
+        except (ConfigError, FrozenChanged, NoFeasibleCut, NotExact):
             preparation.close()
             raise
         except UpriverError as error:
@@ -205,8 +211,10 @@ class FinetuneJob:
             log.warning("the job goes on as it began, on the compute tier: %s", error)
             self._plan = replace(self._plan, why=f"the job goes on as it began: {error}")
             return
-        self._split, self._planned = split, planned
-        self._plan, self._pool, self._replanner = planned.plan, planned.pool, planned.replanner
+        self._ready, self._planned, self._plan = True, planned, planned.plan
+        if planned.pool is None:  # the frozen part as it is written does as well
+            return
+        self._split, self._pool, self._replanner = split, planned.pool, planned.replanner
         self._feed.adopt(split, planned)
         self._watch_servers()
         log.info(

@@ -7,6 +7,7 @@ import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -209,13 +210,7 @@ class Near:
             log.info("%s", remarks[0])
 
         def split_for(options: JobOptions) -> Split:
-            return split(
-                model,
-                example_of(model, direct, options),
-                autocast=options.autocast,
-                granularity=options.granularity,
-                on_progress=tell,
-            )
+            return _split(model, direct, options, tell)
 
         def planner_for(parts: Split, options: JobOptions) -> Planner:
             return Planner(
@@ -241,7 +236,7 @@ class Near:
                 planner = planner_for(parts, options)
             planned = planner.plan()
         self.measured = planner.measured
-        return self._job(wrapped, direct, parts, options, planned, split_for)
+        return self._job(wrapped, direct, parts, options, planned)
 
     def _job(
         self,
@@ -250,20 +245,25 @@ class Near:
         parts: Split,
         options: JobOptions,
         planned: PlannedJob,
-        split_again: Callable[[JobOptions], Split | None],
     ) -> FinetuneJob:
         """Put a job together.
 
         Args:
             direct: The dataset, read over the metered link.
-            split_again: Splits the model as it is at the call.
         """
         model = wrapped.model
+        made: list[weakref.ref[FinetuneJob]] = []
 
         def again(hooked: bool) -> AttributeSnapshot | None:
+            job = made[0]() if made else None
             with uncompiled(model), contextlib.suppress(UpriverError):
-                now = split_again(options)
-                return parts.still_so(now, hooked=hooked) if now is not None else None
+                if job is None or job.split.program is not None:
+                    now: Split | None = _split(model, direct, options, lambda text: None)
+                else:
+                    now = outline(model, example_of(model, direct, options), autocast=options.autocast)
+                    now = now if job.feed.is_as_before(direct) else None
+                if now is not None:
+                    return (parts if job is None else job.split).still_so(now, hooked=hooked)
             return None
 
         guard = FrozenGuard(
@@ -275,7 +275,9 @@ class Near:
             again=again,
         )
         run = TailRunner(parts.tail, wrapped, compile_options=options.compile_options)
-        return FinetuneJob(model, direct, parts, options, planned, run=run, guard=guard, connection=self)
+        job = FinetuneJob(model, direct, parts, options, planned, run=run, guard=guard, connection=self)
+        made.append(weakref.ref(job))
+        return job
 
     def _begun(
         self,
@@ -295,12 +297,7 @@ class Near:
         emulated = self.meter.rate_bytes_per_s is not None  # a second process would not share its rate
         if not options.may_begin or nothing_to_do or emulated or not dataset.store.is_shared:
             return None
-        model = wrapped.model
-
-        def outlined(options: JobOptions) -> Split | None:
-            return outline(model, example_of(model, direct, options), autocast=options.autocast)
-
-        example = example_of(model, direct, options)
+        model, example = wrapped.model, example_of(wrapped.model, direct, options)
         tell("tracing the model")
         began = time.perf_counter()
         parts = outline(model, example, autocast=options.autocast)
@@ -327,7 +324,7 @@ class Near:
             credentials=self._credentials,
             parts=parts.parts,
         )
-        job = self._job(wrapped, direct, parts, options, planned, outlined)
+        job = self._job(wrapped, direct, parts, options, planned)
         feed = job.feed
 
         def carry_out(split: Split, prepared: Prepared) -> PlannedJob:
@@ -428,6 +425,17 @@ class Near:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _split(model: nn.Module, direct: Dataset, options: JobOptions, tell: Callable[[str], None]) -> Split:
+    """Split a model as it is now, for a job with these options."""
+    return split(
+        model,
+        example_of(model, direct, options),
+        autocast=options.autocast,
+        granularity=options.granularity,
+        on_progress=tell,
+    )
 
 
 def _shown(options: JobOptions) -> contextlib.AbstractContextManager[Callable[[str], None]]:

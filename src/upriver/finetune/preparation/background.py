@@ -15,7 +15,14 @@ from typing import Any
 from torch import nn
 
 from upriver._threads.background import BackgroundThread
-from upriver.errors import CaptureError, FrozenChanged, NoFeasibleCut, NotExact, UpriverError
+from upriver.errors import (
+    CaptureError,
+    ConfigError,
+    FrozenChanged,
+    NoFeasibleCut,
+    NotExact,
+    UpriverError,
+)
 from upriver.finetune.planner import PlannedJob
 from upriver.finetune.preparation import child, snapshot
 from upriver.finetune.preparation.task import Prepared, Task, named_tensors
@@ -197,7 +204,7 @@ def _write(pipe: Any, message: object) -> None:
 
 def _error(code: str, message: str) -> UpriverError:
     """Return the error that ended a preparation; only some kinds matter to the job."""
-    kinds: tuple[type[UpriverError], ...] = (NoFeasibleCut, NotExact)
+    kinds: tuple[type[UpriverError], ...] = (ConfigError, NoFeasibleCut, NotExact)
     return next((kind(message) for kind in kinds if kind.code == code), CaptureError(message))
 
 
