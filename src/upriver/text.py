@@ -75,11 +75,11 @@ def said(text: str, at_most: int = 500) -> str:
     return printable(" ".join(text[: 4 * at_most].split()), at_most)
 
 
-def near_names(name: str, known: Iterable[str], *, at_most: int = 3) -> list[str]:
-    """Return the known names that are most like a mistyped one, the nearest first."""
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """Return up to three known names that are most like a mistyped one, the nearest first."""
     import difflib  # only errors need it
 
-    return difflib.get_close_matches(name, list(known), n=at_most)
+    return difflib.get_close_matches(name, list(known))
 
 
 def error_text(error: BaseException, at_most: int = 500) -> str:

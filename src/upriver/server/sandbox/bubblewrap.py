@@ -156,7 +156,7 @@ def choose(mode: Mode, *, device: str) -> Sandbox:
     if mode == "bubblewrap":
         raise ConfigError(f"workers cannot be shut in by bubblewrap: {why}")
     return Sandbox(
-        warning=f"bubblewrap does not work here ({why}), so whoever breaks into a worker can read this "
+        warning=f"bubblewrap does not work here ({why}), so an attacker in a worker can read this "
         'machine\'s files; sandbox = "none" accepts that'
     )
 
