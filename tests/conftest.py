@@ -133,6 +133,14 @@ def process_as_found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
             del sys.modules[name]
 
 
+@pytest.fixture(autouse=True)
+def prepared_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare jobs before their first batch unless a test asks for more: the time of a trace would decide."""
+    session: Any = sys.modules.get("upriver.finetune.session")
+    if session is not None:
+        monkeypatch.setattr(session, "WORTH_A_PROCESS_S", float("inf"))
+
+
 def place_of(module: Any) -> str:
     """Return the path of a module, or the folder of a namespace package, which has no file."""
     names = getattr(module, "__dict__", {})  # an object in a module's place may answer to any attribute

@@ -28,6 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.fixture(scope="session")
 def plain(data: Dataset) -> Reference:
+    torch.set_num_threads(1)  # fixtures of a session come before those of a module
     losses, model, _ = run(upriver.connect(), data, policy="nosplit")
     return losses, model
 

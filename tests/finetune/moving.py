@@ -12,19 +12,21 @@ from upriver.finetune.preparation.task import Prepared
 class AtStep(Preparation):
     """Prepare as the other process does, and be done when the job asks for the nth time.
 
-    A job asks once before each epoch, and once after each step.
+    A job asks once before each epoch, and once after each step. It waits at its start, since preparing uses
+    what all threads of a process share.
     """
 
     asked_before: ClassVar[int] = 0
     _asked = 0
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._thread.join()
+
     @property
     def done(self) -> bool:
         self._asked += 1
-        if self._asked <= self.asked_before:
-            return False
-        self._thread.join()
-        return True
+        return self._asked > self.asked_before
 
     def _followed(self) -> Prepared:
         return child.prepared(snapshot.restore(self._task.descriptor), cast(child.Line, self))

@@ -16,7 +16,8 @@ import upriver
 from tests.finetune.conftest import Reference
 from tests.finetune.training import BATCH, MICRO, optimizer_of, run, same, train
 from tests.program.nets import frozen_small
-from tests.server.running import free_port
+from tests.server.running import free_port, wait_for
+from upriver.control.server_choice import Health
 from upriver.errors import ConfigError, NotExact
 from upriver.pipeline import Dataset
 from upriver.rpc.local_server import EmbeddedServer
@@ -118,11 +119,10 @@ def test_a_server_that_answers_later_decides_before_its_first_answer_counts(
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
         stores = {data.store.name: data.store.uri}
         with EmbeddedServer.start(stores, threads=1, port=port) as server:
-            for _ in range(50):
-                for _ in job:
-                    pass
-                if server.url in job.report.samples:
-                    break
+            wait_for(lambda: job.servers[0].health is Health.UP)
+            for _ in job:
+                pass
+            assert server.url in job.report.samples
         assert job.exactness.startswith("within")
         assert ISA in job.exactness
 

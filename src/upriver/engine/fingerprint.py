@@ -125,7 +125,7 @@ class Numerics:
         torch.set_default_dtype(self.default_dtype)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        torch.backends.mkldnn.enabled = self.mkldnn
+        _onednn().enabled = self.mkldnn
         for kind, precision in zip(_float32_kinds(), self.precisions, strict=True):
             if kind.fp32_precision != precision:
                 kind.fp32_precision = precision
@@ -139,15 +139,19 @@ def numerics() -> Numerics:
         deterministic=torch.are_deterministic_algorithms_enabled(),
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
         cudnn_benchmark=torch.backends.cudnn.benchmark,
-        mkldnn=torch.backends.mkldnn.enabled,
+        mkldnn=_onednn().enabled,
         precisions=tuple(kind.fp32_precision for kind in _float32_kinds()),
     )
 
 
+def _onednn() -> Any:
+    return torch.backends.mkldnn  # mypy does not find its kinds of operators
+
+
 def _float32_kinds() -> tuple[Any, ...]:
-    cudnn: Any = torch.backends.cudnn  # mypy does not find its kinds of operators
-    onednn: Any = torch.backends.mkldnn
+    cudnn: Any = torch.backends.cudnn
     cuda: Any = torch.backends.cuda
+    onednn = _onednn()
     return cuda.matmul, onednn.matmul, cudnn.conv, onednn.conv, cudnn.rnn, onednn.rnn
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import secrets
 import threading
@@ -46,9 +47,8 @@ from upriver.types import DEFAULT_MICRO_BATCH, require_type
 log = logging.getLogger("upriver")
 
 WORTH_A_PROCESS_S = 0.4
-"""Seconds of tracing from which a job is prepared in another process. Preparing takes ten to thirty times as
-long as tracing, and starting a process 3 s.
-"""
+"""Processor seconds of a trace, of one thread, from which another process prepares a job. Preparing takes
+ten to thirty times as long as tracing, and starting a process 3 s."""
 
 
 class Near:
@@ -299,9 +299,10 @@ class Near:
             return None
         model, example = wrapped.model, example_of(wrapped.model, direct, options)
         tell("tracing the model")
-        began = time.perf_counter()
+        importlib.import_module("torch._dynamo")  # which every trace needs, and which takes a second once
+        began = time.thread_time()
         parts = outline(model, example, autocast=options.autocast)
-        seconds = time.perf_counter() - began
+        seconds = time.thread_time() - began
         if parts is None or (options.in_background is None and seconds < WORTH_A_PROCESS_S):
             return None
         plan = unsplit_plan(

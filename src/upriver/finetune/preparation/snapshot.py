@@ -137,7 +137,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, named: tuple[_Place, torch.dtype | None]) -> object:
         """Return the storage at a place, the same one each time."""
         (offset, nbytes, device), dtype = named
-        storage = self._made.get(offset) if nbytes else None
+        storage = self._made.get(offset) if nbytes else torch.UntypedStorage(0, device=device)
         if storage is None:
             storage = self._made[offset] = self._storage(offset, nbytes).to(device=torch.device(device))
         if dtype is None:
@@ -145,8 +145,6 @@ class _Unpickler(pickle.Unpickler):
         return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
     def _storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
-        if not nbytes:
-            return torch.UntypedStorage(0)
         whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=self._begin + offset)
         return whole.untyped_storage()
 
