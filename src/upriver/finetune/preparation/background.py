@@ -148,7 +148,9 @@ class Preparation:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=memory,
-                start_new_session=True,  # Ctrl-C is for the training, which then ends this process
+                # Ctrl-C is for the training, which then ends this process. The kernel may share cores between
+                # sessions, so that a priority counts within one alone.
+                process_group=0,
             )
         words = OutputTail(process.stderr)
         try:
