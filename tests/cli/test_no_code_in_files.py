@@ -53,6 +53,24 @@ def test_not_seen(line: str, findings: Callable[[Path], Iterator[str]], tmp_path
     assert not list(findings(source))
 
 
+@pytest.mark.parametrize(
+    ("folder", "line", "found"),
+    [
+        ("src/upriver/finetune/preparation", "import pickle, cloudpickle", 0),
+        ("src/upriver/finetune/preparation", "import pickle, dill", 1),
+        ("src/upriver/finetune/preparation", "import torch; torch.load('x')", 1),
+        ("src/upriver/rpc", "import cloudpickle", 1),
+    ],
+)
+def test_one_module_may_pickle_and_nothing_else(
+    folder: str, line: str, found: int, findings: Callable[[Path], Iterator[str]], tmp_path: Path
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    source = tmp_path / folder / "snapshot.py"
+    source.write_text(line)
+    assert len(list(findings(source))) == found
+
+
 def test_the_package_is_clean_and_an_empty_directory_is_not_a_pass(tmp_path: Path) -> None:
     main = runpy.run_path(str(SCRIPT))["main"]
     assert main([str(SCRIPT.parents[1] / "src")]) == 0
