@@ -28,6 +28,7 @@ criterion = torch.nn.CrossEntropyLoss()
 
 with upriver.connect() as near:  # an embedded server; or upriver.connect("http://storage-node:7000")
     job = near.finetune(model, dataset, batch_size=16)  # frozen parameters set the freeze point
+    job.wait_until_split()  # only as this run is so short: it would end before the plan is made
     for epoch in range(5):
         for inputs, targets in job:  # in order, prefetched, resumable
             loss = criterion(job(inputs), targets)  # runs only the rest of `model`

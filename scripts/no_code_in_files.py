@@ -4,9 +4,9 @@ A server reads untrusted data. Our own formats (a JSON graph of allow-listed ope
 without objects) hold data only, and this check keeps it so. It reads syntax trees, so comments and docstrings
 may name forbidden formats.
 
-One module is exempt from the rule on pickle. ``finetune/preparation/snapshot.py`` copies the user's model to a
-process that this process starts, through anonymous memory that these two hold. No other user can write
-there, and both processes run the user's own code already.
+One module is exempt from the rule on pickle. ``finetune/preparation/snapshot.py`` copies a model to a process
+that this process starts, through anonymous memory that these two hold. No other user can write there, and
+both processes run the code of the user already.
 
 Usage: python scripts/no_code_in_files.py DIRECTORY...
 """

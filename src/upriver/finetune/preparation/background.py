@@ -179,7 +179,8 @@ class Preparation:
         """
         answers = {child.PACE: self._pace, child.SERVERS: self._addresses}
         main = getattr(sys.modules["__main__"], "__file__", None)
-        _write(process.stdin, {"main": main, "path": [os.path.abspath(each) for each in sys.path]})
+        path = [os.path.abspath(each) for each in sys.path]
+        _write(process.stdin, {"main": main, "path": path, "torchvision": "torchvision" in sys.modules})
         for line in process.stdout or ():
             message = json.loads(line)
             if child.SAY in message:

@@ -61,7 +61,8 @@ class Line:
 def main(task: int, result: int) -> None:
     """Read a `Task` from one shared memory, prepare its job, and write the `Prepared` to another.
 
-    The first answer names the main module's file and the search path for the user's modules.
+    The first answer names the main module's file and the search path for the user's modules. It says whether
+    these use torchvision.
     """
     os.nice(NICE)
     line = Line(os.fdopen(os.dup(1), "w"), sys.stdin)
@@ -69,9 +70,12 @@ def main(task: int, result: int) -> None:
     start = line.heard()
     sys.path[:] = start["path"]
     sys.modules["__main__"].__file__ = start["main"]  # classes of the user's script are known by its file
+    from upriver._torchvision import ensure_torchvision
     from upriver.errors import UpriverError
     from upriver.finetune.preparation import snapshot
 
+    if start["torchvision"]:
+        ensure_torchvision()
     try:
         snapshot.store(prepared(snapshot.restore(task), line), result)
     except UpriverError as error:
