@@ -36,11 +36,15 @@ def alike(data: Dataset) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def other(data: Dataset) -> Iterator[str]:
     """Return the address of a server with another instruction set."""
+    with started_other(data) as server:
+        yield server.url
+
+
+def started_other(data: Dataset, *, port: int = 0) -> EmbeddedServer:
+    """Start a server with another instruction set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")  # for the server only: this process has chosen already
-        server = EmbeddedServer.start({data.store.name: data.store.uri}, threads=1)
-    with server:
-        yield server.url
+        return EmbeddedServer.start({data.store.name: data.store.uri}, threads=1, port=port)
 
 
 @contextlib.contextmanager
@@ -112,13 +116,11 @@ def test_servers_that_do_not_answer_leave_the_plain_way_whatever_is_asked_for(
 
 
 def test_a_server_that_answers_later_decides_before_its_first_answer_counts(
-    data: Dataset, monkeypatch: pytest.MonkeyPatch
+    data: Dataset,
 ) -> None:
     port = free_port()
     with begun(data, f"http://127.0.0.1:{port}") as (job, _):
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-        stores = {data.store.name: data.store.uri}
-        with EmbeddedServer.start(stores, threads=1, port=port) as server:
+        with started_other(data, port=port) as server:
             wait_for(lambda: job.servers[0].health is Health.UP)
             for _ in job:
                 pass

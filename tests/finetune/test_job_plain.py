@@ -17,6 +17,7 @@ from tests.program.nets import Mixing, Small, freeze, frozen_small
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
 from upriver.errors import BadSample, ConfigError, FrozenChanged, ModelError, NotExact
+from upriver.finetune.job import ABSENT
 from upriver.finetune.prefetch.sampler import epoch_order
 
 
@@ -181,7 +182,7 @@ def test_a_state_of_another_job_is_refused_by_name(tmp_path: Path) -> None:
             job.load_state_dict(state)
         with pytest.raises(ConfigError, match="step"):
             job.load_state_dict({**state, "seed": 1, "step": 99})
-        fields = ", ".join(sorted(state.keys() - {"num_ranks", "autocast", "subset"}))
+        fields = ", ".join(sorted(state.keys() - ABSENT.keys()))
         with pytest.raises(ConfigError, match=rf"not the state of a fine-tuning job: it has no {fields}$"):
             job.load_state_dict({})
         with pytest.raises(ConfigError, match=r"it has no seed; it has 3, steps$"):
@@ -351,7 +352,7 @@ def test_a_numerics_flag_that_changes_under_a_job_is_an_error_where_low_bits_cou
         ({"micro_batch": 0}, "micro_batch"),
         ({"micro_batch": 2.5}, "micro_batch"),
         ({"policy": "magic"}, "nosplit, freeze, min, .*, upriver"),
-        ({"exact": "nearly"}, "bitwise or numeric"),
+        ({"exact": "nearly"}, "exact must be auto, bitwise, numeric"),
         ({"seed": -1}, "seed"),
         ({"on_bad_sample": "ignore"}, "fail or skip"),
         ({"cut": 99}, "cut"),

@@ -58,6 +58,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {"dynamic": "x"},
         {"backend": 3},
     ),
+    "in_background": tuple(value for value in NO_FLAG if value is not None),
     "adapt_batch": (None, *NO_NUMBER),
     "rank": NO_NUMBER,
     "num_ranks": NO_NUMBER,

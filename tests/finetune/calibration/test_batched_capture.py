@@ -120,7 +120,7 @@ def test_only_where_low_bits_may_differ_and_nothing_is_replayed(data: Dataset) -
         "prefetch": upriver.Prefetch(adapt_batch=32),
     }
     near = upriver.connect()
-    with pytest.raises(ConfigError, match=r"adapt_batch needs exact='numeric'.*got exact='bitwise'"):
+    with pytest.raises(ConfigError, match=r"adapt_batch needs exact='numeric'.*got exact='auto'"):
         near.finetune(frozen_small(), data, **fields)
     placed = [{"epoch": 0, "index": 0, "source": "local", "cut": 0}]
     with pytest.raises(ConfigError, match="adapt_batch must be 0 to replay"):

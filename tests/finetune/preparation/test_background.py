@@ -56,7 +56,7 @@ def test_another_process_prepares_a_job_and_leaves_the_model_and_all_generators_
         wait_for(lambda: process.nice() == min(19, psutil.Process().nice() + 15))
         assert os.getsid(process.pid) == os.getsid(0), "a priority counts within a session alone"
         assert os.getpgid(process.pid) == process.pid != os.getpgid(0)
-        assert job.wait_until_split()
+        assert job.wait_until_split(), job.plan.why
         assert torch.equal(torch.get_rng_state(), drawn)
         assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
         assert [parameter._version for parameter in model.parameters()] == versions
