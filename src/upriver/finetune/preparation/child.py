@@ -152,7 +152,7 @@ def prepared(task: Task, line: Line) -> Prepared:
         attempts=parts.attempts,
         capture_s=parts.capture_s,
         decision=decision,
-        num_bytes=dict(meter.bytes_by_kind),
+        num_bytes={kind: count for kind, count in meter.bytes_by_kind.items()},
     )
 
 

@@ -137,12 +137,14 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, named: tuple[_Place, torch.dtype | None]) -> object:
         """Return the storage at a place, the same one each time."""
         (offset, nbytes, device), dtype = named
-        storage = self._made.get(offset) if nbytes else torch.UntypedStorage(0, device=device)
+        empty = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        storage = self._made.get(offset) if nbytes else empty
         if storage is None:
             storage = self._made[offset] = self._storage(offset, nbytes).to(device=torch.device(device))
         if dtype is None:
             return storage
-        return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+        typed: Any = torch.storage.TypedStorage  # torch does not type its constructor
+        return typed(wrap_storage=storage, dtype=dtype, _internal=True)
 
     def _storage(self, offset: int, nbytes: int) -> torch.UntypedStorage:
         whole = torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes, offset=self._begin + offset)
