@@ -587,7 +587,7 @@ class FinetuneJob:
 
     @property
     def exactness(self) -> str:
-        """How exact the job is, in one line: bit for bit, or within which tolerance and why."""
+        """Exactness of the job, in one line: bit for bit, or within which tolerance and why."""
         return str(self._planned.agreement)
 
     @property

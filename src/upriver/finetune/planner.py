@@ -71,7 +71,7 @@ class PlannedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
+class PlanDecision:
     """A job's first plan as data: another process may make it for the one that carries it out.
 
     Attributes:
@@ -170,13 +170,13 @@ class Planner:
             self.close()
             raise
 
-    def decide(self) -> Decision:
+    def decide(self) -> PlanDecision:
         """Return the plan as data; as :meth:`plan`."""
         plan, admitted = self._planned()
         if self.parts.program is not None and self.parts.note:
             plan = self._noted(plan, f"the frozen part ends where it does since {self.parts.note}")
         measuring = self._measuring
-        return Decision(
+        return PlanDecision(
             plan=plan,
             admitted=admitted,
             cuts=measuring.gate.cuts if measuring is not None else (),
@@ -188,7 +188,7 @@ class Planner:
             reference=measuring.reference if measuring is not None else None,
         )
 
-    def carry_out(self, decision: Decision) -> PlannedJob:
+    def carry_out(self, decision: PlanDecision) -> PlannedJob:
         """Return the decision of another planner for the same job, and what carries it out.
 
         Raises:
@@ -206,7 +206,7 @@ class Planner:
                 self._model = CostModel(profile, cluster, self.workload)
         return self._carried_out(decision)
 
-    def _carried_out(self, decision: Decision) -> PlannedJob:
+    def _carried_out(self, decision: PlanDecision) -> PlannedJob:
         pool: ServerPool | None = None
         if decision.admitted is not None and self._measuring is not None and self._servers is not None:
             gate = self._measuring.gate

@@ -26,7 +26,7 @@ from upriver.finetune.planner import PlannedJob, Planner, agreement_for
 from upriver.finetune.planning.plan_builder import unsplit_plan
 from upriver.finetune.preparation.background import Preparation
 from upriver.finetune.preparation.snapshot import NoSnapshot
-from upriver.finetune.preparation.task import Credentials, Prepared, StoredDataset, Task
+from upriver.finetune.preparation.task import Credentials, PreparationTask, Prepared, StoredDataset
 from upriver.finetune.replanner import Replanning
 from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
@@ -317,7 +317,7 @@ class Near:
             notes=(),
             offers=lambda: (),
         )
-        task = Task(
+        task = PreparationTask(
             model=model,
             example=example,
             dataset=StoredDataset.of(dataset),

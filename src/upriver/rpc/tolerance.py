@@ -119,7 +119,7 @@ class Agreement:
 
     @property
     def why(self) -> str:
-        """Why ``auto`` accepted a tolerance; empty if it did not."""
+        """Reason for which ``auto`` accepted a tolerance; empty if it did not."""
         return self._why
 
     @property

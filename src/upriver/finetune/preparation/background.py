@@ -25,7 +25,7 @@ from upriver.errors import (
 )
 from upriver.finetune.planner import PlannedJob
 from upriver.finetune.preparation import child, snapshot
-from upriver.finetune.preparation.task import Prepared, Task, named_tensors
+from upriver.finetune.preparation.task import PreparationTask, Prepared, named_tensors
 from upriver.program.capture.lowering import as_stored
 from upriver.program.capture.prefix import bound
 from upriver.program.graph.parser import decode
@@ -63,7 +63,7 @@ class Preparation:
 
     def __init__(
         self,
-        task: Task,
+        task: PreparationTask,
         parts: Split,
         *,
         servers: Callable[[], list[str]],

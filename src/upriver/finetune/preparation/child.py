@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from upriver.finetune.preparation.task import Prepared, Task
+    from upriver.finetune.preparation.task import PreparationTask, Prepared
 
 NICE = 15
 """Priority of the process. The scheduler then gives it 3 % of a core that the training wants, and all of an
@@ -59,7 +59,7 @@ class Line:
 
 
 def main(task: int, result: int) -> None:
-    """Read a `Task` from one shared memory, prepare its job, and write the `Prepared` to another.
+    """Read a `PreparationTask` from one shared memory, prepare its job, and write the `Prepared` to another.
 
     The first answer names the main module's file and the search path for the user's modules. It says whether
     these use torchvision.
@@ -84,7 +84,7 @@ def main(task: int, result: int) -> None:
         line.tell(**{DONE: True})
 
 
-def prepared(task: Task, line: Line) -> Prepared:
+def prepared(task: PreparationTask, line: Line) -> Prepared:
     """Return the result of a task.
 
     Raises:

@@ -10,7 +10,7 @@ from torch import nn
 
 from upriver.engine.fingerprint import Numerics, numerics
 from upriver.finetune.options import JobOptions
-from upriver.finetune.planner import Decision
+from upriver.finetune.planner import PlanDecision
 from upriver.pipeline import Dataset
 from upriver.program.split.split import Attempt, Parts
 from upriver.rpc.tls import FilePath
@@ -49,7 +49,7 @@ class StoredDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Credentials:
-    """What servers ask a client for.
+    """Token and certificates that servers ask a client for.
 
     Attributes:
         ca: PEM file of the authorities, as for ``upriver.connect``.
@@ -64,7 +64,7 @@ class Credentials:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task:
+class PreparationTask:
     """A job to prepare.
 
     Attributes:
@@ -104,7 +104,7 @@ class Prepared:
     constants: Mapping[str, torch.Tensor]
     attempts: tuple[Attempt, ...]
     capture_s: float
-    decision: Decision
+    decision: PlanDecision
     num_bytes: Mapping[str, int]
 
 
