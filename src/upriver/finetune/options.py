@@ -162,6 +162,7 @@ class JobOptions:
         compile_options: Arguments of ``torch.compile`` for the tail; None leaves it as the model came.
         in_background: Whether another process prepares the job; None decides by the model.
         replay: Routes of an earlier run; empty if there are none to follow.
+        epochs: Number of epochs; None if unknown.
     """
 
     rows: Sequence[int]
@@ -182,6 +183,7 @@ class JobOptions:
     compile_options: Mapping[str, Any] | None
     in_background: bool | None
     replay: Routes
+    epochs: int | None
 
     @classmethod
     def checked(
@@ -195,6 +197,7 @@ class JobOptions:
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         seed: int = 0,
+        epochs: int | None = None,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
         replanning: Replanning | None = None,
@@ -236,6 +239,7 @@ class JobOptions:
             compile_options=validation.compiling(splitting.compile_tail),
             in_background=splitting.in_background,
             replay=Routes(splitting.replay),
+            epochs=None if epochs is None else validation.whole("epochs", epochs),
         )
         if cut is not None and options.replay:
             raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {_shown(cut)}")

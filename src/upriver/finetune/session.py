@@ -25,6 +25,7 @@ from upriver.finetune.options import JobOptions, MicroBatchSize, Prefetch, Sampl
 from upriver.finetune.planner import PlannedJob, Planner, agreement_for
 from upriver.finetune.planning.plan_builder import unsplit_plan
 from upriver.finetune.preparation.background import Preparation
+from upriver.finetune.preparation.horizon import Horizon
 from upriver.finetune.preparation.snapshot import NoSnapshot
 from upriver.finetune.preparation.task import Credentials, PreparationTask, Prepared, StoredDataset
 from upriver.finetune.replanner import Replanning
@@ -119,6 +120,7 @@ class Near:
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         seed: int = 0,
+        epochs: int | None = None,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
         prefetch: Prefetch | None = None,
@@ -154,6 +156,8 @@ class Near:
                 this type. A ``with torch.autocast`` in the training script would not reach stages that run
                 ahead or on servers.
             seed: Decides the order of samples and random input stages.
+            epochs: Number of epochs that will be trained, if it is known. Where they cannot repay a
+                preparation in another process, the frozen part runs as it is written, and the plan says so.
             sampling: Order, ranks and bad samples; `Sampling` with its defaults if None, as for the others.
             splitting: Where the model may be cut, how its tail runs, and an earlier run to replay.
             prefetch: Threads, requests and memory for what is read ahead.
@@ -182,6 +186,7 @@ class Near:
             exact=exact,
             autocast=autocast,
             seed=seed,
+            epochs=epochs,
             sampling=sampling,
             splitting=splitting,
             prefetch=prefetch,
@@ -305,9 +310,16 @@ class Near:
         seconds = time.thread_time() - began
         if parts is None or (options.in_background is None and seconds < WORTH_A_PROCESS_S):
             return None
-        plan = unsplit_plan(
-            options.policy, dataset, stop=parts.freeze, why="the frozen part is not captured yet"
+        horizon = Horizon.of(
+            seconds,
+            micro_batch=options.micro_batch,
+            micro_batches=len(options.order(0).micro_batches),
+            epochs=options.epochs,
         )
+        # An explicit cut is for a comparison, so it is carried out.
+        too_short = horizon.too_short if options.shares is None and not options.in_background else ""
+        why = too_short or "the frozen part is not captured yet"
+        plan = unsplit_plan(options.policy, dataset, stop=parts.freeze, why=why)
         planned = PlannedJob(
             plan=plan,
             pool=None,
@@ -326,6 +338,8 @@ class Near:
             parts=parts.parts,
         )
         job = self._job(wrapped, direct, parts, options, planned)
+        if too_short:
+            return job
         feed = job.feed
 
         def carry_out(split: Split, prepared: Prepared) -> PlannedJob:
@@ -348,6 +362,7 @@ class Near:
             Preparation(
                 task,
                 parts,
+                niceness=horizon.niceness,
                 servers=lambda: self._addresses(dataset),
                 pace=lambda: feed.eager_s,
                 carry_out=carry_out,

@@ -156,7 +156,8 @@ def load(path: Path, *, config: Mapping[str, Any]) -> Saved:
     return Saved(
         progress=Progress(
             config=document["config"],
-            job=document["job"],
+            # Older versions kept the mode among the settings.
+            job={"exact": document["config"].get("exact"), **document["job"]},
             epochs=document["epochs"],
             losses=[(loss, count) for loss, count in document["losses"]],
         ),

@@ -160,6 +160,7 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
             exact=settings.exact,
             autocast=settings.autocast,
             seed=settings.seed,
+            epochs=settings.epochs,
             sampling=Sampling(on_bad_sample=settings.on_bad_sample),
             splitting=Splitting(granularity=settings.granularity, compile_tail=settings.compile_tail),
             prefetch=Prefetch(num_workers=settings.num_workers, adapt_batch=settings.adapt_batch),

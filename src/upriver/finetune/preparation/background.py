@@ -46,6 +46,7 @@ class Preparation:
 
     Args:
         task: The job; a copy of its model is taken now.
+        niceness: Niceness of the process.
         parts: The split that the job has begun with.
         servers: Returns the addresses of the servers; may start one.
         pace: Returns the seconds that the frozen part of a micro-batch takes in the training; None if it has
@@ -66,12 +67,14 @@ class Preparation:
         task: PreparationTask,
         parts: Split,
         *,
+        niceness: int,
         servers: Callable[[], list[str]],
         pace: Callable[[], float | None],
         carry_out: CarryOut,
     ) -> None:
         self.step = "starting"
         self._parts, self._model = parts, task.model
+        self._niceness = niceness
         self._servers, self._pace, self._carry_out = servers, pace, carry_out
         self.numerics = task.numerics
         self.reference: MicroBatch | None = None
@@ -180,7 +183,13 @@ class Preparation:
         answers = {child.PACE: self._pace, child.SERVERS: self._addresses}
         main = getattr(sys.modules["__main__"], "__file__", None)
         path = [os.path.abspath(each) for each in sys.path]
-        _write(process.stdin, {"main": main, "path": path, "torchvision": "torchvision" in sys.modules})
+        start = {
+            "main": main,
+            "path": path,
+            "torchvision": "torchvision" in sys.modules,
+            "niceness": self._niceness,
+        }
+        _write(process.stdin, start)
         for line in process.stdout or ():
             message = json.loads(line)
             if child.SAY in message:

@@ -16,10 +16,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 if TYPE_CHECKING:
     from upriver.finetune.preparation.task import PreparationTask, Prepared
 
-NICE = 15
-"""Priority of the process. The scheduler then gives it 3 % of a core that the training wants, and all of an
-idle one."""
-
 SAY, ASK, DONE, ERROR = "say", "ask", "done", "error"
 """Keys of the lines that the process writes: a step, a question, the end, and an error that ended it."""
 
@@ -62,12 +58,12 @@ def main(task: int, result: int) -> None:
     """Read a `PreparationTask` from one shared memory, prepare its job, and write the `Prepared` to another.
 
     The first answer names the main module's file and the search path for the user's modules. It says whether
-    these use torchvision.
+    these use torchvision, and how nice the process must be.
     """
-    os.nice(NICE)
     line = Line(os.fdopen(os.dup(1), "w"), sys.stdin)
     os.dup2(2, 1)  # what the user's code and libraries print must not mix with the lines
     start = line.heard()
+    os.nice(start["niceness"])
     sys.path[:] = start["path"]
     sys.modules["__main__"].__file__ = start["main"]  # classes of the user's script are known by its file
     from upriver._torchvision import ensure_torchvision
