@@ -20,6 +20,7 @@ from tests.finetune.conftest import Reference
 from tests.finetune.training import BATCH, MICRO, grouped, optimizer_of, photos, same, train
 from tests.program.nets import frozen_small
 from tests.server.running import wait_for
+from upriver._torchvision import ensure_torchvision
 from upriver.errors import FrozenChanged
 from upriver.finetune import session
 from upriver.finetune.preparation import background
@@ -190,6 +191,17 @@ def test_a_model_of_the_users_script_is_prepared_in_another_process(tmp_path: Pa
     first, second = done.stdout.splitlines()
     assert first == "once"
     assert second.startswith("True "), second
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_model_of_torchvision_is_prepared_in_another_process(data: Dataset, near: upriver.Near) -> None:
+    model = ensure_torchvision().models.resnet18(num_classes=5)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = name.startswith("fc.")
+    with near.finetune(model, data, **OPTIONS) as job:
+        assert job.wait_until_split(), job.plan.why
+        assert job.plan.cut > 0
 
 
 @pytest.mark.slow
