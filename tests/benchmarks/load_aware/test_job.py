@@ -146,6 +146,9 @@ def test_what_is_too_short_to_sleep_is_slept_later(clock: Clock, monkeypatch: py
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+    """Yield a device in this process, which computes with as many threads as its server."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     store = tmp_path_factory.mktemp("store").as_uri()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Program, "run", Program.run)
@@ -159,6 +162,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
         yield made
         made.end()
         server.close()
+    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("way", [*RULES, "cut 2"])
