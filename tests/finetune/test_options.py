@@ -67,6 +67,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "gain": (None, "x", [0.1], {}, True, 1j, Decimal("0.1"), 10**400, np.array([0.1, 0.2])),
     "patience": (None, *NO_NUMBER),
     "seed": (None, *NO_NUMBER),
+    "epochs": (0, *NO_NUMBER),
     "shuffle": NO_FLAG,
     "drop_last": NO_FLAG,
     "on_bad_sample": (None, *NO_WORD),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 import upriver
 from tests.finetune.training import BATCH, MICRO, grouped
 from tests.program.nets import frozen_small
-from upriver.errors import ConfigError
 from upriver.finetune import session
 from upriver.finetune.preparation import horizon
 from upriver.finetune.preparation.horizon import FORWARDS, HIGH, LOW, START_S, Horizon
@@ -69,11 +68,3 @@ def test_a_job_of_few_epochs_is_left_alone_and_its_plan_says_so(
         assert job.plan.why.startswith("preparing takes about 10000")
         assert "the frozen part of 1 epoch about " in job.plan.why
         assert not job.servers
-
-
-@pytest.mark.parametrize("epochs", [0, -1, 1.5, "3", True])
-def test_a_number_of_epochs_that_is_none_is_refused(
-    data: Dataset, near: upriver.Near, epochs: object
-) -> None:
-    with pytest.raises(ConfigError, match="epochs must be"):
-        near.finetune(frozen_small(), data, batch_size=BATCH, epochs=epochs)  # type: ignore[arg-type]

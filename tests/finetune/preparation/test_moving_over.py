@@ -26,7 +26,7 @@ EPOCHS, STEPS = 2, 17
 ASKED = EPOCHS * (STEPS + 1)
 """Times that a job of these epochs asks whether its preparation is done."""
 
-FEW = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,15 @@ def test_losses_and_weights_are_those_of_the_plain_way_whenever_the_job_moves_ov
     if at == ASKED:
         assert last == "local"
         assert "not captured yet" in job.plan.why
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", range(ASKED))
+def test_no_step_is_one_at_which_moving_over_changes_a_bit(
+    data: Dataset, plain: Reference, near: upriver.Near, at: int
+) -> None:
+    losses, model, _ = begun(near, data, at, policy="freeze")
+    assert same((losses, model), plain)
 
 
 @FEW
