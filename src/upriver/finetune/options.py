@@ -130,6 +130,8 @@ class Splitting:
             batches are made the plain way. None decides by the time that the model takes. What must be known
             before the first batch is prepared at once in any case: ``replay``, ``micro_batch="auto"`` and
             ``adapt_batch``.
+        epochs: Number of epochs that will be trained, if it is known. Where they cannot repay a preparation
+            in another process, the frozen part runs as it is written, and the plan says so.
         replay: ``job.placed`` of an earlier run. Each micro-batch in it is computed at the same place and cut
             again, so that a ``numeric`` run is reproduced to the bit.
 
@@ -140,6 +142,7 @@ class Splitting:
     granularity: Granularity = "module"
     compile_tail: bool | Mapping[str, Any] = False
     in_background: bool | None = None
+    epochs: int | None = None
     replay: Sequence[Placed | Mapping[str, Any]] | None = None
 
     def __post_init__(self) -> None:
@@ -147,6 +150,8 @@ class Splitting:
         validation.compiling(self.compile_tail)
         if self.in_background is not None:
             validation.flag("in_background", self.in_background)
+        if self.epochs is not None:
+            validation.whole("epochs", self.epochs)
         Routes(self.replay)
 
 
@@ -197,7 +202,6 @@ class JobOptions:
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         seed: int = 0,
-        epochs: int | None = None,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
         replanning: Replanning | None = None,
@@ -239,7 +243,7 @@ class JobOptions:
             compile_options=validation.compiling(splitting.compile_tail),
             in_background=splitting.in_background,
             replay=Routes(splitting.replay),
-            epochs=None if epochs is None else validation.whole("epochs", epochs),
+            epochs=splitting.epochs,
         )
         if cut is not None and options.replay:
             raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {_shown(cut)}")

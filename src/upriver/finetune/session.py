@@ -120,7 +120,6 @@ class Near:
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         seed: int = 0,
-        epochs: int | None = None,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
         prefetch: Prefetch | None = None,
@@ -156,8 +155,6 @@ class Near:
                 this type. A ``with torch.autocast`` in the training script would not reach stages that run
                 ahead or on servers.
             seed: Decides the order of samples and random input stages.
-            epochs: Number of epochs that will be trained, if it is known. Where they cannot repay a
-                preparation in another process, the frozen part runs as it is written, and the plan says so.
             sampling: Order, ranks and bad samples; `Sampling` with its defaults if None, as for the others.
             splitting: Where the model may be cut, how its tail runs, and an earlier run to replay.
             prefetch: Threads, requests and memory for what is read ahead.
@@ -186,7 +183,6 @@ class Near:
             exact=exact,
             autocast=autocast,
             seed=seed,
-            epochs=epochs,
             sampling=sampling,
             splitting=splitting,
             prefetch=prefetch,
