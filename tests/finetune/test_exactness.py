@@ -160,25 +160,30 @@ def test_a_resumed_job_keeps_its_mode(data: Dataset, plain: Reference, alike: st
 
 @given(
     exact=st.sampled_from(["auto", "bitwise", "numeric"]),
-    events=st.lists(st.sampled_from(["prove", "refuse", "bitwise", "numeric"]), max_size=8),
+    events=st.lists(st.sampled_from(["prove", "try", "withdraw", "bitwise", "numeric"]), max_size=8),
 )
 def test_a_mode_is_decided_once_and_never_becomes_weaker(exact: Any, events: list[str]) -> None:
     """Only ``auto`` changes, once; only a state of an earlier job may loosen it later."""
-    agreement = Agreement(exact, FLOAT32)
+    agreement, tried = Agreement(exact, FLOAT32), False
     for event in events:
         before = agreement.mode
         match event:
             case "prove":
                 agreement.prove()
-                assert agreement.mode == (before or "bitwise")
-            case "refuse":
-                accepted = agreement.accept_tolerance("other bits")
-                assert agreement.mode == (before or "numeric")
-                assert accepted == (agreement.mode == "numeric")
+                assert agreement.mode == (before or ("numeric" if tried else "bitwise"))
+            case "try":
+                tried |= before is None
+                assert agreement.try_tolerance("other bits") == (before != "bitwise")
+                assert agreement.mode == before, "no server has passed"
+            case "withdraw":
+                tried = False
+                agreement.withdraw()
+                assert agreement.mode == before
             case mode:
                 kept = agreement.resume(mode)  # type: ignore[arg-type]
                 assert kept == (agreement.mode == mode)
                 assert kept or agreement.mode == before
                 assert kept or before == "numeric" or exact != "auto"
         assert exact == "auto" or agreement.mode == exact
-        assert (agreement.allowed is None) == (agreement.mode != "numeric")
+        within = agreement.mode == "numeric" or (agreement.mode is None and tried)
+        assert (agreement.allowed is not None) == within

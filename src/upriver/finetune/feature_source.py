@@ -285,14 +285,30 @@ class FeatureSource:
 
         return finish
 
-    def as_written(self, dataset: Dataset) -> Values:
-        """Return the features of the job's canary, of the training data, by the present prefix."""
-        batch, _ = self._local(dataset, 0, remote=False)(self._options.order(0).micro_batches[0])
-        return self._finisher(dataset, 0, lambda timings: None, None)(batch).tensors
+    def of_canary(self, dataset: Dataset, split: Split) -> tuple[Form, ...]:
+        """Return the features of the job's canary, of the training data, by the prefix of a split."""
+        options = self._options
+        batch, _ = self._local(dataset, 0, remote=False)(options.order(0).micro_batches[0])
+        engine = Engine(chain=dataset.chain, program=split.prefix, micro_batch=options.micro_batch)
+        done = engine.resume(
+            batch,
+            object_names=[ref.object for ref in dataset.locate(batch.ids)],
+            stop=split.freeze,
+            seed=options.seed,
+            epoch=0,
+            on_bad_sample=options.sampling.on_bad_sample,
+            clock=Clock(),
+        )
+        return forms(done.tensors)
+
+    def note_canary(self, dataset: Dataset) -> None:
+        """Note the canary's bits by the frozen part as it is written, unless they are known."""
+        if self._split.eager is not None and self.canary is None:
+            self.canary = self.of_canary(dataset, self._split)
 
     def is_as_before(self, dataset: Dataset) -> bool:
         """Return whether the frozen part as it is written gives the canary's bits that it gave at first."""
-        return self.canary is None or self.canary == forms(self.as_written(dataset))
+        return self.canary is None or self.canary == self.of_canary(dataset, self._split)
 
     def _saw_eager(self, done: MicroBatch, timings: Timings, *, canary: bool) -> None:
         """Note the pace of the frozen part as it is written, and the bits of the canary."""

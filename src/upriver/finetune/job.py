@@ -74,6 +74,13 @@ ABSENT = {
 }
 """Values to assume for fields that an older state does not have."""
 
+ADVICE = {
+    "micro_batch": "; make this one with micro_batch={!r}",
+    "freeze_point": "; the other one may have begun before it was captured: try "
+    "splitting=Splitting(in_background=True), or False",
+}
+"""Ways to make a job that fits a state, by the field that differs."""
+
 OF_THE_SPLIT = ("program", "freeze_point", "frozen")
 """Fields that are None where they are not known, and then equal any value."""
 
@@ -135,6 +142,7 @@ class FinetuneJob:
         self._waits: IdleWaits | None = None
         self._preparation: Preparation | None = None
         self._resumed_mode: Mode | None = None
+        self._resumed_program: str | None = None
         self._ready = split.program is not None
         self._watch_servers()
         self._closed = False
@@ -147,8 +155,7 @@ class FinetuneJob:
 
     def _watch_servers(self) -> None:
         """Begin to watch the flags that count with these servers, and the servers themselves."""
-        exactly = self._planned.agreement.mode != "numeric" and self._split.prefix is not None
-        self._flags = self._flags_now() if exactly else None
+        self._flags = self._flags_now() if self._split.prefix is not None else None
         self._standing = Availability(self._pool, start=self._dataset.chain.start)
         if self._pool is not None:
             self._following = self._connection.follow(self._pool)
@@ -202,7 +209,7 @@ class FinetuneJob:
         self._preparation = None
         try:
             split, planned = preparation.result()
-            self._check_prepared(planned, preparation)
+            self._check_prepared(split, planned, preparation)
         except (ConfigError, FrozenChanged, NoFeasibleCut, NotExact):
             preparation.close()
             raise
@@ -228,22 +235,31 @@ class FinetuneJob:
                 self._loader, self._dataset, self._plan, self._order(self._epoch), epoch=self._epoch
             )
 
-    def _check_prepared(self, planned: PlannedJob, preparation: Preparation) -> None:
+    def _check_prepared(self, split: Split, planned: PlannedJob, preparation: Preparation) -> None:
         """Check that the program gives the bits that the job had so far, and servers as exact ones.
 
         Raises:
             CaptureError: If it does not, or this process computes otherwise than when the job began.
+            ConfigError: If the state that the job resumed from is of another program.
         """
+        resumed, program = self._resumed_program, split.program
+        if resumed is not None and program is not None and resumed != program.digest:
+            raise ConfigError(
+                f"the state is of another job: its program is {resumed!r}, this job's {program.digest!r}"
+            )
         if numerics() != preparation.numerics:
             raise CaptureError("the settings that low bits depend on changed while the job was prepared")
         mode, agreement = self._resumed_mode, planned.agreement
         if mode is not None and not agreement.resume(mode):
             raise CaptureError(f"the job to resume was bit for bit, and {agreement.why}")
-        reference, eager = preparation.reference, self._split.eager
-        if reference is None or eager is None:
+        if planned.pool is None:  # the job goes on as it is written
             return
-        mine = self._feed.canary or forms(self._feed.as_written(self._dataset))
-        if mine != forms(reference.tensors):
+        self._feed.note_canary(self._dataset)
+        reference = preparation.reference
+        captured = (
+            self._feed.of_canary(self._dataset, split) if reference is None else forms(reference.tensors)
+        )
+        if captured != self._feed.canary:
             raise CaptureError("the captured frozen part gives other bits than the model as it is written")
 
     # ------------------------------------------------------------------------------------ training
@@ -266,7 +282,9 @@ class FinetuneJob:
         self._check_autocast()
         self._guard.check_versions()
         self._keep_in_eval()
-        return self._run(features)
+        eager = self._split.eager
+        with contextlib.nullcontext() if eager is None else eager.turn:
+            return self._run(features)
 
     def _check_autocast(self) -> None:
         """Warn once about autocast around a call: the frozen part has already run without it."""
@@ -286,7 +304,8 @@ class FinetuneJob:
 
         Frozen stages that run locally would then give other low bits than those that run on servers.
         """
-        if self._flags is None or (now := self._flags_now()) == self._flags:
+        within = self._planned.agreement.mode == "numeric"
+        if within or self._flags is None or (now := self._flags_now()) == self._flags:
             return
         name = next(name for name in now if now[name] != self._flags[name])
         raise NotExact(
@@ -340,6 +359,8 @@ class FinetuneJob:
         if self._step and not self._resumed:
             self._epoch, self._step = self._epoch + 1, 0
         self._resumed = False
+        if self._epoch or self._step:  # otherwise it is the first micro-batch
+            self._feed.note_canary(self._dataset)
         self._guard.check_values()
         began, bytes_before = time.perf_counter(), self._link_bytes()
         whole = self._step == 0
@@ -534,7 +555,7 @@ class FinetuneJob:
         for key, value in mine.items():
             known = key not in OF_THE_SPLIT or None not in (state[key], value)
             if key not in ("epoch", "step", "exact") and known and state[key] != value:
-                take = f"; make this one with micro_batch={state[key]!r}" if key == "micro_batch" else ""
+                take = ADVICE.get(key, "").format(state[key])
                 raise ConfigError(
                     f"the state is of another job: its {key} is {state[key]!r}, this job's {value!r}{take}"
                 )
@@ -545,6 +566,7 @@ class FinetuneJob:
                 f"epoch must be at least 0 and step lie in 0..{steps}, got {epoch!r} and {step!r}"
             )
         self.close_loader()
+        self._resumed_program = state["program"]
         if state["exact"] is not None:
             self._keep_mode(validation.choice("exact", state["exact"], ("bitwise", "numeric")))
         self._epoch, self._step = (epoch + 1, 0) if step == steps else (epoch, step)

@@ -291,9 +291,13 @@ class JobOptions:
 
     @property
     def may_begin(self) -> bool:
-        """Return whether the first batch may be made before the job is prepared."""
+        """Return whether the first batch may be made before the job is prepared.
+
+        Ranks must decide alike, since a model may call collectives. So they do not decide by their time.
+        """
         decided = self.chosen or self.replay or self.prefetch.adapt_batch
-        return self.in_background is not False and not decided
+        alike = self.num_ranks == 1 or self.in_background
+        return self.in_background is not False and bool(alike) and not decided
 
     @property
     def larger_sizes(self) -> tuple[int, ...]:

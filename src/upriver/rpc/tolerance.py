@@ -125,23 +125,32 @@ class Agreement:
     @property
     def allowed(self) -> Tolerance | None:
         """By how much features may differ; None asks for equal bits, as is tried first."""
-        return self._widest if self._mode == "numeric" else None
+        tried = self._mode is None and self._why
+        return self._widest if self._mode == "numeric" or tried else None
 
     def prove(self) -> None:
-        """Record that a server passed."""
+        """Record that a server passed, by equal bits or, where that is tried, within the tolerance."""
         with self._lock:
-            self._mode = self._mode or "bitwise"
+            self._mode = self._mode or ("numeric" if self._why else "bitwise")
 
-    def accept_tolerance(self, why: str) -> bool:
-        """Accept the tolerance if nothing is decided yet; return whether it is accepted.
+    def try_tolerance(self, why: str) -> bool:
+        """Try the tolerance if nothing is decided yet; return whether features may differ by it.
+
+        The first server that passes decides for it. Call :meth:`withdraw` if none does.
 
         Args:
             why: How servers differ.
         """
         with self._lock:
             if self._mode is None:
-                self._mode, self._why = "numeric", why
-            return self._mode == "numeric"
+                self._why = why
+            return self._mode != "bitwise"
+
+    def withdraw(self) -> None:
+        """Ask for equal bits again if no server passed within the tolerance."""
+        with self._lock:
+            if self._mode is None:
+                self._why = ""
 
     def decided(self, mode: Mode | None, why: str) -> None:
         """Take over what another process decided."""

@@ -288,9 +288,10 @@ class Calibration:
         inexact = dict(self._inexact)
         if inexact and not passed:
             first = str(next(iter(inexact.values())))
-            if agreement.exact == "auto" and agreement.accept_tolerance(first):
+            if agreement.exact == "auto" and agreement.try_tolerance(first):
                 self._inexact.clear()
                 passed = self._round(list(inexact))
+                agreement.withdraw()
             elif agreement.mode == "bitwise" and len(inexact) == len(servers):
                 raise NotExact(f"{first}; exact='auto' accepts a tolerance")
         for server, error in self._inexact.items():

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from upriver._threads.background import BackgroundThread
+from upriver._threads.forks import reset_in_child
 from upriver.errors import (
     CaptureError,
     ConfigError,
@@ -35,7 +36,7 @@ from upriver.rpc.child_server import OutputTail
 from upriver.types import MicroBatch
 
 WORDS_S = 1.0
-"""Seconds to wait for the last words of a process that has ended."""
+"""Seconds to wait for the last words of a process that has ended, and for the thread that reads them."""
 
 CarryOut = Callable[[Split, Prepared], PlannedJob]
 """Makes what carries a decision out, for a split with its program."""
@@ -82,13 +83,14 @@ class Preparation:
         self._error: UpriverError | None = None
         self._lock, self._ended = threading.Lock(), False
         self._process: subprocess.Popen[bytes] | None = None
-        self._task, self._result = snapshot.SharedMemory(), snapshot.SharedMemory()
-        try:
+        with contextlib.ExitStack() as closing:
+            self._task = snapshot.SharedMemory()
+            closing.callback(self._task.close)
+            self._result = snapshot.SharedMemory()
+            closing.callback(self._result.close)
             snapshot.store(task, self._task.descriptor)
-        except BaseException:
-            self._task.close()
-            self._result.close()
-            raise
+            closing.pop_all()
+        reset_in_child(self)
         self._thread = BackgroundThread(self._run, name="preparation")
         self._thread.start()
 
@@ -118,12 +120,19 @@ class Preparation:
             self._ended = True
             if self._process is not None:
                 self._process.kill()
-        self._thread.join()
-        self._task.close()
-        self._result.close()
-        found, self._found = self._found, None
-        if found is not None and found[1].pool is not None:
-            found[1].pool.close()
+            found, self._found = self._found, None
+        _drop(found)
+        self._thread.join(WORDS_S)  # which may be waiting for a server
+
+    def forked(self) -> None:
+        """Leave the process to the parent of a fork: it ends with the last writer of its input."""
+        for memory in (self._task, self._result):
+            memory.close()
+        process = self._process
+        if process is not None and process.stdin is not None and not process.stdin.closed:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, process.stdin.fileno())  # the parent's thread may hold its lock
+            os.close(nowhere)
 
     # -------------------------------------------------------------------------------------- the thread
 
@@ -132,12 +141,23 @@ class Preparation:
             prepared = self._followed()
             split = _with_program(self._model, self._parts, prepared)
             self.reference = prepared.decision.reference
-            self._found = split, self._carry_out(split, prepared)
+            if not self._keep(None):
+                return
+            found = split, self._carry_out(split, prepared)
+            if not self._keep(found):
+                _drop(found)
         except UpriverError as error:
             self._error = error
         finally:
             self._task.close()
             self._result.close()
+
+    def _keep(self, found: tuple[Split, PlannedJob] | None) -> bool:
+        """Keep a result for the job; return False if the job was closed."""
+        with self._lock:
+            if not self._ended:
+                self._found = found
+            return not self._ended
 
     def _followed(self) -> Prepared:
         """Run the process, answer its questions, and return its result."""
@@ -207,6 +227,12 @@ class Preparation:
             return {"urls": self._servers()}
         except UpriverError as error:
             return {child.ERROR: str(error)}
+
+
+def _drop(found: tuple[Split, PlannedJob] | None) -> None:
+    """Close the connections of a result that no job uses."""
+    if found is not None and found[1].pool is not None:
+        found[1].pool.close()
 
 
 def _write(pipe: Any, message: object) -> None:

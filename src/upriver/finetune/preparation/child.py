@@ -85,10 +85,11 @@ def prepared(task: PreparationTask, line: Line) -> Prepared:
 
     Raises:
         CaptureError: If the frozen part cannot be captured and proven with the parts of the task.
+        NotExact: If these parts do not give what the whole model gives.
         UpriverError: If no plan can be made.
     """
     from upriver.engine.fingerprint import numerics
-    from upriver.errors import CaptureError, ServerUnavailable
+    from upriver.errors import CaptureError, NotExact, ServerUnavailable
     from upriver.finetune.planner import Planner
     from upriver.finetune.preparation.task import Prepared, named_tensors
     from upriver.program.split.split import split
@@ -109,9 +110,16 @@ def prepared(task: PreparationTask, line: Line) -> Prepared:
         granularity=options.granularity,
         on_progress=lambda text: line.tell(**{SAY: text}),
     )
+    same = parts.parts == task.parts
+    refuted = next((each.why_not for each in parts.attempts if each.refuted), "")
+    if refuted and not (same and parts.program):
+        raise NotExact(
+            f"the losses so far are not those of the model: {refuted}. Start again with "
+            "splitting=Splitting(in_background=False)"
+        )
     if parts.program is None:
         raise CaptureError(f"the frozen part cannot be captured: {parts.why_not}")
-    if parts.parts != task.parts:
+    if not same:
         raise CaptureError(
             f"the frozen part can only be captured up to {parts.boundary!r}, and the job began up to "
             f"{task.parts.boundary!r}: {parts.attempts[0].why_not}"

@@ -40,7 +40,10 @@ class SharedMemory:
     """
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create("upriver-preparation")
+        try:
+            self.descriptor = os.memfd_create("upriver-preparation")
+        except OSError as error:
+            raise NoSnapshot(f"there is no shared memory: {error.strerror}") from error
 
     def close(self) -> None:
         """Close the descriptor here. Idempotent."""
@@ -53,7 +56,7 @@ def store(value: object, descriptor: int) -> None:
     """Write an object to shared memory. Tensors are copied, and the object stays unchanged.
 
     Raises:
-        NoSnapshot: If the object does not pickle.
+        NoSnapshot: If the object does not pickle, or there is not enough memory.
     """
     stream, storages = io.BytesIO(), _Storages()
     try:
@@ -62,11 +65,14 @@ def store(value: object, descriptor: int) -> None:
         raise NoSnapshot(f"it does not pickle: {error_text(error)}") from error
     text = stream.getbuffer()
     begin = _aligned(_LENGTH.size + text.nbytes)
-    os.ftruncate(descriptor, begin + storages.nbytes)
-    with mmap.mmap(descriptor, begin + storages.nbytes) as memory:
-        memory[: _LENGTH.size] = _LENGTH.pack(text.nbytes)
-        memory[_LENGTH.size : _LENGTH.size + text.nbytes] = text
-        storages.write(memory, begin)
+    try:
+        os.ftruncate(descriptor, begin + storages.nbytes)
+        with mmap.mmap(descriptor, begin + storages.nbytes) as memory:
+            memory[: _LENGTH.size] = _LENGTH.pack(text.nbytes)
+            memory[_LENGTH.size : _LENGTH.size + text.nbytes] = text
+            storages.write(memory, begin)
+    except OSError as error:
+        raise NoSnapshot(f"there is no shared memory: {error.strerror}") from error
 
 
 def restore(descriptor: int) -> Any:

@@ -21,6 +21,7 @@ from upriver.program.eval_mode import no_fast_path
 from upriver.program.example_inputs import Example, TensorSource, tensors_in
 from upriver.program.freeze import InEval
 from upriver.program.graph.autocast import autocasting
+from upriver.program.graph.devices import random_kept
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint
 from upriver.program.split.module_trace import Trace
 
@@ -41,6 +42,7 @@ class EagerPrefix:
 
     Attributes:
         micro_batch: Exact number of samples in a run.
+        turn: Held during a run. Hold it while the tail runs, which shares the model's modules.
     """
 
     num_stages = 1
@@ -59,7 +61,7 @@ class EagerPrefix:
         self._model, self._example, self._autocast = model, example, autocast
         self._ships = tuple(ships)
         self._in_eval = InEval(model, in_eval.modules)
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
 
     @property
     def sample_form(self) -> tuple[tuple[int, ...], torch.dtype]:
@@ -89,7 +91,8 @@ class EagerPrefix:
             return given
         began = time.perf_counter()
         with (
-            self._turn,
+            self.turn,
+            random_kept(),
             self._all_in_eval(),
             uncompiled(),
             no_fast_path(),

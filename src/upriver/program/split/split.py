@@ -36,7 +36,7 @@ from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezeP
 from upriver.program.split.module_trace import Shape, Trace, trace, watch_training, written_in_training
 from upriver.program.split.proof_cache import is_proven, proof_digest, remember
 from upriver.program.split.tail import Tail
-from upriver.program.split.verification import Proof, check_tail
+from upriver.program.split.verification import Proof, Refuted, check_tail
 from upriver.program.tensor_layouts import refusing
 
 
@@ -80,11 +80,13 @@ class Attempt:
     Attributes:
         why_not: Reason for giving it up. Empty for the cut that was used.
         remembered: True if an earlier job made its proof.
+        refuted: True if the parts give other values than the whole model.
     """
 
     step: str
     why_not: str = ""
     remembered: bool = False
+    refuted: bool = False
 
     def __str__(self) -> str:
         return f"{self.step}: {self.why_not or ('proven before' if self.remembered else 'proven')}"
@@ -207,7 +209,8 @@ def outline(model: nn.Module, example: Inputs, *, autocast: torch.dtype | None =
 
     Returns:
         The split, whose frozen part runs as it is written. None if the parts cannot be known yet: the model
-        cannot be watched, has no freeze point, or trains a module before the freeze point is reached.
+        cannot be watched, has no freeze point, counts its calls, branches on data in the frozen part, or
+        trains a module before the freeze point is reached.
 
     Raises:
         ModelError: As :func:`split`.
@@ -246,6 +249,8 @@ class _Splitting:
                 changed = training.flow.changed
                 units = without_written(self.model, units, changed, calls.flow.changed)
             point = next(self._points(calls, training), None)
+            if calls.counting or point != self._point(calls, training, before_branches=True):
+                return None
             trained = [
                 p for p, m in self.model.named_modules() if any(w.requires_grad for w in m.parameters())
             ]
@@ -351,7 +356,8 @@ class _Splitting:
                 self.attempts.append(Attempt(step=f"{step}, {_LEVELS[level]}", remembered=remembered))
                 return self._split(calls, point, tail, program, in_eval, capture_s)
         except CaptureError as error:  # a finer or coarser program would not help
-            self.attempts.append(Attempt(step=step, why_not=str(error)))
+            refuted = isinstance(error, Refuted)
+            self.attempts.append(Attempt(step=step, why_not=str(error), refuted=refuted))
             if error.module is not None and error.module not in self.left:
                 self.left[error.module] = str(error)  # the next point leaves it to the tail
         return None

@@ -43,15 +43,19 @@ class StepResult:
     Attributes:
         gradients: Name of each parameter, frozen ones too, mapped to its gradient after ``backward()``.
         crossing: For each tensor that crosses the freeze point, whether it required a gradient.
-        values: The crossing tensors as the whole model made them; empty for a tail.
+        values: The crossing tensors as the whole model made them; None if it did not make all of them.
         left: Values written to the model's tensors, and new tensor attributes, by name.
     """
 
     answers: list[torch.Tensor]
     gradients: dict[str, torch.Tensor | None]
     crossing: tuple[bool, ...]
-    values: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...] | None
     left: dict[str, list[torch.Tensor]]
+
+
+class Refuted(CaptureError):
+    """The parts of a split do not give what the whole model gives."""
 
 
 class Proof:
@@ -135,10 +139,11 @@ def check_tail(
         step = _Step(model, tail, training=training, autocast=autocast)
         whole = _whole(step, model, given, in_eval)
         tail.with_gradient[training] = whole.crossing
+        values = whole.values or prefix.run(given.tensors, 0, prefix.num_stages)
         if count > 1:
             changed = prefix.run(_changed_from(1, given).tensors, 0, prefix.num_stages)
-            _same_rows(tail, ((changed, whole.values, 1),))
-        _same_answers(step, tail, in_eval, whole, whole.values)
+            _same_rows(tail, ((changed, values, 1),))
+        _same_answers(step, tail, in_eval, whole, values)
 
 
 _TRIED = 2
@@ -172,7 +177,7 @@ def _same_rows(
     for changed, before, rows in compared:
         a, b = (tail.values.select(values, range(rows)) for values in (changed, before))
         if not all(same_bits(x, y) for x, y in zip(a, b, strict=True)):
-            raise CaptureError(
+            raise Refuted(
                 "samples influence each other in the frozen part: the answer for one row depends on others"
             )
 
@@ -202,24 +207,24 @@ def _same_answers(
         raise
     except Exception as error:  # the user's forward, on a model without its prefix
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise CaptureError(f"{cut} does not run: {reason}") from error
+        raise Refuted(f"{cut} does not run: {reason}") from error
     pairs = zip(whole.answers, split.answers, strict=False)
     if len(whole.answers) != len(split.answers) or not all(same_bits(a, b) for a, b in pairs):
-        raise CaptureError(f"{cut} gives another answer than the whole one")
+        raise Refuted(f"{cut} gives another answer than the whole one")
     for name in {**whole.gradients, **split.gradients}:
         gradient, other = whole.gradients.get(name), split.gradients.get(name)
         if (gradient is None) != (other is None):
-            raise CaptureError(
+            raise Refuted(
                 f"{cut} gives {'no' if other is None else 'a'} gradient of {name!r}, unlike it whole"
             )
         if gradient is not None and not same_bits(gradient, other):
-            raise CaptureError(f"{cut} gives another gradient of {name!r}")
+            raise Refuted(f"{cut} gives another gradient of {name!r}")
     for name, tensors in split.left.items():
         others = whole.left.get(name, [])
         if len(tensors) != len(others) or not all(map(same_bits, others, tensors)):
-            raise CaptureError(f"{cut} leaves another value in {name!r}")
+            raise Refuted(f"{cut} leaves another value in {name!r}")
     if not all(same_bits(a, b) for a, b in zip(kept, values, strict=True)):
-        raise CaptureError(f"{cut} writes into what it was given")
+        raise Refuted(f"{cut} writes into what it was given")
 
 
 class _Step:
@@ -258,7 +263,7 @@ class _Step:
             answers=[t.detach() for t in answers],
             gradients=gradients,
             crossing=crossing.with_gradient(),
-            values=crossing.values() if run is model else (),
+            values=crossing.values(),
             left=left,
         )
 
@@ -305,8 +310,10 @@ class _Crossing(contextlib.ExitStack):
     def with_gradient(self) -> tuple[bool, ...]:
         return tuple(source in self._found and self._found[source][0] for source in self._ships)
 
-    def values(self) -> tuple[torch.Tensor, ...]:
-        return tuple(tensor for source in self._ships for _, tensor in [self._found[source]])
+    def values(self) -> tuple[torch.Tensor, ...] | None:
+        if self._found.keys() != self._ships.keys():
+            return None
+        return tuple(self._found[source][1] for source in self._ships)
 
     def _look(self, path: str) -> Callable[[nn.Module, Any, Any], None]:
         numbers = itertools.count()
