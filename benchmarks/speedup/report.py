@@ -14,7 +14,16 @@ from benchmarks.harness.measuring import Spread, machine, versions
 from benchmarks.harness.records import Records
 from benchmarks.harness.reports import legend_outside, table
 from benchmarks.harness.slowed import way
-from benchmarks.harness.training.plans import LOADER, Found, Setting, run_of, short, so_far
+from benchmarks.harness.training.plans import (
+    LOADER,
+    LOSS_TOLERANCE,
+    Found,
+    Setting,
+    alike,
+    run_of,
+    short,
+    so_far,
+)
 from upriver.finetune.calibration.measurement import CANARY
 from upriver.report.figure import label_logarithmic, new_figure
 
@@ -28,9 +37,6 @@ PLAIN = "plain"
 GOAL_BOUND, GOAL_PLAIN, GOAL_MEASURING = 0.85, 0.95, 0.03
 EPOCHS = 10
 """Epochs whose time the measuring share refers to."""
-
-LOSS_TOLERANCE = 1e-4
-"""Relative tolerance. Whole batches through the frozen modules may round otherwise than micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -181,14 +187,6 @@ class Speeds:
         """Return how many times as fast as the plain way this way is."""
         seconds, plain = self.seconds(name), self.seconds(PLAIN)
         return None if seconds is None or plain is None else plain.median / seconds.median
-
-
-def alike(losses: Sequence[float], reference: Sequence[float]) -> bool:
-    """Return whether two runs learned the same, except for rounding."""
-    return len(losses) == len(reference) and all(
-        math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE)
-        for ours, theirs in zip(losses, reference, strict=True)
-    )
 
 
 def verdict(done: Sequence[Speeds], declared: int) -> str:

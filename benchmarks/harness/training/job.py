@@ -109,11 +109,13 @@ class Trainer:
                 raise ValueError(f"no such order: {unknown!r}")
 
     def finetune(self, **given: Any) -> Any:
-        """Return a job of upriver on the setting."""
+        """Return a job of upriver on the setting, prepared before its first batch."""
         return self.near.finetune(
             self.model,
             self.data,
             batch_size=self.setting.batch_size,
+            exact="bitwise",
+            splitting=upriver.Splitting(in_background=False),
             replanning=upriver.Replanning(enabled=False),
             **given,
         )
@@ -183,10 +185,11 @@ class Trainer:
     def prepare_loop(self, workers: int, prefetch: int, seed: int) -> dict[str, Any]:
         """Prepare an ordinary loop over a ``DataLoader``, and start its processes."""
         self._forget()
-        loop = Loop(self.model, self.data, self.orders[seed], workers=workers, prefetch=prefetch)
+        loop = Loop(self.model, self.data, workers=workers, prefetch=prefetch)
+        loop.start_workers()
         stack = ExitStack()
         stack.callback(loop.close)
-        self._prepared = stack, loop.steps, self.orders[seed], None
+        self._prepared = stack, partial(loop.steps, self.orders[seed]), self.orders[seed], None
         return {"workers": workers, "prefetch": prefetch}
 
     def _forget(self) -> None:

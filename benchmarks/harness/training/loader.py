@@ -55,13 +55,10 @@ class Stored(MapDataset[Sample]):
 class Loop:
     """Train the user's own model, whole, on whole batches from a ``DataLoader``."""
 
-    def __init__(
-        self, model: nn.Module, data: Dataset, order: EpochOrder, *, workers: int, prefetch: int
-    ) -> None:
+    def __init__(self, model: nn.Module, data: Dataset, *, workers: int, prefetch: int) -> None:
         self._model = model
         self._in_eval = list(frozen_units(model))
-        batches = [list(order.ids[slice(*order.step(step))]) for step in range(order.num_steps)]
-        self._batches = [[order.ids[0]]] * max(workers, 1)
+        self._batches: list[list[int]] = [[0]] * max(workers, 1)
         many: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": True}
         many["multiprocessing_context"] = CONTEXT
         self._loader: DataLoader[Sample] | None = DataLoader(
@@ -71,11 +68,14 @@ class Loop:
             generator=torch.Generator(),  # each pass draws from it, not the tail's dropout
             **(many if workers else {}),
         )
-        list(self._loader)  # starts every worker, with one sample
-        self._batches[:] = batches
 
-    def steps(self) -> Iterator[tuple[Callable[[], Any], torch.Tensor]]:
-        """Yield for each training step a function that returns the model's answer, and the targets."""
+    def start_workers(self) -> None:
+        """Start every worker with one sample, as an earlier epoch would have done."""
+        list(self._loader or ())
+
+    def steps(self, order: EpochOrder) -> Iterator[tuple[Callable[[], Any], torch.Tensor]]:
+        """Yield for each step of an epoch a function that returns the model's answer, and the targets."""
+        self._batches[:] = [list(order.ids[slice(*order.step(step))]) for step in range(order.num_steps)]
         for inputs, targets in self._loader or ():
             keep_in_eval(self._model, self._in_eval)
             yield partial(self._model, inputs), targets

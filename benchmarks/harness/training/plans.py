@@ -27,6 +27,9 @@ LEAST_REPEATS = 3
 """Least number of valid repeats for a median, if a setting has as many. A choice with fewer counts as failed.
 """
 
+LOSS_TOLERANCE = 1e-4
+"""Relative tolerance. Whole batches through the frozen modules may round otherwise than micro-batches."""
+
 Shares = Mapping[int, float]
 
 
@@ -135,6 +138,14 @@ def run_of(records: Records, setting: Setting, label: str, repeat: int) -> dict[
     """Return the record of a run, or None if no run has the code version of the setting's plans."""
     plan, row = records.rows.get(plan_key(setting)), records.rows.get(run_key(setting, label, repeat))
     return row if plan is not None and row is not None and row["code"] == plan["code"] else None
+
+
+def alike(losses: Sequence[float], reference: Sequence[float]) -> bool:
+    """Return whether two runs learned the same, except for rounding."""
+    return len(losses) == len(reference) and all(
+        math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE)
+        for ours, theirs in zip(losses, reference, strict=True)
+    )
 
 
 def why_not_valid(row: Mapping[str, Any], reference: str) -> str:

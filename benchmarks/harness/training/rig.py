@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -187,24 +188,46 @@ class Rig:
 
 
 def run_once(rig: Rig, records: Records, label: str, repeat: int, deadline: Deadline) -> None:
-    """Execute one run unless it is recorded. A failed run is recorded with its error."""
-    key = run_key(rig.setting, label, repeat)
-    if run_of(records, rig.setting, label, repeat) is not None:
-        return
-    deadline.check()
+    """Execute one run unless it is recorded."""
+    if run_of(records, rig.setting, label, repeat) is None:
+        deadline.check()
+        facts = {**rig.facts, "choice": label, "repeat": repeat}
+        run = partial(rig.choice, label, swept=repeat == 0)
+        record_run(records, run_key(rig.setting, label, repeat), facts, run)
+
+
+def record_run(
+    records: Records, key: str, facts: Mapping[str, Any], run: Callable[[], Mapping[str, Any]]
+) -> None:
+    """Execute a run and record it with some facts. A failed run is recorded with its error.
+
+    Raises:
+        ProcessLost: If the process has ended that runs it.
+    """
     began, load = time.perf_counter(), round(os.getloadavg()[0], 2)
-    row: dict[str, Any]
+    row: Mapping[str, Any]
     try:
-        row = rig.choice(label, swept=repeat == 0)
+        row = run()
     except ProcessLost:
         raise
     except Failed as error:
         row = {"error": str(error)}
-    records.add(key, {**rig.facts, "load": load, "choice": label, "repeat": repeat, **row})
+    records.add(key, {**facts, "load": load, **row})
     said = f"{row['seconds']:.2f} s" if "seconds" in row else row["error"]
     print(
         f"{key}: {said} ({time.perf_counter() - began:.0f} s with preparation)", file=sys.stderr, flush=True
     )
+
+
+class Keyed(Protocol):
+    """A setting of a benchmark."""
+
+    @property
+    def key(self) -> str:
+        """Return a short key of everything that a run depends on."""
+
+
+AnySetting = TypeVar("AnySetting", bound=Keyed)
 
 
 class Finding(Protocol):
@@ -222,20 +245,26 @@ class Finding(Protocol):
 def command(
     description: str | None,
     name: str,
-    settings: Sequence[Setting],
-    quick: Setting,
+    settings: Sequence[AnySetting],
+    quick: AnySetting,
     *,
-    found: Callable[[Setting, Records], Finding],
-    measure: Callable[[Setting, Records, Deadline], None],
-    write: Callable[[Sequence[Setting], Records, Path, str], str],
+    found: Callable[[AnySetting, Records], Finding],
+    measure: Callable[[AnySetting, Records, Deadline], None],
+    write: Callable[[Sequence[AnySetting], Records, Path, str], str],
+    replans: bool = True,
 ) -> None:
-    """Run the command line of a resumable benchmark: run what is missing, then report all records."""
+    """Run the command line of a resumable benchmark: run what is missing, then report all records.
+
+    Args:
+        replans: Whether policies of other code may choose anew in a finished setting.
+    """
     parser = command_line(description, resumable=True)
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
     parser.add_argument("--list", action="store_true", help="only list the settings and how far they are")
-    parser.add_argument(
-        "--replan", action="store_true", help="let the policies of today choose in finished settings, too"
-    )
+    if replans:
+        parser.add_argument(
+            "--replan", action="store_true", help="let the policies of today choose in finished settings, too"
+        )
     options = parser.parse_args()
     output = Output.of(options, name)
     settings, records = (quick,) if options.quick else settings, output.records()
@@ -248,7 +277,7 @@ def command(
         with until_time_is_up():
             for setting in settings:
                 wanted = any(part in setting.key for part in options.only)
-                if wanted and (options.replan or found(setting, records).missing):
+                if wanted and (getattr(options, "replan", False) or found(setting, records).missing):
                     try:
                         measure(setting, records, deadline)
                     except (TestbedError, Failed) as error:

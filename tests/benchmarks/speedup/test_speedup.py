@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.records import Records
-from benchmarks.harness.training.plans import REPEATS, Setting, plan_key, run_key
+from benchmarks.harness.training.plans import REPEATS, Setting, alike, plan_key, run_key
 from benchmarks.speedup import __main__ as speedup
 from benchmarks.speedup.report import (
     PLAIN,
     POLICIES,
     SWEEP,
     Speeds,
-    alike,
     measuring_verdict,
     report,
     verdict,
