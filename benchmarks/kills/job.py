@@ -197,6 +197,8 @@ def train(
             micro_batch=MICRO_BATCH,
             seed=SEED,
             policy="freeze",
+            exact="bitwise",
+            splitting=upriver.Splitting(in_background=False),
             prefetch=upriver.Prefetch(per_request=PER_REQUEST),
         ) as job:
             for _ in range(epochs):

@@ -57,6 +57,8 @@ class Follower(Trainer):
             self.data,
             batch_size=self.setting.batch_size,
             policy=POLICY,
+            exact="bitwise",
+            splitting=upriver.Splitting(in_background=False),
             replanning=upriver.Replanning(enabled=replan),
         )
         self._running = self._epochs()
@@ -109,6 +111,8 @@ class Follower(Trainer):
             self.data,
             batch_size=self.setting.batch_size,
             policy=POLICY,
+            exact="bitwise",
+            splitting=upriver.Splitting(in_background=False),
             replanning=upriver.Replanning(enabled=False),
         ) as job:
             table = job.plan.table

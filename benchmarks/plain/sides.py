@@ -23,7 +23,7 @@ from torch.utils.data import Dataset as MapDataset
 
 from benchmarks.harness.measuring import cpu_seconds
 from upriver.engine.read import read_samples
-from upriver.finetune.options import Prefetch
+from upriver.finetune.options import Prefetch, Splitting
 from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
 from upriver.finetune.session import connect
 from upriver.pipeline import Dataset
@@ -147,7 +147,9 @@ class Plain:
             task.data[seed],
             batch_size=task.batch_size,
             policy="nosplit",
+            exact="bitwise",
             seed=seed,
+            splitting=Splitting(in_background=False),
             prefetch=Prefetch(num_workers=workers),
         )
         # Warms up the tail. The proof has already warmed up the frozen part.
