@@ -13,7 +13,8 @@ from pathlib import Path
 
 from benchmarks.harness.records import Deadline, Records
 from benchmarks.harness.training.plans import Setting
-from benchmarks.harness.training.rig import Rig, command, run_once
+from benchmarks.harness.training.rig import Rig, command
+from benchmarks.harness.training.ways import measure_ways
 from benchmarks.speedup.report import Speeds, plot, report
 
 QUICK = Setting(network="resnet18", mbit=None, batch_size=8, samples=16, cap_share=0.2, repeats=1)
@@ -45,14 +46,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
         TimeIsUp: If the deadline passes first.
     """
     with tempfile.TemporaryDirectory() as folder, Rig(setting, Path(folder)) as rig:
-        deadline.check()
-        rig.plan(records)
-        for label in (Speeds(setting, records).unsplit, *Speeds(setting, records).sweep):
-            run_once(rig, records, label, 0, deadline)
-        labels = Speeds(setting, records).labels
-        for repeat in setting.measured:
-            for label in labels:
-                run_once(rig, records, label, repeat, deadline)
+        measure_ways(Speeds, rig, records, deadline)
 
 
 def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness.measuring import Spread, machine, versions
-from benchmarks.harness.records import Records
 from benchmarks.harness.reports import legend_outside, table
 from benchmarks.harness.slowed import way
-from benchmarks.harness.training.plans import (
-    LOADER,
-    LOSS_TOLERANCE,
-    Found,
-    Setting,
-    alike,
-    run_of,
-    short,
-    so_far,
-)
+from benchmarks.harness.training.plans import LOADER, LOSS_TOLERANCE, short, so_far
+from benchmarks.harness.training.ways import PLAIN, Ways, commits_of
 from upriver.finetune.calibration.measurement import CANARY
 from upriver.report.figure import label_logarithmic, new_figure
 
@@ -31,113 +19,16 @@ SWEEP = tuple(
     f"{LOADER}{workers}x{prefetch}" for workers, prefetch in ((0, 2), (1, 2), (1, 4), (2, 2), (2, 4))
 )
 POLICIES = ("upriver", "hapi", "neurosurgeon", "freeze", "min")
-PLAIN = "plain"
-"""The way without upriver: a ``DataLoader`` at its best."""
-
 GOAL_BOUND, GOAL_PLAIN, GOAL_MEASURING = 0.85, 0.95, 0.03
 EPOCHS = 10
 """Epochs whose time the measuring share refers to."""
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """A setting and its records."""
+class Speeds(Ways):
+    """A setting and its records, with the distance of its seconds from the bound."""
 
-    setting: Setting
-    records: Records
-
-    @cached_property
-    def found(self) -> Found:
-        """Return the findings shared with `plan_quality`: plans, choices, the reference."""
-        return Found(self.setting, self.records)
-
-    @property
-    def unsplit(self) -> str:
-        """Return the cut that offloads nothing and gives the reference."""
-        return self.found.unsplit
-
-    @property
-    def sweep(self) -> tuple[str, ...]:
-        """Return the forms of the loop to search; those of the quick form only show that it works."""
-        return SWEEP if self.setting.repeats > 1 else SWEEP[:2]
-
-    def _row(self, label: str, repeat: int) -> dict[str, Any] | None:
-        return run_of(self.records, self.setting, label, repeat)
-
-    def why_not(self, label: str, repeat: int) -> str | None:
-        """Return why a run does not count: empty when it does, None when it does not exist."""
-        row, reference = self._row(label, repeat), self._row(self.unsplit, 0)
-        if not label.startswith(LOADER) or row is None or "error" in row:
-            return self.found.why_not(label, repeat)
-        if repeat == 0:  # a run of the sweep, whose samples come in another order
-            return ""
-        if reference is None or "losses" not in reference:
-            return "no reference"
-        return "" if alike(row["losses"], reference["losses"]) else "other losses"
-
-    @property
-    def not_counted(self) -> list[str]:
-        """Return the runs that do not count, and why."""
-        if self.found.plan is None:
-            return []
-        labels = dict.fromkeys((self.unsplit, *self.sweep, *self.labels))
-        return [
-            f"{self.setting.key}, {label}, {repeat}: {why}"
-            for label in labels
-            for repeat in (0, *self.setting.measured)
-            if (why := self.why_not(label, repeat))
-        ]
-
-    def rows(self, label: str, repeats: Sequence[int] | None = None) -> list[dict[str, Any]]:
-        """Return the records of the runs that count, of all repeats but the sweep's without ``repeats``."""
-        repeats = self.setting.measured if repeats is None else repeats
-        found = [self._row(label, repeat) for repeat in repeats if self.why_not(label, repeat) == ""]
-        return [row for row in found if row is not None]
-
-    @cached_property
-    def best_loader(self) -> str | None:
-        """Return the fastest loop of the sweep; None before its end, or if none counts."""
-        if any(self.why_not(label, 0) is None for label in self.sweep):
-            return None
-        seconds = {label: rows[0]["seconds"] for label in self.sweep if (rows := self.rows(label, [0]))}
-        return min(seconds, key=seconds.__getitem__) if seconds else None
-
-    @cached_property
-    def ways(self) -> dict[str, str | None]:
-        """Return each way's choice, as records name it; None where it does not fit, or is not known yet."""
-        return {name: self.found.choices.get(name) for name in POLICIES} | {PLAIN: self.best_loader}
-
-    @property
-    def labels(self) -> list[str]:
-        """Return the labels of the runs that take turns."""
-        return list(dict.fromkeys(label for label in self.ways.values() if label is not None))
-
-    @cached_property
-    def missing(self) -> str:
-        """Return how much is still missing, or an empty text when the setting is finished."""
-        if self.found.plan is None:
-            return "not begun"
-        if any(self.why_not(label, 0) is None for label in (self.unsplit, *self.sweep)):
-            return "the loader's sweep is not done"
-        wanted = [(label, repeat) for label in self.labels for repeat in self.setting.measured]
-        there = sum(self.why_not(*each) is not None for each in wanted)
-        return f"{there} of {len(wanted)} repeats run" if there < len(wanted) else ""
-
-    def seconds(self, name: str) -> Spread | None:
-        """Return the seconds of a way's repeats, or None if too few count."""
-        label = self.ways[name]
-        rows = self.rows(label) if label is not None else []
-        enough = len(rows) >= self.setting.least_repeats
-        return Spread.of(float(row["seconds"]) for row in rows) if enough else None
-
-    def megabytes(self, name: str) -> float:
-        """Return the median of the megabytes that crossed the link to the training side, by its counters."""
-        rows = self.rows(self.ways[name] or "")
-        return statistics.median(float(row["bytes_from_storage"]) for row in rows) / 1e6
-
-    def cpu_s(self, name: str, side: str) -> float:
-        """Return the median of the core seconds that a side computed."""
-        return statistics.median(float(row["cpu_s"][side]) for row in self.rows(self.ways[name] or ""))
+    policies = POLICIES
+    forms = SWEEP
 
     def _link_s(self, name: str) -> float:
         """Return the seconds of the link for the bytes it carried, at its rate."""
@@ -182,11 +73,6 @@ class Speeds:
         """Return the measuring time as a share of the first epochs, at the epoch time of `upriver`'s plan."""
         seconds = self.seconds("upriver")
         return math.inf if seconds is None else sum(self.measuring_s.values()) / (EPOCHS * seconds.median)
-
-    def over_plain(self, name: str) -> float | None:
-        """Return how many times as fast as the plain way this way is."""
-        seconds, plain = self.seconds(name), self.seconds(PLAIN)
-        return None if seconds is None or plain is None else plain.median / seconds.median
 
 
 def verdict(done: Sequence[Speeds], declared: int) -> str:
@@ -247,7 +133,7 @@ def report(found: Sequence[Speeds], name: str) -> str:
         least=found[0].setting.least_repeats,
         tolerance=f"{LOSS_TOLERANCE:g}",
         way=way(),
-        commits=_commits(found),
+        commits=commits_of(found),
         machine=machine(),
         versions=versions("torch", "torchvision", "pillow"),
     )
@@ -283,12 +169,6 @@ def _measuring(done: Sequence[Speeds]) -> str:
 
 def _two(number: float | None) -> str:
     return "-" if number is None else f"{number:.2f}"
-
-
-def _commits(found: Sequence[Speeds]) -> str:
-    keys = {one.setting.key for one in found}
-    rows: Sequence[Mapping[str, Any]] = list(found[0].records.rows.values()) if found else []
-    return ", ".join(sorted({str(row["commit"]) for row in rows if row.get("setting") in keys})) or "-"
 
 
 TEMPLATE = """# How long an epoch takes

@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks.harness.records import Records
 from benchmarks.harness.training.plans import REPEATS, Setting, alike, plan_key, run_key
+from benchmarks.harness.training.ways import PLAIN
 from benchmarks.speedup import __main__ as speedup
 from benchmarks.speedup.report import (
-    PLAIN,
     POLICIES,
     SWEEP,
     Speeds,
