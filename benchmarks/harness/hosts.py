@@ -32,7 +32,7 @@ class Hosts:
     """Manage the processes of both sides.
 
     Args:
-        names: The network namespace of each side.
+        names: The network namespace of each side; empty where both share this process's.
         cores: The core that the processes of each side are pinned to.
         token: Put into the environment of every process.
     """
@@ -64,7 +64,7 @@ class Hosts:
         allowed = os.sched_getaffinity(0)
         if not cores or not cores <= allowed:
             raise TestbedError(f"core must be among this process's {sorted(allowed)}, got {sorted(cores)}")
-        inside = ["ip", "netns", "exec", self._names[side]]
+        inside = ["ip", "netns", "exec", self._names[side]] if self._names else []
         pinned = ["taskset", "--cpu-list", ",".join(map(str, sorted(cores)))]
         process: subprocess.Popen[Any] = subprocess.Popen(
             [*inside, *pinned, *map(str, argv)],

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +114,7 @@ class Testbed(Hosts):
         TestbedError: From ``with``: If the link does not have the requested rate, twice running.
     """
 
-    addresses = ADDRESSES
+    addresses: Mapping[Side, str] = ADDRESSES
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class Testbed(Hosts):
         self._burst = _checked_burst(burst)
         self._largest_burst = 0
         self._check = check
-        self._ports = itertools.count(FIRST_PORT)
+        self._ports: Iterator[int] = itertools.count(FIRST_PORT)
 
     def __enter__(self) -> Testbed:
         netns.require_rights()
@@ -309,9 +309,9 @@ class Testbed(Hosts):
         timeout_s: float,
     ) -> Service:
         port = next(self._ports)
-        url = f"http://{ADDRESSES[side]}:{port}"
+        url = f"http://{self.addresses[side]}:{port}"
         log = self._stack.enter_context(_nameless())
-        bound = [*argv, "--host", ADDRESSES[side], "--port", port]
+        bound = [*argv, "--host", self.addresses[side], "--port", port]
         process = self.popen(side, bound, core=core, env=env, stdout=log, stderr=log)
         other: Side = "compute" if side == "storage" else "storage"
         asking = self.popen(other, _probe("ready", url + path, timeout_s))

@@ -18,6 +18,7 @@ SOON = ("admission_time", "decision_time", "plan_time")
 
 LATER = (
     "cold_calls",
+    "device_mix",
     "first_batch",
     "kills",
     "latency_models",
@@ -35,7 +36,7 @@ LATER = (
 OWN = ("cold_accelerator", "cold_connections", "cold_start", "input_pipeline", "load_aware", "wire")
 """Claims whose own tests run the quick form, and look closer at what it makes."""
 
-LINKED = ("first_batch", "link_change", "plan_quality", "speedup")
+LINKED = ("device_mix", "first_batch", "link_change", "plan_quality", "speedup")
 """Claims that need network namespaces."""
 
 

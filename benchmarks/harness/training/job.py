@@ -68,7 +68,7 @@ class Trainer:
         self.setting = Setting(**spec["setting"])
         self.store = upriver.Store.open(spec["uri"], options=dict(spec["options"]))
         self.data: Dataset = upriver.index(self.store, "data", stages=STAGES[self.setting.stored])
-        self.model, _ = build(self.setting.network)
+        self.model = build(self.setting.network)[0].to(self.setting.client_device)
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.start = {name: value.detach().clone() for name, value in self.trained.items()}
         self.near = upriver.connect(spec["url"], token=os.environ["UPRIVER_TOKEN"])
@@ -109,12 +109,15 @@ class Trainer:
                 raise ValueError(f"no such order: {unknown!r}")
 
     def finetune(self, **given: Any) -> Any:
-        """Return a job of upriver on the setting, prepared before its first batch."""
+        """Return a job of upriver on the setting, prepared before its first batch.
+
+        It is bit for bit where both sides compute on the CPU.
+        """
         return self.near.finetune(
             self.model,
             self.data,
             batch_size=self.setting.batch_size,
-            exact="bitwise",
+            exact="bitwise" if self.setting.one_device else "auto",
             splitting=upriver.Splitting(in_background=False),
             replanning=upriver.Replanning(enabled=False),
             **given,
@@ -213,6 +216,7 @@ class Trainer:
             placed = [start if where.source == LOCAL else where.cut for where in job.placed[before:]]
             found["placed"] = {str(cut): placed.count(cut) for cut in sorted(set(placed))}
             found["misplaced"] = misplaced(job.plan.routes, placed, start)
+            found["exactness"] = job.exactness
         return found
 
     def _train(self, steps: Steps, order: EpochOrder) -> dict[str, Any]:
@@ -274,10 +278,14 @@ def misplaced(routes: Sequence[Route], placed: Sequence[int], start: int) -> str
 
 def main(trainer: type[Trainer] = Trainer) -> None:
     """Execute orders until the input ends."""
-    torch.set_num_threads(1)
     # A sweep includes more workers than this host has cores.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
-    answer_orders(lambda spec: trainer(spec).answer)
+
+    def begun(spec: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        torch.set_num_threads(spec["setting"]["cores"])
+        return trainer(spec).answer
+
+    answer_orders(begun)
 
 
 if __name__ == "__main__":

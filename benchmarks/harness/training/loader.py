@@ -53,10 +53,10 @@ class Stored(MapDataset[Sample]):
 
 
 class Loop:
-    """Train the user's own model, whole, on whole batches from a ``DataLoader``."""
+    """Train the user's own model, whole and on its device, on whole batches from a ``DataLoader``."""
 
     def __init__(self, model: nn.Module, data: Dataset, *, workers: int, prefetch: int) -> None:
-        self._model = model
+        self._model, self._device = model, next(model.parameters()).device
         self._in_eval = list(frozen_units(model))
         self._batches: list[list[int]] = [[0]] * max(workers, 1)
         many: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": True}
@@ -78,7 +78,7 @@ class Loop:
         self._batches[:] = [list(order.ids[slice(*order.step(step))]) for step in range(order.num_steps)]
         for inputs, targets in self._loader or ():
             keep_in_eval(self._model, self._in_eval)
-            yield partial(self._model, inputs), targets
+            yield partial(self._model, inputs.to(self._device)), targets.to(self._device)
 
     def close(self) -> None:
         """End the workers."""

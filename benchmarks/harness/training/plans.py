@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.networks import NETWORKS
+from benchmarks.harness.networks import FROZEN
 from benchmarks.harness.records import Records
 
 LOADER = "loader "
@@ -30,6 +30,9 @@ LEAST_REPEATS = 3
 LOSS_TOLERANCE = 1e-4
 """Relative tolerance. Whole batches through the frozen modules may round otherwise than micro-batches."""
 
+DEVICES_TOLERANCE = 1e-2
+"""Relative tolerance where one side computes on an accelerator: that of features in TF32."""
+
 Shares = Mapping[int, float]
 
 
@@ -38,13 +41,16 @@ class Setting:
     """One cell of a benchmark.
 
     Attributes:
-        network: One of ``networks.NETWORKS``, frozen as there.
+        network: One of ``networks.FROZEN``, frozen as there.
         stored: ``jpeg`` or ``tensor``.
         mbit: Rate of the link; None for no limit.
         batch_size: Samples of a training step.
         samples: Samples of an epoch.
         server_speed: Share of its core that the near-data server gets.
         client_speed: Share of its core that the training process gets.
+        server_device: Device on which the near-data server computes.
+        client_device: Device of the model that is trained.
+        cores: Cores of each side.
         cap_share: Compute memory, from 0 (the need of the smallest cut) to 1 (of the largest); None: no cap.
         stored_scale: Factor on the bytes and pixels of stored images.
         repeats: Repeats of each finalist.
@@ -57,13 +63,16 @@ class Setting:
     samples: int
     server_speed: float = 1.0
     client_speed: float = 1.0
+    server_device: str = "cpu"
+    client_device: str = "cpu"
+    cores: int = 1
     cap_share: float | None = None
     stored_scale: int = 1
     repeats: int = REPEATS
 
     def __post_init__(self) -> None:
-        if self.network not in NETWORKS:
-            raise ValueError(f"network must be one of {', '.join(NETWORKS)}, got {self.network!r}")
+        if self.network not in FROZEN:
+            raise ValueError(f"network must be one of {', '.join(FROZEN)}, got {self.network!r}")
         if self.stored not in ("jpeg", "tensor") or (self.stored == "tensor" and self.stored_scale != 1):
             raise ValueError(f"stored must be jpeg or tensor, and a tensor has one size, got {self.stored!r}")
         if self.mbit is not None and not 0.1 <= self.mbit <= 2000:
@@ -87,6 +96,16 @@ class Setting:
         return min(LEAST_REPEATS, self.repeats)
 
     @property
+    def one_device(self) -> bool:
+        """Return whether both sides compute on the CPU, so that runs are compared bit for bit."""
+        return self.server_device == self.client_device == "cpu"
+
+    @property
+    def loss_tolerance(self) -> float:
+        """Return by how much losses may differ, relative to each, from those of other roundings."""
+        return LOSS_TOLERANCE if self.one_device else DEVICES_TOLERANCE
+
+    @property
     def key(self) -> str:
         """Return a short key of everything that a run depends on."""
         parts = [
@@ -98,6 +117,9 @@ class Setting:
         ]
         for name, speed in (("server", self.server_speed), ("client", self.client_speed)):
             parts += [f"{name}{speed:g}"] if speed != 1 else []
+        for name, device in (("server", self.server_device), ("client", self.client_device)):
+            parts += [f"{name}-{device}"] if device != "cpu" else []
+        parts += [f"cores{self.cores}"] if self.cores != 1 else []
         return "-".join(parts + ([f"cap{self.cap_share:g}"] if self.cap_share is not None else []))
 
 
@@ -140,11 +162,10 @@ def run_of(records: Records, setting: Setting, label: str, repeat: int) -> dict[
     return row if plan is not None and row is not None and row["code"] == plan["code"] else None
 
 
-def alike(losses: Sequence[float], reference: Sequence[float]) -> bool:
+def alike(losses: Sequence[float], reference: Sequence[float], *, tolerance: float = LOSS_TOLERANCE) -> bool:
     """Return whether two runs learned the same, except for rounding."""
     return len(losses) == len(reference) and all(
-        math.isclose(ours, theirs, rel_tol=LOSS_TOLERANCE)
-        for ours, theirs in zip(losses, reference, strict=True)
+        math.isclose(ours, theirs, rel_tol=tolerance) for ours, theirs in zip(losses, reference, strict=True)
     )
 
 
@@ -211,8 +232,13 @@ class Found:
 
     def why_not(self, label: str, repeat: int) -> str | None:
         """Return why a run does not count: empty when it does, None when it does not exist."""
-        row = self._row(label, repeat)
-        return None if row is None else why_not_valid(row, self.reference)
+        row, setting = self._row(label, repeat), self.setting
+        if row is None or setting.one_device or "error" in row:
+            return None if row is None else why_not_valid(row, self.reference)
+        reference = (self._row(self.unsplit, 0) or {}).get("losses", ())
+        if not alike(row["losses"], reference, tolerance=setting.loss_tolerance):
+            return "other losses"
+        return str(row.get("misplaced", ""))
 
     def seconds(self, label: str, repeats: Sequence[int]) -> list[float]:
         """Return the seconds of the runs that count."""

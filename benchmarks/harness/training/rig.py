@@ -45,6 +45,8 @@ from benchmarks.harness.training.plans import (
     run_of,
     shares_from,
 )
+from upriver.errors import ConfigError
+from upriver.program.graph.devices import check_device
 
 TENSOR_SHAPE = (3, 224, 224)
 """Shape of stored float tensors of 602,112 bytes, as in HAPI (2025). A ``.npy`` file adds a header of 128
@@ -82,13 +84,18 @@ class Rig:
     Args:
         setting: The setting to measure.
         folder: An empty folder for the stored samples.
+        hosts: Makes the testbed, given the rate of its link.
 
     Attributes:
         facts: Provenance that every record carries.
     """
 
-    def __init__(self, setting: Setting, folder: Path) -> None:
-        self.setting, self._folder = setting, folder
+    def __init__(
+        self, setting: Setting, folder: Path, hosts: Callable[[float | None], Testbed] = Testbed
+    ) -> None:
+        self.setting, self._folder, self._hosts = setting, folder, hosts
+        allowed = sorted(os.sched_getaffinity(0))
+        self._cores = {"storage": allowed[: setting.cores], "compute": allowed[-setting.cores :]}
         self.facts = {"setting": setting.key, "commit": commit(), "code": code()}
 
     def __enter__(self) -> Rig:
@@ -96,9 +103,11 @@ class Rig:
         with ExitStack() as stack:
             make_data(setting, self._folder)
             rate = None if setting.mbit is None else setting.mbit * 1e6 / 8
-            bed = self._bed = stack.enter_context(Testbed(rate))
-            server = bed.run_server({"default": self._folder.as_uri()}, "--threads", 1)
-            objects = bed.run_objects(self._folder)
+            bed = self._bed = stack.enter_context(self._hosts(rate))
+            near = self._cores["storage"]
+            computing = "--threads", setting.cores, "--device", setting.server_device
+            server = bed.run_server({"default": self._folder.as_uri()}, *computing, core=near)
+            objects = bed.run_objects(self._folder, core=near)
             spec = {"setting": asdict(setting), "url": server.url, "uri": objects.uri}
             bed.set_rate(None)  # frozen weights go to the store once, before any measurement
             self._child = self._begun("harness.training.job", spec | {"options": objects.options}, stack)
@@ -123,6 +132,7 @@ class Rig:
         process = self._bed.popen(
             "compute",
             module_command(module, json.dumps(spec)),
+            core=self._cores["compute"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**paths(), "UPRIVER_CACHE": str(CACHE)},
@@ -252,11 +262,13 @@ def command(
     measure: Callable[[AnySetting, Records, Deadline], None],
     write: Callable[[Sequence[AnySetting], Records, Path, str], str],
     replans: bool = True,
+    devices: Mapping[str, tuple[Sequence[AnySetting], AnySetting]] | None = None,
 ) -> None:
     """Run the command line of a resumable benchmark: run what is missing, then report all records.
 
     Args:
         replans: Whether policies of other code may choose anew in a finished setting.
+        devices: Settings and quick setting for each accelerator that ``--device`` may name.
     """
     parser = command_line(description, resumable=True)
     parser.add_argument("--only", nargs="+", default=[""], help="settings whose key contains one of these")
@@ -265,7 +277,18 @@ def command(
         parser.add_argument(
             "--replan", action="store_true", help="let the policies of today choose in finished settings, too"
         )
+    if devices:
+        devices = {"cpu": (settings, quick), **devices}
+        parser.add_argument("--device", choices=devices, default="cpu", help="what one of the sides has")
     options = parser.parse_args()
+    if devices and options.device != "cpu":
+        (settings, quick), name = devices[options.device], f"{name}_{options.device}"
+        if not options.report and not options.list:
+            try:
+                check_device(options.device)
+            except ConfigError as error:
+                print(f"skipped, nothing was measured: {error}")
+                return
     output = Output.of(options, name)
     settings, records = (quick,) if options.quick else settings, output.records()
     if options.list:

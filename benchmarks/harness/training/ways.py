@@ -58,7 +58,11 @@ class Ways:
             return ""
         if reference is None or "losses" not in reference:
             return "no reference"
-        return "" if alike(row["losses"], reference["losses"]) else "other losses"
+        return (
+            ""
+            if alike(row["losses"], reference["losses"], tolerance=self.setting.loss_tolerance)
+            else "other losses"
+        )
 
     @property
     def not_counted(self) -> list[str]:

@@ -1,0 +1,1 @@
+"""Measure epochs where the training side and the near-data server compute at very different speeds."""
