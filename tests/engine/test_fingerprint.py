@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from upriver.engine.fingerprint import fingerprint
+from upriver.engine.fingerprint import fingerprint, float32_precisions
 
 
 def in_another_process(**environment):
@@ -47,3 +47,13 @@ def test_a_flag_shows():
         assert fingerprint() != before
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_precisions_are_those_of_the_fingerprints_own_device():
+    here = fingerprint()
+    assert float32_precisions(here) == {"ieee"}
+    assert float32_precisions({**here, "cuda": "13.0"}) == {"ieee", "tf32"}, "an accelerator's default"
+    coarse = {"matmul_precision": "cuda ieee, cpu bf16", "conv_precision": "cuda tf32, cpu ieee"}
+    assert float32_precisions(coarse) == {"bf16", "ieee"}
+    assert float32_precisions({**coarse, "cuda": "13.0"}) == {"tf32", "ieee"}
+    assert float32_precisions({}) == frozenset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ import torch
 import upriver
 from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, train
 from tests.program.nets import frozen_small
+from tests.server.running import running
+from upriver.errors import NotExact
+from upriver.pipeline import Dataset
 from upriver.program.split.split import split
+from upriver.rpc.tolerance import COARSER, FLOAT32
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,13 +44,53 @@ def test_training_straight_from_the_store_is_repeatable(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.stack(runs[0]), torch.stack(runs[1]), rtol=1e-4, atol=1e-5)
 
 
-def test_a_server_on_a_cpu_gives_a_numeric_job_and_no_bitwise_one(tmp_path: Path) -> None:
+def trained(near: upriver.Near, data: Dataset, device: str, **options: Any) -> tuple[torch.Tensor, Any]:
+    """Return the losses of two epochs on a device, and the job."""
+    model = frozen_small().to(device)
+    given: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "policy": "freeze"}
+    with near.finetune(model, data, **given | options) as job:
+        return torch.stack(train(job, model, optimizer_of(model), epochs=2)).cpu(), job
+
+
+def check_within_tf32(job: Any, losses: torch.Tensor, reference: torch.Tensor) -> None:
+    """Check that a job between two devices used its server, and learned the same within its tolerance."""
+    assert job.report.exact == "numeric"
+    assert job.report.tolerance == COARSER[torch.float16], "an accelerator's convolutions use TF32"
+    assert f"within {COARSER[torch.float16]}, since " in job.exactness and "accelerator" in job.exactness
+    assert all(source.startswith("http") for source in job.report.samples)
+    torch.testing.assert_close(losses, reference, rtol=1e-2, atol=1e-2)
+
+
+def test_a_trainer_on_an_accelerator_uses_a_server_on_a_cpu(tmp_path: Path) -> None:
     data = photos(tmp_path, 50)
     with upriver.connect(server_threads=1) as near:
-        for exact, sources in (("bitwise", "local"), ("numeric", "http")):
-            model = frozen_small().cuda()
-            with near.finetune(
-                model, data, batch_size=BATCH, micro_batch=MICRO, policy="freeze", exact=exact
-            ) as job:
-                train(job, model, optimizer_of(model))
-                assert all(source.startswith(sources) for source in job.report.samples)
+        reference, _ = trained(near, data, "cuda", policy="nosplit")
+        losses, job = trained(near, data, "cuda")
+        check_within_tf32(job, losses, reference)
+        with pytest.raises(NotExact, match="accelerator"):
+            trained(near, data, "cuda", exact="bitwise")
+
+
+def test_a_trainer_on_a_cpu_uses_a_server_on_an_accelerator(tmp_path: Path) -> None:
+    data = photos(tmp_path, 50)
+    with running(tmp_path.as_uri(), device="cuda") as server:
+        server.wait_ready()
+        with upriver.connect(server.url) as near:
+            reference, _ = trained(near, data, "cpu", policy="nosplit")
+            losses, job = trained(near, data, "cpu")
+            check_within_tf32(job, losses, reference)
+            with pytest.raises(NotExact, match="accelerator"):
+                trained(near, data, "cpu", exact="bitwise")
+
+
+def test_convolutions_without_tf32_keep_the_tolerance_of_float32(tmp_path: Path) -> None:
+    data, conv = photos(tmp_path, 50), torch.backends.cudnn.conv
+    before, conv.fp32_precision = conv.fp32_precision, "ieee"
+    rnn = torch.backends.cudnn.rnn
+    before_rnn, rnn.fp32_precision = rnn.fp32_precision, "ieee"
+    try:
+        with upriver.connect(server_threads=1) as near:
+            _, job = trained(near, data, "cuda")
+            assert job.report.tolerance == FLOAT32
+    finally:
+        conv.fp32_precision, rnn.fp32_precision = before, before_rnn

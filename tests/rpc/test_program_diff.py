@@ -24,7 +24,7 @@ from upriver.program.graph.schema import DTYPES, Node, Value, constants
 from upriver.protocol import End
 from upriver.rpc.client import ServerClient
 from upriver.rpc.program_diff import ProgramDiff, diff_program, server_run
-from upriver.rpc.tolerance import Deviation
+from upriver.rpc.tolerance import FLOAT32, Deviation
 from upriver.types import MicroBatch, Timings
 
 
@@ -101,7 +101,12 @@ def skewed_side(
 def diff(name: str, run: Callable[..., Sequence[torch.Tensor]]) -> ProgramDiff:
     x, programs = captured(name)
     return diff_program(
-        programs["module"], [x], run, by_operators=lambda: programs["op"], on_stage=lambda *_: None
+        programs["module"],
+        [x],
+        run,
+        allowed=FLOAT32,
+        by_operators=lambda: programs["op"],
+        on_stage=lambda *_: None,
     )
 
 
@@ -144,7 +149,12 @@ def test_every_operator_that_is_off_is_found_where_nothing_hides_it(name: str) -
     finer = programs["op"]
     for index in real_nodes(finer):
         found = diff_program(
-            finer, [x], skewed_side(index, 1.0), by_operators=lambda: finer, on_stage=lambda *_: None
+            finer,
+            [x],
+            skewed_side(index, 1.0),
+            allowed=FLOAT32,
+            by_operators=lambda: finer,
+            on_stage=lambda *_: None,
         )
         assert found.first_operator is not None
         assert found.first_operator.cut == 1 + bisect_right([stage.stop for stage in finer.stages], index)
@@ -162,6 +172,7 @@ def test_equal_sides_need_no_program_by_operators(name: str) -> None:
         programs["module"],
         [x],
         lambda program, tensors, start, stop: program.run(tensors, start, stop),
+        allowed=FLOAT32,
         by_operators=no_operators,
         on_stage=lambda *step: steps.append(step),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from tests.rpc.scripted_http import Exchange, scripted
 from upriver.engine.fingerprint import fingerprint
 from upriver.errors import NotExact, ServerUnavailable
 from upriver.protocol import DEFAULT_CAPS, End, Info, RunRequest
+from upriver.rpc import server_verification
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_verification import (
     ServerVerifier,
@@ -22,7 +24,7 @@ from upriver.rpc.server_verification import (
     fingerprint_difference,
     only,
 )
-from upriver.rpc.tolerance import FLOAT32, Agreement
+from upriver.rpc.tolerance import COARSER, FLOAT32, Agreement
 from upriver.types import MicroBatch, Timings
 
 CPU = torch.device("cpu")
@@ -100,6 +102,36 @@ def test_another_number_of_threads_is_refused_where_both_compute_on_the_cpu() ->
         BITWISE.check_fingerprint(URL, info_of(more_threads=1))
     NUMERIC.check_fingerprint(URL, info_of(more_threads=1))
     BITWISE.check_fingerprint(URL, info_of(more_threads=1, device="cuda"))
+
+
+ACCELERATOR = {"accelerator": "one", "cuda": "13.0", "cudnn": "9", "conv_precision": "cuda tf32, cpu ieee"}
+
+
+def test_a_server_on_an_accelerator_may_differ_by_what_tf32_does(server: ServerClient) -> None:
+    """Convolutions of accelerators round to TF32 by default, which takes features 0.001 apart."""
+    near = (ONES[0] * 1.003,)
+    for device, fields, passes in (("cuda", ACCELERATOR, True), ("cpu", {"torch": "0.1"}, False)):
+        verifier = ServerVerifier(device=CPU, agreement=Agreement("numeric", FLOAT32))
+        verifier.check_fingerprint(URL, info_of(device=device, **fields))
+        with contextlib.nullcontext() if passes else pytest.raises(NotExact, match=r"0\.003 of the largest"):
+            verifier.check_canary(server, ONES, near, "the canary at cut 2")
+        with pytest.raises(NotExact, match=r"0\.05 of the largest"):
+            verifier.check_canary(server, ONES, (ONES[0] * 1.05,), "the canary at cut 2")
+
+
+def test_a_trainer_on_an_accelerator_takes_a_server_on_a_cpu_within_what_tf32_does(
+    server: ServerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = {**fingerprint(), **ACCELERATOR}
+    monkeypatch.setattr(server_verification, "fingerprint", lambda device: ours)
+    agreement = Agreement("auto", FLOAT32)
+    verifier = ServerVerifier(device=torch.device("cuda"), agreement=agreement)
+    with pytest.raises(NotExact, match="accelerator '' there, 'one' here"):
+        verifier.check_fingerprint(URL, info_of(more_threads=1))
+    assert agreement.accept_tolerance("another device")
+    verifier.check_fingerprint(URL, info_of(more_threads=1))
+    verifier.check_canary(server, ONES, (ONES[0] * 1.003,), "the canary at cut 2")
+    assert agreement.allowed is COARSER[torch.float16]
 
 
 def test_the_first_three_of_many_fields_are_named() -> None:

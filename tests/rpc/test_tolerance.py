@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from upriver.rpc.tolerance import COARSER, FLOAT32, Deviation, difference, largest, tolerance
+from upriver.rpc.tolerance import (
+    COARSER,
+    FLOAT32,
+    Agreement,
+    Deviation,
+    difference,
+    largest,
+    tolerance,
+    tolerance_between,
+    widest,
+)
 
 ONES = torch.ones(2, 3)
 COUNTS = torch.arange(6)
@@ -62,6 +72,43 @@ def test_the_coarsest_type_decides() -> None:
     assert tolerance([torch.float32, torch.int64]) is FLOAT32
     assert tolerance([torch.float16, torch.bfloat16, torch.float32]) is COARSER[torch.bfloat16]
     assert str(FLOAT32) == "0.001 of each value plus 0.0001 of the largest"
+
+
+def test_the_side_that_computes_float32_in_fewer_bits_decides() -> None:
+    ieee = {"conv_precision": "cuda tf32, cpu ieee"}
+    tf32, bf16 = {**ieee, "cuda": "13.0"}, {"conv_precision": "cuda tf32, cpu bf16"}
+    assert tolerance_between() is tolerance_between(ieee, ieee) is FLOAT32
+    assert tolerance_between(ieee, tf32) is tolerance_between(tf32, ieee) is COARSER[torch.float16]
+    assert tolerance_between(tf32, bf16) is COARSER[torch.bfloat16]
+    assert widest(FLOAT32, COARSER[torch.float16]) is COARSER[torch.float16]
+
+
+def test_a_tolerance_grows_until_a_server_has_passed() -> None:
+    agreement, half = Agreement("numeric", FLOAT32), COARSER[torch.float16]
+    agreement.widen(half)
+    agreement.widen(FLOAT32)
+    assert agreement.allowed is half and str(agreement) == f"within {half}"
+    agreement.prove()
+    agreement.widen(COARSER[torch.bfloat16])
+    assert agreement.allowed is half
+
+
+def test_a_tolerance_never_shows_in_a_job_that_is_bit_for_bit() -> None:
+    agreement, half = Agreement("auto", FLOAT32), COARSER[torch.float16]
+    agreement.widen(half)
+    agreement.prove()
+    assert agreement.allowed is None and str(agreement) == "bit for bit"
+    assert agreement.resume("numeric"), "a state of an earlier job within a tolerance"
+    agreement.widen(COARSER[torch.bfloat16])
+    assert agreement.allowed is COARSER[torch.bfloat16], "none of this mode's servers has passed"
+
+
+def test_what_another_process_decided_includes_its_tolerance() -> None:
+    agreement, half = Agreement("auto", FLOAT32), COARSER[torch.float16]
+    agreement.decided(None, "", None)
+    assert agreement.mode is None
+    agreement.decided("numeric", "another device", half)
+    assert agreement.allowed is half and str(agreement) == f"within {half}, since another device"
 
 
 # ------------------------------------------------------------------------------------------- deviations

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from upriver.protocol import Info
     from upriver.rpc.client import ServerClient
     from upriver.rpc.program_diff import ProgramDiff, StageDiff
+    from upriver.rpc.tolerance import Tolerance
 
 SCHEMA = "upriver.diff/1"
 
@@ -105,12 +106,14 @@ def diff(
     token = read_token(token_file)
     import torch
 
+    from upriver.engine.fingerprint import fingerprint
     from upriver.program.capture.prefix import capture
     from upriver.program.example_inputs import Example
     from upriver.program.graph.autocast import autocast_dtype
     from upriver.program.models.registry import load_model
     from upriver.program.split.cut_survey import answers_of
     from upriver.rpc.program_diff import diff_program, server_run
+    from upriver.rpc.tolerance import tolerance_between, tolerance_of, widest
 
     precision = autocast_dtype(autocast)
     if threads is not None:
@@ -132,15 +135,18 @@ def diff(
         info = client.info(process=process)
         with working("capturing the model"):
             program = captured(ends)
+        between = tolerance_between(info.fingerprint, fingerprint(program.device))
+        allowed = widest(tolerance_of(program), between)
         with counted_steps("comparing") as show:
             found = diff_program(
                 program,
                 example.tensors,
                 server_run(client, process),
+                allowed=allowed,
                 by_operators=lambda: captured("op"),
                 on_stage=show,
             )
-    document = _document(model, freeze_to, program, found, info, server)
+    document = _document(model, freeze_to, program, found, allowed, info, server)
     if plot is not None:
         from upriver.report.diff_plot import plot_diff
 
@@ -223,13 +229,13 @@ def _document(
     freeze_to: str | None,
     program: Program,
     found: ProgramDiff,
+    allowed: Tolerance,
     info: Info,
     server: str | None,
 ) -> dict[str, Any]:
     import torch
 
     from upriver.rpc.server_verification import differing_fields
-    from upriver.rpc.tolerance import tolerance_of
 
     first = found.first_operator
     fields = differing_fields(info.fingerprint, program.device)
@@ -250,7 +256,7 @@ def _document(
         "stages": [_stage(stage) for stage in found.stages],
         "operators": [_operator(operator) for operator in found.operators],
         "answer": asdict(found.answer),
-        "tolerance": {**asdict(tolerance_of(program)), "excess": found.excess},
+        "tolerance": {**asdict(allowed), "excess": found.excess},
     }
 
 

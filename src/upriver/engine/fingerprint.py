@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,17 @@ def flags() -> dict[str, str]:
         "cudnn_benchmark": str(torch.backends.cudnn.benchmark),
         "mkldnn": str(torch.backends.mkldnn.enabled),
     }
+
+
+def float32_precisions(fingerprint: Mapping[str, str]) -> frozenset[str]:
+    """Return the precisions in which a fingerprint's device computes float32 operators.
+
+    They are ``ieee``, or ones of fewer bits: ``bf16``, or ``tf32`` as accelerators use in convolutions unless
+    told otherwise.
+    """
+    library = "cuda" if fingerprint.get("cuda") else "cpu"
+    texts = (fingerprint.get(f"{kind}_precision", "") for kind in ("matmul", "conv", "rnn"))
+    return frozenset(found for text in texts for found in re.findall(rf"{library} (\w+)", text))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,7 +36,7 @@ from upriver.program.split.split import Split
 from upriver.protocol import Larger
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_pool import ServerPool, ServerStatus
-from upriver.rpc.tolerance import Agreement, Mode, tolerance, tolerance_of
+from upriver.rpc.tolerance import Agreement, Mode, Tolerance, tolerance, tolerance_of
 from upriver.types import CutRow, MicroBatch, Plan, Route, Workload
 
 log = logging.getLogger("upriver")
@@ -81,6 +81,7 @@ class PlanDecision:
         notes: Notes at the end of every plan's reason.
         mode: Whether features must be equal to the bit; None if no server took part.
         inexact: Why a tolerance was accepted; empty if it was not.
+        allowed: By how much features may differ; None asks for equal bits.
         measured: What the plan rests on, without its clients; None if nothing was measured.
         reference: The canary at the freeze point, as computed locally; None if no canary ran.
     """
@@ -92,6 +93,7 @@ class PlanDecision:
     notes: tuple[str, ...]
     mode: Mode | None
     inexact: str
+    allowed: Tolerance | None
     measured: Measurement | None
     reference: MicroBatch | None
 
@@ -184,6 +186,7 @@ class Planner:
             notes=tuple(self.notes),
             mode=self.agreement.mode,
             inexact=self.agreement.why,
+            allowed=self.agreement.allowed,
             measured=replace(self.measured, servers=()) if self.measured is not None else None,
             reference=measuring.reference if measuring is not None else None,
         )
@@ -195,7 +198,7 @@ class Planner:
             UpriverError: If its servers cannot be reached.
         """
         self.measured, self.notes = decision.measured, list(decision.notes)
-        self.agreement.decided(decision.mode, decision.inexact)
+        self.agreement.decided(decision.mode, decision.inexact, decision.allowed)
         if decision.admitted is not None and self._measuring is not None:
             self._servers = self.find_servers(self.dataset)
             self._measuring.take_over(

@@ -25,7 +25,7 @@ from upriver.program.graph.schema import DTYPES, TensorSpec
 from upriver.protocol import RunRequest
 from upriver.rpc.client import ServerClient
 from upriver.rpc.server_verification import MEASURE_S, bring, only
-from upriver.rpc.tolerance import Deviation, difference, tolerance_of
+from upriver.rpc.tolerance import Deviation, Tolerance, difference
 from upriver.types import MicroBatch
 
 RunStages: TypeAlias = Callable[[Program, Sequence[torch.Tensor], int, int], Sequence[torch.Tensor]]
@@ -104,6 +104,7 @@ def diff_program(
     inputs: Sequence[torch.Tensor],
     run: RunStages,
     *,
+    allowed: Tolerance,
     by_operators: Callable[[], Program],
     on_stage: OnStage,
 ) -> ProgramDiff:
@@ -112,6 +113,7 @@ def diff_program(
     Args:
         inputs: Tensors of one micro-batch.
         run: Runs stages on the other side.
+        allowed: Tolerance for the answer.
         by_operators: Returns the same program with a stage for each operator. Called if a stage differs.
 
     Raises:
@@ -128,7 +130,7 @@ def diff_program(
         stages=stages,
         operators=tuple(operators),
         answer=Deviation.between(ours, theirs),
-        excess=difference(ours, theirs, tolerance_of(program)),
+        excess=difference(ours, theirs, allowed),
     )
 
 

@@ -18,7 +18,7 @@ from upriver.errors import NotExact
 from upriver.protocol import Info
 from upriver.rpc.client import ProgramUpload, RunAnswer, ServerClient
 from upriver.rpc.http import within
-from upriver.rpc.tolerance import Agreement, difference
+from upriver.rpc.tolerance import Agreement, difference, tolerance_between
 from upriver.types import MicroBatch, Timings
 
 log = logging.getLogger("upriver")
@@ -44,7 +44,8 @@ class ServerVerifier:
     def check_fingerprint(self, url: str, info: Info) -> None:
         """Compare a server's fingerprint with the local one; within a tolerance, a difference is only logged.
 
-        The number of threads counts where the model runs on the CPU.
+        The number of threads counts where the model runs on the CPU. The tolerance grows to that of the side
+        which computes float32 in fewer bits.
 
         Raises:
             NotExact: If low bits must be equal, and the fingerprints differ.
@@ -55,6 +56,8 @@ class ServerVerifier:
             found = ", ".join(filter(None, (found, f"threads {info.threads} there, {threads} here")))
         if found and self.agreement.allowed is None:
             raise NotExact(f"{url} computes with other low bits: {found}")
+        if self.agreement.allowed is not None:
+            self.agreement.widen(tolerance_between(info.fingerprint, fingerprint(self.device)))
         if found:
             log.info("%s has another fingerprint: %s", url, found)
 

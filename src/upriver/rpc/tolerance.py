@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from upriver.engine.fingerprint import float32_precisions
 from upriver.program.graph.executor import Program
 
 Mode = Literal["bitwise", "numeric"]
@@ -44,6 +45,12 @@ COARSER = {
 }
 """Tolerances for features computed in fewer bits: a few units in the last place of those types."""
 
+AS_COARSE = {"tf32": torch.float16, "bf16": torch.bfloat16}
+"""Types with as many significant bits as a precision in which float32 operators are computed.
+
+Convolutions in TF32 give features of ResNet-50 that are 0.0016 of the largest apart from those in float32.
+"""
+
 
 def tolerance(dtypes: Sequence[torch.dtype | None]) -> Tolerance:
     """Return the tolerance for features computed in these types, autocast's included.
@@ -59,6 +66,17 @@ def tolerance_of(program: Program) -> Tolerance:
     crossing = {value.spec.dtype for cut in range(program.num_stages + 1) for value in program.live(cut)}
     names = crossing | {getattr(program.graph, "autocast", None) or "float32"}
     return tolerance([getattr(torch, name) for name in names])
+
+
+def tolerance_between(*fingerprints: Mapping[str, str]) -> Tolerance:
+    """Return the tolerance for float32 features of tiers with these fingerprints."""
+    precisions = frozenset[str]().union(*map(float32_precisions, fingerprints))
+    return tolerance([AS_COARSE.get(precision) for precision in precisions])
+
+
+def widest(*allowed: Tolerance) -> Tolerance:
+    """Return the tolerance that allows the most."""
+    return max(allowed, key=lambda each: each.rtol)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,14 +118,15 @@ class Agreement:
 
     Args:
         exact: The mode, or ``auto``.
-        widest: The tolerance of mode ``numeric``.
+        tolerance: The tolerance of mode ``numeric``.
 
     Attributes:
         exact: As given.
     """
 
-    def __init__(self, exact: Exact, widest: Tolerance) -> None:
-        self.exact, self._widest = exact, widest
+    def __init__(self, exact: Exact, tolerance: Tolerance) -> None:
+        self.exact, self._tolerance, self._least = exact, tolerance, tolerance
+        self._settled = False
         self._lock = threading.Lock()
         self._mode: Mode | None = None if exact == "auto" else exact
         self._why = ""
@@ -126,12 +145,23 @@ class Agreement:
     def allowed(self) -> Tolerance | None:
         """By how much features may differ; None asks for equal bits, as is tried first."""
         tried = self._mode is None and self._why
-        return self._widest if self._mode == "numeric" or tried else None
+        return self._tolerance if self._mode == "numeric" or tried else None
 
     def prove(self) -> None:
         """Record that a server passed, by equal bits or, where that is tried, within the tolerance."""
         with self._lock:
             self._mode = self._mode or ("numeric" if self._why else "bitwise")
+            self._settled = True
+
+    def widen(self, needed: Tolerance) -> None:
+        """Allow at least this in mode ``numeric``, unless a server has passed: later ones keep to the rule.
+
+        Args:
+            needed: What the arithmetic of a server and of this process asks for.
+        """
+        with self._lock:
+            if not self._settled:
+                self._tolerance = widest(self._tolerance, needed)
 
     def try_tolerance(self, why: str) -> bool:
         """Try the tolerance if nothing is decided yet; return whether features may differ by it.
@@ -150,17 +180,19 @@ class Agreement:
         """Ask for equal bits again if no server passed within the tolerance."""
         with self._lock:
             if self._mode is None:
-                self._why = ""
+                self._why, self._tolerance = "", self._least
 
-    def decided(self, mode: Mode | None, why: str) -> None:
+    def decided(self, mode: Mode | None, why: str, allowed: Tolerance | None) -> None:
         """Take over what another process decided."""
         with self._lock:
             self._mode, self._why = self._mode or mode, self._why or why
+            self._tolerance = allowed or self._tolerance
 
     def resume(self, mode: Mode) -> bool:
         """Keep to the mode of an earlier job; return False if servers took part that it does not allow."""
         with self._lock:
             if self._mode == mode or (self.exact == "auto" and (self._mode, mode) != ("numeric", "bitwise")):
+                self._settled = self._settled and self._mode == mode
                 self._mode = mode
                 return True
             return False
@@ -171,7 +203,7 @@ class Agreement:
                 return "bit for bit"
             case "numeric":
                 reason = f", since {self._why}" if self._why else ""
-                return f"within {self._widest}{reason}"
+                return f"within {self._tolerance}{reason}"
         return "bit for bit so far: no server took part"
 
 
