@@ -71,8 +71,8 @@ class Mix(Ways):
 
     @property
     def exactness(self) -> str:
-        """Return how exact the job's features were, as its runs say."""
-        rows = self.rows(self.ways["upriver"] or "")
+        """Return how exact the features of a server were, as the runs of the full push say."""
+        rows = self.rows(self.ways[PUSH] or "")
         return str(rows[0]["exactness"]) if rows else "-"
 
 
@@ -159,20 +159,20 @@ def accelerator(found: Sequence[Mix]) -> str:
     return f", {torch.cuda.get_device_name()}" if used else ""
 
 
-EMULATED = """- Two network namespaces with a link shaped both ways; server and object store on core 0, training on
-  core 1, one thread each. A share below 1 slows the server's or the training process and their children,
-  {way}. The object store keeps its core."""
+EMULATED = """- Two network namespaces with a link shaped both ways; server and object store on core 0,
+  training on core 1, one thread each. A share below 1 slows the server's or the training process and their
+  children, {way}. The object store keeps its core."""
 
-DEVICES = """- Server and object store on four cores, training on four others, on one machine. Limits of the link
-  need two network namespaces; without a limit both sides use the loopback device. `cuda` is the device of
-  the server's workers, or of the whole model that is trained; input stages run on processors."""
+DEVICES = """- Server and object store on four cores, training on four others, on one machine. Limits of the
+  link need two network namespaces; without a limit both sides use the loopback device. `cuda` is the device
+  of the server's workers, or of the whole model that is trained; input stages run on processors."""
 
-BITWISE = """A run of upriver counts only if its losses are bit for bit those of the run that is not split, and
-  every micro-batch ran where the plan says; one of the plain way if each loss is within 0.0001 of it."""
+BITWISE = """A run of upriver counts only if its losses are bit for bit those of the run that is not split,
+  and every micro-batch ran where the plan says; one of the plain way if each loss is within 0.0001 of it."""
 
-NUMERIC = """Two devices never give the same bits, so `exact="auto"` accepts a tolerance for features; the last
-  column of the choices says which. A run counts only if each loss is within {tolerance} of that of the run
-  that is not split, and every micro-batch ran where the plan says."""
+NUMERIC = """Two devices never give the same bits, so `exact="auto"` accepts a tolerance for features; the
+  last column of the choices says which. A run counts only if each loss is within {tolerance} of that of the
+  run that is not split, and every micro-batch ran where the plan says."""
 
 TEMPLATE = """# A fast and a slow side
 
