@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.device_mix.report import Mix, plot, report
-from benchmarks.harness.loopback import Loopback
 from benchmarks.harness.records import Deadline, Records
 from benchmarks.harness.testbed import Testbed, Unavailable
+from benchmarks.harness.training.loopback import Loopback
 from benchmarks.harness.training.plans import Setting
 from benchmarks.harness.training.rig import Rig, command
 from benchmarks.harness.training.ways import measure_ways

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.harness import testbed
-from benchmarks.harness.loopback import Loopback
+from benchmarks.harness.training.loopback import Loopback
 
 
 def test_processes_of_both_sides_reach_each_other_without_namespaces(tmp_path: Path) -> None:
