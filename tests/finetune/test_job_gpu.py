@@ -13,7 +13,9 @@ from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, train
 from tests.program.nets import frozen_small
 from tests.server.running import running
 from upriver.errors import NotExact
+from upriver.finetune.replanner import StepClock
 from upriver.pipeline import Dataset
+from upriver.program.graph.devices import moment, seconds_between
 from upriver.program.split.split import split
 from upriver.rpc.tolerance import COARSER, FLOAT32
 
@@ -94,3 +96,19 @@ def test_convolutions_without_tf32_keep_the_tolerance_of_float32(tmp_path: Path)
             assert job.report.tolerance == FLOAT32
     finally:
         conv.fp32_precision, rnn.fp32_precision = before, before_rnn
+
+
+def test_steps_of_a_loop_that_waits_for_nothing_count_as_long_as_the_accelerator_takes() -> None:
+    clock, busy = StepClock(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
+    known = []
+    for _ in range(3):
+        clock.begin()
+        began = moment(busy.device)
+        for _ in range(50):
+            busy = (busy @ busy).clamp(-1, 1)
+        ended = moment(busy.device)
+        known.append((clock.end(16), seconds_between(began, ended)))
+    assert known[0][0] is None
+    for (found, _), (_, wanted) in zip(known[1:], known[:-1], strict=True):
+        assert found is not None and found[1] == 16
+        assert found[0] >= wanted

@@ -20,7 +20,7 @@ from upriver.control.plan_switching import PROOF_REST_S, PlanSwitcher
 from upriver.errors import ConfigError, NotExact
 from upriver.finetune import replanner as replan
 from upriver.finetune.calibration import measurement, time_budget
-from upriver.finetune.replanner import Replanner, Replanning
+from upriver.finetune.replanner import Replanner, Replanning, StepClock
 from upriver.pipeline import Dataset
 from upriver.policies import POLICIES
 from upriver.profile import profile_from_json, profile_to_json
@@ -52,6 +52,54 @@ def test_canaries_run_in_a_thread_and_their_end_is_heeded(caplog: pytest.LogCapt
     assert switcher.plan is plan and switcher.refused == set(cuts)
     assert not replanner.opened(cuts[0])
     assert "servers do not pass there: other bits" in caplog.text
+
+
+class Event:
+    """A place in the queue of an accelerator that has one clock, in milliseconds, and waits for no one."""
+
+    now_ms = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_ms, self.waited = 0.0, False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, ended: Event) -> float:
+        assert ended.waited, "times are known once the device has come so far"
+        return ended.at_ms - self.at_ms
+
+
+class Stream:
+    def record_event(self, event: Event) -> Event:
+        event.at_ms = Event.now_ms
+        return event
+
+
+def test_steps_on_an_accelerator_take_as_long_as_there_and_are_known_one_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The loop hands over steps of 2 s and more at once, as one that reads no loss does."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    clock, known = StepClock(torch.device("cuda")), list[Any]()
+    for number in range(3):
+        Event.now_ms += 500.0  # the prefix of the next batch
+        clock.begin()
+        Event.now_ms += 2000.0 + 100 * number
+        known.append(clock.end(16 + number))
+    assert known == [None, (pytest.approx(2.0), 16), (pytest.approx(2.1), 17)]
+
+
+def test_a_step_on_a_cpu_is_known_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([1.0, 1.5, 7.0, 7.25])
+    monkeypatch.setattr(replan, "moment", lambda device: next(moments))
+    clock, known = StepClock(torch.device("cpu")), list[Any]()
+    for samples in (16, 8):
+        clock.begin()
+        known.append(clock.end(samples))
+    assert known == [(0.5, 16), (0.25, 8)]
 
 
 def test_canaries_without_a_thread_are_tried_again_later(monkeypatch: pytest.MonkeyPatch) -> None:

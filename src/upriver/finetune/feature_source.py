@@ -312,7 +312,8 @@ class FeatureSource:
 
     def _saw_eager(self, done: MicroBatch, timings: Timings, *, canary: bool) -> None:
         """Note the pace of the frozen part as it is written, and the bits of the canary."""
-        seconds = timings.phases.get("forward", 0.0)
+        # Not the forward phase: on an accelerator it includes the wait for the training's own work.
+        seconds = sum(seconds for position, seconds in timings.stages.items() if position > 0)
         self.eager_s = min(seconds, self.eager_s or seconds)
         if canary:
             self.canary = forms(done.tensors)

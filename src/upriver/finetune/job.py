@@ -43,7 +43,7 @@ from upriver.finetune.prefetch.replay import Placed
 from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import steps
 from upriver.finetune.preparation.background import Preparation
-from upriver.finetune.replanner import Switch
+from upriver.finetune.replanner import StepClock, Switch
 from upriver.finetune.report import Report
 from upriver.finetune.unavailable import Availability
 from upriver.pipeline import Dataset
@@ -136,6 +136,7 @@ class FinetuneJob:
         self._run, self._guard, self._connection = run, guard, connection
         self._keep_in_eval = InEval(model, split.in_eval)
         self._device = next(model.parameters()).device
+        self._clock = StepClock(self._device)
         self._switches: list[Switch] = []
         self._following: DirectoryFollower | None = None
         self._quiet: QuietLink | None = None
@@ -368,20 +369,24 @@ class FinetuneJob:
         with contextlib.closing(self._steps(order)) as steps:
             for features, targets in tracing.each("step", steps, first=self._step, epoch=self._epoch):
                 self._step += 1
-                handed_out = time.perf_counter()
+                self._clock.begin()
                 yield features, targets
                 self._guard.check_versions()
                 self._check_flags()
                 self._adopt()
-                self._replan(time.perf_counter() - handed_out, len(targets), order)
+                self._replan(self._clock.end(len(targets)), order)
         self._guard.check_values()
         if whole:
             self._feed.tally.epoch_s.append(time.perf_counter() - began)
             self._feed.tally.epoch_bytes.append(self._link_bytes() - bytes_before)
         self._epoch, self._step = self._epoch + 1, 0
 
-    def _replan(self, trained_s: float, samples: int, order: EpochOrder) -> None:
-        """Ask the policy again after a training step, and switch to its plan once the gain has lasted."""
+    def _replan(self, trained: tuple[float, int] | None, order: EpochOrder) -> None:
+        """Ask the policy again after a training step, and switch to its plan once the gain has lasted.
+
+        Args:
+            trained: Seconds and samples of the last known step, if any.
+        """
         self._standing.tell(self._plan, self._store_lost)
         replanner, loader = self._replanner, self._loader
         if replanner is None or loader is None or self._closed:
@@ -390,7 +395,7 @@ class FinetuneJob:
             self._quiet.look()
         if self._waits is not None and (wait_s := self._waits.look()) is not None:
             replanner.waits(wait_s)
-        found = replanner.after_step(trained_s, samples)
+        found = replanner.after_step(*trained) if trained is not None else None
         if found is None:
             return
         plan, before, after = found

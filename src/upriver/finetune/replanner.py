@@ -7,11 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from upriver._threads.background import BackgroundThread
 from upriver.control.plan_switching import PROOF_REST_S, PlanSwitcher
 from upriver.errors import NotExact, UpriverError
 from upriver.profile.live_profile import LiveProfile
+from upriver.program.graph.devices import moment, seconds_between
 from upriver.types import Cost, Plan, Route, Tier, Timings, require_finite, require_type
 
 log = logging.getLogger("upriver")
@@ -156,6 +160,31 @@ class Replanner:
         """Wait for a running canary; its servers' pool has already been closed, which interrupts it."""
         if self._proof is not None:
             self._proof.join()
+
+
+class StepClock:
+    """Measure training steps by the clock of the device that trains, without waiting for a running step.
+
+    An accelerator may still compute a step when the loop asks for the next one. So its steps are known one
+    step late.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._began: Any = None
+        self._running: tuple[Any, Any, int] | None = None
+
+    def begin(self) -> None:
+        """Record that a step begins."""
+        self._began = moment(self._device)
+
+    def end(self, samples: int) -> tuple[float, int] | None:
+        """Record the end of a step; return the seconds and the samples of the last known one, if any."""
+        known, step = self._running, (self._began, moment(self._device), samples)
+        if self._device.type != "cuda":
+            known = step
+        self._running = step
+        return None if known is None else (seconds_between(known[0], known[1]), known[2])
 
 
 _BROKEN: UpriverError | None = UpriverError("the canary broke off")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -147,6 +149,22 @@ def make_ready(device: torch.device) -> None:
     started = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if device.type == "cuda" and not started:  # so no other accelerator is chosen yet
         copy_beside(*(torch.empty(1, dtype=torch.uint8, device=each) for each in ("cpu", device)))
+
+
+def moment(device: torch.device) -> Any:
+    """Return the present place in a device's queue of work, for :func:`seconds_between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.current_stream(device).record_event(event)
+
+
+def seconds_between(began: Any, ended: Any) -> float:
+    """Return the seconds between two moments of one device. Wait until it has reached the second one."""
+    if isinstance(ended, float):
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1000
 
 
 def copying(device: torch.device) -> torch.cuda.Stream:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import threading
-import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +17,7 @@ from upriver.program.graph.autocast import autocast_dtype, autocasting
 from upriver.program.graph.buffer_reuse import overwritable
 from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.constants import Constants, names_read
-from upriver.program.graph.devices import check_device, moved
+from upriver.program.graph.devices import check_device, moment, moved, seconds_between
 from upriver.program.graph.parser import check_weight, decode
 from upriver.program.graph.schedule import ScheduledNode, Values, bind, mark_last_uses, schedule
 from upriver.program.graph.schema import Graph, Value, Weight
@@ -332,12 +331,12 @@ class _StageClock:
     def begin(self) -> None:
         """Record the start of a stage."""
         if self._tell is not None:
-            self._began = self._now()
+            self._began = moment(self._device)
 
     def end(self, position: int) -> None:
         """Record the end of a stage, after all its operators were called."""
         if self._tell is not None:
-            self._laps.append((position, self._began, self._now()))
+            self._laps.append((position, self._began, moment(self._device)))
             if not self._at_the_end:
                 self.tell()
 
@@ -345,16 +344,4 @@ class _StageClock:
         """Report the stages not reported yet. Wait until they are over."""
         while self._tell is not None and self._laps:
             position, began, ended = self._laps.pop(0)
-            self._tell(position, self._between(began, ended))
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        return torch.cuda.current_stream(self._device).record_event(event)
-
-    def _between(self, began: Any, ended: Any) -> float:
-        if self._device.type != "cuda":
-            return float(ended - began)
-        ended.synchronize()
-        return float(began.elapsed_time(ended)) / 1000
+            self._tell(position, seconds_between(began, ended))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from upriver.program.eval_mode import no_fast_path
 from upriver.program.example_inputs import Example, TensorSource, tensors_in
 from upriver.program.freeze import InEval
 from upriver.program.graph.autocast import autocasting
-from upriver.program.graph.devices import random_kept
+from upriver.program.graph.devices import moment, random_kept, seconds_between
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint
 from upriver.program.split.module_trace import Trace
 
@@ -89,7 +88,7 @@ class EagerPrefix:
         given = tuple(tensor.to(self.device) for tensor in tensors)
         if start == stop:
             return given
-        began = time.perf_counter()
+        began = moment(self.device)
         with (
             self.turn,
             random_kept(),
@@ -99,10 +98,8 @@ class EagerPrefix:
             autocasting(self.device, self._autocast),
         ):
             values = self._values(given)
-        if self.device.type == "cuda" and on_stage is not None:
-            torch.cuda.synchronize(self.device)
         if on_stage is not None:
-            on_stage(stop, time.perf_counter() - began)
+            on_stage(stop, seconds_between(began, moment(self.device)))
         return values
 
     def _values(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
