@@ -154,12 +154,15 @@ def test_without_a_limit_two_devices_are_measured_on_the_loopback_device(tmp_pat
 @pytest.mark.parametrize("form", [("--quick",), ()])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
 def test_without_an_accelerator_its_form_says_so_and_measures_nothing(
-    form: tuple[str, ...], tmp_path: Path
+    form: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = module_command("device_mix", *form, "--device", "cuda", "--out", tmp_path)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("skipped, nothing was measured: device 'cuda' is not available here")
+    monkeypatch.setattr("sys.argv", ["device_mix", *form, "--device", "cuda", "--out", str(tmp_path)])
+    device_mix.main()
+    said = capsys.readouterr().out
+    assert said.startswith("skipped, nothing was measured: device 'cuda' is not available here")
     assert not list(tmp_path.iterdir())
 
 
