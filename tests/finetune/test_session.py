@@ -136,7 +136,7 @@ def test_a_job_uses_the_servers_that_a_directory_names_as_they_come_and_go(tmp_p
     data = photos(tmp_path, 200)
     plain = run(upriver.connect(), data, policy="nosplit")
     first, second = start(data, free_port()), start(data, free_port())
-    names, model = Names(first.url), frozen_small()
+    names, model, before = Names(first.url), frozen_small(), set(threading.enumerate())
     served: dict[int, dict[str, int]] = {}
     with scripted(names.respond) as url, upriver.connect(url.replace("http", "ray+http", 1)) as near:
         options = {"policy": "freeze", "prefetch": upriver.Prefetch(window_bytes=1 << 15, per_request=1)}
@@ -154,8 +154,8 @@ def test_a_job_uses_the_servers_that_a_directory_names_as_they_come_and_go(tmp_p
 
             losses = train(job, model, optimizer_of(model), epochs=2, after_step=change)
             report = job.report
-        names_of = {thread.name for thread in threading.enumerate()}
-        assert not any(name.startswith(("upriver-following", "upriver-keeper")) for name in names_of)
+        left = {thread.name for thread in set(threading.enumerate()) - before}
+        assert not any(name.startswith(("upriver-following", "upriver-keeper")) for name in left)
     for server in (first, second):
         server.close()
     assert same((losses, model), plain[:2])

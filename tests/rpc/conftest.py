@@ -1,5 +1,5 @@
 """Share the data and the plain losses of the tests of whole jobs."""
 
-from tests.finetune.conftest import data, near, plain
+from tests.finetune.conftest import data, near, one_thread, plain
 
-__all__ = ["data", "near", "plain"]
+__all__ = ["data", "near", "one_thread", "plain"]

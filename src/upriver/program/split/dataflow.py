@@ -39,6 +39,7 @@ class Operation:
         call: Index of the innermost enclosing module call.
         reads: Tensors among its arguments.
         trouble: Reason why it may run only where the user's model runs. Usually empty.
+        draws: True if it draws random numbers.
         observes: True if Python saw a value of the data (a branch may depend on it), or a size depends on the
             data.
         compiled: True if it is the first operator in code compiled by torch.compile, whose low bits may
@@ -50,6 +51,7 @@ class Operation:
     reads: tuple[TensorVersion, ...]
     trouble: str
     observes: bool
+    draws: bool = False
     compiled: bool = False
 
 
@@ -84,6 +86,11 @@ class DataFlow:
     def inputs(self) -> dict[int, int]:
         """Return the tensor number of each input, by the input's index."""
         return {int(o.name): number for number, o in self.origins.items() if o.kind == "input"}
+
+    @property
+    def draws(self) -> bool:
+        """Return whether an operator drew random numbers."""
+        return any(operation.draws for operation in self.operations)
 
     def carried(self) -> dict[str, str]:
         """Map the path of each module that reads and replaces a tensor attribute to the attribute."""
@@ -157,7 +164,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def draw(self, whose: str) -> None:
         """Record that the running call drew random numbers that no operator shows."""
         self._operations.append(
-            Operation(name="random", call=self.call, reads=(), trouble=f"draws {whose}", observes=True)
+            Operation(
+                name="random", call=self.call, reads=(), trouble=f"draws {whose}", observes=True, draws=True
+            )
         )
 
     def value(self, tensor: torch.Tensor) -> TensorVersion:
@@ -244,6 +253,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 reads=reads,
                 trouble=trouble,
                 observes=seen or sized,
+                draws=random,
                 compiled=self._compiled and bool(reads),
             )
         )

@@ -20,7 +20,7 @@ from upriver.program.eval_mode import no_fast_path
 from upriver.program.example_inputs import Example, TensorSource, tensors_in
 from upriver.program.freeze import InEval
 from upriver.program.graph.autocast import autocasting
-from upriver.program.graph.devices import moment, random_kept, seconds_between
+from upriver.program.graph.devices import moment, seconds_between
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint
 from upriver.program.split.module_trace import Trace
 
@@ -91,7 +91,6 @@ class EagerPrefix:
         began = moment(self.device)
         with (
             self.turn,
-            random_kept(),
             self._all_in_eval(),
             uncompiled(),
             no_fast_path(),

@@ -209,8 +209,8 @@ def outline(model: nn.Module, example: Inputs, *, autocast: torch.dtype | None =
 
     Returns:
         The split, whose frozen part runs as it is written. None if the parts cannot be known yet: the model
-        cannot be watched, has no freeze point, counts its calls, branches on data in the frozen part, or
-        trains a module before the freeze point is reached.
+        cannot be watched, has no freeze point, counts its calls, draws random numbers in eval, branches on
+        data in the frozen part, or trains a module before the freeze point is reached.
 
     Raises:
         ModelError: As :func:`split`.
@@ -249,7 +249,9 @@ class _Splitting:
                 changed = training.flow.changed
                 units = without_written(self.model, units, changed, calls.flow.changed)
             point = next(self._points(calls, training), None)
-            if calls.counting or point != self._point(calls, training, before_branches=True):
+            if calls.counting or calls.flow.draws:
+                return None  # an eager run would count and draw, too
+            if point != self._point(calls, training, before_branches=True):
                 return None
             trained = [
                 p for p, m in self.model.named_modules() if any(w.requires_grad for w in m.parameters())
