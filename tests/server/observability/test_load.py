@@ -159,28 +159,51 @@ def test_what_was_measured_before_a_busy_machine_s_last_micro_batches_is_not_rec
     assert meter.k == pytest.approx(2.0)
 
 
-def test_a_machine_that_is_free_again_forgets_what_was_before_it_looked_last(meter, clock):
+def test_a_machine_that_is_free_again_bounds_what_was_measured_before(meter, clock):
     slowed(meter)
     clock.now += 5
     meter.looked(BUSY)
+    assert meter.k == pytest.approx(3.0)
     clock.now += 5
     meter.looked(FREE)
+    assert meter.k == pytest.approx(1 / (1 - FREE)) == pytest.approx(1.25)
+    meter.looked(0.0)
     assert meter.k == 1
-    assert meter.load(running=0).machine == FREE
+    assert meter.load(running=0).machine == 0
 
 
-def test_what_is_measured_while_the_machine_is_free_stays(meter, clock):
-    slowed(meter)
+def test_what_was_measured_on_a_machine_that_is_in_part_free_stays(meter, clock):
+    slowed(meter, by=2.0)
     clock.now += 5
+    meter.looked(0.6)  # a job there takes up to 2.5 times as long
+    assert meter.k == pytest.approx(2.0)
+    clock.now += 600
+    meter.looked(0.6)
+    assert meter.k == pytest.approx(2.0), "nothing says otherwise"
+    meter.looked(0.3)
+    assert meter.k == pytest.approx(1 / 0.7)
+
+
+def test_a_short_stretch_moves_nothing_beside_long_ones(meter, clock):
+    """A scheduler interrupts a stretch of half a second, and none of a millisecond."""
     meter.looked(BUSY)
-    clock.now += 2
-    meter.saw(1, "a", {1: 0.15})
-    clock.now += 3
-    meter.looked(FREE)
-    assert meter.k == pytest.approx(1.5)
-    clock.now += 5
-    meter.looked(FREE)
-    assert meter.k == 1
+    meter.saw(1, "a", {1: 0.1, 2: 0.001})
+    clock.now += 20
+    meter.saw(1, "a", {1: 0.9, 2: 0.009})
+    for _ in range(9):
+        clock.now += 0.1
+        meter.saw(1, "a", {2: 0.001})
+    assert meter.k == pytest.approx(9.0)
+
+
+def test_a_long_micro_batch_is_a_load_by_itself(meter, clock):
+    meter.looked(BUSY)
+    for _ in range(9):
+        clock.now += 0.5
+        meter.saw(1, "a", {1: 0.1})
+    clock.now += 3.0
+    meter.saw(1, "a", {1: 3.0})
+    assert meter.k == pytest.approx(30.0)
 
 
 def test_by_default_a_load_that_comes_is_known_after_some_micro_batches_of_one_a_second(clock):
@@ -219,23 +242,44 @@ def test_the_threshold_is_the_operator_s(clock):
     clock.now += 100
     assert meter.k == pytest.approx(3.0)
     meter.looked(0.49)
+    assert meter.k == pytest.approx(1 / 0.51)
+
+
+def test_a_work_that_never_ran_on_a_free_machine_is_held_against_its_prediction(meter, clock):
+    predicted_s = {1: 0.05, 2: 0.05}
+    meter.looked(BUSY)
+    meter.saw(1, "a", {0: 9.0, 1: 0.4, 2: 0.4}, predicted_s)  # its own best, and no worker has a better one
+    assert meter.k == pytest.approx(8.0)
+    meter.saw(2, "b", {1: 0.3})
+    assert meter.k == pytest.approx((8.0 + 1.0) / 2), "the best seen has to do"
+
+
+def test_a_stage_without_a_prediction_counts_by_its_best(meter):
+    meter.saw(1, "a", {1: 0.4, 2: 0.1}, {1: 0.1})
+    assert meter.k == pytest.approx(0.5 / 0.2)
+
+
+def test_a_prediction_that_is_too_long_counts_for_less_than_the_best_seen(meter):
+    meter.saw(1, "a", {1: 0.1}, {1: 5.0})
+    meter.saw(1, "a", {1: 0.3}, {1: 5.0})
+    assert meter.k == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("machine", [FREE, 0.7, None])
+def test_a_prediction_counts_until_the_work_has_run_on_a_free_machine(machine, meter, clock):
+    predicted_s = {1: 0.05}
+    meter.saw(1, "a", {1: 0.1}, predicted_s)
+    meter.looked(machine)
+    clock.now += 60
+    meter.looked(BUSY)
+    meter.saw(1, "a", {1: 0.3}, predicted_s)
+    assert meter.k == pytest.approx(3.0 if machine == FREE else 6.0)
+
+
+@pytest.mark.parametrize("nonsense", [math.inf, math.nan, 0.0, -1.0])
+def test_a_prediction_that_is_none_does_not_count(nonsense, meter):
+    meter.saw(1, "a", {1: 0.1}, {1: nonsense})
     assert meter.k == 1
-
-
-def test_a_prediction_counts_for_more_than_the_least_that_was_seen(clock):
-    asked = []
-
-    def predicted(work, positions):
-        asked.append((work, sorted(positions)))
-        return {"a": 0.05}.get(work)
-
-    meter = LoadMeter(1, predicted=predicted, now=clock)
-    meter.came(1)
-    meter.saw(1, "a", {0: 9.0, 1: 0.1, 2: 0.1})  # its own best, and no worker has a better one
-    assert meter.k == pytest.approx(4.0)
-    meter.saw(1, "b", {1: 0.3})
-    assert asked == [("a", [1, 2]), ("b", [1])]
-    assert meter.k == pytest.approx((4.0 + 1.0) / 2)
 
 
 @given(
@@ -249,7 +293,7 @@ def test_a_prediction_counts_for_more_than_the_least_that_was_seen(clock):
         max_size=40,
     )
 )
-def test_whatever_happens_it_is_a_factor_that_a_free_machine_forgets(events):
+def test_whatever_happens_it_is_a_factor_that_a_free_machine_bounds_and_forgets(events):
     clock = Clock()
     meter = LoadMeter(2, window_s=10.0, now=clock)
     for worker in (1, 2):
@@ -269,7 +313,7 @@ def test_whatever_happens_it_is_a_factor_that_a_free_machine_forgets(events):
         assert 1 <= load.k == meter.k <= MOST_SLOWED
         assert all(1 <= factor <= MOST_SLOWED for factor in load.workers)
         assert 0 <= load.machine <= 1
-    for _ in range(2):
-        clock.now += 1
-        meter.looked(FREE)
+    meter.looked(FREE)
+    assert meter.k <= 1 / (1 - FREE)
+    meter.looked(0.0)
     assert meter.k == 1

@@ -7,7 +7,6 @@ ones.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator
@@ -19,10 +18,9 @@ import msgspec
 import numpy as np
 import torch
 
-import upriver
-from upriver.cache import Cache
 from upriver.coldstart.roofline import keep_pace
 from upriver.errors import ConfigError
+from upriver.profile.latency.kept_models import MODELS, SCHEMA, name_of
 from upriver.profile.latency.op_features import SIDES, Side, features_of
 from upriver.profile.latency.pace import pace_from
 from upriver.profile.latency.predictor import KindError, ModelName, Predictor, place_of
@@ -37,10 +35,6 @@ from upriver.profile.latency.regression import (
 from upriver.profile.profile_cache import TierIdentity
 from upriver.text import printable
 from upriver.types import require_finite
-
-SCHEMA: Literal["upriver.latency/1"] = "upriver.latency/1"
-
-_MODELS = Cache("latency")
 
 
 class _Strict(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -215,7 +209,7 @@ def keep(predictor: Predictor) -> Path:
     Raises:
         OSError: If the cache folder cannot be written.
     """
-    path = _MODELS.write(_name_of(predictor.place), predictor_to_json(predictor) + "\n")
+    path = MODELS.write(name_of(predictor.place), predictor_to_json(predictor) + "\n")
     if (pace := pace_from(predictor)) is not None:
         keep_pace(torch.device(predictor.place.device), pace, threads=predictor.place.threads)
     return path
@@ -228,10 +222,5 @@ def kept(device: str | torch.device = "cpu") -> Predictor | None:
         ConfigError: If torch cannot compute on the device.
     """
     place = place_of(device)
-    predictor = _MODELS.load(_name_of(place), predictor_from_json)
+    predictor = MODELS.load(name_of(place), predictor_from_json)
     return predictor if predictor is not None and predictor.place == place else None
-
-
-def _name_of(place: TierIdentity) -> str:
-    facts = [upriver.__version__, SCHEMA, asdict(place)]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()

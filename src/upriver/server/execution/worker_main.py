@@ -8,9 +8,10 @@ import socket
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import psutil
@@ -46,6 +47,9 @@ from upriver.server.scheduling.footprint import DECODING_BYTES, WEIGHED_BYTES
 from upriver.server.scheduling.program_footprint import FootprintEstimator
 from upriver.text import error_text
 from upriver.types import MicroBatch
+
+if TYPE_CHECKING:
+    from upriver.profile.latency.predictor import Predictor
 
 _T = TypeVar("_T", messages.UseSlot, messages.Room, messages.Here)
 
@@ -136,6 +140,18 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".split("\n", 1)[0][:500]
 
 
+def _models_of(text: bytes, device: str) -> Predictor | None:
+    """Return latency models; None unless they are valid ones of this device."""
+    from upriver.profile.latency.predictor import place_of
+    from upriver.profile.latency.serialization import predictor_from_json  # most workers need none of it
+
+    try:
+        found = predictor_from_json(text)
+    except UpriverError:
+        return None
+    return found if found.place == place_of(device) else None
+
+
 class ComputeWorker:
     """Keep the mapped slots and loaded programs between jobs, as the front directs."""
 
@@ -148,6 +164,7 @@ class ComputeWorker:
         self._weighing: OrderedDict[str, FootprintEstimator] = OrderedDict()
         self._warm: set[tuple[str, int]] = set()
         self._engines: OrderedDict[tuple[str | None, bytes, int], Engine] = OrderedDict()
+        self._models: Predictor | None = None
         self._code = UserCode(setup.allow)
         self._beside = self._small_left = 0
         self._waited_s = 0.0
@@ -170,11 +187,11 @@ class ComputeWorker:
 
     def _handle(self, message: messages.FromFront, fds: Sequence[int]) -> None:
         match message:
-            case messages.MapSlot() | messages.Forget():
+            case messages.MapSlot() | messages.Forget() | messages.LatencyModels():
                 self._keep_up(message, fds)
             case messages.LoadProgram():
                 self._load(message, fds)
-                self._channel.send(messages.Loaded())
+                self._channel.send(self._loaded(message.key))
             case messages.Run() | messages.RunCode():
                 self._small_left = messages.SMALL_BYTES
                 self._run(message) if isinstance(message, messages.Run) else self._run_code(message)
@@ -187,7 +204,9 @@ class ComputeWorker:
             case messages.Setup() | messages.UseSlot() | messages.Room() | messages.Here():
                 raise SystemExit(f"unexpected {type(message).__name__}")
 
-    def _keep_up(self, message: messages.MapSlot | messages.Forget, fds: Sequence[int]) -> None:
+    def _keep_up(
+        self, message: messages.MapSlot | messages.Forget | messages.LatencyModels, fds: Sequence[int]
+    ) -> None:
         """Handle a message that has no answer.
 
         Raises:
@@ -196,6 +215,8 @@ class ComputeWorker:
         try:
             if isinstance(message, messages.MapSlot):
                 self._slots[message.slot] = map_shared(fds[0], message.nbytes)
+            elif isinstance(message, messages.LatencyModels):
+                self._models = _models_of(message.text, self._setup.device)
             else:
                 self._forget(message)
         except Exception as error:
@@ -222,6 +243,14 @@ class ComputeWorker:
             caps=self._caps,
             before_stage=partial(self._before_stage, message.key) if message.coming else None,
         )
+
+    def _loaded(self, key: str) -> messages.Loaded:
+        """Return the prediction for a loaded program, if all its operators have models."""
+        program, predicted_s = self._programs[key], list[float]()
+        if self._models is not None:
+            with suppress(UpriverError):
+                predicted_s = self._models.stage_seconds(program.graph)
+        return messages.Loaded(predicted_s=tuple(predicted_s), micro_batch=program.micro_batch)
 
     def _before_stage(self, key: str, position: int, keys: Collection[str]) -> None:
         """Wait until the front has the weights that a stage first reads; see `Program.before_stage`."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, Protocol, TypeVar
@@ -149,12 +149,12 @@ class WorkerPool:
             Overloaded: If no worker is available now or soon.
         """
 
-        def run(worker: WorkerHandle) -> tuple[int, Result]:
-            return worker.pid, worker.run(job)
+        def run(worker: WorkerHandle) -> tuple[WorkerHandle, Result]:
+            return worker, worker.run(job)
 
-        pid, result = await self._on_worker(run, clock, use)
+        worker, result = await self._on_worker(run, clock, use)
         if job.program is not None and isinstance(job.run, Run):
-            self.load.saw(pid, (job.program.digest, job.run.micro_batch), result.timings.stages)
+            self._saw(worker, job.program, job.run.micro_batch, result.timings.stages)
         return result
 
     async def weigh(self, graph: SealedFile, stretch: StageRange, use: JobResources | None = None) -> Weighed:
@@ -170,12 +170,19 @@ class WorkerPool:
     ) -> StageMeasurements:
         """Run a program's stages [0, stop) once on made-up inputs; see `run`."""
 
-        def measure(worker: WorkerHandle) -> tuple[int, StageMeasurements]:
-            return worker.pid, worker.measure(program, stop=stop)
+        def measure(worker: WorkerHandle) -> tuple[WorkerHandle, StageMeasurements]:
+            return worker, worker.measure(program, stop=stop)
 
-        pid, measured = await self._on_worker(measure, Clock(), use)
-        self.load.saw(pid, (program.digest, measured.micro_batch), dict(enumerate(measured.seconds, start=1)))
+        worker, measured = await self._on_worker(measure, Clock(), use)
+        stages = dict(enumerate(measured.seconds, start=1))
+        self._saw(worker, program, measured.micro_batch, stages)
         return measured
+
+    def _saw(
+        self, worker: WorkerHandle, program: ProgramFiles, micro_batch: int, stages: Mapping[int, float]
+    ) -> None:
+        predicted_s = worker.predicted_s(program.key, micro_batch)
+        self.load.saw(worker.pid, (program.digest, micro_batch), stages, predicted_s)
 
     async def check(self, program: ProgramFiles, use: JobResources | None = None) -> bytes:
         """Load a program into a worker, which checks it; return the manifest to store with its weights.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -21,6 +22,8 @@ import numpy as np
 
 from upriver._threads.background import BackgroundThread
 from upriver.errors import DoesNotFit, Overloaded, UpriverError
+from upriver.profile.latency.kept_models import kept_text
+from upriver.profile.profile_cache import TierIdentity
 from upriver.protocol import error_body, error_from
 from upriver.server.execution.worker_output import WorkerOutput
 from upriver.server.ipc import messages
@@ -52,6 +55,9 @@ file system may keep it forever. The front's event loop does not wait for that."
 LOOK_S = 1.0
 """Interval at which the front checks a worker that waits for weights. If the worker is gone, its replacement
 needs the thread."""
+
+MODELS_BYTES = 8 << 20
+"""Longest latency models that a worker is sent: several times the longest ones made."""
 
 BROKE_OFF = "broke off"
 """Ending of a worker whose process still exists."""
@@ -124,7 +130,7 @@ class WorkerHandle:
         self._swept = False
         self._output = WorkerOutput(process.stdout) if process.stdout is not None else None
         self._slots = SlotPool()
-        self._loaded: set[str] = set()
+        self._loaded: dict[str, messages.Loaded] = {}
         self._outdated: deque[str] = deque()
         self.busy_since: float | None = None
         """Monotonic time at which the current job started; None while the worker is idle."""
@@ -192,6 +198,7 @@ class WorkerHandle:
             case messages.Hello():
                 self._channel.set_timeout(job_timeout_s)
                 self._patience_s = job_timeout_s
+                self._pass_on_models(setup, answer)
                 if self._output is not None:
                     self._output.pass_on()
                 return answer
@@ -199,6 +206,15 @@ class WorkerHandle:
                 raise error_from(answer.body)
             case _:
                 raise ChannelClosed(f"a worker says hello first, got {type(answer).__name__}")
+
+    def _pass_on_models(self, setup: messages.Setup, hello: messages.Hello) -> None:
+        """Send the latency models of its device, which a worker in a sandbox cannot read."""
+        place = TierIdentity(
+            host=platform.node(), device=setup.device, threads=setup.threads, versions=hello.fingerprint
+        )
+        text = kept_text(place)
+        if text is not None and len(text) <= MODELS_BYTES:
+            self._send(messages.LatencyModels(text=text))
 
     def load(self, program: ProgramFiles) -> None:
         """Load a program into the worker unless it is loaded."""
@@ -214,8 +230,14 @@ class WorkerHandle:
             coming=program.cold is not None,
         )
         self._send(message, [program.graph.fd, program.weights.fd])
-        self._answered(messages.Loaded)
-        self._loaded.add(program.key)
+        self._loaded[program.key] = self._answered(messages.Loaded)
+
+    def predicted_s(self, key: str, micro_batch: int) -> dict[int, float]:
+        """Return the predicted seconds of a loaded program's stages by position; empty where unknown."""
+        loaded = self._loaded.get(key)
+        if loaded is None or loaded.micro_batch != micro_batch:
+            return {}
+        return dict(enumerate(loaded.predicted_s, start=1))
 
     def run(self, job: Job) -> Result:
         """Run one job.
@@ -267,8 +289,8 @@ class WorkerHandle:
         programs = set()
         while self._outdated:
             programs.add(self._outdated.popleft())
-        programs &= self._loaded
-        self._loaded -= programs
+        programs &= self._loaded.keys()
+        self._loaded = {key: loaded for key, loaded in self._loaded.items() if key not in programs}
         slots = self._slots.dropped()
         if programs or slots:
             self._send(messages.Forget(slots=tuple(slots), programs=tuple(programs)))

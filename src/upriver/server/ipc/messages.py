@@ -52,6 +52,16 @@ class Forget(FromFront):
     programs: tuple[str, ...] = ()
 
 
+class LatencyModels(FromFront):
+    """Predict the stages of each program that is loaded later; has no answer.
+
+    Attributes:
+        text: Latency models of this device, as JSON.
+    """
+
+    text: bytes
+
+
 class LoadProgram(FromFront):
     """Load the graph and the weights that come with this message; answered by `Loaded` or `Failed`.
 
@@ -206,7 +216,15 @@ class Hello(FromWorker):
 
 
 class Loaded(FromWorker):
-    """Report that the program is loaded."""
+    """Report that the program is loaded.
+
+    Attributes:
+        predicted_s: Seconds of each stage on the idle device; empty where there are no models.
+        micro_batch: Micro-batch for which they hold.
+    """
+
+    predicted_s: tuple[Seconds, ...] = ()
+    micro_batch: int = 0
 
 
 class NeedSlot(FromWorker):

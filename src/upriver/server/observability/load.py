@@ -6,13 +6,17 @@ samples differ.
 
 That factor is LoADPart's ``k`` (Liu, Zheng, Li, Guo: "LoADPart: Load-Aware Dynamic Partition of Deep Neural
 Networks for Edge Offloading", ICDCS 2022, section III-C): the measured time of recent stretches over their
-predicted time. The paper predicts with a latency model. This module takes the best time seen, unless the
-caller passes a prediction. The paper takes the mean of a period. This module takes the median of each
-worker's recent micro-batches, and the mean of the medians.
+predicted time. The paper predicts with a latency model. So does this module, until a work has run on a free
+machine: its best time is exact then. A server that was busy since its start knows its load by that. Without
+models of the machine (``upriver calibrate``) the best time seen has to do.
 
-A factor without new measurements keeps its value while the machine is busy, and is forgotten when the machine
-is free (section IV). A device that computes locally sends nothing to measure, and must learn that it may
-return.
+The paper takes the mean of a period. This module takes the median over the time of each worker's recent
+micro-batches, and the mean of the medians. Time decides, not number: a stretch of a millisecond escapes a
+scheduler that makes one of half a second nine times as long.
+
+A factor without new measurements keeps its value (section IV). A device that computes locally sends nothing
+to measure, and must learn that it may return. So a machine that is not busy bounds the factor: a processor
+that others use for a share u of the time makes work 1 / (1 - u) times as long.
 """
 
 from __future__ import annotations
@@ -20,21 +24,24 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 from upriver.protocol import Load
 
 WINDOW_S = 5.0
 """Seconds that count as recent: LoADPart's monitoring period (sections III-C and V-A), so that a device knows
-of a load some seconds after it begins. The median of a longer window turns only when half of it is new. On a
-busy machine a window ends with the last micro-batch, so a slow model's window holds one, too."""
+of a load some seconds after it begins. The median of a longer window turns only when half of it is new. A
+window ends with the last micro-batch, so a slow model's window holds one, too."""
 
 FREE_BELOW = 0.9
 """Utilisation below which a machine is free: LoADPart's threshold, above which latency rose."""
+
+EXACT_BELOW = 0.5
+"""Utilisation below which the best times of stages are those of an idle machine. It includes the stages."""
 
 MOST_SLOWED = 1000.0
 """Largest factor. A larger one means nothing more, and bounds what a compromised worker can report to
@@ -49,15 +56,6 @@ MAX_WORKS = 256
 MAX_JOBS = 4096
 """Most finished jobs kept. If the window held more, it is shortened: earlier ones are not known."""
 
-Predicted = Callable[[Hashable, Collection[int]], float | None]
-"""Function that predicts the seconds of a work's stages at these positions together on an idle machine, or
-None."""
-
-
-def nobody_knows(work: Hashable, positions: Collection[int]) -> float | None:
-    """Predict nothing, so that the best time seen counts."""
-    return None
-
 
 @dataclass(frozen=True, slots=True)
 class _Job:
@@ -66,10 +64,11 @@ class _Job:
 
 
 class _Factor(NamedTuple):
-    """A micro-batch's time relative to its prediction, and when the micro-batch ended."""
+    """A micro-batch's time relative to its best, that time, and when the micro-batch ended."""
 
     at: float
     value: float
+    spent_s: float
 
 
 class LoadMeter:
@@ -86,17 +85,18 @@ class LoadMeter:
         *,
         window_s: float = WINDOW_S,
         free_below: float = FREE_BELOW,
-        predicted: Predicted = nobody_knows,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_workers, self._window_s, self._now = num_workers, window_s, now
-        self._free_below, self._predicted = free_below, predicted
-        self._since = self._looked_at = now()
+        self._free_below = free_below
+        self._since = now()
         self._machine: float | None = None
         self._queue = 0
         self._under_way: dict[int, float] = {}
         self._jobs: deque[_Job] = deque(maxlen=MAX_JOBS)
         self._best: OrderedDict[Hashable, dict[int, float]] = OrderedDict()
+        self._lately: set[Hashable] = set()
+        self._exact: set[Hashable] = set()
         self._factors: dict[int, deque[_Factor]] = {}
 
     @contextmanager
@@ -127,12 +127,19 @@ class LoadMeter:
         self.ended(worker)
         self._factors.pop(worker, None)
 
-    def saw(self, worker: int, work: Hashable, stages: Mapping[int, float]) -> None:
+    def saw(
+        self,
+        worker: int,
+        work: Hashable,
+        stages: Mapping[int, float],
+        predicted_s: Mapping[int, float] | None = None,
+    ) -> None:
         """Add the times of one micro-batch.
 
         Args:
             work: Key of all that decides a stage's time on an idle machine: program and micro-batch.
             stages: Seconds by position.
+            predicted_s: Seconds of the stages on an idle machine by its latency models, where these exist.
         """
         spent = {at: seconds for at, seconds in stages.items() if at > 0 and 0 < seconds < math.inf}
         if not spent or worker not in self._factors:
@@ -140,27 +147,27 @@ class LoadMeter:
         best = self._best.setdefault(work, {})
         self._best.move_to_end(work)
         if len(self._best) > MAX_WORKS:
-            self._best.popitem(last=False)
+            self._exact.discard(self._best.popitem(last=False)[0])
         for position, seconds in spent.items():
             best[position] = min(seconds, best.get(position, math.inf))
-        alone = self._predicted(work, spent.keys()) or sum(best[position] for position in spent)
-        factor = sum(spent.values()) / alone
-        self._factors[worker].append(_Factor(self._now(), min(max(1.0, factor), MOST_SLOWED)))
+        self._lately.add(work)
+        spent_s, alone_s = sum(spent.values()), sum(best[position] for position in spent)
+        if predicted_s and work not in self._exact:
+            foretold_s = sum(predicted_s.get(position, best[position]) for position in spent)
+            alone_s = min(alone_s, foretold_s) if foretold_s > 0 else alone_s
+        factor = min(max(1.0, spent_s / alone_s), MOST_SLOWED)
+        self._factors[worker].append(_Factor(self._now(), factor, min(spent_s, self._window_s)))
 
     def looked(self, machine: float | None) -> None:
         """Add the machine's utilisation by all processes since the last call.
 
-        If the machine was free, measurements from before that period say nothing about the present and are
-        dropped.
-
         Args:
             machine: Share of time; None if unknown, and then only the window drops measurements.
         """
-        if machine is not None and machine < self._free_below:
-            for factors in self._factors.values():
-                while factors and factors[0].at < self._looked_at:
-                    factors.popleft()
-        self._machine, self._looked_at = machine, self._now()
+        if machine is not None and machine < EXACT_BELOW:
+            self._exact |= self._lately & self._best.keys()
+        self._lately.clear()
+        self._machine = machine
 
     @property
     def k(self) -> float:
@@ -188,21 +195,29 @@ class LoadMeter:
         )
 
     def _factor(self, worker: int) -> float | None:
-        """Return the median of a worker's recent factors: one slow micro-batch does not move it.
+        """Return the factor of half of a worker's recent time: one slow micro-batch of many does not move it.
 
-        None without any.
-
-        On a busy machine the window ends with the worker's last micro-batch, whenever that was.
+        None without any. The window ends with the worker's last micro-batch, whenever that was, unless nobody
+        can tell how busy the machine is.
         """
         factors = self._factors[worker]
-        until = factors[-1].at if factors and self._held else self._now()
-        recent = [factor.value for factor in factors if factor.at >= until - self._window_s]
-        return median(recent) if recent else None
+        until = self._now() if not factors or self._machine is None else factors[-1].at
+        recent = sorted(
+            (factor.value, factor.spent_s) for factor in factors if factor.at >= until - self._window_s
+        )
+        left_s = sum(spent_s for _, spent_s in recent) / 2
+        for value, spent_s in recent:
+            left_s -= spent_s
+            if left_s <= 0:
+                return min(value, self._most)
+        return None
 
     @property
-    def _held(self) -> bool:
-        """Return whether other processes are known to keep the machine busy."""
-        return self._machine is not None and self._machine >= self._free_below
+    def _most(self) -> float:
+        """Return the largest factor that the machine's utilisation allows."""
+        if self._machine is None or self._machine >= self._free_below:
+            return MOST_SLOWED
+        return 1 / (1 - self._machine)
 
     def _looked_back_s(self) -> float:
         """Return the seconds of the window that lie after the start and are still known."""
