@@ -72,13 +72,13 @@ class LatencySums:
         if len(lengths) != 1 or not len(self.device_s):
             raise ConfigError(f"sums have a number for each cut, got {sorted(lengths)} of them")
 
-    def paper_s(self, *, upload: float, download: float | None = None, load: float = 1.0) -> Array:
+    def paper_s(self, *, upload: float, download: float | None = None, load: float | Array = 1.0) -> Array:
         """Return problem (1) of LoADPart at every cut: the stages, the upload and the download.
 
         Args:
             upload: Bytes per second, above 0.
             download: Bytes per second; None for a free download, as in the paper's own system.
-            load: Factor on the server's seconds.
+            load: Factor on the server's seconds; an array has one for each cut.
         """
         total = self.device_s + self.sent_bytes / upload + load * self.server_s
         if download is not None:
@@ -91,7 +91,7 @@ class LatencySums:
         *,
         upload: float,
         download: float | None = None,
-        load: float = 1.0,
+        load: float | Array = 1.0,
         rtt_s: float = 0.0,
         wait_s: float = 0.0,
     ) -> Array:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
 
@@ -49,8 +49,8 @@ LATENCIES = 64
 """Requests whose least latency is the link's. While the link is full, most of them wait for other bytes."""
 
 TRANSFERS, CHANGED_TRANSFERS, ROUND_TRIPS = 8, 2, 3
-"""Whole transfers in the window, the last ones that show a changed link, and round trips in the window. The
-median of three ignores one outlier, and they are recent."""
+"""Whole transfers in the window, the last ones that show a changed link, and round trips in the window. Three
+of them ignore outliers, and they are recent."""
 
 SMALL_BYTES = 1024
 """Largest whole transfer that counts as a round trip. It fits one packet on every link."""
@@ -64,9 +64,13 @@ LEAST_SHARE = 0.05
 LEAST_PROBE, FIRST_PROBE, MOST_PROBE = 4 << 10, 64 << 10, 1 << 20
 """Bytes of a probe: at least, before the first request, and at most."""
 
-PROBE_SHARE = 0.1
-"""Share of the time between two probes that one may take. On a slow link a probe delays all other
-transfers."""
+PROBE_SHARE, MOST_PROBE_SHARE = 0.01, 0.1
+"""Share of the time between two probes that one takes, and where round trips are long. A request that begins
+meanwhile waits for it."""
+
+PROBE_ROUND_TRIPS = 8
+"""Round trips that a probe takes at least: if these are of a busy server, they vary as much. The rate is then
+off by a seventh."""
 
 
 class Sample(NamedTuple):
@@ -98,8 +102,7 @@ class LinkEstimator:
         changed_by: Factor by which these must differ from the earlier ones.
         each: True if each of them must; otherwise their rate together.
         rate_of: Makes the bandwidth of some samples.
-        latencies: Latencies that count.
-        latency_of: Makes the latency of these.
+        latencies: Latencies whose least counts.
         burst_s: Busy seconds below which all that has crossed may be one burst of up to `SURE_BYTES`. Where
             it is given, less than `FRESH_BYTES` say nothing, however long they took.
         bandwidth_bytes_per_s: Bandwidth until enough has crossed; None where unknown.
@@ -115,14 +118,13 @@ class LinkEstimator:
         each: bool = False,
         rate_of: Callable[[Iterable[Sample]], float] = mean_rate,
         latencies: int = LATENCIES,
-        latency_of: Callable[[Sequence[float]], float] = min,
         burst_s: float = 0.0,
         bandwidth_bytes_per_s: float | None = None,
         now_s: float = -math.inf,
     ) -> None:
         self._lock = threading.RLock()
         self._changed, self._changed_by, self._each = changed, changed_by, each
-        self._rate_of, self._latency_of = rate_of, latency_of
+        self._rate_of = rate_of
         self._samples: deque[Sample] = deque(maxlen=window)
         self._latencies: deque[float] = deque(maxlen=latencies)
         self._requests: deque[float] = deque(maxlen=window)
@@ -141,7 +143,6 @@ class LinkEstimator:
             each=True,
             rate_of=median_rate,
             latencies=ROUND_TRIPS,
-            latency_of=median,
         )
 
     # ------------------------------------------------------------------------------ whole transfers
@@ -171,7 +172,9 @@ class LinkEstimator:
                 return LEAST_PROBE
             wanted = median(self._requests) if self._requests else FIRST_PROBE
             rate = min(self._rate_of(self._samples), self._rate_of([self._samples[-1]]))
-            return int(min(max(min(wanted, PROBE_SHARE * every_s * rate), LEAST_PROBE), MOST_PROBE))
+            seconds = max(PROBE_SHARE * every_s, PROBE_ROUND_TRIPS * (self.latency_s or 0.0))
+            most = min(seconds, MOST_PROBE_SHARE * every_s) * rate
+            return int(min(max(min(wanted, most), LEAST_PROBE), MOST_PROBE))
 
     # ------------------------------------------------------------------------- overlapping transfers
 
@@ -232,13 +235,21 @@ class LinkEstimator:
     def latency_s(self) -> float | None:
         """Seconds from a request to its first byte; None where unknown."""
         with self._lock:
-            return self._latency_of(self._latencies) if self._latencies else None
+            return min(self._latencies, default=None)
 
     @property
-    def unsettled(self) -> bool:
-        """True if only the last sample shows a changed link so far."""
+    def newest(self) -> float | None:
+        """Bytes per second of the last sample; None without one."""
         with self._lock:
-            return self._differ(1)
+            if not self._samples:
+                return None
+            return min(self._rate_of([self._samples[-1]]), BANDWIDTH.most)
+
+    def restart(self) -> None:
+        """Forget all samples but the last."""
+        with self._lock:
+            while len(self._samples) > 1:
+                self._samples.popleft()
 
     def idle_s(self, now_s: float) -> float:
         """Return the seconds since anything has crossed or been on its way."""

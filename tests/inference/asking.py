@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http.client
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -120,8 +120,10 @@ def tell_link(answer: Offload, bytes_per_s: float, rtt_s: float = 0.001, number:
 
 
 def tell_load(answer: Offload, k: float, wait_s: float = 0.0, number: int = 0) -> None:
+    """Set the load of a server, as if no request had been sent to it."""
     far = far_of(answer, number)
-    far._load, far._wait_s = k, wait_s
+    far._load, far._wait_s, far._machine = k, wait_s, 0.0
+    far._own, far._misses, far._asked_at = None, Counter(), {}
     far._provisional = set()  # whatever else uses this machine
 
 

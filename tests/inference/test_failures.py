@@ -28,10 +28,13 @@ from tests.inference.asking import (
     far_of,
     here,
     proxy,
+    tell_link,
+    tell_load,
 )
 from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import Running, free_port, running, wait_for
 from upriver.errors import Overloaded, ProgramError
+from upriver.inference import offload as offload_module
 from upriver.inference import remote_server as far_module
 from upriver.inference.offload import Offload
 from upriver.protocol import End, FrameDecoder
@@ -275,6 +278,48 @@ def test_the_device_begins_beside_a_server_that_is_late(between: Proxy) -> None:
         assert answer.counts["hedged"] >= 1
 
 
+def test_by_itself_a_server_that_is_late_is_hedged_then_tried_and_then_left_alone(
+    between: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device only appears to be slow, so that it is always first once it computes."""
+    monkeypatch.setattr(
+        offload_module, "device_seconds", lambda captured, measure: (1.0,) * captured.program.num_stages
+    )
+    model, x = chain(), torch.randn(2, 64)
+    wanted = here(model, x)
+    with asking(between.url, model, cut=None) as answer:
+        tell_link(answer, 1e9)
+        tell_load(answer, 1.0)
+        assert answer.decide().server == between.url
+        between.instead = hang
+        assert torch.equal(answer(x), wanted)
+        assert answer.last is not None and answer.last.hedged
+        assert (answer.last.server, answer.last.why_not) == ("", ""), "being late is no failure"
+        between.instead = None
+        tried = answer.decide()
+        assert tried.server == between.url and tried.choice.hedge_s == 0
+        assert "The device computes as well" in tried.why
+        with answer._patience.hedging() as mine:
+            assert mine and answer._decide(answer._forms.first, hedges=False)[0].server == ""
+            assert torch.equal(answer(x), wanted)
+            assert not answer.last.hedged and answer.last.server == "", "another one is hedged"
+        assert torch.equal(answer(x), wanted)
+        assert answer.last.hedged
+        far_of(answer)._misses[answer.program.digest] = 2
+        assert "sooner than a server did last" in answer.decide().why
+        assert torch.equal(answer(x), wanted)
+        assert not answer.last.hedged and answer.last.server == ""
+        wait_for(lambda: not far_of(answer)._client._connections.busy)
+
+
+def test_a_policy_of_others_is_not_hedged(between: Proxy) -> None:
+    choices: tuple[dict[str, Any], ...] = ({"policy": "remote"}, {"policy": "loadpart"}, {"cut": 3})
+    for options in choices:
+        with asking(between.url, chain(), **{"cut": None, **options}) as answer:
+            tell_link(answer, 1e9)
+            assert answer.decide().choice.hedge_s is None
+
+
 def test_a_server_that_is_quick_enough_is_not_hedged(server: Running) -> None:
     model, x = chain(), torch.randn(2, 64)
     with asking(server.url, model, hedge_s=LONG, deadline_s=LONG) as answer:
@@ -315,6 +360,69 @@ def test_who_is_first_wins(between: Proxy, monkeypatch: pytest.MonkeyPatch) -> N
         assert answer.last is not None
         assert answer.last.hedged and answer.last.server == between.url
         assert ran and ran[-1] < program.num_stages
+
+
+def test_the_servers_answer_does_not_wait_for_a_stage_here(
+    between: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    wanted = here(model, x)
+    begun, may_end, computing = threading.Event(), threading.Event(), []
+
+    def forward(exchange: Exchange) -> None:
+        begun.wait(60)
+        between.forward(exchange)
+
+    with asking(between.url, model, hedge_s=0.0) as answer:
+        run = answer.program.run
+
+        def slow(tensors: Any, start: int, stop: int, *, on_stage: Any = None) -> Any:
+            if on_stage is not None:
+                computing.append(threading.current_thread())
+                begun.set()
+                may_end.wait(60)
+            return run(tensors, start, stop, on_stage=on_stage)
+
+        monkeypatch.setattr(answer.program, "run", slow)
+        between.instead = forward
+        assert torch.equal(answer(x), wanted)
+        assert answer.last is not None and answer.last.server == between.url
+        assert computing[0].is_alive()
+        may_end.set()
+        computing[0].join(60)
+        assert not computing[0].is_alive()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_the_device_computes_in_parallel_in_the_mode_of_the_caller(
+    mode: Callable[[], Any], between: Proxy
+) -> None:
+    model, x = chain(), torch.randn(2, 64)
+    wanted = here(model, x)
+    with asking(between.url, model, hedge_s=0.0) as answer, mode():
+        between.instead = hang
+        found = answer(x)
+        assert torch.equal(found, wanted) and not found.requires_grad
+        assert answer.last is not None and answer.last.hedged and answer.last.server == ""
+        assert found.is_inference() == torch.is_inference_mode_enabled()
+
+
+def test_the_device_computes_in_the_callers_thread_where_there_is_no_other(
+    between: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "upriver-device":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    model, x = chain(), torch.randn(2, 64)
+    with asking(between.url, model, hedge_s=0.0) as answer:
+        between.instead = hang
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        assert torch.equal(answer(x), here(model, x))
+        assert answer.last is not None and answer.last.hedged
 
 
 class Known(ThreadPoolExecutor):

@@ -58,8 +58,10 @@ def test_probes_to_several_servers_never_overlap(
     monkeypatch.setattr(far_module, "probe", probe)
     monkeypatch.setattr(far_module, "admit", let_in)
     uplink = Uplink()
+    meter = SimpleNamespace(observed_bandwidth=lambda: None)
     clients: list[Any] = [
-        SimpleNamespace(url=f"http://{number}", number=number, close=lambda: None) for number in range(3)
+        SimpleNamespace(url=f"http://{number}", number=number, meter=meter, close=lambda: None)
+        for number in range(3)
     ]
     with ExitStack() as stack:
         for client in clients:
@@ -99,7 +101,7 @@ def test_a_let_in_probes_alone_and_is_waited_for_by_the_probes_of_others(
             began.wait(60)
             assert not wait_for_a_moment(lambda: "/v1/probe" in told), "a request is under way"
         letting_in.join(60)
-    assert told["/v1/probe"] == [False] * 6
+    assert told["/v1/probe"] == [False] * 9
     assert told["/v1/run"] == [True] * 3
 
 

@@ -103,7 +103,12 @@ class Decision:
             f"{seconds_text(float(sums.server_s[self.cut]))} s there"
         )
         asked = ", as asked for" if self.rule.cut_of(self.num_stages) is not None else ""
-        return f"{where}{asked}: {seconds_text(self.predicted_s)} s ({parts}{self._state()}); {alone}."
+        trial = (
+            " The device computes as well, in case that the server is slow."
+            if self.choice.hedge_s == 0
+            else ""
+        )
+        return f"{where}{asked}: {seconds_text(self.predicted_s)} s ({parts}{self._state()}); {alone}.{trial}"
 
     def _no_cut(self) -> str:
         """Return the reason that no cut is taken, for the shown server."""
@@ -112,6 +117,8 @@ class Decision:
             if self.deadline_s < seconds.min() < self.network.total_s:
                 deadline = f"the deadline of {seconds_text(self.deadline_s)} s"
                 return f"no answer of a server would be there by {deadline}"
+            if self.rule.is_ours and self.now.misses:
+                return "it answers sooner than a server did last"
         return "no cut takes less"
 
     def _state(self) -> str:
@@ -121,8 +128,8 @@ class Decision:
         now = self.now
         text = f", at {rate_text(now.upload_bytes_per_s)}, a round trip of {seconds_text(now.rtt_s)} s"
         text += f", load {now.load:.3g}"
-        if now.slowed > now.load and self.rule.policy == DEFAULT_POLICY:
-            text += f" ({now.slowed:.3g} by the last answer)"
+        if now.own is not None and now.own.is_current(now.load) and self.rule.policy == DEFAULT_POLICY:
+            text += f" ({now.own.load:.3g} by the last answer)"
         return text + (f" and a wait of {seconds_text(now.wait_s)} s" if now.wait_s > 0 else "")
 
     def _route(self) -> Route:

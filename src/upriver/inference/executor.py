@@ -7,10 +7,14 @@ still works; the first answer wins.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,8 +26,8 @@ from upriver.text import said
 from upriver.types import require_finite
 
 HELPERS = 32
-"""Requests hedged at the same time. For further requests the device starts the rest after ``hedge_s`` as
-well."""
+"""Requests with ``hedge_s`` hedged at the same time. For further requests the device starts the rest after
+``hedge_s`` as well."""
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -34,21 +38,42 @@ class RequestPatience:
 
     Attributes:
         deadline_s: From the start of a request until the device computes the rest itself.
-        hedge_s: From sending until the device starts the rest in parallel with the server.
+        hedge_s: From sending until the device starts the rest in parallel with the server; None leaves that
+            to the decision.
         helpers: Threads that wait for servers during a hedge; its own unless given.
+        spare: Taken by the one request that the decision may hedge. More would compete for the device.
     """
 
     deadline_s: float
     hedge_s: float | None = None
     helpers: Executor | None = None
+    spare: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value out of range."""
         require_finite("deadline_s", self.deadline_s, positive=True)
         if self.hedge_s is not None:
             require_finite("hedge_s", self.hedge_s)
-            helpers = self.helpers or ThreadPoolExecutor(HELPERS, thread_name_prefix="upriver-hedge")
-            object.__setattr__(self, "helpers", helpers)
+        helpers = self.helpers or ThreadPoolExecutor(HELPERS, thread_name_prefix="upriver-hedge")
+        object.__setattr__(self, "helpers", helpers)
+
+    @contextmanager
+    def hedging(self) -> Iterator[bool]:
+        """Return whether the decision may hedge the request of this block."""
+        mine = self.spare.acquire(blocking=False)
+        try:
+            yield mine
+        finally:
+            if mine:
+                self.spare.release()
+
+    def hedge_after(self, decided_s: float | None) -> float | None:
+        """Return the time from sending until the device starts the rest; None for never.
+
+        Args:
+            decided_s: The decision's; 0 is a trial, whatever the setting.
+        """
+        return decided_s if self.hedge_s is None or decided_s == 0 else self.hedge_s
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,6 +109,30 @@ class _Overtaken(Exception):
     """Raised when the server's answer has arrived, so that the device stops."""
 
 
+def _start(future: Future[Tensors], work: Callable[[], Tensors]) -> None:
+    """Run a function in a new thread, in the mode of this one; its result is the future's.
+
+    Unlike a waiting thread, a new one has the floating-point environment of its creator. Without another
+    thread the function runs here.
+    """
+    inference = torch.is_inference_mode_enabled()
+
+    def run() -> None:
+        try:
+            with torch.inference_mode(inference):
+                future.set_result(work())
+        except _Overtaken:
+            future.cancel()
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="upriver-device")
+    try:
+        thread.start()
+    except RuntimeError:
+        run()
+
+
 @dataclass(kw_only=True)
 class InferenceRequest:
     """One request in progress.
@@ -92,6 +141,7 @@ class InferenceRequest:
         cut: Number of stages that the device runs.
         far: Server that runs the rest; None where the device does.
         process: Server process at the decision: no other process has passed the check.
+        hedge_s: Time from sending until the device starts the rest as well; never if None.
         served: How the request was answered, complete once it is.
     """
 
@@ -100,7 +150,9 @@ class InferenceRequest:
     cut: int
     far: RemoteServer | None
     process: str
-    patience: RequestPatience
+    deadline_s: float
+    hedge_s: float | None
+    helpers: Executor | None
     served: ServedRequest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -117,7 +169,7 @@ class InferenceRequest:
         if self.far is None or self.cut == self.captured.program.num_stages:
             return self._here(crossing, self.cut, self.captured.program.num_stages)
         sent = self._fetched(crossing)
-        left_s = self.patience.deadline_s - (time.perf_counter() - began)
+        left_s = self.deadline_s - (time.perf_counter() - began)
         if left_s <= 0:
             self.served.why_not = "the deadline was over before the cut was reached"
             return self._here(crossing, self.cut, self.captured.program.num_stages)
@@ -150,38 +202,57 @@ class InferenceRequest:
             return done
 
     def _asked(self, far: RemoteServer, exchange: Exchange, crossing: Tensors, left_s: float) -> Tensors:
-        if self.patience.hedge_s is None or self.patience.helpers is None:
+        if self.hedge_s is None or self.helpers is None:
             return self._took(far, exchange.finish(left_s))
         try:
-            waiting = self.patience.helpers.submit(exchange.finish, left_s)
+            waiting = self.helpers.submit(exchange.finish, left_s)
         except RuntimeError:  # closed meanwhile; the closed server raises an error that says so
             return self._took(far, exchange.finish(left_s))
         try:
-            return self._took(far, waiting.result(timeout=self.patience.hedge_s))
+            return self._took(far, waiting.result(timeout=self.hedge_s))
         except TimeoutError:
             return self._race(far, exchange, waiting, crossing)
 
     def _race(
         self, far: RemoteServer, exchange: Exchange, waiting: Future[ExchangeResult], crossing: Tensors
     ) -> Tensors:
-        """Compute in parallel with the server; the first answer counts."""
+        """Compute in parallel with the server; the first answer counts.
+
+        A stage cannot be interrupted. So the device computes in another thread, which ends after the stage
+        in which the server's answer comes.
+        """
         self.served.hedged = True
+        ours: Future[Tensors] = Future()
 
         def look(_position: int, _seconds: float) -> None:
             if waiting.done() and waiting.exception() is None:
                 raise _Overtaken
 
         began = time.perf_counter()
-        program = self.captured.program
+        _start(ours, partial(self._rest, crossing, look))
+        either: list[Future[Any]] = [waiting, ours]
+        wait(either, return_when=FIRST_COMPLETED)
         try:
-            done = program.run(crossing, self.cut, program.num_stages, on_stage=look)
-        except _Overtaken:
-            return self._took(far, waiting.result())
+            if waiting.done() and waiting.exception() is None:
+                return self._took(far, waiting.result())
+            done = ours.result()
         finally:
             self.served.device_s += time.perf_counter() - began
-        if waiting.done() and isinstance(error := waiting.exception(), UpriverError):
+        if not waiting.done():
+            far.overtaken(self.captured)
+        elif (error := waiting.exception()) is None:
+            return self._took(far, waiting.result())
+        elif isinstance(error, UpriverError):
             self._gave_up(far, error)
         exchange.close()
+        return done
+
+    def _rest(self, crossing: Tensors, look: Callable[[int, float], None]) -> Tensors:
+        """Compute the stages from the cut on, to the end also on an accelerator."""
+        program = self.captured.program
+        done = program.run(crossing, self.cut, program.num_stages, on_stage=look)
+        if program.device.type != "cpu":
+            torch.accelerator.synchronize(program.device)  # the caller's stream may be another one
         return done
 
     def _took(self, far: RemoteServer, finished: ExchangeResult) -> Tensors:

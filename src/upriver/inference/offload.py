@@ -17,7 +17,15 @@ from torch import nn
 
 from upriver._deprecation import deprecated_keywords
 from upriver._threads.forks import ForkSafeLock, reset_in_child
-from upriver.control.partition import DEFAULT_POLICY, ESTIMATES, PartitionRule, choose, kept_away, likely
+from upriver.control.partition import (
+    DEFAULT_POLICY,
+    ESTIMATES,
+    PartitionRule,
+    choose,
+    kept_away,
+    kept_away_by_link,
+    likely,
+)
 from upriver.errors import ConfigError
 from upriver.inference.capture_cache import CaptureCache, Network
 from upriver.inference.change_detection import ChangeDetector, module_states
@@ -113,17 +121,21 @@ class Offload:
         self._check_autocast()
         network, tensors = self._forms.find(args, kwargs)
         _check_untraced(tensors)
-        decision, far = self._decide(network)
-        decide_s = time.perf_counter() - began
-        request = InferenceRequest(
-            captured=network.captured,
-            tensors=tensors,
-            cut=decision.cut,
-            far=far,
-            process=decision.costs.process if decision.costs is not None else "",
-            patience=self._patience,
-        )
-        answer = network.captured.answer(request.run())
+        patience = self._patience
+        with patience.hedging() as hedges:
+            decision, far = self._decide(network, hedges=hedges)
+            decide_s = time.perf_counter() - began
+            request = InferenceRequest(
+                captured=network.captured,
+                tensors=tensors,
+                cut=decision.cut,
+                far=far,
+                process=decision.costs.process if decision.costs is not None else "",
+                deadline_s=patience.deadline_s,
+                hedge_s=patience.hedge_after(decision.choice.hedge_s),
+                helpers=patience.helpers,
+            )
+            answer = network.captured.answer(request.run())
         self._unchanged.check()  # again, for changes during the request
         request.served.decide_s, request.served.total_s = decide_s, time.perf_counter() - began
         self._note(request.served)
@@ -134,7 +146,7 @@ class Offload:
         self._check_open()
         return self._decide(self._forms.first)[0]
 
-    def _decide(self, network: Network) -> tuple[Decision, RemoteServer | None]:
+    def _decide(self, network: Network, *, hedges: bool = True) -> tuple[Decision, RemoteServer | None]:
         captured = network.captured
         alone = network.other_threads
         fars = [] if alone else self._fars
@@ -143,10 +155,17 @@ class Offload:
         sums = [costs.sums for _, costs in offered]
         offers, deadline_s = list(zip(sums, states, strict=True)), self._patience.deadline_s
         choice = choose(
-            self._rule, network.total_s, captured.program.num_stages, offers, deadline_s=deadline_s
+            self._rule,
+            network.total_s,
+            captured.program.num_stages,
+            offers,
+            deadline_s=deadline_s,
+            hedges=hedges,
         )
         for server in kept_away(self._rule, choice, offers, deadline_s=deadline_s):
-            offered[server][0].seek()
+            offered[server][0].ask_load_soon()
+        for server in kept_away_by_link(self._rule, choice, offers, deadline_s=deadline_s):
+            offered[server][0].probe_soon()
         far = None if choice.server is None else offered[choice.server][0]
         shown = choice.server or 0
         missing = fars if len(offered) < len(fars) else ()
@@ -342,7 +361,8 @@ def offload(
             ``loadpart``, ``neurosurgeon`` (the same without the server's load), ``local`` or ``remote``.
         cut: Number of stages that the device always runs, instead of a policy.
         deadline_s: Time after which the device computes the rest of a request itself.
-        hedge_s: Time after which the device starts the rest in parallel with the server; never if None.
+        hedge_s: Time after which the device starts the rest in parallel with the server. If None, our own
+            policy decides: when a server is late, or when it may no longer be the better place.
         push: Whether to send the program to a server that lacks it.
         exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance.
         measure: ``predict`` uses the device's models from ``upriver calibrate``, and measures where there are

@@ -12,14 +12,15 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 
 from upriver._threads.background import BackgroundThread
-from upriver.control.partition import ServerConditions
+from upriver.control.partition import OwnLoad, ServerConditions, device_is_better, link_has_changed
 from upriver.control.server_choice import is_lost
 from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
@@ -27,7 +28,7 @@ from upriver.inference.costs import CutCosts, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult
 from upriver.inference.server_check import BUSY, admit, canary, probe, verifier_of
 from upriver.inference.uplink import Uplink
-from upriver.link import CHANGED_TRANSFERS, ROUND_TRIPS, TRANSFERS, LinkEstimator
+from upriver.link import LEAST_PROBE, MOST_PROBE_SHARE, ROUND_TRIPS, TRANSFERS, LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.retry import Backoff, CircuitBreaker
 from upriver.rpc import validation
@@ -42,12 +43,8 @@ PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """First and longest pause after a server failed or refused a network."""
 
 SOONER = 0.1
-"""Fraction of ``load_s`` between load queries while the load keeps requests away: no answer tells then that
-the server is free again."""
-
-SLOWED, LATE = 2.0, 0.1
-"""Factor and share that make an answer news of a load. Its stages took more than ``SLOWED`` times the time
-that k predicts, and the excess is more than ``LATE`` of the request."""
+"""Fraction of ``load_s`` between load queries while the load keeps requests away, and of ``probe_s`` between
+probes while the link does: no answer tells then that the server is free, or the link wide, again."""
 
 OF_ONE = (ProgramNotFound, Forbidden)
 """Errors about one program during the check of a server. The server may have other programs, or receive this
@@ -60,7 +57,7 @@ class OffloadTuning:
 
     Attributes:
         probe_s: Interval between probes of the link to a server, where no request has shown its rate (5 s:
-            LoADPart, section V-A).
+            LoADPart, section V-A); down to a tenth of that where only the link keeps requests away.
         load_s: Interval between queries of a server's load, likewise (10 s); a tenth of that where only the
             load keeps requests away.
         window: Transfers from which a link is estimated.
@@ -122,10 +119,12 @@ class RemoteServer:
         self._costs: dict[str, CutCosts] = {}
         self._looked_up: set[tuple[str, int]] = set()
         self._provisional: set[str] = set()
-        self._load, self._wait_s = 1.0, 0.0
-        self._slowed, self._slowed_until = 1.0, -math.inf
+        self._load, self._wait_s, self._machine = 1.0, 0.0, 0.0
+        self._own: OwnLoad | None = None
+        self._misses: Counter[str] = Counter()
         self._probed_at = self._shown_at = self._heard_at = self._doubted_at = -math.inf
-        self._sought = False
+        self._asked_at: dict[str, float] = {}
+        self._load_sought = self._probe_sought = False
         self._flags = flags()
         self._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S)
         self._breaker = CircuitBreaker(self._backoff)
@@ -210,13 +209,17 @@ class RemoteServer:
         download, upload = self._client.meter.observed_bandwidth(), self.link.bandwidth()
         if upload is None:
             return None
+        now_s, tuning = time.monotonic(), self._tuning
         return ServerConditions(
             upload_bytes_per_s=upload,
             download_bytes_per_s=download,
             rtt_s=(self.link.latency_s or 0.0) + costs.handling.fixed_s(download),
             load=self._load,
-            slowed=self._slowed if time.monotonic() < self._slowed_until else 1.0,
+            own=self._own,
             wait_s=self._wait_s,
+            misses=self._misses[costs.program.digest],
+            silent_s=now_s - self._asked_at.get(costs.program.digest, now_s),
+            old=now_s - self._shown_at > 2 * tuning.probe_s or now_s - self._heard_at > 2 * tuning.load_s,
         )
 
     def ask(
@@ -225,10 +228,16 @@ class RemoteServer:
         """Make a request for the stages from a cut on, to the server process that passed the check."""
         return Exchange(self._client, captured, cut, tensors, process=process)
 
-    def seek(self) -> None:
-        """Have the load queried soon, as the load kept a request away."""
-        if not self._sought:
-            self._sought = True
+    def ask_load_soon(self) -> None:
+        """Have the load queried soon, as it kept a request away."""
+        if not self._load_sought:
+            self._load_sought = True
+            self._wake.set()
+
+    def probe_soon(self) -> None:
+        """Have the link probed soon, as it kept a request away."""
+        if not self._probe_sought:
+            self._probe_sought = True
             self._wake.set()
 
     def under_way(self) -> AbstractContextManager[None]:
@@ -239,12 +248,10 @@ class RemoteServer:
         """Update the link and the load from an answer.
 
         The first answer from a cut says nothing of the link: the server has looked up what crosses there. k
-        is a median over some seconds. An answer that took much longer than k predicts is news of the load.
-        That news counts until the next news, until the machine is not busy, or for ``load_s``.
+        is a median over some seconds. The answer's own factor counts along with it until k is another one.
         """
         program, costs = captured.program, self._costs.get(captured.program.digest)
         shown = False
-        spent_s = sum(finished.timings.stages.values())
         alone_s = 0.0 if costs is None else float(costs.sums.server_s[cut])
         if costs is not None and (program.digest, cut) in self._looked_up:
             crossing, handling = crossing_bytes(program, cut), costs.handling
@@ -254,22 +261,52 @@ class RemoteServer:
         with self._lock:
             self._load, self._wait_s = finished.timings.k, finished.timings.expected_wait_s
             now = time.monotonic()
-            self._slowed_until = -math.inf
-            if alone_s > 0 and spent_s - SLOWED * self._load * alone_s > LATE * finished.took_s:
-                self._slowed = min(spent_s / alone_s, MOST_FACTOR)
-                self._slowed_until = now + self._tuning.load_s
+            self._own = None
+            if alone_s > 0:
+                factor = sum(finished.timings.stages.values()) / alone_s
+                load = min(max(1.0, factor), MOST_FACTOR)
+                self._own = OwnLoad(load=load, server_s=alone_s, told=self._load)
+            self._asked_at[program.digest] = now
             # Only /v1/load tells whether the machine is free again.
             self._heard_at = self._heard_at if self._provisional else now
-            self._sought = False
+            self._load_sought = False
             if shown:
                 self._shown_at = now
-                # A probe confirms at once a new rate that only this answer shows. Where links jump, it does
-                # not do so again and again.
-                if self.link.unsettled and now >= self._doubted_at + self._tuning.probe_s:
-                    self._shown_at, self._doubted_at = now - self._tuning.probe_s, now
             self._breaker.succeed(now)
             self._wanted[program.digest].breaker.succeed(now)
             self._looked_up.add((program.digest, cut))
+            if costs is not None:
+                self._judge(costs, now, shown=shown)
+
+    def _judge(self, costs: CutCosts, now: float, *, shown: bool) -> None:
+        """Believe the last answer where the next choice would be behind otherwise; the lock is held."""
+        if shown and self._link_has_changed([(costs, self.now(costs))]):
+            self.link.restart()
+            # A probe confirms at once what a single answer shows. Where links jump, it does not do so again
+            # and again.
+            if now >= self._doubted_at + self._tuning.probe_s:
+                self._shown_at, self._doubted_at = now - self._tuning.probe_s, now
+        state = self.now(costs)
+        missed = state is not None and device_is_better(costs.sums, state)
+        digest = costs.program.digest
+        self._misses[digest] = self._misses[digest] + 1 if missed else 0
+
+    def _link_has_changed(self, states: Sequence[tuple[CutCosts, ServerConditions | None]]) -> bool:
+        """Return whether the last transfer alone leads to a choice that these states do not lead to."""
+        upload = self.link.newest
+        return upload is not None and any(
+            now is not None and link_has_changed(costs.sums, now, upload) for costs, now in states
+        )
+
+    def overtaken(self, captured: CapturedModel) -> None:
+        """Note that the device has answered before the server, whose answer tells nothing; a probe may."""
+        digest = captured.program.digest
+        with self._lock:
+            now = time.monotonic()
+            self._asked_at[digest], self._own = now, None
+            self._misses[digest] += 1
+            self._shown_at = min(self._shown_at, now - self._tuning.probe_s)
+        self._wake.set()
 
     def prepare(self, captured: CapturedModel, cut: int) -> bool:
         """Run the example from a cut on once, so the server has all it needs; return whether it succeeded."""
@@ -358,12 +395,20 @@ class RemoteServer:
 
     @property
     def _probe_at(self) -> float:
-        return min(self._probed_at, self._shown_at) + self._tuning.probe_s
+        return min(self._probed_at, self._shown_at) + self._probe_s
+
+    @property
+    def _probe_s(self) -> float:
+        """Interval between probes; one is no shorter than the link can take: see `MOST_PROBE_SHARE`."""
+        probe_s, rate = self._tuning.probe_s, self.link.bandwidth()
+        if not self._probe_sought or rate is None:
+            return probe_s
+        return min(probe_s, max(SOONER * probe_s, 2 * LEAST_PROBE / rate / MOST_PROBE_SHARE))
 
     @property
     def _hear_at(self) -> float:
         load_s = self._tuning.load_s
-        return self._heard_at + (SOONER * load_s if self._sought else load_s)
+        return self._heard_at + (SOONER * load_s if self._load_sought else load_s)
 
     @property
     def _may_probe(self) -> bool:
@@ -430,6 +475,7 @@ class RemoteServer:
         began_with = self._flags
         if not self._costs:  # the link may have changed, and so caused the failure
             self.link = LinkEstimator.of_requests(self._tuning.window)
+            self._own, self._misses = None, Counter()
         admitted = admit(
             self._client,
             captured,
@@ -447,35 +493,63 @@ class RemoteServer:
             self._looked_up |= {(captured.program.digest, cut) for cut in admitted.cuts}
             self._provisional -= {captured.program.digest}
             self._provisional |= {captured.program.digest} if admitted.provisional else set()
-            self._load, self._wait_s = load.k, load.expected_wait_s
+            self._load, self._wait_s, self._machine = load.k, load.expected_wait_s, load.machine
             self._probed_at = self._shown_at = self._heard_at = time.monotonic()
+            self._asked_at[captured.program.digest] = self._heard_at
             self._wanted[captured.program.digest].breaker.error = None
         log.info("%s may run stages of %s", self.url, captured.program.digest[:12])
 
     def _probe(self) -> None:
         """Probe the round trip, and the rate where no request has shown it.
 
-        A large probe is sent once. It repeats at once where the link seems changed and is free.
+        A second probe of the rate must confirm one that would change a choice. Earlier transfers are then
+        forgotten, and a server that lost is tried again.
         """
-        every_s = self._tuning.probe_s
+        every_s = self._probe_s
+        states = [(costs, self.now(costs)) for costs in self._costs.values()]
+
+        def changed() -> bool:
+            return self._uplink.busy_since_s == math.inf and self._link_has_changed(states)
+
         with self._uplink.probing(self._probe_at):
             large = int(time.monotonic() >= self._shown_at + every_s)
             probe(self._client, self.link, small=ROUND_TRIPS, large=large, every_s=every_s)
-            for _ in range(CHANGED_TRANSFERS * large):
-                if not self.link.unsettled or self._uplink.busy_since_s < math.inf:
-                    break
+            if large and changed():
                 probe(self._client, self.link, small=0, large=1, every_s=every_s)
+                if changed():
+                    self.link.restart()
+                    self._try_again(set(self._costs))
         self._probed_at = time.monotonic()
         self._shown_at = self._probed_at if large else self._shown_at
+
+    def _try_again(self, digests: Set[str]) -> None:
+        """Have a server that lost networks tried at once: what made it lose them is over."""
+        with self._lock:
+            for digest in digests:
+                self._misses[digest] = min(self._misses[digest], 1)
+
+    def _kept_here(self) -> set[str]:
+        """Return the networks of which the device would compute all by the estimates."""
+        states = [(digest, costs, self.now(costs)) for digest, costs in self._costs.items()]
+        return {
+            digest
+            for digest, costs, state in states
+            if state is not None and device_is_better(costs.sums, state)
+        }
 
     def _ask_load(self) -> None:
         """Query the load. Repeat measurements that were made on a busy server, once it is free."""
         load = self._client.load()
+        free = load.machine < BUSY
         with self._lock:
-            self._load, self._wait_s = load.k, load.expected_wait_s
-            self._heard_at, self._sought = time.monotonic(), False
-            if load.machine < BUSY:
-                self._slowed_until = -math.inf
-            again = sorted(self._provisional & self._costs.keys()) if load.machine < BUSY else []
+            freed, before = free and self._machine >= BUSY, self._kept_here()
+            self._load, self._wait_s, self._machine = load.k, load.expected_wait_s, load.machine
+            self._heard_at, self._load_sought = time.monotonic(), False
+            if freed:  # a busy server is also slow to read what is sent, so probes meant little
+                self._shown_at = min(self._shown_at, self._heard_at - self._tuning.probe_s)
+            again = sorted(self._provisional & self._costs.keys()) if free else []
+            better = set(self._costs) if freed else before - self._kept_here()
+        self._try_again(better)
         for digest in again:
             self._try(self._wanted[digest])
+        self._probe_sought = False

@@ -15,7 +15,7 @@ from upriver.errors import Overloaded, ProgramNotFound, UpriverError
 from upriver.inference.costs import ANY_TIME, CutCosts, HandlingTimes, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult, packing
 from upriver.inference.uplink import Uplink
-from upriver.link import ROUND_TRIPS, LinkEstimator
+from upriver.link import LEAST_PROBE, ROUND_TRIPS, LinkEstimator
 from upriver.profile.profile_cache import ProfileKey, load_profile, save_profile
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.program.graph.executor import Program
@@ -138,6 +138,9 @@ def _push_command(captured: CapturedModel) -> str:
 def probe(client: ServerClient, link: LinkEstimator, *, small: int, large: int, every_s: float = 5.0) -> None:
     """Send meaningless bytes, and have the link record how long they took.
 
+    A few bytes precede each large transfer and do not count. They use up what a link that was idle carries at
+    once, and open TCP's window. A large transfer is small itself, and its rate would be another one.
+
     Args:
         link: The link to the server, which says how large the large transfers are.
         small: Number of one-byte transfers.
@@ -148,6 +151,8 @@ def probe(client: ServerClient, link: LinkEstimator, *, small: int, large: int, 
         UpriverError: If the server does not answer.
     """
     for size in [1] * small + [0] * large:
+        if not size:
+            client.probe_upload(LEAST_PROBE)
         found = client.probe_upload(size or link.probe_bytes(every_s))
         link.add_transfer(found.num_bytes, found.first_byte_s + found.seconds)
 
