@@ -147,25 +147,36 @@ def stage_seconds(program: Program, example: torch.Tensor) -> list[float]:
 class OneWay:
     """Let one way at a time use the link: a device with one way has no others.
 
-    A way's own probe and request may be in flight together, as in real use.
+    A way's own probe and request may be in flight together, as in real use. But a probe that another way has
+    held up does not begin during a request: without others it would have been sent before.
     """
 
     def __init__(self) -> None:
         self._free = threading.Condition()
-        self._way, self._users = "", 0
+        self._way, self._users, self._requests = "", 0, 0
 
     @contextmanager
-    def of(self, way: str) -> Iterator[None]:
-        """Wait until no other way uses the link, and block other ways while the block runs."""
+    def of(self, way: str, *, request: bool = False, probe: bool = False) -> Iterator[None]:
+        """Wait until no other way uses the link, and block other ways while the block runs.
+
+        Args:
+            way: The way.
+            request: Whether the block sends a request.
+            probe: Whether the block sends a probe, which waits for the way's requests.
+        """
         with self._free:
-            self._free.wait_for(lambda: not self._users or self._way == way)
+            self._free.wait_for(
+                lambda: not self._users or (self._way == way and not (probe and self._requests))
+            )
             self._way = way
             self._users += 1
+            self._requests += request
         try:
             yield
         finally:
             with self._free:
                 self._users -= 1
+                self._requests -= request
                 self._free.notify_all()
 
 
@@ -185,7 +196,7 @@ class Client(ServerClient):
 
     def probe_upload(self, num_bytes: int) -> Probe:
         """Probe the upload as any client does, in its way's turn."""
-        with self._link.of(self._way):
+        with self._link.of(self._way, probe=True):
             return super().probe_upload(num_bytes)
 
 
@@ -303,7 +314,7 @@ class Device:
             number: Selects the input.
         """
         answer, wanted = self._ways[way], self._answers[number % INPUTS]
-        with self._link.of(way):
+        with self._link.of(way, request=True):
             began = time.perf_counter()
             given = answer(self._inputs[number % INPUTS])
             seconds = time.perf_counter() - began
@@ -314,6 +325,7 @@ class Device:
             "seconds": round(seconds, 6),
             "cut": served.cut,
             "equal": torch.equal(given, wanted),
+            "hedged": served.hedged,
             "why": served.why_not or "; ".join(decision.not_used),
             "device_s": round(served.device_s, 6),
             "link_s": round(served.link_s, 6),

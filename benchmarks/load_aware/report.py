@@ -152,6 +152,7 @@ def phases_table(found: Sequence[Found]) -> str:
         "by its own requests",
         "so many",
         "before it settled, too",
+        "late",
     ]
     rows = []
     for each in found:
@@ -164,7 +165,7 @@ def phases_table(found: Sequence[Found]) -> str:
             cells += [each.spread(number, way).text(3) for way in (LOCAL, FULL)]
             over = [f"{each.over_ends(number, how):+.1%}" for how in OVER_ENDS_BY]
             own = len(each.requests(number, OURS, settled=True))
-            cells += [*over[:2], str(own), *over[2:]]
+            cells += [*over[:2], str(own), *over[2:], str(each.late(number))]
             rows.append([each.setting.network, *cells])
     return table(header, rows)
 
@@ -278,7 +279,9 @@ k and the rate are what ours knew when it chose. "Ours over the better one" is o
 and full once it has settled, which is the later half of a phase: its cuts, each as long as requests at that
 cut took in that phase, whoever sent them. "By its own requests" is the median of ours' alone then; "so many"
 they were: one or two with slow networks, where a single one that was disturbed decides. "Before it settled,
-too" is by its cuts in all of the phase, those before it knew of a change among them.
+too" is by its cuts in all of the phase, those before it knew of a change among them. "Late" are the requests
+in all of the phase that were more than 3 % above the better one; where the device computed in parallel,
+a request counts as long as it took.
 
 ## The link changes (Figure 6)
 
@@ -337,7 +340,8 @@ them the device finished by itself what a server was to.
   the server's load of its own, fed by its own requests and, where it has sent none of late, by its own
   probes every 5 s and questions every 10 s. One way uses the link at a time, as a device with one way has no
   others to share it with: its probes wait for the end of another way's request, and so does the next request
-  for that of another's probe, untimed. Its own probes and requests share the link as they would anywhere.
+  for that of another's probe, untimed. A probe that was held up does not begin during a request of its own,
+  and a request may begin during a probe, as anywhere.
   The server is shared, so that its k is measured by everybody's requests. Local, full and fixed cuts come as
   often as their time is no more than ours.
 - Neurosurgeon knows what LoADPart knows but for the load: its k is 1, and it expects no wait. A busy server

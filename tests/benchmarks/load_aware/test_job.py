@@ -200,12 +200,21 @@ def test_no_probe_runs_into_another_ways_request(device: Device) -> None:
     assert not probing.is_alive()
 
 
-def test_a_probe_shares_the_link_with_its_own_ways_request(device: Device) -> None:
+def test_a_probe_that_was_held_up_does_not_begin_during_its_own_ways_request(device: Device) -> None:
+    probing = threading.Thread(target=device._fars[OURS]._client.probe_upload, args=(1,))
     with device._link.of(OURS):
-        probing = threading.Thread(target=device._fars[OURS]._client.probe_upload, args=(1,))
-        probing.start()
+        with device._link.of(OURS, request=True):
+            probing.start()
+            probing.join(0.2)
+            assert probing.is_alive(), "it waits"
         probing.join(60)
-        assert not probing.is_alive(), "it does not wait"
+        assert not probing.is_alive(), "it waits for nothing else of its way"
+
+
+def test_a_request_begins_during_its_own_ways_probe() -> None:
+    link = OneWay()
+    with link.of(OURS, probe=True), link.of(OURS, request=True):
+        pass
 
 
 def test_a_way_has_the_link_until_all_that_belongs_to_it_is_over() -> None:

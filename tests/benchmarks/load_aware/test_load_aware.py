@@ -355,13 +355,14 @@ def test_who_is_blind_gains_nothing(tmp_path: Path) -> None:
     assert other.goals["mean"] and "best" not in other.goals, "3 % worse would do"
     worst, phase = found.worst_over_ends("settled")
     assert phase == 1 and worst == pytest.approx(0.5)
-    assert not any(found.goals[how] for how in OVER_ENDS_BY)
+    assert not any(found.goals[how] for how in ("settled", "measured", "late"))
 
 
 def test_ours_is_held_against_local_full_and_fixed_cuts(tmp_path: Path) -> None:
     found = found_in(tmp_path)
     for how in OVER_ENDS_BY:
-        assert found.worst_over_ends(how)[0] == pytest.approx(0.0) and found.goals[how]
+        assert found.worst_over_ends(how)[0] == pytest.approx(0.0)
+    assert all(found.goals[how] for how in ("settled", "measured", "late")) and found.most_late[0] == 0
     assert set(found.fixed_s) == {0, 3, 5, 6, 7, 8, STAGES} and found.untried == []
     assert found.best_fixed[0] in (5, STAGES) and found.best_fixed[1] == pytest.approx(3.0)
     assert found.over_fixed < 0 and found.goals["fixed"]
@@ -372,10 +373,25 @@ def test_ours_is_held_against_local_full_and_fixed_cuts(tmp_path: Path) -> None:
 def test_ours_that_learns_late_of_a_change_is_seen_in_the_verdict_on_all_of_a_phase(tmp_path: Path) -> None:
     found = found_in(tmp_path)
     busy = found.requests(1, OURS)
-    for request in busy[: len(busy) // 2]:
+    assert len(busy) >= 4
+    for number, request in enumerate(busy[:2], start=1):
         request.update(cut=0, seconds=found.requests(1, FULL)[0]["seconds"])
-    assert found.goals["settled"] and found.goals["measured"] and not found.goals["throughout"]
-    assert found.worst_over_ends("throughout")[1] == 1
+        assert found.most_late == (number, 1) and found.goals["late"] == (number == 1)
+    assert found.goals["settled"] and found.goals["measured"]
+    assert found.worst_over_ends("throughout")[1] == 1 and found.worst_over_ends("throughout")[0] > 0.03
+
+
+@pytest.mark.parametrize(("seconds", "late"), [(1.02, 0), (1.2, 1)])
+def test_a_request_that_the_device_computed_too_counts_as_itself(
+    seconds: float, late: int, tmp_path: Path
+) -> None:
+    found = found_in(tmp_path)
+    full_s = found.typical_s(1, 0)
+    request = found.requests(1, OURS)[0]
+    request.update(cut=0, hedged=True, seconds=seconds * found.better_end_s(1))
+    again = Found(found.setting, Records(tmp_path / "records.jsonl"))
+    again.row = found.row
+    assert again.late(1) == late and again.typical_s(1, 0) == full_s, "it tells nothing of the cut"
 
 
 def test_what_ours_pays_by_itself_is_seen_in_the_verdict_on_its_own_requests(tmp_path: Path) -> None:
