@@ -43,6 +43,7 @@ from upriver.program.example_inputs import Example
 from upriver.program.graph.executor import Program
 from upriver.program.models.loadpart_nodes import paper_nodes
 from upriver.rpc.client import Probe, ServerClient
+from upriver.rpc.tolerance import Agreement, tolerance_of
 from upriver.store import Store
 
 RULES: Mapping[str, PartitionRule] = {
@@ -235,9 +236,10 @@ class Device:
             return {"new": False}
         rule = RULES.get(way) or PartitionRule(cut=cut_of(way))
         chooses = rule.cut_of(self.program.num_stages) is None
+        agreement = Agreement("bitwise", tolerance_of(self.program))
         tuning = OffloadTuning() if chooses else OffloadTuning(probe_s=NEVER_S, load_s=NEVER_S)
         client = Client(self._url, token=self._token, link=self._link, way=way)
-        fars = [] if way == LOCAL else [RemoteServer(client, tuning, push=False)]
+        fars = [] if way == LOCAL else [RemoteServer(client, tuning, push=False, agreement=agreement)]
         unchanged = ChangeDetector()
         unchanged.watch(self._captured.weights)
 
@@ -253,6 +255,7 @@ class Device:
                 fars,
                 list,  # this process has no children
                 unchanged,
+                agreement=agreement,
                 autocast=None,
                 rule=rule,
                 patience=RequestPatience(deadline_s=DEADLINE_S),

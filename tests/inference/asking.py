@@ -20,6 +20,7 @@ from upriver.inference.costs import HandlingTimes
 from upriver.inference.offload import Offload
 from upriver.inference.remote_server import OffloadTuning, RemoteServer
 from upriver.link import LinkEstimator
+from upriver.rpc.tolerance import FLOAT32, Agreement
 
 RARELY = OffloadTuning(probe_s=3600.0, load_s=3600.0)
 SELDOM: dict[str, Any] = {"tuning": RARELY, "deadline_s": 120.0}
@@ -92,6 +93,10 @@ def here(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         answer = model(*args, **kwargs)
     model.train(training)
     return answer
+
+
+def bitwise() -> Agreement:
+    return Agreement("bitwise", FLOAT32)
 
 
 def far_of(answer: Offload, number: int = 0) -> RemoteServer:

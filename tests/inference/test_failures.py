@@ -33,7 +33,7 @@ from tests.inference.asking import (
 )
 from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import Running, free_port, running, wait_for
-from upriver.errors import Overloaded, ProgramError
+from upriver.errors import NotExact, Overloaded, ProgramError
 from upriver.inference import offload as offload_module
 from upriver.inference import remote_server as far_module
 from upriver.inference.offload import Offload
@@ -205,10 +205,12 @@ def test_a_server_with_wrong_numbers_is_not_let_in(between: Proxy) -> None:
     """The server claims to compute the same bits, and does not."""
     model, x = chain(), torch.randn(2, 64)
     between.instead = answer_with(torch.zeros(2, 3))
+    with pytest.raises(NotExact, match="other bits for the example"):
+        asking(between.url, model, exact="bitwise")
     with asking(between.url, model) as answer:
-        assert "other bits for the example" in far_of(answer).why_not(answer._forms.first.captured)
+        assert "of the largest apart for the example" in far_of(answer).why_not(answer._forms.first.captured)
         assert torch.equal(answer(x), here(model, x))
-        assert "other bits for the example" in answer.why
+        assert "of the largest apart for the example" in answer.why
         assert answer.counts["server"] == 0
 
 

@@ -80,6 +80,7 @@ def test_locks_that_were_held_at_the_fork_are_free_there(server: Running) -> Non
 
         def hold() -> None:
             locks = (answer._lock, answer._forms._lock, far._lock, far._uplink._lock, far._wake._cond)
+            locks = (*locks, answer._agreement._lock)
             with contextlib.ExitStack() as stack:
                 for lock in (*locks, export._ONE_AT_A_TIME):
                     stack.enter_context(lock)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import upriver
-from tests.inference.asking import SELDOM, chain, here
+from tests.inference.asking import SELDOM, bitwise, chain, here
 from tests.server.running import Running
 from upriver.control.partition import ESTIMATES
 from upriver.inference import executor as request_module
@@ -80,7 +80,7 @@ def far(captured: CapturedModel) -> Iterator[RemoteServer]:
     narrowest = 1
     handling = handling_of(program, narrowest, [request(captured, narrowest)] * 2, link_of())
     stages = program.num_stages
-    far = RemoteServer(ServerClient("http://127.0.0.1:9"), OffloadTuning())
+    far = RemoteServer(ServerClient("http://127.0.0.1:9"), OffloadTuning(), agreement=bitwise())
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far.serve(captured, (1.0,) * stages)
     far._costs[program.digest] = CutCosts(

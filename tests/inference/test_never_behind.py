@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.inference.asking import bitwise
 from upriver.control.partition import (
     BEHIND,
     LATE,
@@ -119,7 +120,8 @@ class World:
         self.load_meter = LoadMeter(1, now=lambda: self.now_s)
         self.load_meter.came(WORKER)
         self.alone_s = dict(enumerate(self.costs.server_s, start=1))
-        self.far = RemoteServer(self, TUNING)  # type: ignore[arg-type]
+        agreement = bitwise()
+        self.far = RemoteServer(self, TUNING, agreement=agreement)  # type: ignore[arg-type]
         self.far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
 
     def let_in(self) -> None:

@@ -35,7 +35,6 @@ from tests.inference.between import between
 from tests.program.nets import Small
 from tests.server.running import Running, running, wait_for
 from upriver.control.partition import PartitionRule
-from upriver.engine.fingerprint import fingerprint
 from upriver.errors import CaptureError, ConfigError, ProgramNotFound
 from upriver.inference import offload as offload_module
 from upriver.inference.offload import Offload
@@ -445,21 +444,6 @@ def test_a_form_that_a_server_has_not_leaves_the_others_to_it(
         assert between.requests == asked + 5, "and none more to let it in again"
 
 
-def test_a_server_that_computes_other_low_bits_is_not_asked(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = chain(), torch.randn(1, 64)
-    other = {**fingerprint("cpu"), "onednn": "another"}
-    monkeypatch.setattr("upriver.rpc.server_verification.fingerprint", lambda device: other)
-    with upriver.offload(model, example_inputs=x, servers=[server.url], cut=2) as answer:
-        assert torch.equal(answer(x), here(model, x))
-        assert answer.last is not None and answer.last.server == ""
-        assert "Not asked" in answer.why and "computes with other low bits: onednn" in answer.why
-    with upriver.offload(model, example_inputs=x, servers=[server.url], cut=2, exact="numeric") as answer:
-        torch.testing.assert_close(answer(x), here(model, x))
-        assert answer.last is not None and answer.last.server == server.url
-
-
 def test_another_form_is_captured_once_and_served_too(server: Running) -> None:
     model = chain()
     with upriver.offload(model, example_inputs=torch.randn(1, 64), servers=[server.url], cut=2) as answer:
@@ -630,7 +614,7 @@ def test_nor_when_nobody_has_it_any_more(server: Running) -> None:
         ({"hedge_s": -1}, "hedge_s must be"),
         ({"tuning": {"probe_s": 1}}, r"tuning must be a OffloadTuning \(OffloadTuning\(\)\), got"),
         ({"push": "no"}, "push must be True or False"),
-        ({"exact": "nearly"}, "exact must be bitwise or numeric"),
+        ({"exact": "nearly"}, "exact must be auto, bitwise, numeric"),
         ({"measure": "guess"}, "measure must be predict or measure"),
         ({"servers": "http://a:1"}, "servers must be a list"),
         ({"servers": None}, "servers must be a list of addresses, got None"),

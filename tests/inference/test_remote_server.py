@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.inference.asking import chain
+from tests.inference.asking import bitwise, chain
 from upriver.control.partition import ServerConditions
 from upriver.errors import (
     DeadlineExceeded,
@@ -124,7 +124,8 @@ def there(monkeypatch: pytest.MonkeyPatch) -> There:
 @pytest.fixture
 def far(there: There) -> Iterator[RemoteServer]:
     """Return a server handle that takes turns when a test says so, with the longest allowed pauses."""
-    far = RemoteServer(there, OffloadTuning(probe_s=5.0, load_s=10.0))  # type: ignore[arg-type]
+    tuning, agreement = OffloadTuning(probe_s=5.0, load_s=10.0), bitwise()
+    far = RemoteServer(there, tuning, agreement=agreement)  # type: ignore[arg-type]
     far._thread = SimpleNamespace(ident=1, join=lambda: None)  # type: ignore[assignment]
     far._backoff = Backoff(base_s=PAUSE_S, cap_s=LONGEST_PAUSE_S, rng=Upmost())
     far._breaker._backoff = far._backoff
@@ -672,7 +673,7 @@ def test_a_probe_is_not_repeated_beside_a_request(
 def test_a_request_to_one_server_puts_off_the_probes_of_others(
     far: RemoteServer, there: There, networks: list[CapturedModel]
 ) -> None:
-    other = RemoteServer(There(), OffloadTuning(), far._uplink)  # type: ignore[arg-type]
+    other = RemoteServer(There(), OffloadTuning(), far._uplink, agreement=far._agreement)  # type: ignore[arg-type]
     serve(far, networks[0])
     turn(far)
     there.did.clear()

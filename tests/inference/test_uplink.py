@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.inference.asking import chain
+from tests.inference.asking import bitwise, chain
 from tests.inference.between import between
 from tests.server.running import Running, wait_for
 from upriver.inference import remote_server as far_module
@@ -65,7 +65,12 @@ def test_probes_to_several_servers_never_overlap(
     ]
     with ExitStack() as stack:
         for client in clients:
-            far = RemoteServer(client, OffloadTuning(probe_s=0.02, load_s=3600.0), uplink)
+            far = RemoteServer(
+                client,
+                OffloadTuning(probe_s=0.02, load_s=3600.0),
+                uplink,
+                agreement=bitwise(),
+            )
             stack.callback(far.close)
             far.serve(captured, (0.01,) * 7)
         wait_for(lambda: min(sent) > 10)
@@ -91,7 +96,7 @@ def test_a_let_in_probes_alone_and_is_waited_for_by_the_probes_of_others(
                 captured,
                 (0.01,) * 7,
                 push=True,
-                exact="bitwise",
+                agreement=bitwise(),
                 link=LinkEstimator.of_requests(),
                 uplink=uplink,
             )

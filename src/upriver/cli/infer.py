@@ -67,8 +67,12 @@ def infer(
         bool, typer.Option("--no-push", help="Send no program to a server that has it not.")
     ] = False,
     exact: Annotated[
-        str, typer.Option(metavar="bitwise|numeric", help="Use only servers with the same bits, or any.")
-    ] = "bitwise",
+        str,
+        typer.Option(
+            metavar="auto|bitwise|numeric",
+            help="Use only servers with the same bits, or any within a tolerance; auto: any if none has.",
+        ),
+    ] = "auto",
     token_file: Annotated[
         Path | None, typer.Option(help="File with the token for the servers (or UPRIVER_TOKEN).")
     ] = None,
@@ -80,7 +84,8 @@ def infer(
 ) -> None:
     """Ask a model once or more: on this machine, on servers, or cut between the two as is fastest then.
 
-    The answer is the model's own, bit for bit, whatever becomes of the servers.
+    The answer is the model's own, whatever becomes of the servers: bit for bit, or within a tolerance that
+    it states.
     """
     if not 1 <= repeat <= MOST_REPEATS:
         raise ConfigError(f"--repeat must be a whole number in 1..{MOST_REPEATS}, got {repeat}")
@@ -178,6 +183,7 @@ def _document(
         "median": {phase: median(getattr(served, phase) for served in asked) for phase in phases},
         "stages": answer.program.num_stages,
         "digest": answer.program.digest,
+        "exactness": answer.exactness,
         "why": answer.why,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -35,19 +35,19 @@ class Network:
     """A model captured for one form of call, with the seconds of each stage and of all on the device.
 
     Attributes:
-        threads: Number of torch threads at the capture; None where low bits do not count.
+        threads: Number of torch threads at the capture.
     """
 
     captured: CapturedModel
     device_s: tuple[float, ...]
     total_s: float
-    threads: int | None = None
+    threads: int = field(default_factory=torch.get_num_threads)
 
     @property
     def other_threads(self) -> str:
-        """The reason that no server may be asked now: the check compared bits of another thread count."""
+        """The reason that no server gives equal bits now: the check compared those of other threads."""
         now = torch.get_num_threads()
-        if self.threads is None or now == self.threads:
+        if now == self.threads:
             return ""
         return (
             f"torch computes with {now} threads here and did with {self.threads} when the model was "

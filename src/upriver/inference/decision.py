@@ -21,6 +21,7 @@ class Decision:
         costs: Costs with that server, or with one that could have been asked; None where there is none.
         now: Present state of the link and of that server; None where unknown.
         deadline_s: Time after which the device goes on by itself.
+        exactness: How exact answers of servers are; empty where there are no servers.
         not_used: Why other servers are not asked.
     """
 
@@ -31,6 +32,7 @@ class Decision:
     costs: CutCosts | None
     now: ServerConditions | None
     deadline_s: float
+    exactness: str = ""
     not_used: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -82,7 +84,9 @@ class Decision:
     @property
     def why(self) -> str:
         """The decision in a few sentences."""
-        return " ".join((self._what(), *(f"Not asked: {reason}." for reason in self.not_used)))
+        exactness = (f"Exactness: {self.exactness}.",) if self.exactness else ()
+        not_asked = (f"Not asked: {reason}." for reason in self.not_used)
+        return " ".join((self._what(), *exactness, *not_asked))
 
     def _what(self) -> str:
         alone = f"the device alone would take {seconds_text(self.network.total_s)} s"

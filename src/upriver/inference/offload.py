@@ -26,7 +26,7 @@ from upriver.control.partition import (
     kept_away_by_link,
     likely,
 )
-from upriver.errors import ConfigError
+from upriver.errors import ConfigError, NotExact
 from upriver.inference.capture_cache import CaptureCache, Network
 from upriver.inference.change_detection import ChangeDetector, module_states
 from upriver.inference.costs import WAYS, Measure, device_seconds
@@ -47,7 +47,7 @@ from upriver.rpc.client import ServerClient
 from upriver.rpc.discovery import is_directory
 from upriver.rpc.http import Timeouts
 from upriver.rpc.tls import FilePath, client_context
-from upriver.rpc.tolerance import Exact
+from upriver.rpc.tolerance import EXACT, Agreement, Exact, tolerance_of
 from upriver.text import printable
 from upriver.types import Plan, require_type
 
@@ -72,6 +72,7 @@ class Offload:
         forms: Finds the captured network for each form of call.
         fars: Servers. ``forms`` shares this list; a forked child replaces its entries.
         fars_anew: Makes the servers again.
+        agreement: How exact answers of servers must be.
         autocast: Type that the model was captured under; None where autocast was off.
         cached_cuts: Largest number of cuts that `warm` prepares.
 
@@ -86,13 +87,14 @@ class Offload:
         fars_anew: Callable[[], list[RemoteServer]],
         unchanged: ChangeDetector,
         *,
+        agreement: Agreement,
         autocast: torch.dtype | None,
         rule: PartitionRule,
         patience: RequestPatience,
         cached_cuts: int,
     ) -> None:
         self.last: ServedRequest | None = None
-        self._forms, self._fars, self._rule = forms, fars, rule
+        self._forms, self._fars, self._rule, self._agreement = forms, fars, rule, agreement
         self._patience, self._cached_cuts, self._autocast = patience, cached_cuts, autocast
         self._lock = ForkSafeLock()
         self._counts: Counter[str] = Counter()
@@ -148,7 +150,7 @@ class Offload:
 
     def _decide(self, network: Network, *, hedges: bool = True) -> tuple[Decision, RemoteServer | None]:
         captured = network.captured
-        alone = network.other_threads
+        alone = network.other_threads if self._agreement.allowed is None else ""
         fars = [] if alone else self._fars
         offered = [(far, costs) for far in fars if (costs := far.costs(captured)) is not None]
         states = [far.now(costs) for far, costs in offered]
@@ -178,6 +180,7 @@ class Offload:
             costs=offered[shown][1] if offered else None,
             now=states[shown] if offered else None,
             deadline_s=deadline_s,
+            exactness=self.exactness if self._fars else "",
             not_used=(*not_used, *(reason for each in missing if (reason := each.why_not(captured)))),
         )
         return decision, far
@@ -206,6 +209,11 @@ class Offload:
     def why(self) -> str:
         """The last decision in a few sentences, with the reason why each unused server is not asked."""
         return self.decision.why
+
+    @property
+    def exactness(self) -> str:
+        """Exactness of servers' answers in one line: bit for bit, or within a tolerance and why."""
+        return str(self._agreement)
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -310,6 +318,8 @@ class Offload:
             if not self._in_child:
                 return
             self._fars += self._fars_anew()
+            for far in self._fars:
+                far.may_decide = True
             for network in self._forms.networks:
                 _serve(self._fars, network)
             self._in_child = False
@@ -334,7 +344,7 @@ def offload(
     deadline_s: float = DEADLINE_S,
     hedge_s: float | None = None,
     push: bool = True,
-    exact: Exact = "bitwise",
+    exact: Exact = "auto",
     measure: Measure = "predict",
     tuning: OffloadTuning | None = None,
     token: str | None = None,
@@ -344,10 +354,11 @@ def offload(
 ) -> Offload:
     """Run a model on this device, on servers, or on both, whichever is fastest at the moment.
 
-    The answer equals, bit for bit, ``model(...)`` in eval mode under ``torch.no_grad()``, with PyTorch's
-    fused transformer path off. If `offload` is called under autocast, the answer equals the model's under
-    that autocast; later calls must use the same autocast. A request is answered whatever happens to the
-    servers. The threads that track the servers end with ``close()``, or with the object.
+    The answer equals ``model(...)`` in eval mode under ``torch.no_grad()``, with PyTorch's fused transformer
+    path off: bit for bit, or within a tolerance where no server proves equal bits. If `offload` is called
+    under autocast, the answer equals the model's under that autocast; later calls must use the same autocast.
+    A request is answered whatever happens to the servers. The threads that track the servers end with
+    ``close()``, or with the object.
 
     Args:
         model: Captured in its present state, in eval mode; the model itself is left unchanged. Its parameters
@@ -364,7 +375,9 @@ def offload(
         hedge_s: Time after which the device starts the rest in parallel with the server. If None, our own
             policy decides: when a server is late, or when it may no longer be the better place.
         push: Whether to send the program to a server that lacks it.
-        exact: ``bitwise`` uses only servers that compute the same bits; ``numeric`` accepts a tolerance.
+        exact: ``bitwise`` uses only servers that compute the same bits. ``numeric`` accepts a tolerance,
+            which ``exactness`` states. ``auto`` is ``bitwise`` if any server proves equal bits when first
+            asked, else ``numeric``; what is decided then holds to the end.
         measure: ``predict`` uses the device's models from ``upriver calibrate``, and measures where there are
             none; ``measure`` measures the device. Or a `Predictor` to use.
         tuning: How closely to follow the servers, and how much to prepare.
@@ -377,6 +390,7 @@ def offload(
         CaptureError: If the model cannot be captured; the message says why.
         ModelError: If a parameter is not initialized yet.
         ConfigError: If an argument is outside its allowed range.
+        NotExact: If ``exact`` is ``bitwise``, and all servers answer and none computes the same bits.
         ProgramNotFound: If a server lacks the program and must not be sent it.
     """
     require_type("model", model, nn.Module, "in eval or not")
@@ -386,24 +400,27 @@ def offload(
         "tuning", OffloadTuning() if tuning is None else tuning, OffloadTuning, "OffloadTuning()"
     )
     validation.flag("push", push)
-    validation.choice("exact", exact, ("bitwise", "numeric"))
+    validation.choice("exact", exact, EXACT)
     if not isinstance(measure, Predictor):
         validation.choice("measure", measure, WAYS)
     patience = RequestPatience(deadline_s=deadline_s, hedge_s=hedge_s)
     _check_servers(servers)
     tls = client_context(ca=ca, certificate=certificate, key=key)
-    remote = partial(RemoteServer, tuning=tuning, push=push, exact=exact)
-    fars_anew = partial(_fars, tuple(servers), deadline_s, remote, token=validation.token(token), tls=tls)
-    fars = fars_anew()
+    token, fars = validation.token(token), list[RemoteServer]()
     unchanged = ChangeDetector(model)
     example = Example.of(example_inputs)
     autocast = autocast_dtype(autocast_here(example.tensors[0].device))
-    forms = CaptureCache(example, partial(_make, model, fars, measure, unchanged, autocast, exact))
+    forms = CaptureCache(example, partial(_make, model, fars, measure, unchanged, autocast))
+    agreement = Agreement(exact, tolerance_of(forms.first.captured.program))
+    remote = partial(RemoteServer, tuning=tuning, push=push, agreement=agreement)
+    fars_anew = partial(_fars, tuple(servers), deadline_s, remote, token=token, tls=tls)
+    fars += fars_anew()
     answer = Offload(
         forms,
         fars,
         fars_anew,
         unchanged,
+        agreement=agreement,
         autocast=autocast,
         rule=rule,
         patience=patience,
@@ -411,7 +428,8 @@ def offload(
     )
     try:
         _check_cut(rule, answer.program.num_stages)
-        _wait_for(fars, START_S)
+        _serve(fars, forms.first)
+        _agree(fars, agreement)
     except BaseException:
         answer.close()
         raise
@@ -483,7 +501,6 @@ def _make(
     measure: Measure,
     unchanged: ChangeDetector,
     autocast: torch.dtype | None,
-    exact: Exact,
     example: Example,
 ) -> Network:
     """Capture a model for one form of call, and have servers prepare it."""
@@ -491,8 +508,7 @@ def _make(
         captured = capture_whole(model, example, autocast=autocast)
     unchanged.watch(captured.weights, module_states(model), captured.attributes)
     seconds = device_seconds(captured, measure)
-    threads = torch.get_num_threads() if exact == "bitwise" else None
-    network = Network(captured=captured, device_s=seconds, total_s=sum(seconds), threads=threads)
+    network = Network(captured=captured, device_s=seconds, total_s=sum(seconds))
     _serve(fars, network)
     return network
 
@@ -500,6 +516,27 @@ def _make(
 def _serve(fars: Sequence[RemoteServer], network: Network) -> None:
     for far in fars:
         far.serve(network.captured, network.device_s)
+
+
+def _agree(fars: Sequence[RemoteServer], agreement: Agreement) -> None:
+    """Ask all servers for equal bits, and decide how exact answers must be; later servers keep to it.
+
+    Raises:
+        NotExact: If equal bits are demanded, and all servers answer and none gives them.
+        ProgramNotFound: If a server lacks the program and must not be sent it.
+    """
+    _wait_for(fars, START_S)
+    inexact = {far: error for far in fars if (error := far.inexact) is not None}
+    if inexact:
+        first = str(next(iter(inexact.values())))
+        if agreement.exact == "bitwise" and len(inexact) == len(fars):
+            raise NotExact(f"{first}; exact='auto' accepts a tolerance")
+        if agreement.exact == "auto" and agreement.accept_tolerance(first):
+            for far in inexact:
+                far.ask_again()
+            _wait_for(list(inexact), START_S)
+    for far in fars:
+        far.may_decide = True
 
 
 def _wait_for(fars: Sequence[RemoteServer], seconds: float | None) -> tuple[str, ...]:

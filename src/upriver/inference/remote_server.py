@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -26,14 +27,15 @@ from upriver.engine.fingerprint import flags
 from upriver.errors import Forbidden, NotExact, Overloaded, ProgramNotFound, UpriverError
 from upriver.inference.costs import CutCosts, crossing_bytes
 from upriver.inference.exchange import Exchange, ExchangeResult
-from upriver.inference.server_check import BUSY, admit, canary, probe, verifier_of
+from upriver.inference.server_check import BUSY, AdmittedNetwork, admit, canary, probe
 from upriver.inference.uplink import Uplink
 from upriver.link import LEAST_PROBE, MOST_PROBE_SHARE, ROUND_TRIPS, TRANSFERS, LinkEstimator
 from upriver.program.capture.whole_model import CapturedModel
 from upriver.retry import Backoff, CircuitBreaker
 from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
-from upriver.rpc.tolerance import Exact
+from upriver.rpc.server_verification import ServerVerifier
+from upriver.rpc.tolerance import Agreement
 from upriver.text import error_text, said
 from upriver.types import MOST_FACTOR, require_finite
 
@@ -94,10 +96,12 @@ class RemoteServer:
         client: Client of the server; closed with this object.
         uplink: Shared with the device's other servers.
         push: Whether to send the program to a server that lacks it.
-        exact: Whether the server's bits must equal the device's.
+        agreement: Whether the server's bits must equal the device's; shared with the device's other servers.
 
     Attributes:
         link: Estimate of the link up to the server.
+        may_decide: Whether this server alone may be the reason for which the agreement becomes a tolerance:
+            once all servers have been asked for equal bits.
     """
 
     def __init__(
@@ -107,11 +111,12 @@ class RemoteServer:
         uplink: Uplink | None = None,
         *,
         push: bool = True,
-        exact: Exact = "bitwise",
+        agreement: Agreement,
     ) -> None:
         self.link = LinkEstimator.of_requests(tuning.window)
         self._client, self._tuning, self._uplink = client, tuning, uplink or Uplink()
-        self._push, self._exact = push, exact
+        self.may_decide = False
+        self._push, self._agreement = push, agreement
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._wanted: dict[str, _Form] = {}
@@ -145,6 +150,12 @@ class RemoteServer:
         errors = [form.breaker.error for form in list(self._wanted.values())]
         return next((error for error in errors if isinstance(error, ProgramNotFound)), None)
 
+    @property
+    def inexact(self) -> NotExact | None:
+        """The error of a server whose results differ by more than is allowed; None where there is none."""
+        errors = [form.breaker.error for form in list(self._wanted.values())]
+        return next((error for error in errors if isinstance(error, NotExact)), None)
+
     def why_not(self, captured: CapturedModel) -> str:
         """Return the reason that the server is not asked for a network; empty where it is asked."""
         if self.costs(captured) is not None:
@@ -165,6 +176,15 @@ class RemoteServer:
             )
         if self._thread.ident is None:
             self._thread.start()
+        self._wake.set()
+
+    def ask_again(self) -> None:
+        """Check the server again at once for the networks for which it was not exact enough."""
+        with self._lock:
+            for digest, form in self._wanted.items():
+                if isinstance(form.breaker.error, NotExact):
+                    self._wanted[digest] = replace(form, breaker=CircuitBreaker(self._backoff))
+                    self._tried.discard(digest)
         self._wake.set()
 
     def wait(self, seconds: float | None, captured: CapturedModel | None = None) -> bool:
@@ -313,7 +333,7 @@ class RemoteServer:
         costs = self.costs(captured)
         if costs is None:
             return False
-        verifier = verifier_of(self._exact, captured)
+        verifier = ServerVerifier(device=captured.program.device, agreement=self._agreement)
         try:
             with self.under_way():
                 canary(self._client, captured, cut, verifier, process=costs.process)
@@ -353,7 +373,9 @@ class RemoteServer:
             known = str(breaker.error)
             breaker.fail(now, error, least_s=least_s)
         what = "" if captured is None else f" for stages of {captured.program.digest[:12]}"
-        level = logging.DEBUG if self._closed or known == str(error) else logging.WARNING
+        undecided = isinstance(error, NotExact) and self._agreement.mode is None
+        quiet = self._closed or undecided or known == str(error)
+        level = logging.DEBUG if quiet else logging.WARNING
         log.log(level, "%s is not used%s for now: %s", self.url, what, error)
 
     def close(self) -> None:
@@ -476,15 +498,7 @@ class RemoteServer:
         if not self._costs:  # the link may have changed, and so caused the failure
             self.link = LinkEstimator.of_requests(self._tuning.window)
             self._own, self._misses = None, Counter()
-        admitted = admit(
-            self._client,
-            captured,
-            device_s,
-            push=self._push,
-            exact=self._exact,
-            link=self.link,
-            uplink=self._uplink,
-        )
+        admitted = self._admit(captured, device_s)
         load = admitted.load
         with self._lock:
             if self._flags is not began_with:  # nor when they changed back
@@ -498,6 +512,30 @@ class RemoteServer:
             self._asked_at[captured.program.digest] = self._heard_at
             self._wanted[captured.program.digest].breaker.error = None
         log.info("%s may run stages of %s", self.url, captured.program.digest[:12])
+
+    def _admit(self, captured: CapturedModel, device_s: Sequence[float]) -> AdmittedNetwork:
+        """Check the server; again within the tolerance if that is accepted because of its first check."""
+        check = partial(
+            admit,
+            self._client,
+            captured,
+            device_s,
+            push=self._push,
+            agreement=self._agreement,
+            link=self.link,
+            uplink=self._uplink,
+        )
+        undecided = self._agreement.mode is None
+        try:
+            return check()
+        except NotExact as error:
+            if not undecided:
+                raise
+            if self.may_decide:
+                self._agreement.accept_tolerance(str(error))
+            if self._agreement.allowed is None:
+                raise
+        return check()
 
     def _probe(self) -> None:
         """Probe the round trip, and the rate where no request has shown it.
@@ -521,6 +559,7 @@ class RemoteServer:
                     self._try_again(set(self._costs))
         self._probed_at = time.monotonic()
         self._shown_at = self._probed_at if large else self._shown_at
+        self._probe_sought = False
 
     def _try_again(self, digests: Set[str]) -> None:
         """Have a server that lost networks tried at once: what made it lose them is over."""
@@ -552,4 +591,3 @@ class RemoteServer:
         self._try_again(better)
         for digest in again:
             self._try(self._wanted[digest])
-        self._probe_sought = False

@@ -23,7 +23,7 @@ from upriver.protocol import Load
 from upriver.rpc.client import ServerClient
 from upriver.rpc.load_report import UNCHANGED, profile_key
 from upriver.rpc.server_verification import MEASURE_S, ServerVerifier, bring
-from upriver.rpc.tolerance import Agreement, Exact, tolerance
+from upriver.rpc.tolerance import Agreement
 from upriver.types import Tier, Timings
 
 log = logging.getLogger("upriver")
@@ -67,20 +67,20 @@ def admit(
     device_s: Sequence[float],
     *,
     push: bool,
-    exact: Exact,
+    agreement: Agreement,
     link: LinkEstimator,
     uplink: Uplink,
 ) -> AdmittedNetwork:
     """Check that a server computes what the device computes, and measure the server and the link.
 
     Raises:
-        NotExact: If the server's fingerprint or answer differs.
+        NotExact: If the server's fingerprint or answer differs by more than is allowed.
         ProgramNotFound: If the server lacks the program and must not be sent it.
         UpriverError: If the server cannot be used now.
     """
     process, program = client.process(), captured.program
     info = client.info(process=process)
-    verifier = verifier_of(exact, captured)
+    verifier = ServerVerifier(device=program.device, agreement=agreement)
     verifier.check_fingerprint(client.url, info)
     _bring(client, captured, push=push)
     with uplink.probing(time.monotonic()):
@@ -89,6 +89,7 @@ def admit(
     with uplink.in_use():
         whole = canary(client, captured, 0, verifier, process=process)
         again = [canary(client, captured, narrowest, verifier, process=process) for _ in range(CANARIES)]
+    agreement.prove()
     handling = handling_of(program, narrowest, again, link)
     key, seen = profile_key("", program, client, info), [each.timings for each in (whole, *again)]
     before, today = _kept(key, program), _at_best(program, seen)
@@ -103,12 +104,6 @@ def admit(
     if measured and not provisional:
         save_profile(key, costs.profile, costs.cluster(ANY_TIME))
     return AdmittedNetwork(costs=costs, provisional=provisional, cuts=(0, narrowest), load=load)
-
-
-def verifier_of(exact: Exact, captured: CapturedModel) -> ServerVerifier:
-    """Return the check of a server's answers; the types of the network's output decide the tolerance."""
-    agreement = Agreement(exact, tolerance([tensor.dtype for tensor in captured.reference]))
-    return ServerVerifier(device=captured.program.device, agreement=agreement)
 
 
 def _bring(client: ServerClient, captured: CapturedModel, *, push: bool) -> None:

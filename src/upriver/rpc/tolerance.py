@@ -1,15 +1,15 @@
-"""Compare features from two tiers, and decide once for a job whether they must be equal to the bit."""
+"""Compare results of two tiers, and decide once for a job whether they must be equal to the bit."""
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from upriver._threads.forks import ForkSafeLock
 from upriver.engine.fingerprint import float32_precisions
 from upriver.program.graph.executor import Program
 
@@ -114,7 +114,7 @@ class Deviation:
 
 
 class Agreement:
-    """Decide once how far features of two tiers may differ, and keep to it. Thread-safe.
+    """Decide once how far results of two tiers may differ, and keep to it. Thread-safe.
 
     Args:
         exact: The mode, or ``auto``.
@@ -127,7 +127,7 @@ class Agreement:
     def __init__(self, exact: Exact, tolerance: Tolerance) -> None:
         self.exact, self._tolerance, self._least = exact, tolerance, tolerance
         self._settled = False
-        self._lock = threading.Lock()
+        self._lock = ForkSafeLock()
         self._mode: Mode | None = None if exact == "auto" else exact
         self._why = ""
 
