@@ -531,10 +531,11 @@ def _agree(fars: Sequence[RemoteServer], agreement: Agreement) -> None:
         first = str(next(iter(inexact.values())))
         if agreement.exact == "bitwise" and len(inexact) == len(fars):
             raise NotExact(f"{first}; exact='auto' accepts a tolerance")
-        if agreement.exact == "auto" and agreement.accept_tolerance(first):
+        if agreement.exact == "auto" and agreement.try_tolerance(first):
             for far in inexact:
                 far.ask_again()
             _wait_for(list(inexact), START_S)
+            agreement.withdraw()
     for far in fars:
         far.may_decide = True
 

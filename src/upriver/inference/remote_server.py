@@ -514,7 +514,7 @@ class RemoteServer:
         log.info("%s may run stages of %s", self.url, captured.program.digest[:12])
 
     def _admit(self, captured: CapturedModel, device_s: Sequence[float]) -> AdmittedNetwork:
-        """Check the server; again within the tolerance if that is accepted because of its first check."""
+        """Check the server; again within the tolerance if nothing is decided yet."""
         check = partial(
             admit,
             self._client,
@@ -525,17 +525,20 @@ class RemoteServer:
             link=self.link,
             uplink=self._uplink,
         )
-        undecided = self._agreement.mode is None
+        undecided = self._agreement.mode is None and self._agreement.allowed is None
         try:
             return check()
         except NotExact as error:
             if not undecided:
                 raise
-            if self.may_decide:
-                self._agreement.accept_tolerance(str(error))
+            tried = self.may_decide and self._agreement.try_tolerance(str(error))
             if self._agreement.allowed is None:
                 raise
-        return check()
+        try:
+            return check()
+        finally:
+            if tried:
+                self._agreement.withdraw()
 
     def _probe(self) -> None:
         """Probe the round trip, and the rate where no request has shown it.
