@@ -237,7 +237,12 @@ class Near:
                 planner = planner_for(parts, options)
             planned = planner.plan()
         self.measured = planner.measured
-        return self._job(wrapped, direct, parts, options, planned)
+        try:
+            return self._job(wrapped, direct, parts, options, planned)
+        except BaseException:  # such as arguments that torch.compile does not take
+            if planned.pool is not None:
+                planned.pool.close()
+            raise
 
     def _job(
         self,
