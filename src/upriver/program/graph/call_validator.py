@@ -116,7 +116,7 @@ def check_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Non
     Raises:
         ProgramError: Naming the argument.
     """
-    given = _by_name(name, args, kwargs)
+    given = arguments_by_name(name, args, kwargs)
     for argument, wanted in _MUST_BE.get(name, {}).items():
         if given.get(argument) != wanted:
             raise ProgramError(
@@ -146,7 +146,7 @@ def check_arguments(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *
     ]:
         if not argument.fits(value):
             raise ProgramError(f"{argument.name} of {name} is a {argument.kind}, got {type(value).__name__}")
-    given = _by_name(name, args, kwargs)
+    given = arguments_by_name(name, args, kwargs)
     if name not in _TO_THE_END:
         _check_integers(name, given)
     check_kernel(name, given)
@@ -168,7 +168,7 @@ def _check_integers(name: str, given: Mapping[str, Any]) -> None:
                     )
 
 
-def _by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_by_name(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return every argument of an operator by name, with defaults for missing ones."""
     signature = _signature(name)
     given = {argument.name: value for argument, value in zip(signature, args, strict=False)}

@@ -1,0 +1,1 @@
+"""Rewrite the program of a frozen prefix as a faster one with the same cuts."""
