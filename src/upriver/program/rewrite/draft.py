@@ -24,7 +24,7 @@ from upriver.program.graph.operators import fingerprints
 from upriver.program.graph.schedule import Values, bind
 from upriver.program.graph.schema import Graph, Node, Stage, TensorSpec, Value, Weight
 from upriver.program.graph.validator import silent
-from upriver.program.graph.weights_file import WeightsFile
+from upriver.program.graph.weights_file import WeightsFile, storage_order
 
 UNKNOWN = TensorSpec(dtype="float32", shape=[], stride=[])
 """Form of a result before it is inferred."""
@@ -77,11 +77,11 @@ class Draft:
         return name
 
     def add_weight(self, key: str, tensor: torch.Tensor) -> str:
-        """Add a weight and return its name."""
-        tensor = tensor.detach().contiguous()
+        """Add a weight without gaps between its elements, and return its name."""
+        tensor = tensor.detach()
         name = self.new_name(re.sub(r"\W", "_", key))
         weight = Weight(name=name, key=key, spec=TensorSpec.of(tensor))
-        self.weights[name] = HeldWeight(weight=weight, stored=tensor)
+        self.weights[name] = HeldWeight(weight=weight, stored=storage_order(tensor))
         return name
 
     def finish(self) -> Program:
@@ -195,6 +195,10 @@ class Inference:
                 self._values[output.name] = result
                 outputs[-1] = Value(name=output.name, spec=TensorSpec.of(result))
         return Node(op=node.op, args=node.args, kwargs=node.kwargs, outputs=outputs)
+
+    def is_contiguous(self, name: str) -> bool:
+        """Return whether a value's elements lie in memory in the order of its dimensions."""
+        return name not in self._values or self._values[name].is_contiguous()
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a value."""
