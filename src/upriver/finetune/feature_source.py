@@ -247,8 +247,8 @@ class FeatureSource:
         )
 
     def values(self, batch: MicroBatch) -> Values:
-        """Return the values at the freeze point, on the device where the tail runs."""
-        return tuple(value.to(self._device) for value in batch.tensors)
+        """Return the values at the freeze point, on the device where the tail runs, in its types."""
+        return self._split.tail.values.as_read([value.to(self._device) for value in batch.tensors])
 
     def _finisher(
         self,

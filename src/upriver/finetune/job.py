@@ -71,6 +71,7 @@ ABSENT = {
     "freeze_point": None,
     "frozen": None,
     "exact": None,
+    "prefix": None,
 }
 """Values to assume for fields that an older state does not have."""
 
@@ -542,6 +543,7 @@ class FinetuneJob:
             "freeze_point": self._split.boundary,
             "frozen": self._guard.digest,
             "exact": self._planned.agreement.mode,
+            "prefix": self._options.prefix,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -610,12 +612,15 @@ class FinetuneJob:
         running = self._loader.report if self._loader is not None else None
         agreement = self._planned.agreement
         exact = agreement.mode or self._options.exact
-        return self._feed.tally.report(running, exact=exact, tolerance=agreement.allowed)
+        counts = self._feed.tally.report(running, exact=exact, tolerance=agreement.allowed)
+        faster = self._split.faster
+        return counts if faster is None else replace(counts, prefix=faster.kind, prefix_error=faster.error)
 
     @property
     def exactness(self) -> str:
         """Exactness of the job, in one line: bit for bit, or within which tolerance and why."""
-        return str(self._planned.agreement)
+        servers, faster = str(self._planned.agreement), self._split.faster
+        return servers if faster is None else f"{faster}; features of servers {servers} of those made here"
 
     @property
     def placed(self) -> Sequence[Placed]:

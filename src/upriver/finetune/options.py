@@ -21,6 +21,7 @@ from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
 from upriver.finetune.replanner import Replanning
 from upriver.policies import POLICIES
 from upriver.program.graph.autocast import autocast_dtype
+from upriver.program.rewrite.faster import PREFIXES, PrefixKind
 from upriver.protocol import DEFAULT_CAPS, MAX_LARGER, MAX_MICRO_BATCH
 from upriver.rpc import validation
 from upriver.rpc.tolerance import EXACT, Exact
@@ -168,6 +169,7 @@ class JobOptions:
         in_background: Whether another process prepares the job; None decides by the model.
         replay: Routes of an earlier run; empty if there are none to follow.
         epochs: Number of epochs; None if unknown.
+        prefix: How the frozen part is made faster; None leaves it as it is written.
     """
 
     rows: Sequence[int]
@@ -189,6 +191,7 @@ class JobOptions:
     in_background: bool | None
     replay: Routes
     epochs: int | None
+    prefix: PrefixKind | None
 
     @classmethod
     def checked(
@@ -201,6 +204,7 @@ class JobOptions:
         cut: int | Mapping[int, float] | None = None,
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
+        prefix: PrefixKind | None = None,
         seed: int = 0,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
@@ -244,7 +248,9 @@ class JobOptions:
             in_background=splitting.in_background,
             replay=Routes(splitting.replay),
             epochs=splitting.epochs,
+            prefix=None if prefix is None else validation.choice("prefix", prefix, PREFIXES),
         )
+        options = options._for_prefix()
         if cut is not None and options.replay:
             raise ConfigError(f"the routes to replay decide the cut; cut must be None, got {_shown(cut)}")
         if cut is not None and policy is not None:
@@ -259,6 +265,22 @@ class JobOptions:
             raise DatasetError("the dataset is empty")
         options._check_steps()
         return options
+
+    def _for_prefix(self) -> JobOptions:
+        """Return the options within a tolerance if they ask for a faster prefix, and check that they may."""
+        if self.prefix is None:
+            return self
+        if self.exact == "bitwise":
+            raise ConfigError(
+                f"exact='bitwise' and prefix={self.prefix!r} were both given: a faster prefix gives other low "
+                "bits than the model as it is written. Leave prefix out, or give exact='auto' or 'numeric'"
+            )
+        if self.autocast is not None and self.prefix != "compiled":
+            raise ConfigError(
+                f"autocast={str(self.autocast)!r} and prefix={self.prefix!r} were both given: each says in "
+                "which type the frozen part computes. Give one of them"
+            )
+        return replace(self, exact="numeric")
 
     def _check_adapt_batch(self) -> None:
         """Check that ``adapt_batch`` is 0, or lies in the batch and low bits may depend on it."""
@@ -295,7 +317,7 @@ class JobOptions:
 
         Ranks must decide alike, since a model may call collectives. So they do not decide by their time.
         """
-        decided = self.chosen or self.replay or self.prefetch.adapt_batch
+        decided = self.chosen or self.replay or self.prefetch.adapt_batch or self.prefix
         alike = self.num_ranks == 1 or self.in_background
         return self.in_background is not False and bool(alike) and not decided
 

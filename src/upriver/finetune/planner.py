@@ -177,6 +177,9 @@ class Planner:
         plan, admitted = self._planned()
         if self.parts.program is not None and self.parts.note:
             plan = self._noted(plan, f"the frozen part ends where it does since {self.parts.note}")
+        if self.options.prefix is not None:
+            none = f"prefix={self.options.prefix!r} changes nothing, as the model runs unsplit"
+            plan = self._noted(plan, none if self.parts.faster is None else f"features lie {self.parts.faster}")
         measuring = self._measuring
         return PlanDecision(
             plan=plan,

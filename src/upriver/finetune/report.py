@@ -24,6 +24,9 @@ class Report:
             the prefix, which runs locally on the output of any source.
         exact: ``bitwise`` or ``numeric``; ``auto`` while no server took part.
         tolerance: By how much a server's features may differ; None if they may not.
+        prefix: How the frozen part is made faster; None if it computes as it is written.
+        prefix_error: Largest difference of the canary's features from those of the model as it is written,
+            relative to the largest value.
     """
 
     samples: Mapping[str, int]
@@ -34,6 +37,8 @@ class Report:
     phases: Mapping[str, Mapping[str, float]]
     exact: str = "bitwise"
     tolerance: Tolerance | None = None
+    prefix: str | None = None
+    prefix_error: float = 0.0
 
     @property
     def shares(self) -> dict[str, float]:

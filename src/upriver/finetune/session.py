@@ -18,6 +18,7 @@ from torch import nn
 from upriver._deprecation import deprecated_keywords
 from upriver.errors import ConfigError, UpriverError
 from upriver.finetune.calibration.example_batch import example_of
+from upriver.finetune.calibration.faster_prefix import with_faster_prefix
 from upriver.finetune.calibration.measurement import Measurement
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.model_wrapper import TailRunner, WrappedModel, uncompiled, unwrap
@@ -32,6 +33,7 @@ from upriver.finetune.replanner import Replanning
 from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
+from upriver.program.rewrite.faster import PrefixKind
 from upriver.program.split.split import Split, outline, split
 from upriver.progress import named_steps
 from upriver.rpc import validation
@@ -119,6 +121,7 @@ class Near:
         cut: int | Mapping[int, float] | None = None,
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
+        prefix: PrefixKind | None = None,
         seed: int = 0,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
@@ -154,6 +157,9 @@ class Near:
             autocast: ``torch.bfloat16`` or ``torch.float16``: frozen part and tail compute under autocast to
                 this type. A ``with torch.autocast`` in the training script would not reach stages that run
                 ahead or on servers.
+            prefix: How the frozen part is made faster, wherever it runs. ``bf16`` computes it in bfloat16, in
+                which features cross the link too. The job is then within an error of the model as it is
+                written, which ``job.exactness`` and the plan state. None leaves it as it is written.
             seed: Decides the order of samples and random input stages.
             sampling: Order, ranks and bad samples; `Sampling` with its defaults if None, as for the others.
             splitting: Where the model may be cut, how its tail runs, and an earlier run to replay.
@@ -167,7 +173,8 @@ class Near:
             DatasetError: If the dataset is empty.
             ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model
                 does not run.
-            NotExact: If ``exact`` is ``bitwise``, and all servers answer and none computes the same bits.
+            NotExact: If ``exact`` is ``bitwise``, and all servers answer and none computes the same bits. Or if
+                features with ``prefix`` are too far from those of the model as it is written.
             NoFeasibleCut: If no cut fits the memory.
         """
         self._check_open()
@@ -182,6 +189,7 @@ class Near:
             cut=cut,
             exact=exact,
             autocast=autocast,
+            prefix=prefix,
             seed=seed,
             sampling=sampling,
             splitting=splitting,
@@ -211,7 +219,7 @@ class Near:
             log.info("%s", remarks[0])
 
         def split_for(options: JobOptions) -> Split:
-            return _split(model, direct, options, tell)
+            return with_faster_prefix(_split(model, direct, options, tell), direct, options, tell)
 
         def planner_for(parts: Split, options: JobOptions) -> Planner:
             return Planner(

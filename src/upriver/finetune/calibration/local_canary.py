@@ -34,6 +34,10 @@ class LocalCanary:
         batch = self._resume(self._stored(), 0, clock)
         return self.engine.advance(batch, self.freeze, clock), clock.timings()
 
+    def inputs(self) -> MicroBatch:
+        """Return the micro-batch at the model's input."""
+        return self._resume(self._stored(), 0)
+
     def run_in_steps(self) -> tuple[Timings, dict[int, float]]:
         """Return the seconds of each stage, and the mean bytes of a sample after each input stage.
 

@@ -162,7 +162,7 @@ class Calibration:
         self._parts, self._program, self._options = parts, program, options
         self._tell = tell
         self._canary = LocalCanary(
-            engine=Engine(chain=dataset.chain, program=program, micro_batch=options.micro_batch),
+            engine=Engine(chain=dataset.chain, program=parts.prefix, micro_batch=options.micro_batch),
             dataset=direct,
             ids=options.order(0).micro_batches[0],
             freeze=parts.freeze,
@@ -416,7 +416,7 @@ class Calibration:
             tail = measure_tail(
                 self._model,
                 self._parts,
-                here.features.tensors,
+                self._parts.tail.values.as_read(here.features.tensors),
                 samples=options.micro_batch,
                 batch_size=options.step_samples,
             )

@@ -234,7 +234,7 @@ class ServerGate:
         seconds = MEASURE_S * program.micro_batch / self._question.program.micro_batch
         batch, _ = only(server.run(request), seconds, url=server.url)
         got, count = self._at_size(server, batch, program.micro_batch), len(ids)
-        wanted = self._values.select(self._referred().tensors, range(count))
+        wanted = self._values.select(self._values.as_read(self._referred().tensors), range(count))
         for start in range(0, count * times, count):
             repeat = self._values.select(got, range(start, start + count))
             self._verifier.check_canary(server, wanted, repeat, "the canary micro-batch")
@@ -242,7 +242,7 @@ class ServerGate:
     def _at_size(self, server: ServerClient, batch: MicroBatch, size: int) -> tuple[torch.Tensor, ...]:
         """Return the features, or raise `NotExact` unless they hold exactly ``size`` samples."""
         try:
-            got = self._values.check(batch.tensors)
+            got = self._values.check(self._values.as_read(batch.tensors))
         except ConfigError:
             got = ()
         if not got or self._values.samples_of(got) != size:

@@ -88,6 +88,10 @@ class CrossingValues:
             for index, dim in enumerate(self._dims)
         )
 
+    def as_read(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the values in the types in which the tail reads them: they may arrive in another one."""
+        return tuple(value.to(ship.shape.dtype) for value, ship in zip(values, self.ships, strict=True))
+
     def unshared(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the values, with copies of the tensors that the tail writes into."""
         return tuple(

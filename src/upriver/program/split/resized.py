@@ -12,6 +12,7 @@ from upriver.program.example_inputs import Example, Inputs
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import GRANULARITIES
 from upriver.program.graph.weights_file import WeightsFile
+from upriver.program.rewrite.faster import rewritten
 from upriver.program.split.split import Split
 
 
@@ -19,6 +20,8 @@ def resized(
     model: nn.Module, parts: Split, example: Inputs, *, autocast: torch.dtype | None = None
 ) -> Program:
     """Capture the frozen part for the samples of ``example``, cut at the same places, without a proof.
+
+    It is as fast as that of ``parts``.
 
     Raises:
         CaptureError: If the model runs unsplit, cannot be captured at this size, or has other stages there.
@@ -35,5 +38,6 @@ def resized(
             recording, model, weights.digest, device=device, granularity=level, name=name_of(outputs)
         )
         if [stage.name for stage in graph.stages] == wanted:
-            return bound(graph, weights, device)
+            program = bound(graph, weights, device)
+            return program if parts.faster is None else rewritten(program, parts.faster.kind)
     raise CaptureError(f"the model has other stages for {given.samples} samples")

@@ -29,6 +29,7 @@ from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import GRANULARITIES, Granularity
 from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
 from upriver.program.module_state.restoration import state_kept
+from upriver.program.rewrite.faster import FasterPrefix, Stages
 from upriver.program.split.crossing_values import CrossingValues
 from upriver.program.split.eager_prefix import EagerPrefix, runs_alone
 from upriver.program.split.forward_pass import ForwardPass, random_branch
@@ -112,7 +113,9 @@ class Split:
     """Result of splitting a model.
 
     Attributes:
-        program: The frozen prefix as a program. None before it is captured, and if the model runs unsplit.
+        program: The frozen prefix as a program, as servers run it. None before it is captured, and if the
+            model runs unsplit.
+        faster: Tells how the program differs from the captured one. None if it does not.
         eager: The frozen prefix as it is written, of an outline. None once a program takes its place.
         reads: Parameters and buffers that the frozen prefix reads, by name.
         tail: Runs the rest, from the tensors that cross the freeze point (or from the inputs).
@@ -136,11 +139,17 @@ class Split:
     capture_s: float = 0.0
     eager: EagerPrefix | None = None
     reads: tuple[str, ...] = ()
+    faster: FasterPrefix | None = None
 
     @property
-    def prefix(self) -> Program | EagerPrefix | None:
+    def prefix(self) -> Stages | None:
         """The frozen prefix in the form that this process runs. None if the model runs unsplit."""
-        return self.program or self.eager
+        return self.faster.stages if self.faster is not None else self.program or self.eager
+
+    @property
+    def captured(self) -> Program | None:
+        """The frozen prefix as a program that computes as the model is written."""
+        return self.faster.captured if self.faster is not None else self.program
 
     @property
     def freeze(self) -> int:
@@ -166,9 +175,10 @@ class Split:
             hooked: True if hooks were added or removed. Then other crossing tensors may require a gradient,
                 and the tail adopts that.
         """
-        if (self.program is None) != (now.program is None) or self.prefix is None or now.prefix is None:
+        mine, theirs = self.captured, now.captured
+        if (mine is None) != (theirs is None) or self.prefix is None or now.prefix is None:
             return None
-        if self.program is not None and now.program is not None and self.program.digest != now.program.digest:
+        if mine is not None and theirs is not None and mine.digest != theirs.digest:
             return None
         if self.parts != now.parts or not (isinstance(self.tail, Tail) and isinstance(now.tail, Tail)):
             return None
