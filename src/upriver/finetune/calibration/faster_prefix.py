@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -12,9 +13,13 @@ from upriver.errors import ConfigError, NotExact, ProgramError
 from upriver.finetune.calibration.local_canary import LocalCanary
 from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
+from upriver.program.graph.executor import Program
+from upriver.program.rewrite.compiled import compile_stages
 from upriver.program.rewrite.faster import LARGEST_ERROR, FasterPrefix, rewritten
 from upriver.program.split.split import Split
 from upriver.rpc.tolerance import Deviation
+
+log = logging.getLogger("upriver")
 
 
 def with_faster_prefix(
@@ -44,6 +49,10 @@ def with_faster_prefix(
     )
     given = canary.inputs().tensors
     written = program.run(given, 0, program.num_stages)
+    note = ""
+    if kind == "compiled":
+        tell("compiling the frozen part")
+        note = _compiled(faster, given)
     try:
         error = error_of(written, parts.tail.values.as_read(faster.run(given, 0, faster.num_stages)))
     except ProgramError as refusal:  # a kernel may refuse what its rule for shapes takes
@@ -57,8 +66,17 @@ def with_faster_prefix(
     return replace(
         parts,
         program=faster,
-        faster=FasterPrefix(kind=kind, captured=program, stages=faster, error=error),
+        faster=FasterPrefix(kind=kind, captured=program, error=error, note=note),
     )
+
+
+def _compiled(program: Program, given: Sequence[torch.Tensor]) -> str:
+    """Compile a program for this process, and return what to say about it."""
+    why_not = compile_stages(program, given)
+    if why_not:
+        log.warning("the frozen part is not compiled: %s", why_not)
+        return f"but is not compiled: {why_not}"
+    return "and is compiled where this process runs it; servers run it as it is"
 
 
 def error_of(written: Sequence[torch.Tensor], faster: Sequence[torch.Tensor]) -> float:

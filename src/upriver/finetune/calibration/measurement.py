@@ -162,7 +162,7 @@ class Calibration:
         self._parts, self._program, self._options = parts, program, options
         self._tell = tell
         self._canary = LocalCanary(
-            engine=Engine(chain=dataset.chain, program=parts.prefix, micro_batch=options.micro_batch),
+            engine=Engine(chain=dataset.chain, program=program, micro_batch=options.micro_batch),
             dataset=direct,
             ids=options.order(0).micro_batches[0],
             freeze=parts.freeze,
@@ -474,7 +474,7 @@ class Calibration:
     ) -> Profile | None:
         """Return the profile with model stages measured at two sizes; None if that is too slow or fails."""
         epoch_s = judge(profile, cluster)
-        if epoch_s is None:
+        if epoch_s is None or self._options.prefix == "compiled":  # another size would have to be compiled
             return None
         second = SecondSize(self._model, self._direct, self._parts, self._program, self._options)
         spent = sum(seconds for part, seconds in self._clock.seconds.items() if part != CANARY)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -19,7 +19,7 @@ from upriver.program.graph.caps import DEFAULT_CAPS, GraphCaps
 from upriver.program.graph.constants import Constants, names_read
 from upriver.program.graph.devices import check_device, moment, moved, seconds_between
 from upriver.program.graph.parser import check_weight, decode
-from upriver.program.graph.schedule import ScheduledNode, Values, bind, mark_last_uses, schedule
+from upriver.program.graph.schedule import Values, bind, mark_last_uses, schedule
 from upriver.program.graph.schema import Graph, Value, Weight
 from upriver.program.graph.validator import check
 from upriver.program.graph.weights_file import FileInMemory, Stored
@@ -28,6 +28,16 @@ from upriver.text import printable
 BeforeStage: TypeAlias = Callable[[int, frozenset[str]], object]
 """Called before a stage runs. Receives the stage's number, counted from 1, and the keys of the weights that
 it is the first to read. Returns once these weights are in memory."""
+
+
+class Step(Protocol):
+    """A part of a stage: one operator, or several as one function."""
+
+    def run(self, values: Values, borrowed: Container[str] = ()) -> None:
+        """Add the step's results to the values, and drop those that are no longer needed."""
+
+    def refusal(self, error: Exception) -> Exception:
+        """Return the error to raise for one of the step."""
 
 
 class Program:
@@ -76,7 +86,7 @@ class Program:
         self._declared = {weight.name: weight for weight in graph.weights}
         self._weights: Values = {}
         self._constants = Constants(self._plan)
-        self._stages: list[list[ScheduledNode] | None] = [None] * len(graph.stages)
+        self._stages: list[Sequence[Step] | None] = [None] * len(graph.stages)
         self._binding = threading.Lock()
         if before_stage is None:
             self._bind_all()
@@ -139,6 +149,18 @@ class Program:
         """Bytes of weights in memory."""
         return self._file.nbytes
 
+    @property
+    def fixed_values(self) -> Mapping[str, torch.Tensor]:
+        """Weights and constants that stages read, by name."""
+        return self._weights | self._constants.values
+
+    def replace_stages(self, steps: Mapping[int, Sequence[Step]]) -> Mapping[int, Sequence[Step]]:
+        """Run other steps in some stages from now on, by position after the stage; return the former ones."""
+        before = {position: self._bind_stage(position) for position in steps}
+        for position, each in steps.items():
+            self._stages[position - 1] = each
+        return before
+
     def live(self, position: int) -> list[Value]:
         """Return the tensors that cross a cut at ``position``, in the order of :meth:`run`."""
         return self._live[position]
@@ -185,7 +207,7 @@ class Program:
         names = [value.name for value in self.live(stop)]
         return tuple(values[name] if name in values else fixed[name].clone() for name in names)
 
-    def _run_stage(self, steps: Sequence[ScheduledNode], values: Values, borrowed: Container[str]) -> None:
+    def _run_stage(self, steps: Sequence[Step], values: Values, borrowed: Container[str]) -> None:
         for step in steps:
             try:
                 step.run(values, borrowed)
@@ -214,7 +236,7 @@ class Program:
 
     # --------------------------------------------------------------------------------------- binding
 
-    def _ready(self, position: int) -> list[ScheduledNode]:
+    def _ready(self, position: int) -> Sequence[Step]:
         """Return the steps of a stage that is about to run, after its weights are in memory."""
         steps = self._stages[position - 1]
         if (before_stage := self.before_stage) is not None:
@@ -236,7 +258,7 @@ class Program:
         for position in range(1, self.num_stages + 1):
             self._bind_stage(position)
 
-    def _bind_stage(self, position: int) -> list[ScheduledNode]:
+    def _bind_stage(self, position: int) -> Sequence[Step]:
         """Return the steps of a stage.
 
         Each drops the values that the stage no longer needs and does not ship.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
-
-import torch
+from typing import Literal, get_args
 
 from upriver.errors import CaptureError, ConfigError, ProgramError
 from upriver.program.graph.executor import Program
@@ -15,36 +12,18 @@ from upriver.program.rewrite.bfloat16 import to_bfloat16
 from upriver.program.rewrite.channels_last import to_channels_last
 from upriver.program.rewrite.draft import Draft
 
-PrefixKind = Literal["bf16"]
+PrefixKind = Literal["compiled", "bf16"]
 """How a frozen prefix is made faster."""
 
 PREFIXES: tuple[PrefixKind, ...] = get_args(PrefixKind)
 
-LARGEST_ERROR: dict[PrefixKind, float] = {"bf16": 5e-2}
+LARGEST_ERROR: dict[PrefixKind, float] = {"compiled": 1e-3, "bf16": 5e-2}
 """Largest error of features at the freeze point, relative to the largest value, that a job accepts."""
 
-_WORDS: dict[PrefixKind, str] = {"bf16": "the frozen part computes in bfloat16"}
-
-
-class Stages(Protocol):
-    """The model stages that this process runs."""
-
-    micro_batch: int
-    num_stages: int
-
-    @property
-    def sample_form(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """Shape and type of a sample of the input."""
-
-    def run(
-        self,
-        tensors: Sequence[torch.Tensor],
-        start: int,
-        stop: int,
-        *,
-        on_stage: Callable[[int, float], None] | None = None,
-    ) -> tuple[torch.Tensor, ...]:
-        """Run stages [start, stop) on one micro-batch."""
+_WORDS: dict[PrefixKind, str] = {
+    "compiled": "the frozen part has BatchNorm folded into its layers",
+    "bf16": "the frozen part computes in bfloat16",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,20 +33,20 @@ class FasterPrefix:
     Attributes:
         kind: As the job was asked for.
         captured: The prefix as it is written.
-        stages: The prefix as this process runs it.
         error: Largest difference of the canary's features from those of the captured prefix, relative to the
             largest value.
+        note: What more a user should know.
     """
 
     kind: PrefixKind
     captured: Program
-    stages: Stages
     error: float
+    note: str = ""
 
     def __str__(self) -> str:
         return (
             f"within {self.error:.2g} of the largest value of the model as it is written, by the canary: "
-            f"{_WORDS[self.kind]}"
+            f"{_WORDS[self.kind]}{self.note and ', ' + self.note}"
         )
 
 

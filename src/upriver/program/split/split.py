@@ -29,7 +29,7 @@ from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import GRANULARITIES, Granularity
 from upriver.program.module_state.attributes import AttributeSnapshot, attributes_of
 from upriver.program.module_state.restoration import state_kept
-from upriver.program.rewrite.faster import FasterPrefix, Stages
+from upriver.program.rewrite.faster import FasterPrefix
 from upriver.program.split.crossing_values import CrossingValues
 from upriver.program.split.eager_prefix import EagerPrefix, runs_alone
 from upriver.program.split.forward_pass import ForwardPass, random_branch
@@ -142,9 +142,9 @@ class Split:
     faster: FasterPrefix | None = None
 
     @property
-    def prefix(self) -> Stages | None:
+    def prefix(self) -> Program | EagerPrefix | None:
         """The frozen prefix in the form that this process runs. None if the model runs unsplit."""
-        return self.faster.stages if self.faster is not None else self.program or self.eager
+        return self.program or self.eager
 
     @property
     def captured(self) -> Program | None:
