@@ -620,7 +620,7 @@ class FinetuneJob:
     def exactness(self) -> str:
         """Exactness of the job, in one line: bit for bit, or within which tolerance and why."""
         servers, faster = str(self._planned.agreement), self._split.faster
-        return servers if faster is None else f"{faster}; features of servers {servers} of those made here"
+        return servers if faster is None else f"{faster}; servers {servers} of that"
 
     @property
     def placed(self) -> Sequence[Placed]:

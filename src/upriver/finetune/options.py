@@ -272,7 +272,7 @@ class JobOptions:
             return self
         if self.exact == "bitwise":
             raise ConfigError(
-                f"exact='bitwise' and prefix={self.prefix!r} were both given: a faster prefix gives other low "
+                f"exact='bitwise' and prefix={self.prefix!r} were both given: a faster prefix gives other "
                 "bits than the model as it is written. Leave prefix out, or give exact='auto' or 'numeric'"
             )
         if self.autocast is not None and self.prefix != "compiled":

@@ -179,7 +179,9 @@ class Planner:
             plan = self._noted(plan, f"the frozen part ends where it does since {self.parts.note}")
         if self.options.prefix is not None:
             none = f"prefix={self.options.prefix!r} changes nothing, as the model runs unsplit"
-            plan = self._noted(plan, none if self.parts.faster is None else f"features lie {self.parts.faster}")
+            plan = self._noted(
+                plan, none if self.parts.faster is None else f"features lie {self.parts.faster}"
+            )
         measuring = self._measuring
         return PlanDecision(
             plan=plan,
@@ -380,10 +382,11 @@ class Planner:
         """Note in the plan how exact the job is, and the measured differences of features."""
         if self.agreement.allowed is None:
             return plan if self.agreement.exact == "bitwise" else self._noted(plan, str(self.agreement))
+        of = " from those made here" if self.parts.faster is not None else ""
         seen = ", ".join(f"{apart:.2g} at {url}" for url, apart in gate.distances.items())
         return self._noted(
             plan,
-            f"features may differ: {self.agreement}; those of the canary differed by (of the largest) "
+            f"features may differ{of}: {self.agreement}; those of the canary differed by (of the largest) "
             f"{seen or 'nothing yet'}",
         )
 

@@ -173,8 +173,8 @@ class Near:
             DatasetError: If the dataset is empty.
             ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model
                 does not run.
-            NotExact: If ``exact`` is ``bitwise``, and all servers answer and none computes the same bits. Or if
-                features with ``prefix`` are too far from those of the model as it is written.
+            NotExact: If ``exact`` is ``bitwise``, and all servers answer and none computes the same bits; or
+                if features with ``prefix`` are too far from those of the model as it is written.
             NoFeasibleCut: If no cut fits the memory.
         """
         self._check_open()

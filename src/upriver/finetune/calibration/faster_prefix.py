@@ -59,9 +59,9 @@ def with_faster_prefix(
         raise ConfigError(f"the frozen part does not run with prefix={kind!r}: {refusal}") from refusal
     if not error <= LARGEST_ERROR[kind]:
         raise NotExact(
-            f"features with prefix={kind!r} are {error:.2g} of the largest value from those of the model as it "
-            f"is written, by the job's first micro-batch; at most {LARGEST_ERROR[kind]:g} is accepted. Leave "
-            "prefix out"
+            f"with prefix={kind!r}, features of the job's first micro-batch are {error:.2g} of the largest "
+            f"value from those of the model as it is written; at most {LARGEST_ERROR[kind]:g} is accepted. "
+            "Give another prefix, or leave it out"
         )
     return replace(
         parts,

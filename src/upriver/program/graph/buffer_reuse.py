@@ -21,11 +21,12 @@ _IN_PLACE: dict[str, Any] = {
     "hardtanh.default": torch.ops.aten.hardtanh_.default,
     "mul.Tensor": torch.ops.aten.mul_.Tensor,
     "relu.default": torch.ops.aten.relu_.default,
+    "round.default": torch.ops.aten.round_.default,
     "silu.default": torch.ops.aten.silu_.default,
 }
 """Element-wise operators, each with its kernel that writes into the first operand."""
 
-_FRESH = {"add.Tensor", "mul.Tensor"}.union(
+_FRESH = {"add.Tensor", "div.Tensor", "mul.Tensor"}.union(
     f"{name}.default"
     for name in (
         *("_native_batch_norm_legit_no_training", "batch_norm", "group_norm", "layer_norm", "cat", "linear"),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
+
 from upriver.errors import ProgramError
 
 Given: TypeAlias = Mapping[str, Any]
@@ -68,6 +70,14 @@ def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
     return 2 <= len(shape) <= len(target) and all(size in (1, wanted) for size, wanted in pairs)
 
 
+def _integer_product(given: Given) -> str:
+    """Require signed integers, and something to add up: the result of nothing would be old memory."""
+    left, right = given["self"], given["mat2"]
+    if left.dtype is not torch.int8 or right.dtype is not torch.int8:
+        return f"matrices of {left.dtype} and {right.dtype}, not int8"
+    return "" if left.dim() == 2 and left.shape[1] else f"a matrix of shape {tuple(left.shape)}"
+
+
 def _grid_sampler(given: Given) -> str:
     modes = given["interpolation_mode"], given["padding_mode"]
     return "" if all(0 <= mode < MODES for mode in modes) else f"modes {modes}, there are {MODES} of each"
@@ -97,6 +107,7 @@ _RULES: dict[str, Callable[[Given], str]] = {
     "_weight_norm.default": _weight_norm,
     "scaled_dot_product_attention.default": _attention,
     "grid_sampler.default": _grid_sampler,
+    "_int_mm.default": _integer_product,
 }
 _RULES |= {
     f"{name}.default": _resampling

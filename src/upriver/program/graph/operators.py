@@ -24,7 +24,7 @@ _OPERATORS = """
     # convolution, matrix products, attention
     conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_transpose1d
     conv_transpose2d.input linear matmul mm bmm addmm baddbmm einsum scaled_dot_product_attention
-    conv_transpose3d.input mv dot outer addmv linalg_matmul inner batch_norm cosine_similarity
+    conv_transpose3d.input _int_mm mv dot outer addmv linalg_matmul inner batch_norm cosine_similarity
     # normalisation in eval
     _native_batch_norm_legit_no_training _native_batch_norm_legit.no_stats layer_norm group_norm
     rms_norm instance_norm _weight_norm

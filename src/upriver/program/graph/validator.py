@@ -240,6 +240,9 @@ def flops_of_call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], res
     if func._overloadpacket is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         shapes = [tensor.shape for tensor in args[:3]]
         return float(sdpa_flop_count(*shapes))  # type: ignore[no-untyped-call]
+    if func._overloadpacket is torch.ops.aten._int_mm:
+        rows, inner = args[0].shape
+        return float(2 * rows * inner * args[1].shape[1])
     count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
     return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
 

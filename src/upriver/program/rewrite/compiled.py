@@ -40,7 +40,7 @@ def compile_stages(program: Program, tensors: Sequence[torch.Tensor]) -> str:
         program.run(tensors, 0, program.num_stages)
     except ProgramError as error:
         program.replace_stages(before)
-        return str(error.__cause__ and _reason(error.__cause__) or error)
+        return _reason(error)
     return ""
 
 

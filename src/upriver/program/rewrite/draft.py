@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class Draft:
         self.program = program
         self.outputs = list(graph.stages[-1].live)
         starts = [0, *(stage.stop for stage in graph.stages)]
-        self.stages = [graph.nodes[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+        self.stages = [graph.nodes[a:b] for a, b in pairwise(starts)]
         self.weights = {
             weight.name: HeldWeight(weight=weight, stored=program.weight_tensors[weight.key])
             for weight in graph.weights
@@ -94,6 +95,7 @@ class Draft:
         self._drop_unread()
         forms = Inference(self)
         nodes = [forms.add(node) for nodes in self.stages for node in nodes]
+        nodes += [forms.add(node) for node in self._restore_strides(forms)]
         read = dict.fromkeys(name for node in nodes for name in node.reads())
         held = [self.weights[name] for name in read if name in self.weights]
         file = WeightsFile({each.weight.key: each.stored for each in held})
@@ -123,6 +125,25 @@ class Draft:
                     kept[-1].append(node)
         self.stages = [nodes[::-1] for nodes in reversed(kept)]
 
+    def _restore_strides(self, forms: Inference) -> list[Node]:
+        """Add nodes that give the outputs the strides which they had at first, and return these nodes."""
+        added: list[Node] = []
+        for place, before in enumerate(self.program.live(self.program.num_stages)):
+            name, spec = self.outputs[place], before.spec
+            order = sorted(range(len(spec.shape)), key=lambda dim: (-spec.stride[dim], dim))
+            if name in self.weights or spec.span != spec.numel or forms.has_strides(name, spec):
+                continue
+            back = [order.index(dim) for dim in range(len(order))]
+            self.outputs[place] = self.new_name(f"{name}_restored")
+            turned, whole = self.new_name(f"{name}_turned"), self.new_name(f"{name}_whole")
+            added += [
+                call("permute.default", turned, tensor(name), order),
+                call("contiguous.default", whole, tensor(turned)),
+                call("permute.default", self.outputs[place], tensor(whole), back),
+            ]
+        self.stages[-1] = [*self.stages[-1], *added]
+        return added
+
     def _stages(self, nodes: Sequence[Node]) -> list[Stage]:
         """Return the program's stages with the costs that they have now."""
         inputs, samples = self.program.graph.inputs, self.program.micro_batch
@@ -146,7 +167,9 @@ class Draft:
             last = len(made) + 1 == len(self.stages)
             live = self.outputs if last else list(alive[stop])
             names = {name for node in nodes[start:stop] for name in node.reads()}
-            read = {w.key: w.spec.nbytes for n in names if n in self.weights for w in (self.weights[n].weight,)}
+            read = {
+                w.key: w.spec.nbytes for n in names if n in self.weights for w in (self.weights[n].weight,)
+            }
             made.append(
                 Stage(
                     name=before.name,
@@ -196,9 +219,10 @@ class Inference:
                 outputs[-1] = Value(name=output.name, spec=TensorSpec.of(result))
         return Node(op=node.op, args=node.args, kwargs=node.kwargs, outputs=outputs)
 
-    def is_contiguous(self, name: str) -> bool:
-        """Return whether a value's elements lie in memory in the order of its dimensions."""
-        return name not in self._values or self._values[name].is_contiguous()
+    def has_strides(self, name: str, spec: TensorSpec) -> bool:
+        """Return whether a value lies in memory as declared. A dimension of one element has no stride."""
+        steps = zip(spec.shape, spec.stride, self._values[name].stride(), strict=True)
+        return all(size < 2 or declared == step for size, declared, step in steps)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the type of a value."""
@@ -241,5 +265,3 @@ def reading(node: Node, names: Mapping[str, str]) -> Node:
 def makers(nodes: Iterable[Node]) -> dict[str, Node]:
     """Return the node that makes each value, by name."""
     return {value.name: node for node in nodes for value in node.made}
-
-

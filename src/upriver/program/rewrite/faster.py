@@ -11,18 +11,21 @@ from upriver.program.rewrite.batch_norm import fold
 from upriver.program.rewrite.bfloat16 import to_bfloat16
 from upriver.program.rewrite.channels_last import to_channels_last
 from upriver.program.rewrite.draft import Draft
+from upriver.program.rewrite.int8 import to_int8
+from upriver.program.rewrite.matrices import to_matrices
 
-PrefixKind = Literal["compiled", "bf16"]
+PrefixKind = Literal["compiled", "bf16", "int8"]
 """How a frozen prefix is made faster."""
 
 PREFIXES: tuple[PrefixKind, ...] = get_args(PrefixKind)
 
-LARGEST_ERROR: dict[PrefixKind, float] = {"compiled": 1e-3, "bf16": 5e-2}
+LARGEST_ERROR: dict[PrefixKind, float] = {"compiled": 1e-3, "bf16": 5e-2, "int8": 1e-1}
 """Largest error of features at the freeze point, relative to the largest value, that a job accepts."""
 
 _WORDS: dict[PrefixKind, str] = {
     "compiled": "the frozen part has BatchNorm folded into its layers",
     "bf16": "the frozen part computes in bfloat16",
+    "int8": "the frozen part's linear layers multiply 8-bit integers",
 }
 
 
@@ -45,7 +48,7 @@ class FasterPrefix:
 
     def __str__(self) -> str:
         return (
-            f"within {self.error:.2g} of the largest value of the model as it is written, by the canary: "
+            f"within {self.error:.2g} of the largest value of the model as it is written, by the canary, as "
             f"{_WORDS[self.kind]}{self.note and ', ' + self.note}"
         )
 
@@ -58,10 +61,16 @@ def rewritten(program: Program, kind: PrefixKind) -> Program:
     """
     draft = Draft(program)
     try:
+        to_matrices(draft)
         fold(draft)
         to_channels_last(draft)
         if kind == "bf16":
             to_bfloat16(draft)
+        elif kind == "int8" and not to_int8(draft):
+            raise ConfigError(
+                "prefix='int8' would change nothing, as the frozen part has no float32 linear layer; "
+                "give 'bf16' or 'compiled', or leave it out"
+            )
         return draft.finish()
     except (CaptureError, ProgramError) as error:
         raise ConfigError(f"the frozen part does not run with prefix={kind!r}: {error}") from error
