@@ -15,9 +15,9 @@ from upriver.finetune.options import JobOptions
 from upriver.pipeline import Dataset
 from upriver.program.graph.executor import Program
 from upriver.program.rewrite.compiled import compile_stages
-from upriver.program.rewrite.faster import LARGEST_ERROR, FasterPrefix, rewritten
+from upriver.program.rewrite.faster import FasterPrefix, rewritten
 from upriver.program.split.split import Split
-from upriver.rpc.tolerance import Deviation
+from upriver.rpc.tolerance import Deviation, tolerance_of
 
 log = logging.getLogger("upriver")
 
@@ -57,10 +57,11 @@ def with_faster_prefix(
         error = error_of(written, parts.tail.values.as_read(faster.run(given, 0, faster.num_stages)))
     except ProgramError as refusal:  # a kernel may refuse what its rule for shapes takes
         raise ConfigError(f"the frozen part does not run with prefix={kind!r}: {refusal}") from refusal
-    if not error <= LARGEST_ERROR[kind]:
+    largest = tolerance_of(faster).rtol
+    if not error <= largest:
         raise NotExact(
             f"with prefix={kind!r}, features of the job's first micro-batch are {error:.2g} of the largest "
-            f"value from those of the model as it is written; at most {LARGEST_ERROR[kind]:g} is accepted. "
+            f"value from those of the model as it is written; at most {largest:g} is accepted. "
             "Give another prefix, or leave it out"
         )
     return replace(

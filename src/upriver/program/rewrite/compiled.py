@@ -6,6 +6,7 @@ Each stage is compiled alone, so it can be timed, and the program can still be c
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,9 @@ def compile_stages(program: Program, tensors: Sequence[torch.Tensor]) -> str:
         alive = kept
     before = program.replace_stages({position: [stage] for position, stage in compiled.items()})
     try:
-        program.run(tensors, 0, program.num_stages)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about its own parts
+            program.run(tensors, 0, program.num_stages)
     except ProgramError as error:
         program.replace_stages(before)
         return _reason(error)

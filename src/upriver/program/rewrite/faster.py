@@ -19,9 +19,6 @@ PrefixKind = Literal["compiled", "bf16", "int8"]
 
 PREFIXES: tuple[PrefixKind, ...] = get_args(PrefixKind)
 
-LARGEST_ERROR: dict[PrefixKind, float] = {"compiled": 1e-3, "bf16": 5e-2, "int8": 1e-1}
-"""Largest error of features at the freeze point, relative to the largest value, that a job accepts."""
-
 _WORDS: dict[PrefixKind, str] = {
     "compiled": "the frozen part has BatchNorm folded into its layers",
     "bf16": "the frozen part computes in bfloat16",
