@@ -249,6 +249,10 @@ HARMFUL: dict[str, tuple[bytes, str]] = {
         one_node("grid_sampler.default", [X, X, 7, 0, False]),
         "modes \\(7, 0\\), there are 3 of each",
     ),
+    "a product of other than integers": (
+        one_node("_int_mm.default", [X, WIDE], [2, 2]),
+        "matrices of torch.float32 and torch.float32, not int8",
+    ),
     "a scale that is not the sizes'": (
         one_node("upsample_nearest1d.default", [CUBE, [2], 1e-9], [1, 2, 2]),
         "a scale of 1e-09 from 4 to 2",

@@ -15,10 +15,11 @@ from torch.nn import functional
 
 from tests.program.nets import Small, frozen_small
 from tests.program.random_networks import Description, descriptions
-from upriver.errors import CaptureError, ConfigError, ModelError
+from upriver.errors import CaptureError, ConfigError, ModelError, ProgramError
 from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import Example, TensorSource
 from upriver.program.graph.executor import Program
+from upriver.program.graph.kernel_validator import check_kernel
 from upriver.program.rewrite.compiled import compile_stages
 from upriver.program.rewrite.faster import PREFIXES, PrefixKind, rewritten
 from upriver.rpc.tolerance import tolerance_of
@@ -204,6 +205,12 @@ def test_rows_do_not_depend_on_other_rows(kind: PrefixKind) -> None:
     changed = x.clone()
     changed[2:] = 50 * torch.randn(2, 5, 16)
     assert torch.equal(run(faster, [x])[0][:2], run(faster, [changed])[0][:2])
+
+
+def test_a_product_of_no_integers_is_refused() -> None:
+    empty = torch.empty(3, 0, dtype=torch.int8)
+    with pytest.raises(ProgramError, match=r"_int_mm.default: a matrix of shape \(3, 0\)"):
+        check_kernel("_int_mm.default", {"self": empty, "mat2": empty.t()})
 
 
 def test_int8_without_a_linear_layer_says_that_nothing_would_change() -> None:
