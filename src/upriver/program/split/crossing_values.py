@@ -89,8 +89,14 @@ class CrossingValues:
         )
 
     def as_read(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the values in the types in which the tail reads them: they may arrive in another one."""
-        return tuple(value.to(ship.shape.dtype) for value, ship in zip(values, self.ships, strict=True))
+        """Return the values with those that came in bfloat16 in the type in which the tail reads them."""
+        if len(values) != len(self.ships):
+            return tuple(values)  # the tail refuses them
+        low, high = torch.bfloat16, torch.float32
+        return tuple(
+            value.to(high) if (value.dtype, ship.shape.dtype) == (low, high) else value
+            for value, ship in zip(values, self.ships, strict=True)
+        )
 
     def unshared(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return the values, with copies of the tensors that the tail writes into."""
