@@ -108,6 +108,14 @@ CLAIMS = (
         without=FINETUNE,
     ),
     Claim(
+        name="faster_prefix",
+        goal="none; tells the speed-up and the error of each faster prefix, network by network",
+        judged_by="median of ratios of neighbours in time, 11 turns",
+        says=r"\*\*(?P<measured>\d+) of (?P<networks>\d+) networks measured(?P<told>[^*]*)\.\*\*",
+        result="{measured} of {networks} networks measured{told}",
+        without=FINETUNE,
+    ),
+    Claim(
         name="proof_steps",
         goal="every split trains what its model trains whole",
         judged_by="equal bits, each row",

@@ -19,6 +19,7 @@ SOON = ("admission_time", "decision_time", "plan_time")
 LATER = (
     "cold_calls",
     "device_mix",
+    "faster_prefix",
     "first_batch",
     "kills",
     "latency_models",

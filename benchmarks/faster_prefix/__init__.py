@@ -1,0 +1,1 @@
+"""Measure how much faster a frozen part is by each ``prefix`` of a job, and how far off its features are."""
