@@ -158,8 +158,10 @@ class Near:
                 this type. A ``with torch.autocast`` in the training script would not reach stages that run
                 ahead or on servers.
             prefix: How the frozen part is made faster, wherever it runs. ``bf16`` computes it in bfloat16, in
-                which features cross the link too. The job is then within an error of the model as it is
-                written, which ``job.exactness`` and the plan state. None leaves it as it is written.
+                which features cross the link, too. ``int8`` lets its linear layers multiply 8-bit integers.
+                ``compiled`` folds BatchNorm into other layers, and compiles what this process runs. The job
+                is then within an error of the model as it is written, which it measures on its first
+                micro-batch; ``job.exactness`` and the plan state it. None leaves it as it is written.
             seed: Decides the order of samples and random input stages.
             sampling: Order, ranks and bad samples; `Sampling` with its defaults if None, as for the others.
             splitting: Where the model may be cut, how its tail runs, and an earlier run to replay.
@@ -169,7 +171,8 @@ class Near:
                 or logged if the logger ``upriver`` takes them; ``lambda text: None`` keeps silent.
 
         Raises:
-            ConfigError: If an argument is outside its allowed range, or the connection was closed.
+            ConfigError: If an argument is outside its allowed range, the frozen part does not run with
+                ``prefix``, or the connection was closed.
             DatasetError: If the dataset is empty.
             ModelError: If nothing or everything is frozen, a parameter is not initialized yet, or the model
                 does not run.

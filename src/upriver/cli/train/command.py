@@ -52,6 +52,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         certificate: File with the certificate for servers that ask for one; ``key`` names its key.
         on_left_out: "error" or "report" when an index would leave out files that may be samples.
         adapt_batch: Most samples that a server may run at once; with ``exact = "numeric"`` only.
+        prefix: How the frozen part is made faster, within an error that the plan states.
         micro_batch: Samples per micro-batch. ``auto`` measures and chooses once; a resumed run keeps the
             choice.
     """
@@ -87,6 +88,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     exact: Literal["auto", "bitwise", "numeric"] = "auto"
     adapt_batch: int = 0
     autocast: Literal["bfloat16", "float16"] | None = None
+    prefix: Literal["compiled", "bf16", "int8"] | None = None
     granularity: Literal["module", "op"] = "module"
     compile_tail: bool = False
     on_bad_sample: Literal["fail", "skip"] = "fail"
@@ -159,6 +161,7 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
             policy=settings.policy,
             exact=settings.exact,
             autocast=settings.autocast,
+            prefix=settings.prefix,
             seed=settings.seed,
             sampling=Sampling(on_bad_sample=settings.on_bad_sample),
             splitting=Splitting(
