@@ -170,8 +170,12 @@ def test_it_trains_and_says_what_it_did(folder: Path, capsys: pytest.CaptureFixt
     }
 
 
-def test_near_the_data_gives_the_same_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = 'epochs = 2\nautocast = "bfloat16"\ngranularity = "op"'
+@pytest.mark.parametrize(
+    "more", ['epochs = 2\nautocast = "bfloat16"\ngranularity = "op"', 'epochs = 2\nprefix = "bf16"']
+)
+def test_near_the_data_gives_the_same_file(
+    more: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain = trained(capsys, config(folder, output="plain.st", more=more))
     path = config(folder, output="near.st", more=more)
     Path(path).write_text(Path(path).read_text().replace('"nosplit"', '"freeze"'))
@@ -418,6 +422,7 @@ def interrupted_once(capsys: pytest.CaptureFixture[str], path: str, *options: st
     [
         ('on_bad_sample = "skip"', 'on_bad_sample = "fail"', "its on_bad_sample is 'skip', here 'fail'"),
         ('exact = "bitwise"', 'exact = "numeric"', "its exact is 'bitwise', this job's 'numeric'"),
+        ('prefix = "bf16"', "", "its prefix is 'bf16', here None"),
     ],
 )
 def test_what_changes_the_training_is_refused(
@@ -651,6 +656,7 @@ def test_bad_samples_fail_or_are_counted(folder: Path, capsys: pytest.CaptureFix
         ("micro_batch = 0", "micro_batch"),
         ('micro_batch = "most"', "micro_batch"),
         ('autocast = "float8"', "autocast"),
+        ('prefix = "fp8"', "prefix"),
         ("compile_tail = 1", "compile_tail"),
         ('output = "/does/not/exist/x"', "/does/not/exist"),
         ('weights = "/does/not/exist.safetensors"', "/does/not/exist.safetensors"),
