@@ -261,6 +261,27 @@ def test_servers_run_several_micro_batches_at_once_with_a_faster_prefix(
     torch.testing.assert_close(torch.stack(losses), torch.stack(here[0]), rtol=2e-2, atol=1e-3)
 
 
+def test_stages_are_measured_at_two_sizes_as_they_run(
+    near: upriver.Near, data: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))  # no profile of an earlier job
+    budget = "upriver.finetune.calibration.measurement.affordable_repeats"
+    monkeypatch.setattr(budget, lambda *args, **kwargs: 1)
+    ran(near, data, prefix="bf16")
+    assert near.measured is not None and "two sizes" in str(near.measured)
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "other"))
+    ran(near, data, prefix="compiled")
+    assert "one size" in str(near.measured)  # another one would have to be compiled
+
+
+def test_a_job_may_choose_its_micro_batch_with_a_faster_prefix(near: upriver.Near, data: Dataset) -> None:
+    options = {"batch_size": 32, "micro_batch": "auto", "prefix": "bf16"}
+    with near.finetune(frozen_tokens(), data, **options) as job:
+        assert job.split.program is not None
+        assert job.split.program.micro_batch == job.state_dict()["micro_batch"]
+        assert job.report.prefix_error > 0
+
+
 def test_held_out_samples_are_judged_alike_on_servers_and_here(near: upriver.Near, data: Dataset) -> None:
     def judged(connection: Any, **options: Any) -> float:
         given = {**OPTIONS, "prefix": "bf16", **options}

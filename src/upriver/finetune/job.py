@@ -620,7 +620,9 @@ class FinetuneJob:
     def exactness(self) -> str:
         """Exactness of the job, in one line: bit for bit, or within which tolerance and why."""
         servers, faster = str(self._planned.agreement), self._split.faster
-        return servers if faster is None else f"{faster}; servers {servers} of that"
+        if faster is None:
+            return servers
+        return str(faster) if self._pool is None else f"{faster}; servers {servers} of that"
 
     @property
     def placed(self) -> Sequence[Placed]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -20,13 +21,16 @@ from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import Example, TensorSource
 from upriver.program.graph.executor import Program
 from upriver.program.graph.kernel_validator import check_kernel
+from upriver.program.graph.liveness import GRANULARITIES, Granularity
 from upriver.program.rewrite.compiled import compile_stages
 from upriver.program.rewrite.faster import PREFIXES, PrefixKind, rewritten
 from upriver.rpc.tolerance import tolerance_of
 
+EXAMPLES = int(os.environ.get("UPRIVER_EXAMPLES", "0"))
+
 networks = settings(
-    max_examples=24,
-    derandomize=True,
+    max_examples=EXAMPLES or 24,
+    derandomize=not EXAMPLES,
     deadline=None,
     database=None,
     phases=[Phase.generate],
@@ -34,11 +38,11 @@ networks = settings(
 )
 
 
-def captured(description: Description) -> tuple[Program, Sequence[torch.Tensor]]:
+def captured(description: Description, granularity: Granularity) -> tuple[Program, Sequence[torch.Tensor]]:
     """Return the program of a whole random network, and inputs for it."""
     example = description.example(seed=1)
     try:
-        return capture(description.build().eval(), example), example.tensors
+        return capture(description.build().eval(), example, granularity=granularity), example.tensors
     except (CaptureError, ModelError, ConfigError):
         assume(False)
         raise
@@ -67,11 +71,11 @@ def check_cuts(program: Program, tensors: Sequence[torch.Tensor]) -> None:
 
 
 @networks
-@given(descriptions(), st.sampled_from(PREFIXES))
+@given(descriptions(), st.sampled_from(PREFIXES), st.sampled_from(GRANULARITIES))
 def test_a_random_network_keeps_its_cuts_and_lies_near_the_captured_one(
-    description: Description, kind: PrefixKind
+    description: Description, kind: PrefixKind, granularity: Granularity
 ) -> None:
-    program, tensors = captured(description)
+    program, tensors = captured(description, granularity)
     try:
         faster = rewritten(program, kind)
     except ConfigError as error:
