@@ -82,6 +82,7 @@ def test_equal_bits_that_no_server_gives_are_an_error_that_names_the_field(data:
         pass
 
 
+@pytest.mark.full
 def test_another_number_of_threads_is_another_fingerprint(data: Dataset) -> None:
     with upriver.connect(server_threads=2) as near:
         options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "policy": "freeze"}
@@ -102,6 +103,7 @@ def test_one_server_with_the_same_bits_keeps_the_others_out(
         assert f"not used for now: {other} computes with other low bits" in job.plan.why
 
 
+@pytest.mark.full
 def test_servers_that_do_not_answer_leave_the_plain_way_whatever_is_asked_for(
     data: Dataset, plain: Reference
 ) -> None:
@@ -115,6 +117,7 @@ def test_servers_that_do_not_answer_leave_the_plain_way_whatever_is_asked_for(
         assert job.state_dict()["exact"] is None
 
 
+@pytest.mark.full
 def test_a_server_that_answers_later_decides_before_its_first_answer_counts(
     data: Dataset,
 ) -> None:

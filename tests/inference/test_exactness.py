@@ -114,6 +114,7 @@ def test_one_server_with_the_same_bits_keeps_the_others_out(
             assert f"Not asked: {other} computes with other low bits: {ISA}" in answer.why
 
 
+@pytest.mark.full
 def test_a_server_that_comes_later_decides_before_its_first_answer(model: Small, store: str) -> None:
     port = free_port()
     with asking(model, f"http://127.0.0.1:{port}") as answer:
@@ -126,6 +127,7 @@ def test_a_server_that_comes_later_decides_before_its_first_answer(model: Small,
             assert asked(answer) == late.url
 
 
+@pytest.mark.full
 def test_what_was_bit_for_bit_stays_so_after_a_restart_with_other_bits(model: Small, store: str) -> None:
     port = free_port()
     with running(store, port=port) as first, asking(model, first.wait_ready().url) as answer:
@@ -138,6 +140,7 @@ def test_what_was_bit_for_bit_stays_so_after_a_restart_with_other_bits(model: Sm
             assert answer.exactness == "bit for bit"
 
 
+@pytest.mark.full
 def test_what_was_within_a_tolerance_takes_servers_with_equal_bits(
     model: Small, store: str, server: Running
 ) -> None:
@@ -190,6 +193,7 @@ def test_the_tolerance_is_larger_where_the_model_computes_in_half_precision(othe
         assert answer.exactness.startswith(f"within {COARSER[torch.bfloat16]}, since {other}")
 
 
+@pytest.mark.full
 def test_a_child_keeps_to_what_was_decided_and_decides_what_was_not(
     model: Small, store: str, other: str
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_small_model_is_prepared_before_the_first_batch_unless_it_is_asked_for
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_model_of_the_users_script_is_prepared_in_another_process(tmp_path: Path) -> None:
     """Its class is in no module that the other process can import, and its top level must not run again."""
     photos(tmp_path, 60)

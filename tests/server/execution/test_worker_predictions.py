@@ -84,6 +84,7 @@ def test_a_worker_foretells_by_the_models_of_its_device(enclosure, models):
     assert list(found) == list(range(1, program.num_stages + 1))
 
 
+@pytest.mark.full
 def test_models_of_another_device_and_broken_ones_foretell_nothing(models):
     other = replace(models, place=replace(models.place, threads=64))
     MODELS.write(name_of(models.place), predictor_to_json(other))
@@ -92,6 +93,7 @@ def test_models_of_another_device_and_broken_ones_foretell_nothing(models):
     assert predicted_s()[0] == {}
 
 
+@pytest.mark.full
 def test_a_program_with_an_operator_without_a_model_is_not_foretold(models):
     keep(models)
     assert predicted_s(last=nn.Softmax(dim=1))[0] == {}
