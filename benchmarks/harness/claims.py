@@ -73,6 +73,34 @@ CLAIMS = (
         without=FINETUNE,
     ),
     Claim(
+        name="first_batch",
+        goal="the first batch within 5 s cold and 2 s warm on two cores; 1 to 5 epochs of 300 samples in at "
+        "most 1.05 times an ordinary loop's time",
+        judged_by="largest median of three networks; largest ratio of medians",
+        says=rf"\*\*(?P<held>\w+)[^*]*: the first batch of \d+ networks comes (?P<cold>{NUMBER}) s after the "
+        rf"call at most with cold caches \(goal 5\) and (?P<warm>{NUMBER}) s [^*]*? after "
+        rf"(?P<before_cold>{NUMBER}) and (?P<before_warm>{NUMBER}) s; [^*]*\*\* "
+        rf"\*\*(?P<held_short>\w+)[^*]*: jobs of [^*]*? take (?P<least>{NUMBER}) to "
+        rf"(?P<most>{NUMBER}) times as long",
+        result="{held}: the first batch after {cold} s cold and {warm} s warm ({before_cold} and "
+        "{before_warm} s if prepared before it). {held_short}: short jobs take {least} to {most} times as "
+        "long",
+        without=FINETUNE,
+    ),
+    Claim(
+        name="device_mix",
+        goal="at most 1.05 times the better of the plain way and a full push, whichever side is slow; ahead "
+        "of both where 5 % are predicted",
+        judged_by="ratio of medians of 3 repeats, each setting",
+        says=rf"\*\*(?P<held>\w+)[^*]*?: an epoch by `upriver`'s plan takes (?P<least>{NUMBER}) to "
+        rf"(?P<most>{NUMBER}) times the better [^*]*?\. (?P<held_ahead>\w+): it is ahead of both in "
+        r"(?P<ahead>\d+) of (?P<paying>\d+) settings",
+        counts={"settings": lambda text: str(len(column(text, "`upriver`", "Seconds of an epoch")))},
+        result="{held}: {least} to {most} times the better of both in {settings} settings. {held_ahead}: "
+        "ahead of both in {ahead} of {paying} where that is predicted",
+        without=FINETUNE,
+    ),
+    Claim(
         name="plan_quality",
         goal="within 5 % of the best measured single cut in 95 % of settings, and ahead of it on the mean",
         judged_by="median of 5 repeats over that of the best cut",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from benchmarks.device_mix import __main__ as device_mix
 from benchmarks.device_mix.report import GOAL, POLICIES, PUSH, SINGLE, Mix, mix_of, report, verdict
 from benchmarks.harness.children import ROOT, module_command
+from benchmarks.harness.claims import CLAIMS
 from benchmarks.harness.records import Deadline, Records
 from benchmarks.harness.training.plans import DEVICES_TOLERANCE, Setting, plan_key, run_key
 from benchmarks.harness.training.ways import PLAIN
@@ -79,6 +81,19 @@ def test_a_plan_is_judged_by_the_better_of_both_extremes(tmp_path: Path) -> None
     assert "4.00 / 4.00 | 6.00 / 5.00 | 4.20 / 4.50 | 7.00 / 8.00 | yes |" in text
     assert "50% at -3 + 50% at 11 | 11 | 5 | loader 1x2 | bit for bit |" in text
     assert f"{CUDA.key}: not begun" in text
+
+
+def test_the_row_of_the_table_finds_its_figures_in_the_page(tmp_path: Path) -> None:
+    records = made(SLOW, tmp_path / "x.jsonl", all_ways(4.0, 5.0, 4.5, 8.0), all_ways(4.0, 6.0, 4.2, 7.0))
+    text = report([Mix(SLOW, records), Mix(CUDA, records)], "x")
+    [claim] = [claim for claim in CLAIMS if claim.name == "device_mix"]
+    match = re.search(claim.says, " ".join(text.split()))
+    assert match is not None
+    counted = {name: count(text) for name, count in claim.counts.items()}
+    assert claim.result.format(**match.groupdict(), **counted) == (
+        "Met: 0.80 to 0.80 times the better of both in 1 settings. Met: ahead of both in 1 of 1 where that "
+        "is predicted"
+    )
 
 
 def test_a_plan_that_is_behind_is_a_miss_and_one_that_promised_more_another(tmp_path: Path) -> None:

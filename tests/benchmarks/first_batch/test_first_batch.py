@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from benchmarks.first_batch import __main__ as first_batch
 from benchmarks.first_batch.report import Runs, first_verdict, report, short_verdict, title
 from benchmarks.first_batch.rig import order_of
 from benchmarks.first_batch.settings import LOADER_STEPS, SWEPT_EPOCHS, UNSPLIT, Setting, run_key
+from benchmarks.harness.claims import CLAIMS
 from benchmarks.harness.records import Records
 
 FIRST = Setting(network="resnet18", mbit=200, cores=2, batch_size=16, samples=96, repeats=2)
@@ -188,3 +190,18 @@ def test_the_declared_settings_are_what_was_promised() -> None:
     assert {setting.mbit for setting in short} == {20, 200, None}
     assert all(setting.samples == 300 and setting.epochs == 5 for setting in short)
     assert all(setting.workers == (0, 1, 2) and setting.repeats == 3 for setting in short)
+
+
+def test_the_row_of_the_table_finds_its_figures_in_the_page(first: Records, short: Records) -> None:
+    merged = Records(first.path.with_name("both.jsonl"))
+    for records in (first, short):
+        for key, each in records.rows.items():
+            merged.add(key, each)
+    text = report([Runs(FIRST, merged), Runs(SHORT, merged)], "x")
+    [claim] = [claim for claim in CLAIMS if claim.name == "first_batch"]
+    match = re.search(claim.says, " ".join(text.split()))
+    assert match is not None
+    assert claim.result.format(**match.groupdict()) == (
+        "Met: the first batch after 4.00 s cold and 1.00 s warm (20.00 and 3.00 s if prepared before it). "
+        "Missed: short jobs take 0.65 to 1.20 times as long"
+    )

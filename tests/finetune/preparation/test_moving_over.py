@@ -26,7 +26,10 @@ EPOCHS, STEPS = 2, 17
 ASKED = EPOCHS * (STEPS + 1)
 """Times that a job of these epochs asks whether its preparation is done."""
 
-FEW = settings(max_examples=12 if settings().max_examples > 25 else 2, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(
+    max_examples=12 if settings().max_examples > 25 else 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 
 
 @pytest.fixture(autouse=True)
