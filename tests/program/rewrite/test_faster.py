@@ -6,12 +6,14 @@ import io
 import math
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor import config as inductor
 from torch.nn import functional
 
 from tests.program.nets import Small, frozen_small
@@ -261,12 +263,14 @@ def test_compiled_stages_give_nearly_the_same_at_every_cut_and_are_timed() -> No
         assert all(map(torch.equal, faster.run(sent, cut, faster.num_stages), got))
 
 
-def test_a_stage_that_does_not_compile_leaves_the_program_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_does_not_compile_leaves_the_program_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = Small().eval(), torch.randn(2, 3, 16, 16)
     faster = rewritten(capture(model, x, outputs=[TensorSource(path="block1")]), "compiled")
     before = run(faster, [x])
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "/nowhere/g++"))
-    monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
-    assert "No working C++ compiler found" in compile_stages(faster, [x])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with inductor.patch({"cpp.cxx": (None, "/nowhere/g++")}):
+        assert "No working C++ compiler found" in compile_stages(faster, [x])
     assert all(map(torch.equal, run(faster, [x]), before))
