@@ -239,7 +239,7 @@ class FeatureSource:
         meter = dataset.store.observer
         return LocalSource(
             dataset=dataset,
-            engine=self._engine(dataset),
+            engine=self._engine(dataset, self._split),
             seed=self._options.seed,
             epoch=epoch,
             on_bad_sample=self._options.sampling.on_bad_sample,
@@ -264,19 +264,10 @@ class FeatureSource:
         """
 
         def finish(batch: MicroBatch) -> MicroBatch:
-            clock, engine = Clock(), self._engine(dataset)  # a program may have come meanwhile
-            # Only input stages can find a sample bad and need its object's name. Usually they have run
-            # already.
-            names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
-            done = engine.resume(
-                batch,
-                object_names=names,
-                stop=self._split.freeze,
-                seed=self._options.seed,
-                epoch=epoch,
-                on_bad_sample=self._options.sampling.on_bad_sample,
-                clock=clock,
-            )
+            clock = Clock()
+            done = self._resume(
+                batch, dataset, self._split, epoch, clock
+            )  # a program may have come meanwhile
             self.tally.timings("finish", clock.timings())
             saw(clock.timings())
             if self._split.eager is not None:
@@ -287,19 +278,24 @@ class FeatureSource:
 
     def of_canary(self, dataset: Dataset, split: Split) -> tuple[Form, ...]:
         """Return the features of the job's canary, of the training data, by the prefix of a split."""
-        options = self._options
-        batch, _ = self._local(dataset, 0, remote=False)(options.order(0).micro_batches[0])
-        engine = Engine(chain=dataset.chain, program=split.prefix, micro_batch=options.micro_batch)
-        done = engine.resume(
+        batch, _ = self._local(dataset, 0, remote=False)(self._options.order(0).micro_batches[0])
+        return forms(self._resume(batch, dataset, split, 0, Clock()).tensors)
+
+    def _resume(
+        self, batch: MicroBatch, dataset: Dataset, split: Split, epoch: int, clock: Clock
+    ) -> MicroBatch:
+        """Return a micro-batch after the rest of a split's prefix, run locally."""
+        # Only input stages can find a sample bad and need its object's name. Usually they have run already.
+        names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
+        return self._engine(dataset, split).resume(
             batch,
-            object_names=[ref.object for ref in dataset.locate(batch.ids)],
+            object_names=names,
             stop=split.freeze,
-            seed=options.seed,
-            epoch=0,
-            on_bad_sample=options.sampling.on_bad_sample,
-            clock=Clock(),
+            seed=self._options.seed,
+            epoch=epoch,
+            on_bad_sample=self._options.sampling.on_bad_sample,
+            clock=clock,
         )
-        return forms(done.tensors)
 
     def note_canary(self, dataset: Dataset) -> None:
         """Note the canary's bits by the frozen part as it is written, unless they are known."""
@@ -318,8 +314,8 @@ class FeatureSource:
         if canary:
             self.canary = forms(done.tensors)
 
-    def _engine(self, dataset: Dataset) -> Engine:
-        return Engine(chain=dataset.chain, program=self._split.prefix, micro_batch=self._options.micro_batch)
+    def _engine(self, dataset: Dataset, split: Split) -> Engine:
+        return Engine(chain=dataset.chain, program=split.prefix, micro_batch=self._options.micro_batch)
 
     def _remote(
         self,

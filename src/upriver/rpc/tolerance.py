@@ -149,7 +149,7 @@ class Agreement:
 
     @property
     def allowed(self) -> Tolerance | None:
-        """By how much features may differ; None asks for equal bits, as is tried first."""
+        """Return by how much features may differ; None asks for equal bits, as is tried first."""
         tried = self._mode is None and self._why
         return self._tolerance if self._mode == "numeric" or tried else None
 
