@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from upriver.errors import ProtocolError
 from upriver.program.graph.alignment import as_shipped
 from upriver.protocol import Caps, aligned_empty, encode, lay_out, read_frame
-from upriver.protocol.tensors import ITEM_NBYTES
+from upriver.tensor_memory import ITEM_NBYTES
 from upriver.types import MicroBatch
 
 View = Callable[[torch.Tensor, int], torch.Tensor]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 from upriver.errors import ProtocolError
 from upriver.protocol import Caps, FrameDecoder, aligned_empty, encode, lay_out, read_frame
-from upriver.protocol.tensors import ITEM_NBYTES
+from upriver.tensor_memory import ITEM_NBYTES
 from upriver.types import MicroBatch
 
 

@@ -45,7 +45,8 @@ from upriver.protocol.messages import (
 )
 from upriver.protocol.programs import MAX_GRAPH_BYTES, PROGRAM_HEAD_NBYTES, program_head, split_program_head
 from upriver.protocol.reading import FrameDecoder, Readable, read_frame
-from upriver.protocol.tensors import Layout, aligned, aligned_empty, build_tensors, lay_out
+from upriver.protocol.tensors import Layout, build_tensors, lay_out
+from upriver.tensor_memory import aligned, aligned_empty
 
 __all__ = [
     "BY_DEFAULT",

@@ -20,7 +20,8 @@ from upriver.protocol.frames import (
     parse_message,
     parse_prefix,
 )
-from upriver.protocol.tensors import PIECE_BYTES, aligned_empty
+from upriver.protocol.tensors import PIECE_BYTES
+from upriver.tensor_memory import aligned_empty
 
 if TYPE_CHECKING:
     import torch

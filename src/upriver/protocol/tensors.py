@@ -20,12 +20,10 @@ import xxhash
 
 from upriver.errors import ProtocolError
 from upriver.protocol.caps import MAX_INTEGER, Caps
+from upriver.tensor_memory import ALIGNMENT, ITEM_NBYTES, aligned, dtype_name
 
 if TYPE_CHECKING:
     import torch
-
-ALIGNMENT = 64
-"""A cache line, and the widest vector of any CPU that PyTorch has kernels for."""
 
 PIECE_BYTES = 256 * 1024
 """Bytes copied or read at once: the checksum then finds them still in the second-level cache."""
@@ -34,26 +32,6 @@ LEAST_BOOLS, MAX_BOOLS_PER_BYTE = 1 << 20, 4
 """Bool elements that a payload may hold: a base, and a factor on its bytes. Each bool is checked, which takes
 time where strides overlap. A few kB could otherwise stand for as many elements as a payload may have, in each
 of a thousand tensors. Several tensors over one storage remain possible."""
-
-ITEM_NBYTES = {
-    "bool": 1,
-    "uint8": 1,
-    "uint16": 2,
-    "uint32": 4,
-    "uint64": 8,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
-}
-"""Bytes of an element of each dtype that may cross, by the dtype's name. Headers are checked without PyTorch,
-which a server's front imports only for tensors."""
 
 _PADDING = memoryview(bytes(2 * ALIGNMENT))
 
@@ -86,30 +64,6 @@ class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strides: tuple[int, ...]
     storage: int
     offset: int
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in headers, where it is a key of `ITEM_NBYTES` if it may cross."""
-    return str(dtype).removeprefix("torch.")
-
-
-def aligned(nbytes: int) -> int:
-    """Return ``nbytes`` rounded up to a multiple of 64."""
-    return (nbytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-
-
-def aligned_empty(nbytes: int) -> torch.Tensor:
-    """Return a fresh uint8 tensor of ``nbytes`` bytes that starts on a 64-byte boundary."""
-    import torch
-
-    buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-    skew = buffer.data_ptr() % ALIGNMENT
-    if skew:  # not seen on Linux, where PyTorch aligns to 64 by itself
-        buffer = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu")
-        skew = buffer.data_ptr() % ALIGNMENT
-        start = (ALIGNMENT - skew) % ALIGNMENT
-        buffer = buffer[start : start + nbytes]
-    return buffer
 
 
 def region_starts(storages: Sequence[StorageHeader]) -> tuple[list[int], int]:

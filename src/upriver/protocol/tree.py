@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from upriver.errors import ConfigError, ProtocolError
-from upriver.protocol.tensors import ALIGNMENT, ITEM_NBYTES, aligned_empty, dtype_name
+from upriver.tensor_memory import ALIGNMENT, ITEM_NBYTES, aligned_empty, dtype_name
 
 Node: TypeAlias = "bool | int | float | str | list[Any] | None"
 

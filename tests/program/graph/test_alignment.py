@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upriver.program.graph.alignment import as_shipped
-from upriver.protocol.tensors import aligned_empty, build_tensors, lay_out
+from upriver.protocol.tensors import build_tensors, lay_out
+from upriver.tensor_memory import aligned_empty
 
 
 def through_a_frame(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
