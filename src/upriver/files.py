@@ -143,23 +143,56 @@ def owned(path: Path) -> Iterator[None]:
 
 
 def _locked(path: Path, beside: Path) -> int:
-    """Open and lock a lock file; retry if its last owner has just removed it."""
+    """Open and lock a lock file; the error for a lock of another process names that process."""
+    handle = try_lock(beside, mode=0o666)
+    if handle is None:
+        owner = ""
+        with contextlib.suppress(OSError), beside.open("rb") as file:
+            owner = file.read(200).decode(errors="replace")
+        owner = printable(owner or "another process", 200)
+        raise ConfigError(f"{owner} is writing to {path}: give another output")
+    return handle
+
+
+def try_lock(path: Path, *, mode: int = 0o600) -> int | None:
+    """Open and lock a lock file; retry if its last owner has just removed it.
+
+    The kernel releases the lock when the descriptor and all its copies are closed. On a file system without
+    locks, every process gets it.
+
+    Returns:
+        The file's descriptor; None if another one has the lock.
+
+    Raises:
+        OSError: If the file cannot be opened or locked.
+    """
     while True:
-        handle = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(handle, 200, 0).decode(errors="replace") or "another process"
-            os.close(handle)
-            raise ConfigError(f"{printable(owner, 200)} is writing to {path}: give another output") from None
         except OSError as error:
+            if isinstance(error, BlockingIOError):
+                os.close(handle)
+                return None
             if error.errno not in NO_LOCKS:
                 os.close(handle)
                 raise
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), beside.stat()):
-                return handle
+        if is_at(handle, path):
+            return handle
         os.close(handle)
+
+
+def release(handle: int) -> None:
+    """Release a lock, even if a forked process has a copy of its descriptor."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_UN)
+
+
+def is_at(handle: int, path: Path) -> bool:
+    """Return whether an open file still has this path."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.stat())
+    return False
 
 
 def remove_unfinished(path: Path) -> None:

@@ -14,6 +14,9 @@ _BYTE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _BIT_UNITS = ("bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+) ?([kKMGT]?)(bit|B)(?:/s)?", re.ASCII)
 _PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?(?:([kMGT]?)B|([KMGT])iB)", re.ASCII)
+_DECIMAL = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -22,6 +25,19 @@ def bytes_text(num_bytes: float) -> str:
     while value >= 999.5 and unit < len(_BYTE_UNITS) - 1:
         value, unit = value / 1000.0, unit + 1
     return f"{value:.0f} {_BYTE_UNITS[unit]}" if unit == 0 else f"{value:.3g} {_BYTE_UNITS[unit]}"
+
+
+def parse_bytes(text: str) -> int:
+    """Parse ``4 GiB`` (binary) or ``500 MB`` (decimal) to bytes.
+
+    Raises:
+        ValueError: If the text is anything else; the message names the allowed forms.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"a size is a number with a unit as in 512 MiB or 4 GB, got {printable(text, 40)!r}")
+    number, decimal, binary = match.groups()
+    return int(float(number) * (_BINARY[binary] if binary else _DECIMAL[decimal]))
 
 
 def rate_text(bytes_per_s: float) -> str:

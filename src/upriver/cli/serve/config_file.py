@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 from upriver.cli.config import load_toml, parse, toml_values
 from upriver.errors import ConfigError
 from upriver.secret_files import check_secret, read_secret, read_token_file
+from upriver.text import parse_bytes
 
 if TYPE_CHECKING:
     from upriver.protocol import Caps
@@ -36,9 +36,6 @@ TABLES = ("stores", "tenants", "caps", "tls")
 """Keys that are tables; each is checked by itself, so that an error can name it."""
 
 _PATHS = ("token_file", "audit_log")
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_BINARY_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?(?:([kMGT]?)B|([KMGT])iB)", re.ASCII)
 
 Size = int | str
 """Bytes: a whole number, or text with a unit."""
@@ -253,13 +250,12 @@ def size(name: str, value: Size) -> int:
     """
     if isinstance(value, int):
         return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None:
+    try:
+        return parse_bytes(value)
+    except ValueError:
         raise ConfigError(
             f"{name} must be a number of bytes, or text such as '512 MiB' or '4 GB', got {value!r}"
-        )
-    number, decimal, binary = match.groups()
-    return int(float(number) * (_BINARY_UNITS[binary] if binary else _UNITS[decimal]))
+        ) from None
 
 
 def check_options(options: Mapping[str, object], path: Path) -> None:
