@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -195,3 +196,63 @@ def test_stages_that_are_not_random_hang_on_no_draw() -> None:
     for stage in (FixLength(700), Resample(3, 2), Stft(64, 16), Fft(), Standardize()):
         one, other = (stage.apply(sound, Draw(seed=1, epoch=1, sample=n, stage=1)) for n in (1, 2))
         assert torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------- which stages are random
+
+
+class NoNumbers(Draw):
+    """Random numbers that nobody may ask for."""
+
+    def _generator(self) -> np.random.Philox:
+        raise AssertionError("a stage that does not draw has asked for random numbers")
+
+
+def value_for(stage: InputStage) -> torch.Tensor:
+    """Return a sample that a stage takes."""
+    if stage.takes == ("bytes",):
+        name = stage.name if stage.name != "load_tensor" or stage == LoadTensor() else "safetensors"
+        if name == "safetensors":
+            return stored_tensor(safetensors.numpy.save({"a": np.ones(3)}))
+        return stored_tensor(STORED[name][1])
+    return {"pixels": PICTURE, "audio": SOUND, "spectrum": SOUND + 1j}[stage.takes[0]]
+
+
+@pytest.mark.parametrize("stage", EXAMPLES, ids=repr)
+def test_stage_says_whether_it_draws(stage: InputStage) -> None:
+    if isinstance(stage, DecodeWav):
+        stage = DecodeWav(16000, mono=stage.mono)
+    if isinstance(stage, Decode):
+        stage = Decode(orient=stage.orient)
+    value, numbers = value_for(stage), {"seed": 1, "epoch": 2, "sample": 3, "stage": 4}
+    if stage.draws:
+        with pytest.raises(AssertionError, match="has asked for random numbers"):
+            stage.apply(value, NoNumbers(**numbers))
+    else:
+        first = stage.apply(value, NoNumbers(**numbers))
+        other = stage.apply(value, Draw(seed=5, epoch=6, sample=7, stage=8))
+        assert torch.equal(first, other) and first.stride() == other.stride()
+
+
+def test_stages_that_draw_are_those_known_to() -> None:
+    drawing = {stage for stage in STAGES.values() if stage.draws}
+    assert drawing == {type(stage) for stage, _ in RANDOM}
+    assert {type(stage) for stage in EXAMPLES} == set(STAGES.values())
+    assert InputStage.draws  # a stage that does not say counts as random
+
+
+@given(chain=chains(), which=st.integers(0, 2), numbers=st.tuples(*[st.integers(0, 2**40)] * 2))
+def test_first_draw_up_to_there_each_epoch_gives_the_same(
+    chain: InputChain, which: int, numbers: tuple[int, int]
+) -> None:
+    value = stored_tensor(STORED[chain.stages[0].name][which])
+    first = chain.first_draw
+    stop = 0 if first is None else first
+    assert chain.start < stop <= 0  # the stage that reads stored bytes draws nothing
+    assert not any(chain.stage_at(position).draws for position in range(chain.start + 1, stop + 1))
+    assert first is None or chain.stage_at(first + 1).draws
+    try:
+        one, other = (run(chain, value, chain.start, stop, sample, sample + 1) for sample in numbers)
+    except SampleError:
+        assume(False)
+    assert torch.equal(one, other)

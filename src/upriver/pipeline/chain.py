@@ -57,6 +57,15 @@ class InputChain:
         """Return the position of the stored bytes."""
         return -len(self.stages)
 
+    @property
+    def first_draw(self) -> int | None:
+        """Return the position before the first stage that draws random numbers; None if none draws.
+
+        Up to there a sample is the same in every epoch.
+        """
+        drawing = (index for index, stage in enumerate(self.stages) if stage.draws)
+        return next((self.start + index for index in drawing), None)
+
     def stage_at(self, position: int) -> InputStage:
         """Return the stage that ends at ``position``."""
         if not self.start < position <= 0:

@@ -60,6 +60,7 @@ class DecodeWav(InputStage):
     kind = "decode"
     takes = ("bytes",)
     gives = "audio"
+    draws = False
 
     sample_rate: int
     mono: bool = True
@@ -151,6 +152,7 @@ class Resample(InputStage):
     kind = "resample"
     takes = ("audio",)
     gives = "audio"
+    draws = False
 
     orig: int
     new: int
@@ -202,6 +204,7 @@ class Stft(InputStage):
     kind = "transform"
     takes = ("audio",)
     gives = "spectrum"
+    draws = False
 
     n_fft: int
     hop: int
@@ -246,6 +249,7 @@ class Fft(InputStage):
     kind = "transform"
     takes = ("audio",)
     gives = "spectrum"
+    draws = False
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Return complex64 (channels, samples // 2)."""
@@ -274,6 +278,7 @@ class Spectrogram(InputStage):
     kind = "transform"
     takes = ("spectrum",)
     gives = "tensor"
+    draws = False
 
     power: float = 2.0
     log: bool = False

@@ -37,12 +37,15 @@ class InputStage(ABC):
     Attributes:
         name: Name in JSON and in tables.
         kind: Category of the stage's work.
+        draws: Whether the result depends on the random numbers. A stage that does not say counts as random:
+            its results are then never kept for another epoch.
     """
 
     name: ClassVar[str]
     kind: ClassVar[str]
     takes: ClassVar[tuple[Kind, ...]]
     gives: ClassVar[Kind]
+    draws: ClassVar[bool] = True
 
     @abstractmethod
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:

@@ -83,6 +83,7 @@ class Decode(InputStage):
     kind = "decode"
     takes = ("bytes",)
     gives = "pixels"
+    draws = False
 
     max_pixels: int = MAX_PIXELS
     orient: bool = True
@@ -114,6 +115,7 @@ class Resize(SizedStage):
 
     name = "resize"
     kind = "resize"
+    draws = False
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Return pixels of the requested size."""
@@ -149,6 +151,7 @@ class CenterCrop(SizedStage):
 
     name = "center_crop"
     kind = "crop"
+    draws = False
 
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
         """Return pixels of the requested size."""
@@ -174,6 +177,7 @@ class PlanesStage(InputStage):
     kind = "normalize"
     takes = ("pixels",)
     gives = "tensor"
+    draws = False
 
     def spec(self, before: Spec | None) -> Spec | None:
         """Return channels first, if the input's size is known."""

@@ -29,6 +29,7 @@ class LoadTensor(InputStage):
     kind = "decode"
     takes = ("bytes",)
     gives = "any"
+    draws = False
 
     format: Literal["npy", "safetensors"] = "npy"
 
@@ -58,6 +59,7 @@ class Standardize(InputStage):
     kind = "normalize"
     takes = ("audio", "tensor")
     gives = "tensor"
+    draws = False
 
     eps: float = 1e-8
 
