@@ -14,7 +14,7 @@ import pytest
 
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.workers import SampleMaker
-from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.offload_stretch import OffloadStretch
 from upriver.dataloader.remote.dispatcher import Canary, WorkerDispatcher, _tell
 from upriver.dataloader.remote.worker_choice import (
     HANGS,
@@ -374,7 +374,7 @@ def test_as_many_batches_are_planned(bed: Bed) -> None:
         0,
         ((number,) for number in range(100)),
         maker=SampleMaker(MapStyle(range(100)), list),
-        split=OffloadShare(1.0, Stretch(start=START, stop=DONE)),
+        split=OffloadShare(1.0, OffloadStretch(start=START, stop=DONE)),
         arrivals=bed.arrivals,
         elsewhere=bed.workers(),
         ahead=4,

@@ -26,7 +26,7 @@ from upriver.dataloader import prefetch_limit as ahead
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.pinned_memory import PinningQueue, one_thread
 from upriver.dataloader.local.workers import LoaderProcesses, SampleMaker
-from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.offload_stretch import OffloadStretch
 from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
@@ -91,7 +91,7 @@ def run(
     maker = SampleMaker(MapStyle(dataset, seed=3), default_collate)
     arrivals: Arrivals = SimpleQueue()
     there = There(maker, arrivals, failing=failing, slots=slots)
-    split = OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole))
+    split = OffloadShare(share, OffloadStretch(start=RAW if reads_here else START, stop=DONE, whole=whole))
     epoch = Epoch(
         2,
         iter(batches),
@@ -256,7 +256,7 @@ def test_nothing_is_planned_far_beyond_what_is_handed_out() -> None:
         0,
         indices(),
         maker=maker,
-        split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
+        split=OffloadShare(1.0, OffloadStretch(start=START, stop=DONE, whole=True)),
         elsewhere=There(maker, arrivals),
         arrivals=arrivals,
         ahead=5,
@@ -307,7 +307,7 @@ def test_whoever_goes_on_after_an_interruption_between_any_two_lines_gets_each_b
         2,
         iter(batches),
         maker=maker,
-        split=OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
+        split=OffloadShare(share, OffloadStretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
         elsewhere=There(maker, arrivals, failing=failing, slots=5),
         arrivals=arrivals,
         ahead=2,
@@ -337,7 +337,7 @@ def test_who_was_interrupted_in_the_sampler_is_told_that_a_batch_may_be_lost() -
         raise KeyboardInterrupt
 
     maker = SampleMaker(MapStyle(Noisy(9)), list)
-    split = OffloadShare(0.0, Stretch(start=START, stop=DONE))
+    split = OffloadShare(0.0, OffloadStretch(start=START, stop=DONE))
     epoch = Epoch(4, indices(), maker=maker, split=split, arrivals=SimpleQueue(), ahead=0)
     with pytest.raises(KeyboardInterrupt):
         next(epoch)
@@ -391,7 +391,7 @@ def test_processes_may_take_as_long_as_they_may_while_somebody_waits() -> None:
         0,
         iter([(0, 1), (2, 3), (4, 5)]),
         maker=SampleMaker(MapStyle(Noisy(9)), list),
-        split=OffloadShare(0.0, Stretch(start=START, stop=DONE, whole=True)),
+        split=OffloadShare(0.0, OffloadStretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         timeout_s=5.0,
         clock=lambda: arrivals.now,
@@ -450,7 +450,7 @@ def many(
         0,
         iter([(at, at) for at in range(count)]),
         maker=SampleMaker(MapStyle(Noisy(count)), list),
-        split=OffloadShare(ratio, Stretch(start=START, stop=DONE, whole=whole)),
+        split=OffloadShare(ratio, OffloadStretch(start=START, stop=DONE, whole=whole)),
         arrivals=arrivals,
         elsewhere=workers,
         ahead=4,
@@ -559,7 +559,7 @@ def test_what_is_prepared_and_comes_back_is_prepared_here(count: int) -> None:
         0,
         iter([(at,) for at in range(60)]),
         maker=SampleMaker(MapStyle(range(60)), list),
-        split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
+        split=OffloadShare(1.0, OffloadStretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         elsewhere=arrivals,
         ahead=4,
@@ -585,7 +585,7 @@ def test_what_comes_back_is_not_prepared_where_that_is_no_use() -> None:
         0,
         iter([(at,) for at in range(60)]),
         maker=SampleMaker(MapStyle(Counting()), list),
-        split=OffloadShare(1.0, Stretch(start=START, stop=DONE, whole=True)),
+        split=OffloadShare(1.0, OffloadStretch(start=START, stop=DONE, whole=True)),
         arrivals=arrivals,
         elsewhere=arrivals,
         ahead=4,
@@ -672,7 +672,7 @@ def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(
         2,
         iter(batches),
         maker=maker,
-        split=OffloadShare(share, Stretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
+        split=OffloadShare(share, OffloadStretch(start=RAW if reads_here else START, stop=DONE, whole=whole)),
         elsewhere=There(maker, arrivals),
         arrivals=arrivals,
     )

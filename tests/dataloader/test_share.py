@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.offload_stretch import OffloadStretch
 from upriver.dataloader.share import Backlog, OffloadShare
 from upriver.errors import ConfigError
 from upriver.types import DONE, START
@@ -12,8 +12,8 @@ from upriver.types import DONE, START
 NONE = Backlog(here=0, elsewhere=0)
 
 
-def stretch(*, whole: bool) -> Stretch:
-    return Stretch(start=START, stop=DONE, whole=whole)
+def stretch(*, whole: bool) -> OffloadStretch:
+    return OffloadStretch(start=START, stop=DONE, whole=whole)
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 60)), min_size=1, max_size=6))

@@ -12,7 +12,7 @@ import torch
 from upriver.dataloader.autotune.offload_tuner import OffloadTuner, TunerMeasurements
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.workers import SampleMaker
-from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.offload_stretch import OffloadStretch
 from upriver.dataloader.share import OffloadShare
 from upriver.dataloader.tasks import Arrival, Arrivals, Task
 from upriver.pipeline.mapstyle import MapStyle
@@ -210,9 +210,9 @@ class World:
         return times
 
 
-def stretch(*, whole: bool) -> Stretch:
+def stretch(*, whole: bool) -> OffloadStretch:
     """Return the stretch of all stages."""
-    return Stretch(start=START, stop=DONE, whole=whole)
+    return OffloadStretch(start=START, stop=DONE, whole=whole)
 
 
 def part(decision: OffloadDecision | None) -> OffloadShare:

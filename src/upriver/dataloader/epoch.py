@@ -27,7 +27,7 @@ from upriver.dataloader.local.workers import (
     RunningProcesses,
     SampleMaker,
 )
-from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.offload_stretch import OffloadStretch
 from upriver.dataloader.pending_batch import Batch, PendingTask
 from upriver.dataloader.prefetch_limit import PrefetchLimit
 from upriver.dataloader.share import Backlog, OffloadShare
@@ -312,7 +312,7 @@ class Epoch:
         else:
             self._give(work, work.stretch, None)
 
-    def _give(self, work: PendingTask, stretch: Stretch, values: Sequence[Any] | None) -> None:
+    def _give(self, work: PendingTask, stretch: OffloadStretch, values: Sequence[Any] | None) -> None:
         """Send a task, with ``values`` at its start position, to others; do it here if none accepts it."""
         task = work.task._replace(start=stretch.start, stop=stretch.stop)
         self._expect(task)

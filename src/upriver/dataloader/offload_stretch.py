@@ -48,7 +48,7 @@ class Offloading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class OffloadStretch:
     """Range of stages that run elsewhere.
 
     Attributes:
@@ -62,7 +62,7 @@ class Stretch:
     whole: bool = False
 
 
-def stretch_of(candidate: str, positions: Sequence[int], stages: Sequence[str]) -> Stretch:
+def stretch_of(candidate: str, positions: Sequence[int], stages: Sequence[str]) -> OffloadStretch:
     """Return the stages that a candidate names.
 
     Args:
@@ -79,7 +79,7 @@ def stretch_of(candidate: str, positions: Sequence[int], stages: Sequence[str]) 
                 "p1 is for a dataset that is read in one step and computed in another: read(index) and "
                 "transform(raw)"
             )
-        return Stretch(start=positions[candidate == "p1"], stop=positions[-1], whole=candidate == "p3")
+        return OffloadStretch(start=positions[candidate == "p1"], stop=positions[-1], whole=candidate == "p3")
     first, _, last = candidate.partition(TO)
     names = [*stages, COLLATE]
     for name in (first, last):
@@ -91,7 +91,9 @@ def stretch_of(candidate: str, positions: Sequence[int], stages: Sequence[str]) 
     start, stop = names.index(first), names.index(last) + 1
     if start >= min(stop, len(stages)):
         raise ConfigError(f"candidate {candidate!r}: {first} must come before {last} and not be {COLLATE}")
-    return Stretch(start=positions[start], stop=positions[min(stop, len(stages))], whole=stop == len(names))
+    return OffloadStretch(
+        start=positions[start], stop=positions[min(stop, len(stages))], whole=stop == len(names)
+    )
 
 
 def name_of_stretch(start: int, stop: int, positions: Sequence[int], stages: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.offload_stretch import OffloadStretch
 from upriver.dataloader.tasks import HERE, Arrival, Task
 
 
@@ -80,7 +80,7 @@ class PendingTask:
     task: Task
     batch: Batch
     at: Sequence[int] = field(repr=False)
-    stretch: Stretch | None = None
+    stretch: OffloadStretch | None = None
     away: bool = False
     held: bool = False
     place: str = HERE

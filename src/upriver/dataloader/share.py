@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.offload_stretch import OffloadStretch
 from upriver.types import DONE, START, require_finite
 
 ROUNDING = 1e-9
@@ -48,7 +48,7 @@ class OffloadShare:
         ConfigError: If the ratio is not in 0..1.
     """
 
-    def __init__(self, ratio: float, stretch: Stretch, *, even: bool = False) -> None:
+    def __init__(self, ratio: float, stretch: OffloadStretch, *, even: bool = False) -> None:
         self.stretch, self.even = stretch, even
         self._due = 0.0
         self.turn(ratio)
@@ -56,7 +56,7 @@ class OffloadShare:
     @classmethod
     def none(cls) -> OffloadShare:
         """Return a split that makes no sample elsewhere."""
-        return cls(0.0, Stretch(start=START, stop=DONE, whole=True))
+        return cls(0.0, OffloadStretch(start=START, stop=DONE, whole=True))
 
     def turn(self, ratio: float) -> None:
         """Set the share from now on."""

@@ -31,7 +31,7 @@ from benchmarks.input_pipeline.model import EPOCHS, Consumer, train, train_apart
 from benchmarks.input_pipeline.pace import Pace, Probe
 from benchmarks.input_pipeline.report import GOALS, Found, page, verdict, write
 from benchmarks.input_pipeline.workloads import CLASSES, MODULE, WORKLOADS
-from upriver.dataloader.offload_stretch import Stretch
+from upriver.dataloader.offload_stretch import OffloadStretch
 from upriver.dataloader.share import Backlog, OffloadShare
 from upriver.rpc.local_server import EmbeddedServer
 from upriver.types import DONE, START
@@ -106,7 +106,7 @@ def test_a_peers_epochs_end_with_their_samples() -> None:
 # --------------------------------------------------------------------------------------------------- ways
 
 
-SPLIT = OffloadShare(0.5, Stretch(start=START, stop=DONE, whole=True))
+SPLIT = OffloadShare(0.5, OffloadStretch(start=START, stop=DONE, whole=True))
 NOTHING = Backlog(here=0, elsewhere=0)
 
 
