@@ -1,0 +1,358 @@
+"""Read and append the rows of one stretch: a folder of shards with one writer at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager, ExitStack, suppress
+from pathlib import Path
+from typing import Protocol
+
+from upriver import files
+from upriver._threads.forks import ForkSafeLock, reset_in_child
+from upriver.errors import ConfigError, Damaged
+from upriver.features.listing import (
+    LOCK_FILE,
+    STRETCH_FILE,
+    remove_unfinished,
+    shard_files,
+    shard_name,
+    stretch_text,
+    write_stretch,
+)
+from upriver.features.open_files import Descriptor, OpenFiles
+from upriver.features.row_form import Row, RowBuffer
+from upriver.features.shard import BLOCK_NBYTES, OtherVersion, PackedShard, Shard, disk_bytes, pack
+from upriver.features.stretch import Stretch
+from upriver.text import error_text
+
+log = logging.getLogger("upriver")
+
+USED_EVERY_S = 60.0
+"""Seconds between two notes of a folder's use. Jobs tell each other apart by hours."""
+
+SLOW_S = 10.0
+"""Seconds of writing after which a disk may count as slow: shorter ones may be an accident."""
+
+
+class Space(Protocol):
+    """Room on disk that the stretches of a root share."""
+
+    def making_room(
+        self,
+        folder: Path,
+        num_bytes: int,
+        *,
+        at_least: int,
+        saved_s_per_byte: float,
+        spare: Callable[[], Collection[Path]],
+    ) -> AbstractContextManager[int]:
+        """Remove what is less useful, and yield the bytes that may be written."""
+
+
+class StretchFolder:
+    """The kept rows of one stretch on disk. Any thread may call any method.
+
+    A folder or disk that fails costs rows and one warning, and never raises.
+    """
+
+    def __init__(
+        self, path: Path, stretch: Stretch, *, saved_s: float, space: Space, open_files: OpenFiles
+    ) -> None:
+        self.path, self.saved_s = path, saved_s
+        self._digest, self._text = stretch.digest, stretch_text(stretch, saved_s)
+        self._space, self._files = space, open_files
+        self._lock, self._writing = ForkSafeLock(), ForkSafeLock()
+        self._shards: dict[Path, Shard] = {}
+        self._places: dict[bytes, tuple[Shard, int]] = {}
+        self._keys: frozenset[bytes] | None = None
+        self._wanted: AbstractSet[bytes] | None = None
+        self._owned: Descriptor | None = None
+        self._told: set[str] = set()
+        self._given_up = False
+        self._wrote_s, self._wrote_rows, self._used_at_s = 0.0, 0, -USED_EVERY_S
+        reset_in_child(self)
+        self._begin()
+
+    @property
+    def keys(self) -> AbstractSet[bytes]:
+        """Keys of the rows that can be read, as they are now."""
+        with self._lock:
+            if self._keys is None:
+                self._keys = frozenset(self._places)
+            return self._keys
+
+    @property
+    def row_bytes(self) -> float:
+        """Mean bytes of a row; 0 if there is none."""
+        with self._lock:
+            rows = sum(len(shard.keys) for shard in self._shards.values())
+            return sum(shard.rows_nbytes for shard in self._shards.values()) / max(1, rows)
+
+    def read(self, keys: Sequence[bytes]) -> list[Row | None]:
+        """Read rows into main memory. The rows of one call share an allocation.
+
+        Returns:
+            A row for each key; None if it is missing or damaged. A damaged shard is removed.
+        """
+        with self._lock:
+            places = [self._places.get(key) for key in keys]
+        asked: dict[Path, list[tuple[int, int, Shard]]] = {}
+        for at, place in enumerate(places):
+            if place is not None:
+                shard, number = place
+                asked.setdefault(shard.path, []).append((number, at, shard))
+        found: list[Row | None] = [None] * len(keys)
+        buffer = RowBuffer(
+            sum(shard.nbytes_of(number) for rows in asked.values() for number, _, shard in rows)
+        )
+        start = 0
+        for path, rows in asked.items():
+            try:
+                file = self._files.get(path)
+                for number, at, shard in sorted(rows, key=lambda row: row[0]):
+                    found[at] = shard.read(file.number, number, buffer, start)
+                    start += shard.nbytes_of(number)
+            except (OSError, Damaged) as error:
+                self._lose(path, error)
+        self._note_use()
+        return found
+
+    def append(self, rows: Mapping[bytes, Row]) -> bool:
+        """Write rows that are not there yet as one shard. They must not change meanwhile.
+
+        Each shard costs a file and two syncs of the disk, so collect rows of some ten megabytes.
+
+        Returns:
+            True if all of them are there now. False if the budget has no room for all, the disk is full,
+            gone or slow, another job writes this stretch, or a row cannot be stored.
+        """
+        with self._writing:
+            if self._given_up:
+                return False
+            try:
+                return self._append(rows)
+            except ConfigError as error:
+                self._warn("row", f"no rows are kept in {self.path}: {error}")
+            except OSError as error:
+                self._warn("disk", f"no more rows are kept in {self.path}: {error_text(error)}")
+            self._given_up = True
+            return False
+
+    def want(self, keys: AbstractSet[bytes] | None) -> None:
+        """Tell which rows are of use: a shard without any gives way to new ones. None for all rows."""
+        with self._lock:
+            self._wanted = keys
+
+    def refresh(self) -> None:
+        """Look for shards that another job has written or removed since."""
+        try:
+            names = [shard.path for shard in shard_files(self.path)]
+        except OSError as error:
+            self._warn("read", f"kept rows in {self.path} cannot be read: {error_text(error)}")
+            names = []
+        with self._lock:
+            for path in self._shards.keys() - set(names):
+                if path not in self._files:
+                    self._forget(path)
+            for path in names:
+                if path not in self._shards:
+                    self._add(path)
+
+    def empty(self) -> None:
+        """Remove all rows, as after one that turned out wrong."""
+        with self._writing, self._lock:
+            for path in {*self._shards, *self._on_disk()}:
+                self._remove(path)
+
+    def close(self) -> None:
+        """Let another job write this stretch."""
+        with self._writing:
+            if self._owned is not None:
+                files.release(self._owned.number)
+            self._owned = None
+
+    def forked(self) -> None:
+        """Leave the writing to the parent."""
+        self._owned = None
+
+    # ---------------------------------------------------------------------------------- reading
+
+    def _begin(self) -> None:
+        """Take what is there, if nobody else may write to it."""
+        if Path(os.devnull) in self.path.parents:
+            self._given_up = True  # there is no cache, see `cache_folder`
+            return
+        try:
+            if not self._is_private():
+                return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            self._give_up(f"no rows are kept in {self.path}: {error_text(error)}")
+            return
+        self._note_use(self._text)
+        self.refresh()
+
+    def _is_private(self) -> bool:
+        """Return whether only this user writes to the folder; else give it up."""
+        status = self.path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+            return True
+        self._give_up(f"{self.path} is not used: it must be a folder of this user that no other may write to")
+        return False
+
+    def _add(self, path: Path) -> None:
+        try:
+            shard = Shard(path, self._files.get(path).number, self._digest)
+        except OtherVersion as error:
+            self._warn("version", f"{path} counts as missing: {error}")
+        except (OSError, Damaged) as error:
+            self._lose(path, error)
+        else:
+            self._shards[path], self._keys = shard, None
+            self._places.update((key, (shard, number)) for number, key in enumerate(shard.keys))
+
+    def _lose(self, path: Path, error: Exception) -> None:
+        """Forget a shard; remove it if it is damaged, so that its rows are written again."""
+        with self._lock:
+            if isinstance(error, Damaged):
+                self._remove(path)
+                self._warn("damaged", f"{path} is damaged, and its rows are lost: {error}")
+            else:
+                self._forget(path)
+                if not isinstance(error, FileNotFoundError):
+                    self._warn("read", f"{path} cannot be read, and its rows are lost: {error_text(error)}")
+
+    def _remove(self, path: Path) -> None:
+        self._forget(path)
+        with suppress(OSError):
+            path.unlink()
+
+    def _forget(self, path: Path) -> None:
+        shard = self._shards.pop(path, None)
+        self._files.close(path)
+        for key in shard.keys if shard is not None else ():
+            if self._places[key][0] is shard:
+                del self._places[key]
+        self._keys = None
+
+    def _on_disk(self) -> list[Path]:
+        with suppress(OSError):
+            return [shard.path for shard in shard_files(self.path)]
+        return []
+
+    def _note_use(self, text: bytes | None = None) -> None:
+        """Renew the time of ``stretch.json``, and with a text its content; at most once in `USED_EVERY_S`."""
+        now = time.monotonic()
+        if text is None and now - self._used_at_s < USED_EVERY_S:
+            return
+        self._used_at_s = now
+        path = self.path / STRETCH_FILE
+        with suppress(OSError):  # an older time costs the folder its place at worst
+            if text is not None and not (path.exists() and path.read_bytes() == text):
+                write_stretch(self.path, text)
+            os.utime(path)
+
+    # ---------------------------------------------------------------------------------- writing
+
+    def _append(self, rows: Mapping[bytes, Row]) -> bool:
+        if self.path.exists() and not self._own():
+            return False
+        self.refresh()
+        shard = pack(self._digest, {key: row for key, row in rows.items() if key not in self._places})
+        if not shard.keys:
+            return True
+        began = time.monotonic()
+        written = self._write(shard)
+        self._judge(time.monotonic() - began, written)
+        self.refresh()
+        return written == len(shard.keys)
+
+    def _write(self, shard: PackedShard) -> int:
+        """Write as many rows as there is room for, and return their number.
+
+        The file has its full length before others may count the room, and is filled afterwards.
+        """
+        fresh, whole = not self.path.exists(), disk_bytes(shard.nbytes)
+        beside = BLOCK_NBYTES + disk_bytes(len(self._text)) if fresh else 0
+        with ExitStack() as stack:
+            with self._space.making_room(
+                self.path,
+                beside + whole,
+                at_least=beside + disk_bytes(shard.first(1).nbytes),
+                saved_s_per_byte=self.saved_s * len(shard.keys) / whole,
+                spare=self._spare,
+            ) as room:
+                shard = shard.fitting(room - beside)
+                if not shard.keys:
+                    self._say_full()
+                    return 0
+                if fresh and not self._create():
+                    return 0
+                name = shard_name(len(shard.keys), secrets.token_hex(8))
+                file = stack.enter_context(files.replacing(self.path / name, private=True))
+                os.truncate(file, shard.nbytes)
+            shard.write(file)
+        return len(shard.keys)
+
+    def _create(self) -> bool:
+        self.path.mkdir(mode=0o700, exist_ok=True)
+        if not self._own():
+            return False
+        if not (self.path / STRETCH_FILE).exists():
+            write_stretch(self.path, self._text)
+        return True
+
+    def _own(self) -> bool:
+        """Become the only writer, and remove what killed ones have left."""
+        lock = self.path / LOCK_FILE
+        if self._owned is not None and files.is_at(self._owned.number, lock):
+            return True
+        self._owned = None
+        number = files.try_lock(lock)
+        if number is None:
+            self._warn("writer", f"another job writes to {self.path}; this one keeps no rows there")
+            return False
+        self._owned = Descriptor(number)
+        if not self._is_private():
+            return False
+        remove_unfinished(self.path)
+        return True
+
+    def _spare(self) -> Collection[Path]:
+        """Return the shards that hold no wanted row."""
+        with self._lock:
+            if self._wanted is None:
+                return ()
+            wanted = self._wanted
+            return [path for path, shard in self._shards.items() if wanted.isdisjoint(shard.keys)]
+
+    def _judge(self, seconds: float, rows: int) -> None:
+        """Give up a disk on which writing a row takes longer than computing it."""
+        self._wrote_s, self._wrote_rows = self._wrote_s + seconds, self._wrote_rows + rows
+        if rows and self._wrote_s > max(SLOW_S, self.saved_s * self._wrote_rows):
+            self._give_up(
+                f"no more rows are kept in {self.path}: the disk is slow; writing {self._wrote_rows} rows "
+                f"took {self._wrote_s:.3g} s, and computing them {self.saved_s * self._wrote_rows:.3g} s"
+            )
+
+    def _say_full(self) -> None:
+        if "full" not in self._told:
+            self._told.add("full")
+            log.info("the budget has no room for more rows in %s", self.path)
+
+    def _give_up(self, why: str) -> None:
+        self._given_up = True
+        self._warn("disk", why)
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Log the first warning of a kind."""
+        if kind not in self._told:
+            self._told.add(kind)
+            log.warning("%s", text)

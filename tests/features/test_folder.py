@@ -1,0 +1,625 @@
+"""Check the rows of one stretch on disk: right or missing, whatever happens to files and processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import fill
+from tests.features.keeping import (
+    PLENTY,
+    STRETCH,
+    assert_kept,
+    assert_same,
+    child,
+    key,
+    opened,
+    result_of,
+    row,
+    rows,
+    shards,
+    stretch,
+)
+from upriver import files
+from upriver.features import DiskFeatures, folder, shard
+from upriver.features.shard import PackedShard
+
+Patch = pytest.MonkeyPatch
+Log = pytest.LogCaptureFixture
+
+
+def unfinished(root: Path) -> list[Path]:
+    return [path for path in root.rglob(".*") if "#" in path.name]
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file in place."""
+    with path.open("r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        byte = file.read(1)[0]
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        file.write(bytes([byte ^ 16]))
+
+
+# ------------------------------------------------------------------------------------ reading, writing
+
+
+def test_folder_gives_what_was_appended_in_this_job_and_the_next(tmp_path: Path) -> None:
+    wanted = rows(range(10))
+    kept = opened(tmp_path)
+    assert kept.keys == set() and kept.row_bytes == 0 and kept.read([key(1)]) == [None]
+    assert kept.append(rows(range(4))) and kept.append(rows(range(2, 10)))
+    assert_kept(kept, wanted)
+    assert kept.row_bytes == 320
+    assert len(shards(tmp_path)) == 2
+    later = opened(tmp_path)
+    assert_kept(later, wanted)
+    asked = [key(7), key(99), key(0), key(7)]
+    found = later.read(asked)
+    assert found[1] is None
+    for at in (0, 2, 3):
+        assert_same(found[at], wanted[asked[at]])
+    assert opened(tmp_path, 4).keys == set()
+
+
+def test_folder_rows_do_not_overlap_also_those_of_one_key(tmp_path: Path) -> None:
+    kept = opened(tmp_path)
+    kept.append(rows(range(2)))
+    one, other = kept.read([key(0), key(0)])
+    assert one is not None and other is not None
+    one[0].zero_()
+    assert_same(other, row(0))
+    assert_kept(kept, rows(range(2)))
+
+
+def test_folder_append_of_what_is_there_writes_nothing(tmp_path: Path) -> None:
+    kept = opened(tmp_path)
+    assert kept.append({}) and not shards(tmp_path)
+    assert kept.append(rows(range(3))) and kept.append(rows(range(3)))
+    assert len(shards(tmp_path)) == 1
+
+
+def test_folder_is_private(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        opened(tmp_path / "new" / "root").append(rows(range(1)))
+    finally:
+        os.umask(before)
+    root = tmp_path / "new" / "root"
+    for path in (root, *root.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    names = sorted(path.name for path in (root / STRETCH.digest).iterdir())
+    assert [names[0], names[2]] == [".lock", "stretch.json"] and names[1].startswith("rows-1-")
+
+
+def test_folder_says_of_what_stretch_it_is(tmp_path: Path) -> None:
+    opened(tmp_path, saved_s=0.5).append(rows(range(1)))
+    path = tmp_path / STRETCH.digest / "stretch.json"
+    wanted = {"schema": "upriver.features/1", "saved_s": 0.5, "stretch": STRETCH.to_json()}
+    assert json.loads(path.read_text()) == wanted
+    opened(tmp_path, saved_s=0.25)
+    assert json.loads(path.read_text()) == wanted | {"saved_s": 0.25}
+    path.unlink()
+    opened(tmp_path, saved_s=0.5)
+    assert json.loads(path.read_text()) == wanted
+
+
+def test_folder_is_not_created_before_there_are_rows(tmp_path: Path) -> None:
+    kept = opened(tmp_path / "root")
+    kept.read([key(0)]), kept.refresh(), kept.empty(), kept.close()
+    assert not (tmp_path / "root").exists()
+
+
+def test_folder_empty_removes_all_rows_and_takes_new_ones(tmp_path: Path) -> None:
+    kept, other = opened(tmp_path), opened(tmp_path)
+    kept.append(rows(range(3)))
+    other.refresh()
+    other.empty()
+    assert other.keys == set() and not shards(tmp_path)
+    kept.refresh()
+    kept.close()
+    assert other.append(rows(range(2)))
+    assert_kept(other, rows(range(2)))
+
+
+def test_folder_refresh_finds_what_another_job_has_written(tmp_path: Path) -> None:
+    writer, reader = opened(tmp_path), opened(tmp_path)
+    writer.append(rows(range(3)))
+    assert reader.keys == set()
+    reader.refresh()
+    assert_kept(reader, rows(range(3)))
+
+
+# ------------------------------------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("at", [0, 20, 400, -1, -700])
+def test_folder_damaged_shard_is_dropped_with_one_warning_and_written_again(
+    tmp_path: Path, caplog: Log, at: int
+) -> None:
+    opened(tmp_path).append(rows(range(5)))
+    kept = opened(tmp_path)
+    kept.append(rows(range(5, 10)))
+    damaged, whole = sorted(shards(tmp_path), key=lambda path: path.stat().st_mtime_ns)
+    flip(damaged, at)
+    reader = opened(tmp_path)
+    found = reader.read(list(rows(range(10))))
+    for number, each in enumerate(found):
+        if each is not None:
+            assert_same(each, row(number))
+    assert None in found[:5] and None not in found[5:]
+    assert reader.keys == rows(range(5, 10)).keys()
+    assert shards(tmp_path) == [whole]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"{damaged} is damaged, and its rows are lost" in caplog.text
+    kept.close()
+    assert reader.append(rows(range(10)))
+    assert_kept(reader, rows(range(10)))
+
+
+@pytest.mark.parametrize("length", [0, 5, 500, -1])
+def test_folder_shard_cut_while_it_is_open_gives_no_wrong_row(
+    tmp_path: Path, caplog: Log, length: int
+) -> None:
+    kept = opened(tmp_path)
+    kept.append(rows(range(5)))
+    (path,) = shards(tmp_path)
+    os.truncate(path, length if length >= 0 else path.stat().st_size + length)
+    found = kept.read([key(n) for n in range(5)])
+    assert None in found
+    for number, each in enumerate(found):
+        assert each is None or assert_same(each, row(number)) is None
+    assert kept.keys == set() and not path.exists()
+    assert len(caplog.records) == 1
+
+
+def test_folder_shard_of_another_stretch_is_not_taken(tmp_path: Path, caplog: Log) -> None:
+    opened(tmp_path, 4).append(rows(range(2)))
+    opened(tmp_path, 3).append(rows(range(5, 6)))
+    (moved,) = shards(tmp_path / stretch(4).digest)
+    moved.rename(tmp_path / stretch(3).digest / moved.name)
+    assert_kept(opened(tmp_path, 3), rows(range(5, 6)))
+    assert f"it holds rows of stretch '{stretch(4).digest}'" in caplog.text
+
+
+def test_folder_of_another_version_counts_as_missing_and_says_so(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shard, "SCHEMA", "upriver.features/2")
+        kept = opened(tmp_path)
+        kept.append(rows(range(2)))
+        assert_kept(kept, rows(range(2)))
+    other = shards(tmp_path)
+    assert opened(tmp_path).keys == set()
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{other[0]} counts as missing: its schema is 'upriver.features/2'; this version reads "
+        "'upriver.features/1'"
+    )
+    kept.close()
+    again = opened(tmp_path)
+    assert again.append(rows(range(2)))
+    assert_kept(again, rows(range(2)))
+    assert other[0].exists()
+
+
+def test_folder_foreign_names_are_left_alone(tmp_path: Path) -> None:
+    kept = opened(tmp_path)
+    kept.append(rows(range(2)))
+    foreign = [
+        kept.path / name for name in ("rows-1.safetensors", "notes", ".notes-1#2", "rows-1-xyz.safetensors")
+    ]
+    for path in foreign:
+        path.write_text("mine")
+    (kept.path / f"rows-1-{'0' * 16}.safetensors").mkdir()
+    kept.close()
+    again = opened(tmp_path)
+    assert_kept(again, rows(range(2)))
+    assert again.append(rows(range(3)))
+    again.empty()
+    assert all(path.read_text() == "mine" for path in foreign)
+
+
+def test_folder_that_vanishes_during_reads_costs_rows_only(tmp_path: Path, caplog: Log) -> None:
+    kept = opened(tmp_path / "root")
+    kept.append(rows(range(3)))
+    kept.append(rows(range(3, 6)))
+    stop, faults = threading.Event(), list[BaseException]()
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                for number, each in enumerate(kept.read([key(n) for n in range(6)])):
+                    assert each is None or assert_same(each, row(number)) is None
+        except BaseException as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    shutil.rmtree(tmp_path / "root")
+    for path in list(kept._shards):
+        kept._files.close(path)  # as where others have been opened since
+    kept.read([key(0), key(5)])
+    stop.set()
+    thread.join()
+    assert not faults and kept.keys == set() and not caplog.records
+    assert kept.append(rows(range(2)))
+    assert_kept(kept, rows(range(2)))
+    assert_kept(opened(tmp_path / "root"), rows(range(2)))
+
+
+def test_folder_removed_shard_stays_readable_where_it_is_open(tmp_path: Path) -> None:
+    kept = opened(tmp_path)
+    kept.append(rows(range(3)))
+    reader = opened(tmp_path)
+    shards(tmp_path)[0].unlink()
+    assert_kept(reader, rows(range(3)))
+
+
+def test_folder_that_cannot_be_read_warns_once(tmp_path: Path, caplog: Log, monkeypatch: Patch) -> None:
+    opened(tmp_path).append(rows(range(3)))
+
+    def failing(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("upriver.features.open_files.opened", failing)
+        kept = opened(tmp_path)
+        assert kept.keys == set()
+        kept.refresh()
+    assert len(caplog.records) == 1 and "cannot be read, and its rows are lost" in caplog.text
+    assert len(shards(tmp_path)) == 1
+    kept.refresh()
+    assert_kept(kept, rows(range(3)))
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_folder_that_others_may_write_to_is_not_used(tmp_path: Path, caplog: Log, mode: int) -> None:
+    opened(tmp_path).append(rows(range(3)))
+    (tmp_path / STRETCH.digest).chmod(mode)
+    kept = opened(tmp_path)
+    assert kept.keys == set() and not kept.append(rows(range(4)))
+    assert len(caplog.records) == 1 and "that no other may write to" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_folder_of_another_user_is_not_used(tmp_path: Path, caplog: Log) -> None:
+    opened(tmp_path).append(rows(range(3)))
+    os.chown(tmp_path / STRETCH.digest, 12345, 12345)
+    assert opened(tmp_path).keys == set()
+    assert "it must be a folder of this user" in caplog.text
+
+
+def test_folder_that_is_a_link_is_not_used(tmp_path: Path, caplog: Log) -> None:
+    opened(tmp_path / "a").append(rows(range(3)))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / STRETCH.digest).symlink_to(tmp_path / "a" / STRETCH.digest)
+    kept = opened(tmp_path / "b")
+    assert kept.keys == set() and not kept.append(rows(range(4)))
+    assert "is not used" in caplog.text
+
+
+def test_folder_without_a_cache_keeps_nothing_and_says_nothing(caplog: Log) -> None:
+    kept = opened(Path(os.devnull) / "features")
+    assert not kept.append(rows(range(2))) and kept.keys == set()
+    assert not caplog.records
+
+
+def test_folder_row_that_has_no_form_is_said_once(tmp_path: Path, caplog: Log) -> None:
+    kept = opened(tmp_path)
+    odd = {key(0): (torch.zeros(3).to(torch.float8_e4m3fn),)}
+    assert not kept.append(odd) and not kept.append(odd)
+    assert len(caplog.records) == 1 and "dtype torch.float8_e4m3fn cannot be kept" in caplog.text
+    assert not shards(tmp_path)
+
+
+# ---------------------------------------------------------------------------------- disks that fail
+
+
+def test_folder_on_a_full_disk_goes_on_with_one_warning(small_disk: Path, caplog: Log) -> None:
+    kept = opened(small_disk)
+    assert kept.append(rows(range(10), 4096))
+    fill(small_disk, leave=64 * 1024)
+    assert not kept.append(rows(range(10, 60), 4096))
+    assert not kept.append(rows(range(10, 60), 4096))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"no more rows are kept in {kept.path}: OSError: [Errno 28] No space left" in caplog.text
+    assert_kept(kept, rows(range(10), 4096))
+    assert_kept(opened(small_disk), rows(range(10), 4096))
+    assert not unfinished(small_disk)
+
+
+def test_folder_on_a_disk_that_is_full_from_the_start_keeps_nothing(small_disk: Path, caplog: Log) -> None:
+    fill(small_disk)
+    kept = opened(small_disk)
+    assert not kept.append(rows(range(10)))
+    assert kept.keys == set() and len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("call", ["truncate", "replace", "fsync"])
+def test_folder_on_a_disk_that_fails_in_mid_write_leaves_nothing(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log, call: str
+) -> None:
+    kept = opened(tmp_path)
+    kept.append(rows(range(2)))
+
+    def failing(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, failing)
+        assert not kept.append(rows(range(2, 4)))
+    assert not unfinished(tmp_path) and len(shards(tmp_path)) == 1
+    assert len(caplog.records) == 1
+    assert_kept(kept, rows(range(2)))
+
+
+def test_folder_on_a_slow_disk_is_given_up_with_figures(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
+) -> None:
+    kept = opened(tmp_path, saved_s=1.0)
+    write = PackedShard.write
+    passed = [0.0]
+    monkeypatch.setattr(folder.time, "monotonic", lambda: time.perf_counter() + passed[0])
+
+    def slow(self: PackedShard, path: Path) -> None:
+        passed[0] += 15.0
+        write(self, path)
+
+    assert kept.append(rows(range(100)))
+    monkeypatch.setattr(PackedShard, "write", slow)
+    assert kept.append(rows(range(100, 101)))  # 15 s, but rows of 101 s
+    assert kept.append(rows(range(101, 102))) and kept.append(rows(range(102, 103)))
+    assert not caplog.records
+    fast = opened(tmp_path, 4, saved_s=0.01)
+    assert fast.append(rows(range(5)))
+    assert not fast.append(rows(range(5, 10)))
+    (record,) = caplog.records
+    assert "the disk is slow; writing 5 rows took 15 s, and computing them 0.05 s" in record.getMessage()
+    assert_kept(fast, rows(range(5)))
+
+
+# ------------------------------------------------------------------------------------ other processes
+
+
+def test_folder_has_one_writer_and_the_other_reads(tmp_path: Path, caplog: Log) -> None:
+    ready, told = os.pipe()
+
+    def write() -> None:
+        kept = opened(tmp_path)
+        kept.append(rows(range(3)))
+        os.write(told, b"1")
+        time.sleep(600)
+
+    with child(write) as pid:
+        os.read(ready, 1)
+        kept = opened(tmp_path)
+        assert_kept(kept, rows(range(3)))
+        assert not kept.append(rows(range(5))) and not kept.append(rows(range(5)))
+        (record,) = caplog.records
+        assert record.getMessage() == f"another job writes to {kept.path}; this one keeps no rows there"
+        os.kill(pid, signal.SIGKILL)
+        assert result_of(pid) == -signal.SIGKILL
+        assert kept.append(rows(range(5)))
+        assert_kept(kept, rows(range(5)))
+    os.close(ready), os.close(told)
+
+
+def test_folder_two_jobs_of_a_process_write_in_turns(tmp_path: Path, caplog: Log) -> None:
+    one, other = opened(tmp_path), opened(tmp_path)
+    assert one.append(rows(range(2)))
+    assert not other.append(rows(range(4)))
+    one.close()
+    assert other.append(rows(range(4)))
+    del other
+    assert one.append(rows(range(6)))
+    assert_kept(one, rows(range(6)))
+
+
+def test_folder_fork_of_a_writer_neither_writes_nor_holds_the_lock(tmp_path: Path) -> None:
+    held = [opened(tmp_path)]
+    held[0].append(rows(range(2)))
+    ready, told = os.pipe()
+
+    def fork() -> None:
+        kept = held[0]
+        refused = not kept.append(rows(range(5))) and kept.read([key(1)])[0] is not None
+        os.write(told, b"1" if refused else b"0")
+        time.sleep(600)
+
+    with child(fork):
+        assert os.read(ready, 1) == b"1"
+        assert held[0].append(rows(range(2, 3)))
+        held.clear()  # not closed, but collected with its descriptor
+        other = opened(tmp_path)
+        assert other.append(rows(range(4)))
+        assert_kept(other, rows(range(4)))
+    os.close(ready), os.close(told)
+
+
+def dying(where: str) -> Callable[[PackedShard, Path], None]:
+    """Return a write that is killed at some point."""
+    write = PackedShard.write
+
+    def killed(self: PackedShard, path: Path) -> None:
+        if where == "half":
+            write(self, path)
+            size = path.stat().st_size
+            os.truncate(path, size // 2)
+            os.truncate(path, size)
+        elif where == "whole":
+            write(self, path)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    return killed
+
+
+@pytest.mark.parametrize("where", ["reserved", "half", "whole", "before the folder's sync"])
+def test_folder_killed_writer_leaves_nothing_that_is_read(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log, where: str
+) -> None:
+    first = opened(tmp_path)
+    first.append(rows(range(3)))
+    first.close()
+
+    def work() -> None:
+        kept = opened(tmp_path)
+        if where == "before the folder's sync":
+            monkeypatch.setattr(
+                files, "sync", lambda path: path.is_dir() and os.kill(os.getpid(), signal.SIGKILL)
+            )
+        else:
+            monkeypatch.setattr(PackedShard, "write", dying(where))
+        kept.append(rows(range(3, 6)))
+
+    with child(work) as pid:
+        assert result_of(pid) == -signal.SIGKILL
+    written = where == "before the folder's sync"
+    wanted = rows(range(6)) if written else rows(range(3))
+    assert len(unfinished(tmp_path)) == (0 if written else 1)
+    reader = opened(tmp_path)
+    assert_kept(reader, wanted)
+    assert reader.append(rows(range(10, 12)))
+    assert not unfinished(tmp_path)
+    assert_kept(reader, wanted | rows(range(10, 12)))
+    assert not caplog.records
+
+
+WRITER = """
+import sys
+from pathlib import Path
+import torch
+from tests.features.keeping import key, opened
+kept = opened(Path(sys.argv[1]))
+for number in range(10**6):
+    assert kept.append({key(number): (torch.full((1 << 20,), number),)})
+"""
+
+
+def test_folder_process_killed_at_any_moment_leaves_whole_rows(tmp_path: Path, caplog: Log) -> None:
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], cwd=Path(__file__).parents[2])
+    try:
+        chances = random.Random(os.getpid())
+        while len(shards(tmp_path)) < 2:
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(chances.random() / 20)
+        process.kill()
+    finally:
+        process.kill()
+        process.wait()
+    kept = opened(tmp_path)
+    numbers = sorted(int.from_bytes(each, "big") for each in kept.keys)
+    assert numbers == list(range(len(numbers))) and len(numbers) >= 2
+    for number, found in zip(numbers, kept.read([key(n) for n in numbers]), strict=True):
+        assert_same(found, (torch.full((1 << 20,), number),))
+    assert kept.append(rows(range(10**6, 10**6 + 2)))
+    assert not unfinished(tmp_path) and not caplog.records
+
+
+# ------------------------------------------------------------------------------------------ threads
+
+
+def test_folder_threads_read_append_and_empty_at_once(tmp_path: Path, caplog: Log) -> None:
+    kept = opened(tmp_path)
+    stop, faults = threading.Event(), list[BaseException]()
+
+    def repeat(work: Callable[[random.Random], object], seed: int) -> threading.Thread:
+        def loop() -> None:
+            chances = random.Random(seed)
+            try:
+                while not stop.is_set():
+                    work(chances)
+            except BaseException as error:
+                faults.append(error)
+
+        thread = threading.Thread(target=loop)
+        thread.start()
+        return thread
+
+    def read(chances: random.Random) -> None:
+        numbers = [chances.randrange(40) for _ in range(8)]
+        for number, each in zip(numbers, kept.read([key(n) for n in numbers]), strict=True):
+            assert each is None or assert_same(each, row(number)) is None
+
+    def look(chances: random.Random) -> None:
+        assert all(int.from_bytes(each, "big") < 40 for each in kept.keys)
+        kept.refresh()
+
+    threads = [repeat(read, 1), repeat(read, 2), repeat(look, 3)]
+    for number in range(20):
+        assert kept.append(rows(range(2 * number, 2 * number + 2)))
+        if number % 7 == 6:
+            kept.empty()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert_kept(kept, rows(range(28, 40)))
+    assert not caplog.records
+
+
+def test_folder_notes_its_use_but_not_at_each_read(tmp_path: Path, monkeypatch: Patch) -> None:
+    kept = opened(tmp_path)
+    kept.append(rows(range(2)))
+    path = kept.path / "stretch.json"
+    passed = [0.0]
+    monkeypatch.setattr(folder.time, "monotonic", lambda: time.perf_counter() + passed[0])
+    kept._used_at_s = folder.time.monotonic()
+    os.utime(path, (1000, 1000))
+    kept.read([key(0)])
+    assert path.stat().st_mtime == 1000
+    passed[0] = folder.USED_EVERY_S
+    kept.read([key(0)])
+    assert abs(path.stat().st_mtime - time.time()) < 100
+
+
+def test_folder_budget_smaller_than_a_row_keeps_nothing(tmp_path: Path, caplog: Log) -> None:
+    for budget in (0, 1, 4096, 20_000):
+        disk = DiskFeatures(tmp_path / str(budget), budget_bytes=budget)
+        kept = disk.open(STRETCH, saved_s=1.0)
+        assert not kept.append({key(0): row(0, 1 << 16)})
+        assert disk.used_bytes == 0 and kept.keys == set()
+    assert not caplog.records  # it is no fault, and said in the log at its own level
+    caplog.set_level(logging.INFO)
+    assert not opened(tmp_path / "a", budget=9000).append(rows(range(3)))
+    assert "the budget has no room for more rows" in caplog.text
+
+
+def test_folder_takes_as_many_rows_as_there_is_room_for(tmp_path: Path) -> None:
+    disk = DiskFeatures(tmp_path, budget_bytes=100_000)
+    kept = disk.open(STRETCH, saved_s=1.0)
+    assert not kept.append(rows(range(100), 4096))
+    assert 10 < len(kept.keys) < 25
+    assert_kept(kept, rows(range(len(kept.keys)), 4096))
+    assert disk.used_bytes <= 100_000
+    assert not kept.append(rows(range(100), 4096))
+    assert disk.used_bytes <= 100_000
+
+
+def test_folder_unwanted_shards_give_way_to_new_rows_of_the_stretch(tmp_path: Path) -> None:
+    kept = opened(tmp_path, budget=150_000)
+    assert kept.append(rows(range(10), 4096)) and kept.append(rows(range(10, 20), 4096))
+    assert not kept.append(rows(range(30, 50), 4096))
+    partly = kept.keys - rows(range(20)).keys()
+    kept.want(rows(range(10, 60)).keys())
+    assert kept.append(rows(range(50, 58), 4096))
+    assert kept.keys == {*rows(range(10, 20)), *partly, *rows(range(50, 58))}
+    kept.want(None)
+    assert not kept.append(rows(range(60, 90), 4096))
+    assert PLENTY > 150_000
