@@ -20,6 +20,7 @@ _PLACES = {
     "Offload": "inference.offload",
     "OffloadTuning": "inference.remote_server",
     "FinetuneJob": "finetune.job",
+    "Keep": "features.keep",
     "Prefetch": "finetune.options",
     "Replanning": "finetune.replanner",
     "Sampling": "finetune.options",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from upriver.dataloader import RemoteWorkers as RemoteWorkers
     from upriver.dataloader import dataset as dataset
     from upriver.errors import UpriverError as UpriverError
+    from upriver.features.keep import Keep as Keep
     from upriver.finetune.job import FinetuneJob as FinetuneJob
     from upriver.finetune.options import Prefetch as Prefetch
     from upriver.finetune.options import Sampling as Sampling

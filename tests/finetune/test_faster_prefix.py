@@ -26,6 +26,11 @@ from upriver.rpc.tolerance import INT8, tolerance_of
 
 OPTIONS: dict[str, Any] = {"batch_size": MICRO, "micro_batch": MICRO, "seed": 7}
 
+QUICK_KINDS = [
+    pytest.param(kind, marks=pytest.mark.full) if kind == "compiled" else kind for kind in PREFIXES
+]
+"""Kinds of prefixes, the one that waits for a compiler in the full tests only."""
+
 
 class Tokens(nn.Module):
     """Patches, two encoder layers, head; input (n, 3, 16, 16)."""
@@ -86,7 +91,7 @@ def test_a_faster_prefix_states_the_error_that_its_features_have(data: Dataset, 
     assert job.report.exact == "numeric"
 
 
-@pytest.mark.parametrize("kind", PREFIXES)
+@pytest.mark.parametrize("kind", QUICK_KINDS)
 def test_servers_give_what_the_plain_way_gives_with_the_same_prefix(
     near: upriver.Near, data: Dataset, kind: Any
 ) -> None:
@@ -101,13 +106,14 @@ def test_servers_give_what_the_plain_way_gives_with_the_same_prefix(
             assert same(there[:2], here[:2])
 
 
+@pytest.mark.parametrize("kind", [each for each in QUICK_KINDS if each != "int8"])
 def test_a_faster_convolutional_prefix_trains_nearly_as_the_model_as_it_is_written(
-    near: upriver.Near, data: Dataset, plain: Reference
+    near: upriver.Near, data: Dataset, plain: Reference, kind: Any
 ) -> None:
-    for kind, rtol in (("compiled", 1e-4), ("bf16", 2e-2)):
-        losses, _, job = run(near, data, prefix=kind, policy="freeze")
-        assert len(job.report.samples) == 1 and "local" not in job.report.samples
-        torch.testing.assert_close(torch.stack(losses), torch.stack(plain[0]), rtol=rtol, atol=1e-3)
+    losses, _, job = run(near, data, prefix=kind, policy="freeze")
+    assert len(job.report.samples) == 1 and "local" not in job.report.samples
+    rtol = 1e-4 if kind == "compiled" else 2e-2
+    torch.testing.assert_close(torch.stack(losses), torch.stack(plain[0]), rtol=rtol, atol=1e-3)
 
 
 def test_features_in_bfloat16_take_half_the_bytes_of_the_link(near: upriver.Near, data: Dataset) -> None:
@@ -261,6 +267,7 @@ def test_servers_run_several_micro_batches_at_once_with_a_faster_prefix(
     torch.testing.assert_close(torch.stack(losses), torch.stack(here[0]), rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.full
 def test_stages_are_measured_at_two_sizes_as_they_run(
     near: upriver.Near, data: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -18,7 +18,20 @@ import typer
 from typer.exceptions import TyperException
 
 from upriver import __version__
-from upriver.cli import INTERRUPTED, calibrate, cuts, demo, diff, gc, index, infer, push, token, worker
+from upriver.cli import (
+    INTERRUPTED,
+    calibrate,
+    cuts,
+    demo,
+    diff,
+    features,
+    gc,
+    index,
+    infer,
+    push,
+    token,
+    worker,
+)
 from upriver.cli.coldstart import command
 from upriver.cli.common import ReaderGone, checked_stdout
 from upriver.cli.plan import command as plan
@@ -49,6 +62,7 @@ app.command("infer")(infer.infer)
 app.command("coldstart")(command.coldstart)
 app.command("serve")(serve.serve)
 app.command("gc")(gc.gc)
+app.add_typer(features.app, name="features")
 app.command("token")(token.token)
 app.command("train")(train.train)
 app.command("worker")(worker.worker)

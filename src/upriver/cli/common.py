@@ -7,18 +7,41 @@ import io
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Annotated, Any, TextIO
 
 import typer
 
 from upriver.errors import ConfigError, StoreError
 from upriver.progress import progress_bar
-from upriver.text import aligned
+from upriver.text import aligned, printable
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([hdw])", re.ASCII)
+_HOURS = {"h": 1, "d": 24, "w": 7 * 24}
+_MOST = 1_000_000
+
+
+def age_s(text: str) -> float:
+    """Parse the age of ``--older-than``, such as ``30d``, as seconds."""
+    match = _AGE.fullmatch(text.strip())
+    if match is None or not float(match[1]) < _MOST:
+        raise ConfigError(
+            f"--older-than is a number below {_MOST} with h, d or w as in 12h, 30d or 8w, got "
+            f"{printable(repr(text), 80)}"
+        )
+    return float(match[1]) * _HOURS[match[2]] * 3600
+
+
+def date_text(seconds: float) -> str:
+    """Return a time in seconds since 1970 as a date, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def emit(document: object, *, as_json: bool, text: Callable[[], None]) -> None:

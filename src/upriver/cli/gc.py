@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import time
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from upriver.cli.common import DebugOption, JsonOption, emit, print_table
+from upriver.cli.common import DebugOption, JsonOption, age_s, date_text, emit, print_table
 from upriver.cli.options import StoreOption, store_options
-from upriver.errors import ConfigError
 from upriver.progress import note, progress_bar
-from upriver.text import bytes_text, printable
+from upriver.text import bytes_text
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from upriver.coldstart.garbage_collection import Removed
-
-_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([hdw])", re.ASCII)
-_HOURS = {"h": 1, "d": 24, "w": 7 * 24}
-_MOST = 1_000_000
 
 
 def gc(
@@ -72,7 +65,7 @@ def gc(
     from upriver.server.tenants import check_tenant_name
     from upriver.store import DEFAULT_PREFIX, Store, check_name, store_uri
 
-    older_than_s, folder = _age_s(older_than), check_name(DEFAULT_PREFIX if prefix is None else prefix)
+    older_than_s, folder = age_s(older_than), check_name(DEFAULT_PREFIX if prefix is None else prefix)
     check_asked(older_than_s, digest or ())
     for name in tenant or ():
         check_tenant_name(name)
@@ -97,7 +90,12 @@ def gc(
         "dry_run": dry_run,
         "bytes": sum(each.nbytes for each in removed),
         "removed": [
-            {"path": each.path, "digest": each.digest, "bytes": each.nbytes, "last_used": _date(each.used_s)}
+            {
+                "path": each.path,
+                "digest": each.digest,
+                "bytes": each.nbytes,
+                "last_used": date_text(each.used_s),
+            }
             for each in removed
         ],
     }
@@ -111,21 +109,6 @@ def gc(
 
 def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
     bar.update(task, completed=done, total=total)
-
-
-def _age_s(text: str) -> float:
-    """Parse an age such as ``30d`` as seconds."""
-    match = _AGE.fullmatch(text.strip())
-    if match is None or not float(match[1]) < _MOST:
-        raise ConfigError(
-            f"--older-than is a number below {_MOST} with h, d or w as in 12h, 30d or 8w, got "
-            f"{printable(repr(text), 80)}"
-        )
-    return float(match[1]) * _HOURS[match[2]] * 3600
-
-
-def _date(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 def _print(removed: list[Removed], *, dry_run: bool) -> None:

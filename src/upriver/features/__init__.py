@@ -6,10 +6,10 @@ never wrong.
 
 from __future__ import annotations
 
-from upriver.features.disk import DiskFeatures
+from upriver.features.disk import DiskFeatures, FeatureFolder
 from upriver.features.folder import StretchFolder
 from upriver.features.memory import MemoryFeatures
 from upriver.features.row_form import Row
 from upriver.features.stretch import Stretch, row_key
 
-__all__ = ["DiskFeatures", "MemoryFeatures", "Row", "Stretch", "StretchFolder", "row_key"]
+__all__ = ["DiskFeatures", "FeatureFolder", "MemoryFeatures", "Row", "Stretch", "StretchFolder", "row_key"]

@@ -61,6 +61,12 @@ class MemoryFeatures:
         with self._lock:
             return self._used_bytes
 
+    def keys(self, stretch: str) -> frozenset[bytes]:
+        """Return the keys of a stretch's rows."""
+        with self._lock:
+            kept = self._stretches.get(stretch)
+            return frozenset() if kept is None else frozenset(kept.rows)
+
     def get(self, stretch: str, keys: Sequence[bytes]) -> list[Row | None]:
         """Return the rows of a stretch that are kept, None for others. They are shared: do not write to them.
 

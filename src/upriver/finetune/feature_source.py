@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -13,6 +15,10 @@ from upriver.control.route_dealing import deal
 from upriver.control.window_size import told, window_for
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
+from upriver.errors import CaptureError, UpriverError
+from upriver.features import Row
+from upriver.features.kept import CHECKED_ROWS, KeptFeatures, KeptStretch, RowsLost
+from upriver.features.unchanged import unchanged
 from upriver.finetune.calibration.server_gate import JobRequirements
 from upriver.finetune.options import JobOptions
 from upriver.finetune.planner import PlannedJob
@@ -20,18 +26,22 @@ from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, RemoteFetch
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import PlacementLog
-from upriver.finetune.prefetch.sampler import EpochOrder
-from upriver.finetune.prefetch.step_assembly import Values, first_micro_batch
+from upriver.finetune.prefetch.sampler import EpochOrder, EpochWork
+from upriver.finetune.prefetch.step_assembly import Values, steps
 from upriver.finetune.report import JobTally
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.freeze import fold
 from upriver.program.split.split import Split
+from upriver.program.tensor_layouts import same_bits
 from upriver.protocol import RunRequest
 from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.server_pool import ServerPool
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")
+
+KEPT = "kept"
+"""Source of samples whose features were kept."""
 
 Form = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Digest of a tensor's values, its type, shape and strides."""
@@ -40,6 +50,51 @@ Form = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 def forms(tensors: Sequence[torch.Tensor]) -> tuple[Form, ...]:
     """Return what tells tensors apart without keeping them."""
     return tuple((fold(each), each.dtype, tuple(each.shape), each.stride()) for each in tensors)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassWork:
+    """One pass over a dataset: what to compute, and what is kept.
+
+    Attributes:
+        epoch: Epoch of the job, for the log of places.
+        drawn: Epoch as which the input stages draw.
+        work: Micro-batches to compute.
+        stretch: Rows that are kept and found in this pass; None if none are.
+        usable: Samples whose rows among the input stages may be used.
+    """
+
+    dataset: Dataset
+    order: EpochOrder
+    epoch: int
+    drawn: int
+    work: EpochWork
+    stretch: KeptStretch | None = None
+    usable: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _KeptInputs:
+    """Samples that are kept among the input stages, for a `LocalSource`."""
+
+    position: int
+    stretch: KeptStretch
+    dataset: Dataset
+    usable: frozenset[int]
+
+    def find(self, ids: Sequence[int]) -> dict[int, torch.Tensor]:
+        wanted = [sample for sample in ids if sample in self.usable]
+        try:
+            rows = self.stretch.read(self.dataset, wanted)
+        except RowsLost:
+            return {}
+        return {sample: row[0] for sample, row in zip(wanted, rows, strict=True)}
+
+    def keep(self, batch: MicroBatch) -> None:
+        pairs = zip(batch.ids, batch.tensors, strict=True)
+        self.stretch.keep(
+            self.dataset, {sample: (value,) for sample, value in pairs if sample not in batch.skipped}
+        )
 
 
 class FeatureSource:
@@ -57,6 +112,7 @@ class FeatureSource:
         eager_s: Least seconds of a micro-batch of the frozen part as it is written; None if none has run.
         canary: Forms of the features of the job's first micro-batch, as it is written; None if it has not
             run.
+        kept: Room for kept features; None if none are kept.
     """
 
     def __init__(
@@ -69,54 +125,58 @@ class FeatureSource:
         device: torch.device,
     ) -> None:
         self._options, self._chain, self._device = options, chain, device
-        self.adopt(split, planned)
+        self.kept: KeptFeatures | None = None
+        if options.keep is not None:
+            self.kept = KeptFeatures(
+                options.keep,
+                micro_batch=options.micro_batch,
+                seed=options.seed,
+                device=device,
+                saved_s=self._saved_s,
+            )
         self.tally = JobTally()
         self.places = PlacementLog()
         self.eager_s: float | None = None
         self.canary: tuple[Form, ...] | None = None
+        self.adopt(split, planned)
 
     def adopt(self, split: Split, planned: PlannedJob) -> None:
         """Go on with the program and the servers of a split that was prepared meanwhile."""
         self._split = split
         self._pool, self._replanner, self._larger = planned.pool, planned.replanner, planned.offers
-        self._agreement = planned.agreement
+        self._agreement, self._plan = planned.agreement, planned.plan
+        if self.kept is not None:
+            self.kept.program = split.program
+            self._may_keep(self.kept)
 
-    def take_servers(
-        self, loader: Prefetcher, dataset: Dataset, plan: Plan, order: EpochOrder, *, epoch: int
-    ) -> None:
+    def take_servers(self, loader: Prefetcher, plan: Plan, given: PassWork) -> None:
         """Let the servers take part in an epoch of training that began without them."""
-        dealt = deal(plan.routes, len(order.micro_batches), start=dataset.chain.start)
-        remote = self._remote(self._pool, dataset, order, epoch, {}, dealt)
+        dealt = deal(plan.routes, len(given.work.micro_batches), start=given.dataset.chain.start)
+        remote = self._remote(self._pool, given, {}, dealt)
         if remote is not None:
             loader.take_servers(
                 remote,
-                local=self._local(dataset, epoch, remote=True),
+                local=self._local(given.dataset, given.drawn, remote=True, kept=self._kept_inputs(given)),
                 dealt=dealt,
                 window=self.window(plan),
                 expected_bytes=self._expected_bytes(),
             )
 
     @contextlib.contextmanager
-    def training(
-        self,
-        dataset: Dataset,
-        plan: Plan,
-        order: EpochOrder,
-        *,
-        epoch: int,
-        step: int,
-        pins: Mapping[int, Pin],
-    ) -> Iterator[Prefetcher]:
-        """Provide a loader for an epoch of training from a given step on; log where micro-batches come from.
+    def training(self, plan: Plan, given: PassWork, *, pins: Mapping[int, Pin]) -> Iterator[Prefetcher]:
+        """Provide a loader for the rest of an epoch of training; log where micro-batches come from.
 
         Args:
             pins: Micro-batches that must come from a certain place.
         """
-        places = self.places
+        places, epoch, work = self.places, given.epoch, given.work
         level = logging.INFO if self._agreement.mode == "numeric" else logging.DEBUG
 
         def note(index: int, source: str, came: Received, timings: Timings) -> None:
-            places.note(epoch=epoch, index=index, source=source, cut=came.position)
+            if not work.kept:  # else these are no micro-batches of the epoch
+                places.note(epoch=epoch, index=index, source=source, cut=came.position)
+            if self.kept is not None:
+                places.note_rows(work.micro_batches[index], source=source, cut=came.position)
             log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, came.position)
             if (replanner := self._replanner) is not None:
                 tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
@@ -128,24 +188,19 @@ class FeatureSource:
 
         log.info("%s", told(self.window(plan)))
         with self._loading(
-            dataset,
             plan,
-            order,
-            dealt=deal(plan.routes, len(order.micro_batches), start=dataset.chain.start),
+            given,
+            dealt=deal(plan.routes, len(work.micro_batches), start=given.dataset.chain.start),
             pool=self._pool,
-            epoch=epoch,
-            first=first_micro_batch(order, step),
             pins=pins,
             note=note,
             saw=saw,
-            canary=order.micro_batches[0] if epoch == 0 else None,
+            canary=given.order.micro_batches[0] if epoch == 0 and not work.kept else None,
         ) as loader:
             yield loader
 
     @contextlib.contextmanager
-    def evaluating(
-        self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
-    ) -> Iterator[Prefetcher]:
+    def evaluating(self, plan: Plan, given: PassWork, *, servers: bool) -> Iterator[Prefetcher]:
         """Provide a loader for one pass over a separate dataset.
 
         Args:
@@ -156,43 +211,36 @@ class FeatureSource:
             pass
 
         with self._loading(
-            dataset,
             plan,
-            order,
-            dealt=self._dealt_elsewhere(dataset, plan, order, servers=servers),
+            given,
+            dealt=self._dealt_elsewhere(plan, given, servers=servers),
             pool=self._pool if servers else None,
-            epoch=0,
-            first=0,
             pins={},
             note=note,
             saw=lambda timings: None,
         ) as loader:
             yield loader
 
-    def _dealt_elsewhere(
-        self, dataset: Dataset, plan: Plan, order: EpochOrder, *, servers: bool
-    ) -> tuple[DealtRoute, ...]:
+    def _dealt_elsewhere(self, plan: Plan, given: PassWork, *, servers: bool) -> tuple[DealtRoute, ...]:
         """Return the routes of another dataset's micro-batches, as close to the plan's as possible.
 
         In another chain a cut below 0 may lie behind other stages, or may not exist, so no canary has covered
         it. Micro-batches with such a cut are made locally.
         """
-        hands = deal(plan.routes, len(order.micro_batches), start=self._chain.start)
-        first = self._chain.start if dataset.chain == self._chain else 0
-        here = DealtRoute(way=Way.LOCAL, cut=dataset.chain.start)
+        chain = given.dataset.chain
+        hands = deal(plan.routes, len(given.work.micro_batches), start=self._chain.start)
+        first = self._chain.start if chain == self._chain else 0
+        here = DealtRoute(way=Way.LOCAL, cut=chain.start)
         return tuple(hand if servers and hand.cut >= first else here for hand in hands)
 
     @contextlib.contextmanager
     def _loading(
         self,
-        dataset: Dataset,
         plan: Plan,
-        order: EpochOrder,
+        given: PassWork,
         *,
         dealt: Sequence[DealtRoute],
         pool: ServerPool | None,
-        epoch: int,
-        first: int,
         pins: Mapping[int, Pin],
         note: Callable[[int, str, Received, Timings], None],
         saw: Callable[[Timings], None],
@@ -210,17 +258,19 @@ class FeatureSource:
             tally.timings(source, timings)
             note(index, source, came, timings)
 
-        remote = self._remote(pool, dataset, order, epoch, pins, dealt)
+        remote = self._remote(pool, given, pins, dealt)
         loader = Prefetcher(
-            order.micro_batches,
-            local=self._local(dataset, epoch, remote=remote is not None),
-            first=first,
+            given.work.micro_batches,
+            local=self._local(
+                given.dataset, given.drawn, remote=remote is not None, kept=self._kept_inputs(given)
+            ),
+            first=given.work.first,
             remote=remote,
             window=self.window(plan),
             num_workers=self._options.prefetch.worker_threads,
             expected_bytes=self._expected_bytes(),
             on_timings=count,
-            finish=self._finisher(dataset, epoch, saw, canary),
+            finish=self._finisher(given, saw, canary),
             pins=pins,
             dealt=dealt,
         )
@@ -230,10 +280,13 @@ class FeatureSource:
             loader.close()
             tally.add(loader.report)
 
-    def _local(self, dataset: Dataset, epoch: int, *, remote: bool) -> LocalSource:
+    def _local(
+        self, dataset: Dataset, epoch: int, *, remote: bool, kept: _KeptInputs | None = None
+    ) -> LocalSource:
         """Return the source of the plain way.
 
         Args:
+            epoch: Epoch as which the input stages draw.
             remote: Whether servers answer over the same link.
         """
         meter = dataset.store.observer
@@ -244,6 +297,7 @@ class FeatureSource:
             epoch=epoch,
             on_bad_sample=self._options.sampling.on_bad_sample,
             shared=meter if remote and isinstance(meter, LinkMeter) else None,
+            kept=kept,
         )
 
     def values(self, batch: MicroBatch) -> Values:
@@ -251,27 +305,27 @@ class FeatureSource:
         return self._split.tail.values.as_read([value.to(self._device) for value in batch.tensors])
 
     def _finisher(
-        self,
-        dataset: Dataset,
-        epoch: int,
-        saw: Callable[[Timings], None],
-        canary: tuple[int, ...] | None,
+        self, given: PassWork, saw: Callable[[Timings], None], canary: tuple[int, ...] | None
     ) -> Finish:
         """Return a function that runs the rest of the prefix locally on a micro-batch.
 
         Args:
             canary: Sample ids of the job's canary, if it is among this pass's micro-batches.
         """
+        inputs, dataset, epoch = self._kept_inputs(given), given.dataset, given.drawn
 
         def finish(batch: MicroBatch) -> MicroBatch:
-            clock = Clock()
-            done = self._resume(
-                batch, dataset, self._split, epoch, clock
-            )  # a program may have come meanwhile
+            clock, split = Clock(), self._split  # a program may have come meanwhile
+            if inputs is not None and batch.position <= inputs.position:
+                batch = self._resume(batch, dataset, split, epoch, clock, stop=inputs.position)
+                inputs.keep(batch)
+            done = self._resume(batch, dataset, split, epoch, clock)
             self.tally.timings("finish", clock.timings())
             saw(clock.timings())
-            if self._split.eager is not None:
+            if split.eager is not None:
                 self._saw_eager(done, clock.timings(), canary=batch.ids == canary)
+            if given.stretch is not None and inputs is None:
+                given.stretch.keep(dataset, self._rows_of(done))
             return done
 
         return finish
@@ -282,20 +336,189 @@ class FeatureSource:
         return forms(self._resume(batch, dataset, split, 0, Clock()).tensors)
 
     def _resume(
-        self, batch: MicroBatch, dataset: Dataset, split: Split, epoch: int, clock: Clock
+        self,
+        batch: MicroBatch,
+        dataset: Dataset,
+        split: Split,
+        epoch: int,
+        clock: Clock,
+        *,
+        stop: int | None = None,
     ) -> MicroBatch:
-        """Return a micro-batch after the rest of a split's prefix, run locally."""
+        """Return a micro-batch after the rest of a split's prefix, or at ``stop``, run locally."""
         # Only input stages can find a sample bad and need its object's name. Usually they have run already.
         names = [ref.object for ref in dataset.locate(batch.ids)] if batch.position < 0 else []
         return self._engine(dataset, split).resume(
             batch,
             object_names=names,
-            stop=split.freeze,
+            stop=split.freeze if stop is None else stop,
             seed=self._options.seed,
             epoch=epoch,
             on_bad_sample=self._options.sampling.on_bad_sample,
             clock=clock,
         )
+
+    # ------------------------------------------------------------------------------- kept features
+
+    def work(self, dataset: Dataset, order: EpochOrder, *, epoch: int, step: int) -> PassWork:
+        """Return the rest of an epoch of training, with the rows that are kept now."""
+        drawn, first, chain = self._options.view(epoch), dataset.chain.first_draw, dataset.chain
+        if first is None or self._options.sampling.views is not None:
+            given = self._with_features(dataset, order, epoch=epoch, drawn=drawn, step=step)
+        else:
+            given = self._with_inputs(dataset, order, epoch, None if first == chain.start else first, step)
+        if given.work.kept:
+            self.note_canary(dataset)
+            self.places.note_kept(order.micro_batches, epoch=epoch)
+        return given
+
+    def work_elsewhere(self, dataset: Dataset, order: EpochOrder, *, step: int) -> PassWork:
+        """Return a pass over another dataset from a step on; its input stages draw as in epoch 0."""
+        return self._with_features(dataset, order, epoch=0, drawn=0, step=step)
+
+    def steps(
+        self, loader: Prefetcher, given: PassWork, *, first: int
+    ) -> Iterator[tuple[Values | None, list[int]]]:
+        """Yield values at the freeze point and sample ids of each step, from the first one on.
+
+        Raises:
+            RowsLost: If a kept row cannot be read any more; the step is then still due.
+        """
+        form = self._split.tail.values  # the same before and after moving over
+        kept = partial(self._kept_values, given)
+        return steps(loader, given.order, given.work, form=form, finish=self.values, kept=kept, first=first)
+
+    def _with_features(
+        self, dataset: Dataset, order: EpochOrder, *, epoch: int, drawn: int, step: int
+    ) -> PassWork:
+        """Return a pass in which rows at the freeze point are kept."""
+        stretch, usable = None, frozenset[int]()
+        if self.kept is not None and self._may_keep(self.kept):
+            draws = dataset.chain.first_draw is not None
+            stretch = self.kept.stretch(dataset.chain, position=None, view=drawn if draws else None)
+            usable = self._usable(stretch, dataset, order.ids[order.step(step)[0] :], drawn)
+        return PassWork(
+            dataset=dataset,
+            order=order,
+            epoch=epoch,
+            drawn=drawn,
+            work=EpochWork.of(order, step=step, kept=usable),
+            stretch=stretch,
+        )
+
+    def _with_inputs(
+        self, dataset: Dataset, order: EpochOrder, epoch: int, position: int | None, step: int
+    ) -> PassWork:
+        """Return an epoch in which samples are kept at a position before the first random stage."""
+        stretch, usable = None, frozenset[int]()
+        if position is not None and self.kept is not None and self._may_keep(self.kept):
+            stretch = self.kept.stretch(dataset.chain, position=position, view=None)
+            usable = self._usable(stretch, dataset, order.ids[order.step(step)[0] :], epoch)
+        return PassWork(
+            dataset=dataset,
+            order=order,
+            epoch=epoch,
+            drawn=self._options.view(epoch),
+            work=EpochWork.of(order, step=step),
+            stretch=stretch,
+            usable=usable,
+        )
+
+    def _kept_values(self, given: PassWork, ids: Sequence[int]) -> Values:
+        """Return the kept values at the freeze point of some samples, as :meth:`values`."""
+        form = self._split.tail.values
+        rows = given.stretch.read(given.dataset, ids) if given.stretch is not None else []
+        self.tally.samples[KEPT] = self.tally.samples.get(KEPT, 0) + len(ids)
+        return form.as_read([value.to(self._device) for value in form.concatenate(rows)])
+
+    def _may_keep(self, kept: KeptFeatures) -> bool:
+        """Return whether rows are the same bits wherever they are computed, and keep none if not."""
+        why_not = ""
+        if self._agreement.mode == "numeric" or self._split.faster is not None:
+            why_not = "they are not bit for bit those of the model as it is written"
+        elif self._options.replay:
+            why_not = "the routes of an earlier run are replayed"
+        if why_not:
+            kept.stop(why_not)
+        return not kept.why_not
+
+    def _usable(
+        self, stretch: KeptStretch, dataset: Dataset, ids: Sequence[int], drawn: int
+    ) -> frozenset[int]:
+        """Return the samples whose rows are kept, are right, and belong to objects that did not change."""
+        found = stretch.find(dataset, ids)
+        if not found:
+            return found
+        try:
+            if not stretch.trusted:
+                some = sorted(found)[:: max(1, len(found) // CHECKED_ROWS)][:CHECKED_ROWS]
+                if not stretch.check(dataset, self._anew(stretch, dataset, some, drawn)):
+                    return frozenset()
+            return found & unchanged(dataset, sorted(found))
+        except CaptureError as error:
+            if self.kept is not None:
+                self.kept.stop(str(error))
+            return frozenset()
+        except UpriverError as error:  # whatever it is, the samples that are computed anew meet it, too
+            log.info("kept features are not used in this pass: %s", error)
+            return frozenset()
+
+    def _anew(self, stretch: KeptStretch, dataset: Dataset, ids: Sequence[int], drawn: int) -> dict[int, Row]:
+        """Return rows of samples, computed in other micro-batches than before."""
+        rows: dict[int, Row] = {}
+        size, source = self._options.micro_batch, self._local(dataset, drawn, remote=False)
+        for at in range(0, len(ids), size):
+            some = tuple(ids[at : at + size])
+            if stretch.position is None:
+                batch, _ = source(some)
+                rows |= self._rows_alone(batch, dataset)
+            else:
+                batch = source.begun(some, stretch.position, Clock())
+                rows |= {sample: (value,) for sample, value in zip(some, batch.tensors, strict=True)}
+        return rows
+
+    def _rows_alone(self, batch: MicroBatch, dataset: Dataset) -> dict[int, Row]:
+        """Return the rows of a micro-batch at the model's input, if none depends on its place or on others.
+
+        Raises:
+            CaptureError: If a row does.
+        """
+        rows = self._rows_of(self._resume(batch, dataset, self._split, 0, Clock()))
+        [given], count = batch.tensors, 3 * len(batch.ids) // 4
+        moved = torch.zeros_like(given)
+        moved[1 : count + 1], moved[0] = given[:count], given[-1]
+        other = replace(batch, ids=batch.ids[-1:] + batch.ids[:count], tensors=(moved,), skipped=())
+        again = self._rows_of(self._resume(other, dataset, self._split, 0, Clock()))
+        for sample in batch.ids[:count]:
+            if sample in rows and not all(map(same_bits, rows[sample], again[sample])):
+                raise CaptureError("the features of a sample depend on its place in the micro-batch")
+        return rows
+
+    def _rows_of(self, batch: MicroBatch) -> dict[int, Row]:
+        """Return the row of each sample of a micro-batch at the freeze point."""
+        select = self._split.tail.values.select
+        return {
+            sample: tuple(value.to("cpu", copy=True) for value in select(batch.tensors, [row]))
+            for row, sample in enumerate(batch.ids)
+            if sample not in batch.skipped
+        }
+
+    def _kept_inputs(self, given: PassWork) -> _KeptInputs | None:
+        stretch = given.stretch
+        if stretch is None or stretch.position is None:
+            return None
+        return _KeptInputs(
+            position=stretch.position, stretch=stretch, dataset=given.dataset, usable=given.usable
+        )
+
+    def _saved_s(self) -> float:
+        """Return the seconds that a sample takes under the plan, as far as they are known."""
+        predicted = self._plan.predicted
+        if predicted is not None:
+            return predicted.epoch_s / max(1, len(self._options.rows))
+        return (self.eager_s or 0.0) / self._options.micro_batch
+
+    # ------------------------------------------------------------------------------------ canaries
 
     def note_canary(self, dataset: Dataset) -> None:
         """Note the canary's bits by the frozen part as it is written, unless they are known."""
@@ -320,9 +543,7 @@ class FeatureSource:
     def _remote(
         self,
         pool: ServerPool | None,
-        dataset: Dataset,
-        order: EpochOrder,
-        epoch: int,
+        given: PassWork,
         pins: Mapping[int, Pin],
         dealt: Sequence[DealtRoute],
     ) -> RemoteFetch | None:
@@ -332,17 +553,17 @@ class FeatureSource:
         if pool is None or program is None or not asks:
             return None
         question = JobRequirements(
-            dataset=dataset,
+            dataset=given.dataset,
             program=program,
             seed=self._options.seed,
             on_bad_sample=self._options.sampling.on_bad_sample,
         )
-        micro_batches = order.micro_batches
+        micro_batches = given.work.micro_batches
 
         def make_request(indices: Sequence[int], cut: int | None) -> RunRequest:
             stop = 0 if cut is None else cut
             wanted = [micro_batches[i] for i in indices]
-            return question.request(wanted, stop=stop, epoch=epoch, larger=self._larger())
+            return question.request(wanted, stop=stop, epoch=given.drawn, larger=self._larger())
 
         return RemoteFetch(
             pool=pool,

@@ -32,7 +32,8 @@ from upriver.errors import (
     StoreError,
     UpriverError,
 )
-from upriver.finetune.feature_source import FeatureSource, forms
+from upriver.features.kept import RowsLost
+from upriver.finetune.feature_source import FeatureSource, PassWork, forms
 from upriver.finetune.model_wrapper import TailRunner
 from upriver.finetune.options import JobOptions
 from upriver.finetune.planner import PlannedJob
@@ -41,7 +42,7 @@ from upriver.finetune.planning.plan_builder import unsplit_plan, with_notes
 from upriver.finetune.prefetch.prefetcher import Prefetcher
 from upriver.finetune.prefetch.replay import Placed
 from upriver.finetune.prefetch.sampler import EpochOrder
-from upriver.finetune.prefetch.step_assembly import steps
+from upriver.finetune.prefetch.step_assembly import Values
 from upriver.finetune.preparation.background import Preparation
 from upriver.finetune.replanner import StepClock, Switch
 from upriver.finetune.report import Report
@@ -72,6 +73,7 @@ ABSENT = {
     "frozen": None,
     "exact": None,
     "prefix": None,
+    "views": None,
 }
 """Values to assume for fields that an older state does not have."""
 
@@ -84,6 +86,8 @@ ADVICE = {
 
 OF_THE_SPLIT = ("program", "freeze_point", "frozen")
 """Fields that are None where they are not known, and then equal any value."""
+
+LOST = "some kept features cannot be read any more: they are computed anew"
 
 Features: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 """The value at the freeze point, or a tuple of all values where several cross it."""
@@ -153,6 +157,7 @@ class FinetuneJob:
         self._step = 0
         self._resumed = False
         self._loader: Prefetcher | None = None
+        self._work: PassWork | None = None
         self._feed = FeatureSource(split, options, planned, chain=dataset.chain, device=self._device)
 
     def _watch_servers(self) -> None:
@@ -232,10 +237,8 @@ class FinetuneJob:
             self._epoch,
             self._plan.why,
         )
-        if self._loader is not None:
-            self._feed.take_servers(
-                self._loader, self._dataset, self._plan, self._order(self._epoch), epoch=self._epoch
-            )
+        if self._loader is not None and self._work is not None:
+            self._feed.take_servers(self._loader, self._plan, self._work)
 
     def _check_prepared(self, split: Split, planned: PlannedJob, preparation: Preparation) -> None:
         """Check that the program gives the bits that the job had so far, and servers as exact ones.
@@ -375,22 +378,24 @@ class FinetuneJob:
                 self._guard.check_versions()
                 self._check_flags()
                 self._adopt()
-                self._replan(self._clock.end(len(targets)), order)
+                self._replan(self._clock.end(len(targets)))
         self._guard.check_values()
+        if self._feed.kept is not None:
+            self._feed.kept.flush()
         if whole:
             self._feed.tally.epoch_s.append(time.perf_counter() - began)
             self._feed.tally.epoch_bytes.append(self._link_bytes() - bytes_before)
         self._epoch, self._step = self._epoch + 1, 0
 
-    def _replan(self, trained: tuple[float, int] | None, order: EpochOrder) -> None:
+    def _replan(self, trained: tuple[float, int] | None) -> None:
         """Ask the policy again after a training step, and switch to its plan once the gain has lasted.
 
         Args:
             trained: Seconds and samples of the last known step, if any.
         """
         self._standing.tell(self._plan, self._store_lost)
-        replanner, loader = self._replanner, self._loader
-        if replanner is None or loader is None or self._closed:
+        replanner, loader, given = self._replanner, self._loader, self._work
+        if replanner is None or loader is None or given is None or self._closed:
             return
         if self._quiet is not None:
             self._quiet.look()
@@ -402,7 +407,7 @@ class FinetuneJob:
         plan, before, after = found
         self._plan = with_notes(plan, *self._planned.notes)
         start = self._dataset.chain.start
-        loader.deal(deal(plan.routes, len(order.micro_batches), start=start), self.window)
+        loader.deal(deal(plan.routes, len(given.work.micro_batches), start=start), self.window)
         switch = Switch(
             epoch=self._epoch,
             step=self._step,
@@ -424,15 +429,24 @@ class FinetuneJob:
         return self._options.order(epoch)
 
     def _steps(self, order: EpochOrder) -> Generator[tuple[Features, torch.Tensor], None, None]:
-        self.close_loader()
-        pins = self._planned.replay.pins(self._epoch)
-        with self._feed.training(
-            self._dataset, self._plan, order, epoch=self._epoch, step=self._step, pins=pins
-        ) as loader:
-            self._loader = loader
-            form, finish = self._split.tail.values, self._feed.values  # the same before and after moving over
+        """Yield the steps of an epoch that are left; go on with fewer kept rows where some are lost."""
+        while True:
+            self.close_loader()
+            given = self._feed.work(self._dataset, order, epoch=self._epoch, step=self._step)
             try:
-                for values, ids in steps(loader, order, form=form, finish=finish, first=self._step):
+                yield from self._steps_of(given)
+            except RowsLost:
+                log.warning("%s", LOST)
+            else:
+                return
+
+    def _steps_of(self, given: PassWork) -> Generator[tuple[Features, torch.Tensor], None, None]:
+        pins = self._planned.replay.pins(self._epoch)
+        with self._feed.training(self._plan, given, pins=pins) as loader:
+            self._loader, self._work = loader, given
+            form = self._split.tail.values  # the same before and after moving over
+            try:
+                for values, ids in self._feed.steps(loader, given, first=self._step):
                     if values is None:
                         raise DatasetError("every sample of a training batch had to be skipped")
                     yield form.one_or_all(values), self._dataset.targets_of(ids).to(values[0].device)
@@ -479,18 +493,9 @@ class FinetuneJob:
         size = self._options.batch_size if batch_size is None else validation.whole("batch_size", batch_size)
         order = EpochOrder(ids=tuple(rows), batch_size=size, micro_batch=self._options.micro_batch)
         dataset = metered(dataset, self._connection.meter)
-        form, finish = self._split.tail.values, self._feed.values
-        total, count = 0.0, 0
-        with (
-            self._feed.evaluating(
-                dataset, self._plan, order, servers=self._servers_can_read(dataset)
-            ) as loader,
-            torch.no_grad(),
-            in_eval(self._model),
-        ):
-            for values, ids in steps(loader, order, form=form, finish=finish):
-                if values is None:
-                    continue
+        form, total, count = self._split.tail.values, 0.0, 0
+        with torch.no_grad(), in_eval(self._model):
+            for values, ids in self._evaluated(dataset, order):
                 targets = all_targets[ids].to(values[0].device)
                 outputs = self._run.alone(form.one_or_all(values))
                 if keeps_count:
@@ -501,6 +506,20 @@ class FinetuneJob:
         if not count:
             raise DatasetError("no sample of the dataset could be evaluated")
         return validation.number(metric, metric.compute()) if keeps_count else total / count
+
+    def _evaluated(self, dataset: Dataset, order: EpochOrder) -> Iterator[tuple[Values, list[int]]]:
+        """Yield values and sample ids of each step of a pass over another dataset."""
+        servers, step = self._servers_can_read(dataset), 0
+        while step < order.num_steps:
+            given = self._feed.work_elsewhere(dataset, order, step=step)
+            try:
+                with self._feed.evaluating(self._plan, given, servers=servers) as loader:
+                    for values, ids in self._feed.steps(loader, given, first=step):
+                        step += 1
+                        if values is not None:
+                            yield values, ids
+            except RowsLost:
+                log.warning("%s", LOST)
 
     def _servers_can_read(self, dataset: Dataset) -> bool:
         """Return whether servers can read a dataset's samples; publish its index for them."""
@@ -544,6 +563,7 @@ class FinetuneJob:
             "frozen": self._guard.digest,
             "exact": self._planned.agreement.mode,
             "prefix": self._options.prefix,
+            "views": self._options.sampling.views,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -643,8 +663,21 @@ class FinetuneJob:
             return self._plan
         if self._preparation is not None:
             return with_notes(self._plan, f"being prepared: {self._preparation.step}")
-        remarks = (self._standing.refused, self._standing.lost(self._plan, self._store_lost))
+        kept = self._feed.kept
+        remarks = (
+            self._standing.refused,
+            self._standing.lost(self._plan, self._store_lost),
+            kept.remark if kept is not None else "",
+            self._views_remark,
+        )
         return with_notes(self._plan, *filter(None, remarks))
+
+    @property
+    def _views_remark(self) -> str:
+        views = self._options.sampling.views
+        if views is None or self._dataset.chain.first_draw is not None:
+            return ""
+        return f"views={views} changes nothing, as no input stage draws random numbers"
 
     @property
     def _store_lost(self) -> str:
@@ -680,6 +713,8 @@ class FinetuneJob:
         self._plan = self.plan  # keep the current remarks: closed servers no longer answer
         self._closed = True
         self.close_loader()
+        if self._feed.kept is not None:
+            self._feed.kept.close()
         if self._preparation is not None:
             self._preparation.close()
             self._preparation = None

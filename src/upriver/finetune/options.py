@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError, DatasetError
+from upriver.features.keep import Keep
 from upriver.finetune.model_wrapper import shard_of
 from upriver.finetune.prefetch.replay import Placed, Routes
 from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
@@ -50,6 +51,8 @@ class Sampling:
         num_ranks: Processes that train together. Each gets its own part of every epoch's order, all with
             equally many steps. If the samples do not divide evenly, the first samples of the order are
             repeated at its end; with ``drop_last`` the last ones are left out instead.
+        views: Number of sets of random draws of the input stages: epoch e draws as epoch e mod ``views``, so
+            that features can be kept. None draws anew in each epoch. The order is new in each epoch.
 
     Raises:
         ConfigError: If a field is outside its allowed range; names it.
@@ -60,9 +63,12 @@ class Sampling:
     on_bad_sample: OnBadSample = "fail"
     rank: int | None = None
     num_ranks: int | None = None
+    views: int | None = None
 
     def __post_init__(self) -> None:
         validation.flag("shuffle", self.shuffle)
+        if self.views is not None:
+            validation.whole("views", self.views)
         validation.flag("drop_last", self.drop_last)
         validation.choice("on_bad_sample", self.on_bad_sample, ("fail", "skip"))
         rank, num_ranks = self.rank, self.num_ranks
@@ -170,6 +176,7 @@ class JobOptions:
         replay: Routes of an earlier run; empty if there are none to follow.
         epochs: Number of epochs; None if unknown.
         prefix: How the frozen part is made faster; None leaves it as it is written.
+        keep: Room for kept features; None keeps none.
     """
 
     rows: Sequence[int]
@@ -192,6 +199,7 @@ class JobOptions:
     replay: Routes
     epochs: int | None
     prefix: PrefixKind | None
+    keep: Keep | None
 
     @classmethod
     def checked(
@@ -205,6 +213,7 @@ class JobOptions:
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         prefix: PrefixKind | None = None,
+        keep: Keep | Literal["auto"] | None = None,
         seed: int = 0,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
@@ -249,6 +258,7 @@ class JobOptions:
             replay=Routes(splitting.replay),
             epochs=splitting.epochs,
             prefix=None if prefix is None else validation.choice("prefix", prefix, PREFIXES),
+            keep=_keep(keep),
         )
         options = options._for_prefix()
         if cut is not None and options.replay:
@@ -321,6 +331,10 @@ class JobOptions:
         alike = self.num_ranks == 1 or self.in_background
         return self.in_background is not False and bool(alike) and not decided
 
+    def view(self, epoch: int) -> int:
+        """Return the epoch as which the random input stages of an epoch draw."""
+        return epoch if self.sampling.views is None else epoch % self.sampling.views
+
     @property
     def larger_sizes(self) -> tuple[int, ...]:
         """Samples that servers may run at once besides one micro-batch: two, four, eight … micro-batches."""
@@ -375,6 +389,14 @@ def _micro_batch(value: object, num_ranks: int) -> int:
         allowed = f'a whole number in 1..{MAX_MICRO_BATCH} or "{AUTO}"'
         raise ConfigError(f"micro_batch must be {allowed}, got {_shown(value)}")
     return validation.whole("micro_batch", value, most=MAX_MICRO_BATCH)
+
+
+def _keep(value: object) -> Keep | None:
+    if value is None or isinstance(value, Keep):
+        return value
+    if _is_auto(value):
+        return Keep()
+    raise ConfigError(f'keep must be None, "{AUTO}" or Keep(...), got {_shown(value)}')
 
 
 def _is_auto(value: object) -> bool:

@@ -17,6 +17,7 @@ from upriver.finetune.calibration import batched_capture
 from upriver.finetune.calibration.measurement import Calibration, Measurement
 from upriver.finetune.calibration.server_gate import ServerGate
 from upriver.finetune.options import AUTO, JobOptions
+from upriver.finetune.planning.keep_planning import keep_plan
 from upriver.finetune.planning.micro_batch_size import (
     Judge,
     advice,
@@ -537,9 +538,25 @@ class Planner:
             self.notes += advice(self._epochs(measured, shares), self.options.micro_batch)
         profile, cluster = measured.profile, measured.cluster
         self._model = CostModel(profile, cluster, self.workload)
-        return make_plan(
+        plan = make_plan(
             self.policy, profile=profile, cluster=cluster, workload=self.workload, notes=self.notes
         )
+        return plan if shares is not None else self._with_keeping(plan, self._model)
+
+    def _with_keeping(self, plan: Plan, model: CostModel) -> Plan:
+        """Say in the plan what keeping features saves, if the job keeps them at the freeze point."""
+        options = self.options
+        if options.keep is None or self.parts.faster is not None or options.exact == "numeric":
+            return plan
+        found = keep_plan(
+            model,
+            options.keep,
+            plan.routes,
+            chain=self.dataset.chain,
+            views=options.sampling.views,
+            epochs=options.epochs,
+        )
+        return plan if found is None else with_notes(plan, found.why.rstrip("."))
 
     def _routes(self, shares: Mapping[int, float]) -> tuple[Route, ...]:
         start, stop = self.dataset.chain.start, self.parts.freeze

@@ -15,7 +15,7 @@ class Report:
     """Counts of what a job has delivered, by the place where it was computed.
 
     Attributes:
-        samples: Number of samples by server URL or ``local``.
+        samples: Number of samples by server URL, ``local``, or ``kept`` where features were read.
         retried: Micro-batches that had to be requested again.
         skipped: Ids of samples that could not be read and were left out, in the order in which they were due.
         epoch_s: Wall-clock seconds of each finished epoch, including the caller's training steps.

@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
 
 from upriver._deprecation import deprecated_keywords
 from upriver.errors import ConfigError, UpriverError
+from upriver.features.keep import Keep
 from upriver.finetune.calibration.example_batch import example_of
 from upriver.finetune.calibration.faster_prefix import with_faster_prefix
 from upriver.finetune.calibration.measurement import Measurement
@@ -122,6 +124,7 @@ class Near:
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         prefix: PrefixKind | None = None,
+        keep: Keep | Literal["auto"] | None = None,
         seed: int = 0,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
@@ -162,6 +165,10 @@ class Near:
                 ``compiled`` folds BatchNorm into other layers, and compiles what this process runs. The job
                 is then within an error of the model as it is written, which it measures on its first
                 micro-batch; ``job.exactness`` and the plan state it. None leaves it as it is written.
+            keep: Room for features: those of a sample that is kept are read in later epochs and jobs, and
+                not computed again. No bit depends on it. ``auto`` is ``Keep()``, a tenth of the free memory
+                and of the free disk. Features are kept after the frozen part if no input stage draws random
+                numbers, or with ``views``; else samples are kept before the first stage that does.
             seed: Decides the order of samples and random input stages.
             sampling: Order, ranks and bad samples; `Sampling` with its defaults if None, as for the others.
             splitting: Where the model may be cut, how its tail runs, and an earlier run to replay.
@@ -193,6 +200,7 @@ class Near:
             exact=exact,
             autocast=autocast,
             prefix=prefix,
+            keep=keep,
             seed=seed,
             sampling=sampling,
             splitting=splitting,

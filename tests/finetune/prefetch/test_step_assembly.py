@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
-from upriver.finetune.prefetch.step_assembly import first_micro_batch, steps
+from upriver.finetune.prefetch.sampler import EpochOrder, EpochWork, epoch_order
+from upriver.finetune.prefetch.step_assembly import steps
 from upriver.types import MicroBatch
 
 SIZES = {
@@ -43,18 +43,36 @@ def values_of(batch: MicroBatch) -> Values:
     return batch.tensors
 
 
-def delivered(order: EpochOrder, first: int, bad: frozenset[int]) -> list[tuple[list[float], list[int]]]:
+def columns_of(ids: Sequence[int], size: int) -> Values:
+    rows = torch.full((size,), -1.0)
+    rows[: len(ids)] = torch.tensor([float(sample) for sample in ids])
+    return torch.stack([rows, -rows]), SHARED
+
+
+def delivered(
+    order: EpochOrder, first: int, bad: frozenset[int], kept: frozenset[int] = frozenset()
+) -> list[tuple[list[float], list[int]]]:
+    work = EpochWork.of(order, step=first, kept=kept)
     batches = []
-    for ids in order.micro_batches[first_micro_batch(order, first) :]:
-        rows = torch.full((order.micro_batch,), -1.0)
-        rows[: len(ids)] = torch.tensor([float(sample) for sample in ids])
+    for ids in work.micro_batches[work.first :]:
         skipped = tuple(sample for sample in ids if sample in bad)
-        columns = torch.stack([rows, -rows])
-        batches.append(MicroBatch(ids=ids, position=1, tensors=(columns, SHARED), skipped=skipped))
-    return [
+        tensors = columns_of(ids, order.micro_batch)
+        batches.append(MicroBatch(ids=ids, position=1, tensors=tensors, skipped=skipped))
+    taken = iter(batches)
+    found = [
         (numbers(values), ids)
-        for values, ids in steps(iter(batches), order, form=Columns(), finish=values_of, first=first)
+        for values, ids in steps(
+            taken,
+            order,
+            work,
+            form=Columns(),
+            finish=values_of,
+            kept=lambda ids: columns_of(ids, len(ids)),
+            first=first,
+        )
     ]
+    assert not list(taken)
+    return found
 
 
 def numbers(values: Values | None) -> list[float]:
@@ -88,17 +106,34 @@ def test_steps_take_every_sample_once_and_in_order(
     kept = num_samples - (num_samples % batch_size if drop_last else 0)
     bad = data.draw(st.frozensets(st.integers(0, num_samples - 1), max_size=5))
     first = data.draw(st.integers(0, order.num_steps))
-    got = delivered(order, first, bad)
+    found = data.draw(st.frozensets(st.integers(0, num_samples - 1))) - bad
+    got = delivered(order, first, bad, found)
     wanted = [
         [sample for sample in order.ids[start:stop] if sample not in bad]
         for start, stop in map(order.step, range(first, order.num_steps))
     ]
     assert len(order.ids) == kept
-    assert first_micro_batch(order, order.num_steps) == len(order.micro_batches)
+    assert EpochWork.of(order, step=order.num_steps).first == len(order.micro_batches)
     assert [ids for _, ids in got] == wanted
     assert [rows for rows, _ in got] == [[float(sample) for sample in ids] for ids in wanted]
     if first == 0 and not bad and not drop_last:
         assert Counter(sample for _, ids in got for sample in ids) == Counter(range(num_samples))
+
+
+@given(**SIZES, data=st.data())
+def test_epoch_work_with_kept_rows_packs_the_others_into_full_micro_batches(
+    num_samples: int, batch_size: int, micro_batch: int, data: st.DataObject
+) -> None:
+    order = epoch_order(
+        num_samples, seed=3, epoch=1, batch_size=batch_size, micro_batch=micro_batch, shuffle=True
+    )
+    step = data.draw(st.integers(0, order.num_steps))
+    kept = data.draw(st.frozensets(st.integers(0, num_samples - 1), min_size=1))
+    work = EpochWork.of(order, step=step, kept=kept)
+    missing = [sample for sample in order.ids[order.step(step)[0] :] if sample not in kept]
+    assert [sample for pack in work.micro_batches for sample in pack] == missing
+    assert [order.ids[at] for at in work.positions] == missing
+    assert all(len(pack) == micro_batch for pack in work.micro_batches[:-1])
 
 
 @given(**SIZES)

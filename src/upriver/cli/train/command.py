@@ -53,6 +53,8 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         on_left_out: "error" or "report" when an index would leave out files that may be samples.
         adapt_batch: Most samples that a server may run at once; with ``exact = "numeric"`` only.
         prefix: How the frozen part is made faster, within an error that the plan states.
+        keep: ``auto`` keeps features for later epochs and runs; see `upriver.Keep`.
+        views: Number of sets of random draws; see `upriver.Sampling`.
         micro_batch: Samples per micro-batch. ``auto`` measures and chooses once; a resumed run keeps the
             choice.
     """
@@ -89,6 +91,8 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     adapt_batch: int = 0
     autocast: Literal["bfloat16", "float16"] | None = None
     prefix: Literal["compiled", "bf16", "int8"] | None = None
+    keep: Literal["auto"] | None = None
+    views: int | None = None
     granularity: Literal["module", "op"] = "module"
     compile_tail: bool = False
     on_bad_sample: Literal["fail", "skip"] = "fail"
@@ -100,6 +104,7 @@ FREE_TO_CHANGE = {
     "adapt_batch",
     "epochs",
     "exact",
+    "keep",
     "output",
     "servers",
     "token_file",
@@ -162,8 +167,9 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
             exact=settings.exact,
             autocast=settings.autocast,
             prefix=settings.prefix,
+            keep=settings.keep,
             seed=settings.seed,
-            sampling=Sampling(on_bad_sample=settings.on_bad_sample),
+            sampling=Sampling(on_bad_sample=settings.on_bad_sample, views=settings.views),
             splitting=Splitting(
                 granularity=settings.granularity,
                 compile_tail=settings.compile_tail,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
 
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine, OnBadSample
@@ -13,6 +16,20 @@ from upriver.engine.read import CONCURRENCY, read_samples
 from upriver.pipeline import Dataset, SampleRef
 from upriver.rpc.link_meter import LinkMeter
 from upriver.types import MicroBatch, Timings
+
+
+class KeptSamples(Protocol):
+    """Samples that are kept at a position among the input stages."""
+
+    @property
+    def position(self) -> int:
+        """Position of the kept samples."""
+
+    def find(self, ids: Sequence[int]) -> Mapping[int, torch.Tensor]:
+        """Return those of the samples that are kept."""
+
+    def keep(self, batch: MicroBatch) -> None:
+        """Keep the samples of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +42,7 @@ class LocalSource:
         shared: The link, if servers respond over it too. Local reads then fill it and no more, one
             micro-batch after the other. Connections share a link evenly, so a due response would otherwise
             wait for a dozen objects that are not due.
+        kept: Samples that need no read; None if none are kept.
     """
 
     dataset: Dataset
@@ -33,6 +51,7 @@ class LocalSource:
     epoch: int
     on_bad_sample: OnBadSample = "fail"
     shared: LinkMeter | None = None
+    kept: KeptSamples | None = None
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __call__(self, ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
@@ -41,21 +60,45 @@ class LocalSource:
         Raises:
             UpriverError: As `read_samples` and `Engine.begin`.
         """
-        clock, refs = Clock(), self.dataset.locate(ids)
-        at_once = self._at_once(refs)
-        with self._turn if at_once < CONCURRENCY else nullcontext(), clock.phase("read"):
-            blobs = read_samples(self.dataset, ids, at_once=at_once)
-        batch = self.engine.begin(
-            blobs,
-            ids,
-            object_names=[ref.object for ref in refs],
+        clock = Clock()
+        if self.kept is None:
+            return self.begun(ids, 0, clock), clock.timings()
+        found = self.kept.find(ids)
+        made = self.begun(tuple(i for i in ids if i not in found), self.kept.position, clock)
+        self.kept.keep(made)
+        tensors = iter(made.tensors)
+        batch = replace(made, ids=ids, tensors=tuple(found[i] if i in found else next(tensors) for i in ids))
+        done = self.engine.resume(
+            batch,
+            object_names=[ref.object for ref in self.dataset.locate(ids)],
             stop=0,
             seed=self.seed,
             epoch=self.epoch,
             on_bad_sample=self.on_bad_sample,
             clock=clock,
         )
-        return batch, clock.timings()
+        return done, clock.timings()
+
+    def begun(self, ids: tuple[int, ...], stop: int, clock: Clock) -> MicroBatch:
+        """Return samples, read from the store and run to a position among the input stages.
+
+        Raises:
+            UpriverError: As `read_samples` and `Engine.begin`.
+        """
+        refs = self.dataset.locate(ids)
+        at_once = self._at_once(refs)
+        with self._turn if at_once < CONCURRENCY else nullcontext(), clock.phase("read"):
+            blobs = read_samples(self.dataset, ids, at_once=at_once)
+        return self.engine.begin(
+            blobs,
+            ids,
+            object_names=[ref.object for ref in refs],
+            stop=stop,
+            seed=self.seed,
+            epoch=self.epoch,
+            on_bad_sample=self.on_bad_sample,
+            clock=clock,
+        )
 
     def _at_once(self, refs: Sequence[SampleRef]) -> int:
         """Return the number of GETs to have in flight."""

@@ -49,12 +49,27 @@ class PlacementLog:
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], int] = {}
         self._epochs: dict[int, array[int]] = {}
+        self._rows: dict[int, int] = {}
 
     def note(self, *, epoch: int, index: int, source: str, cut: int) -> None:
         """Record a micro-batch's source, and the cut up to which the source ran it."""
         places = self._epochs.setdefault(epoch, array("i"))
         places.extend([_NOWHERE] * (index + 1 - len(places)))
         places[index] = self._known.setdefault((source, cut), len(self._known))
+
+    def note_rows(self, ids: Sequence[int], *, source: str, cut: int) -> None:
+        """Record where the rows of samples were computed, for epochs in which they are kept."""
+        place = self._known.setdefault((source, cut), len(self._known))
+        self._rows.update(dict.fromkeys(ids, place))
+
+    def note_kept(self, micro_batches: Sequence[Sequence[int]], *, epoch: int) -> None:
+        """Record the micro-batches of an epoch whose rows were all computed at one place."""
+        known = list(self._known)
+        for index, ids in enumerate(micro_batches):
+            places = {self._rows.get(sample, _NOWHERE) for sample in ids}
+            if len(places) == 1 and (place := places.pop()) != _NOWHERE:
+                source, cut = known[place]
+                self.note(epoch=epoch, index=index, source=source, cut=cut)
 
     def all(self) -> tuple[Placed, ...]:
         """Return every micro-batch once, in the order of epochs and indices."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,42 @@ class EpochOrder:
         """Return the range [start, stop) of the epoch that a training step covers."""
         start = step * self.batch_size
         return start, min(start + self.batch_size, len(self.ids))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochWork:
+    """The rest of an epoch: the micro-batches to compute, and the samples whose rows are kept.
+
+    Attributes:
+        micro_batches: Sample ids of every micro-batch to compute.
+        first: Index of the first one that is missing.
+        positions: Position in the epoch of each sample to compute, from micro-batch ``first`` on.
+        kept: Samples that need no computation.
+    """
+
+    micro_batches: Sequence[tuple[int, ...]]
+    first: int
+    positions: Sequence[int]
+    kept: Collection[int] = frozenset()
+
+    @classmethod
+    def of(cls, order: EpochOrder, *, step: int = 0, kept: Collection[int] = frozenset()) -> EpochWork:
+        """Return the work of an epoch from a training step on.
+
+        Missing samples are packed into full micro-batches in the order of the epoch. Without kept rows these
+        are the epoch's own micro-batches.
+        """
+        start, size = min(step * order.batch_size, len(order.ids)), order.micro_batch
+        if not kept:
+            first = len(order.micro_batches) if step >= order.num_steps else start // size
+            return cls(
+                micro_batches=order.micro_batches,
+                first=first,
+                positions=range(min(first * size, len(order.ids)), len(order.ids)),
+            )
+        missing = [at for at in range(start, len(order.ids)) if order.ids[at] not in kept]
+        packs = [tuple(order.ids[at] for at in missing[i : i + size]) for i in range(0, len(missing), size)]
+        return cls(micro_batches=packs, first=0, positions=missing, kept=kept)
 
 
 def epoch_order(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
 
-from upriver.finetune.prefetch.sampler import EpochOrder
+from upriver.finetune.prefetch.sampler import EpochOrder, EpochWork
 from upriver.types import MicroBatch
 
 Values = tuple[torch.Tensor, ...]
@@ -25,69 +26,93 @@ class CrossingForm(Protocol):
         """Return the values of several groups of samples, one group after the other."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Finished:
     """A micro-batch at the freeze point.
 
     Attributes:
-        start: Position of its first sample in the epoch.
+        positions: Position of each sample in the epoch, ascending.
         skipped: Ids of skipped samples, whose rows are padding.
         values: Values of a full micro-batch, with padding at the end.
     """
 
-    start: int
+    positions: Sequence[int]
     ids: tuple[int, ...]
     skipped: frozenset[int]
     values: Values
 
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.ids)
 
-    def rows(self, start: int, stop: int) -> Sequence[int]:
-        """Return the rows of its samples in [start, stop) of the epoch, without skipped ones."""
-        stretch = range(max(start, self.start) - self.start, min(stop, self.stop) - self.start)
-        kept = [row for row in stretch if self.ids[row] not in self.skipped]
-        return stretch if len(kept) == len(stretch) else kept
-
-
-def first_micro_batch(order: EpochOrder, step: int) -> int:
-    """Return the index of the micro-batch with a step's first sample; past the last one after the epoch."""
-    if step >= order.num_steps:
-        return len(order.micro_batches)
-    return order.step(step)[0] // order.micro_batch
+KeptRows = Callable[[Sequence[int]], Values]
+"""Returns the values at the freeze point of samples whose rows are kept."""
 
 
 def steps(
     batches: Iterator[MicroBatch],
     order: EpochOrder,
+    work: EpochWork,
     *,
     form: CrossingForm,
     finish: Callable[[MicroBatch], Values],
+    kept: KeptRows | None = None,
     first: int = 0,
 ) -> Iterator[tuple[Values | None, list[int]]]:
-    """Regroup an epoch's micro-batches into training steps.
+    """Regroup an epoch's micro-batches and kept rows into training steps.
 
     Args:
-        batches: Micro-batches in order, from :func:`first_micro_batch` of ``first`` on.
+        batches: The micro-batches of ``work``, in order.
         finish: Returns the values at the freeze point of a micro-batch.
+        kept: Used for samples that ``work`` does not compute.
+        first: First step; ``work`` begins with it.
 
     Yields:
         Values and sample ids of each step; None and no ids if every sample in the step was skipped.
     """
     pending: list[_Finished] = []
-    fetched = first_micro_batch(order, first) * order.micro_batch
+    fetched = 0
     for step in range(first, order.num_steps):
         start, stop = order.step(step)
-        while fetched < stop:
+        while fetched < len(work.positions) and work.positions[fetched] < stop:
             batch = next(batches)
-            values = finish(batch)
+            positions = work.positions[fetched : fetched + len(batch.ids)]
             pending.append(
-                _Finished(start=fetched, ids=batch.ids, skipped=frozenset(batch.skipped), values=values)
+                _Finished(
+                    positions=positions,
+                    ids=batch.ids,
+                    skipped=frozenset(batch.skipped),
+                    values=finish(batch),
+                )
             )
             fetched += len(batch.ids)
-        taken = [(done, rows) for done in pending if (rows := done.rows(start, stop))]
-        ids = [done.ids[row] for done, rows in taken for row in rows]
-        parts = [form.select(done.values, rows) for done, rows in taken]
-        pending = [done for done in pending if done.stop > stop]
+        parts, ids = _of_step(order, range(start, stop), pending, form, kept)
+        pending = [done for done in pending if done.positions[-1] >= stop]
         yield (form.concatenate(parts) if parts else None), ids
+
+
+def _of_step(
+    order: EpochOrder,
+    stretch: range,
+    pending: Sequence[_Finished],
+    form: CrossingForm,
+    kept: KeptRows | None,
+) -> tuple[list[Values], list[int]]:
+    """Return the values and the ids of the samples in a stretch of the epoch, without skipped ones."""
+    computed = {
+        at: (done, row)
+        for done in pending
+        for row, at in enumerate(done.positions)
+        if stretch.start <= at < stretch.stop
+    }
+    parts: list[Values] = []
+    ids: list[int] = []
+    for done, run in groupby(stretch, key=lambda at: computed[at][0] if at in computed else None):
+        places = list(run)
+        if done is None:
+            found = [order.ids[at] for at in places]
+            parts += [kept(found)] if kept is not None else []
+            ids += found
+            continue
+        chosen = [computed[at][1] for at in places if order.ids[at] not in done.skipped]
+        if chosen:
+            parts.append(form.select(done.values, chosen))
+            ids += (done.ids[row] for row in chosen)
+    return parts, ids

@@ -1,0 +1,72 @@
+"""Predict what keeping features saves a job, and from which epoch on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from upriver.cost import CostModel
+from upriver.features.keep import Keep
+from upriver.pipeline import InputChain
+from upriver.policies import kept
+from upriver.policies.kept import KeepingTiers, KeepPlan, KeepRoom, KeepTier
+from upriver.types import Route
+
+ASSUMED_EPOCHS = 2
+"""Horizon of a job that does not say how many epochs it trains: twice the one that it begins."""
+
+TRIED_BYTES = 4 << 20
+"""Bytes that are written to see how fast a disk is."""
+
+
+def keep_plan(
+    model: CostModel,
+    keep: Keep,
+    routes: Sequence[Route],
+    *,
+    chain: InputChain,
+    views: int | None,
+    epochs: int | None,
+) -> KeepPlan | None:
+    """Return the decision about rows at the freeze point. None if they are new in each epoch.
+
+    Args:
+        routes: Routes of an epoch in which nothing is kept.
+        views: Number of sets of random draws; None if every epoch draws anew.
+        epochs: Number of epochs; None if unknown.
+    """
+    draws = chain.first_draw is not None
+    if draws and views is None:
+        return None
+    tiers = {KeepTier.MEMORY: KeepRoom(budget_bytes=keep.memory_bytes)}
+    if disk_bytes := keep.disk_bytes:
+        speed = write_s_per_byte(keep.path)
+        if speed is not None:
+            tiers[KeepTier.DISK] = KeepRoom(
+                budget_bytes=disk_bytes, read_s_per_byte=speed, write_s_per_byte=speed
+            )
+    positions = {model.profile.freeze: views if draws and views is not None else 1}
+    return kept.plan(
+        model,
+        KeepingTiers(tiers=tiers, positions=positions),
+        routes=routes,
+        epochs=epochs or ASSUMED_EPOCHS,
+        cuts={route.cut for route in routes},
+    )
+
+
+def write_s_per_byte(folder: Path) -> float | None:
+    """Return the seconds that a disk takes to write a byte; None if nothing can be written there."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            began = time.perf_counter()
+            file.write(bytes(TRIED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+            return (time.perf_counter() - began) / TRIED_BYTES
+    except OSError:
+        return None
