@@ -151,11 +151,6 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
         "pending = [done for done in pending if done.stop >= stop]",
     ): "`rows` of a micro-batch that ends with a step are empty for all later steps.",
     (
-        "src/upriver/policies/_simplex.py",
-        "found = np.zeros(self._time + 1)",
-        "found = np.zeros(self._time + 2)",
-    ): "The zeros behind the shares are cut off.",
-    (
         "src/upriver/protocol/tree.py",
         "return [stride for size, stride in zip(tensor.shape, strides, strict=True) "
         "if size > 1 and tensor.numel()]",

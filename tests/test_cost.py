@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -211,6 +212,30 @@ def test_an_epoch_is_never_shorter_than_any_resource_is_busy(
         cost = evaluate(cut, profile, cluster, workload)
         assert cost.epoch_s >= max(cost.storage_s, cost.network_s, cost.compute_s) * (1 - 1e-12)
         assert cost.bytes == workload.num_samples * profile.cut_bytes(cut)
+
+
+@given(profile=profiles(), cluster=clusters(), workload=workloads)
+def test_disk_counts_as_a_storage_tier_without_a_link(
+    profile: Profile, cluster: Cluster, workload: Workload
+) -> None:
+    one_at_a_time = replace(cluster, stream="micro_batch", storage=replace(cluster.storage, concurrency=1))
+    model = CostModel(profile, one_at_a_time, workload)
+    nothing = np.zeros(len(model.cuts))
+    near = replace(model.all_phases, network=nothing, model_load=nothing, round_trip=nothing)
+    spent = near.storage_parallel + near.storage_forward
+    local = replace(near, storage_parallel=nothing, storage_forward=nothing, disk=spent)
+    ours, theirs = model.epochs_of(local, nothing), model.epochs_of(near, nothing)
+    assert ours.epoch_s == pytest.approx(theirs.epoch_s)
+    assert ours.busy[-1] == pytest.approx(theirs.storage_s) and not ours.storage_s.any()
+
+
+@pytest.mark.parametrize("stream", ["request", "synchronous"])
+def test_disk_adds_to_the_client_where_it_overlaps_with_nothing(stream: str) -> None:
+    model = CostModel(alexnet(), replace(cluster(), stream=stream), Workload(batch_size=8, num_samples=80))
+    phases = model.all_phases
+    read = model.epochs_of(replace(phases, disk=np.full(len(model.cuts), 10.0)), np.zeros(len(model.cuts)))
+    assert read.compute_s == pytest.approx(model.epochs.compute_s + 800.0)
+    assert read.epoch_s[-1] > 800.0
 
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much])

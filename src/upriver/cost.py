@@ -29,7 +29,8 @@ section). A fixed cost for each call is spread over the micro-batch of that call
 nothing down: the client reads the object store, the stored bytes cross, and nothing is moved or encoded.
 
 Every quantity is computed for all cuts at once, as an array over the candidates. So a chain of a thousand
-stages is planned in milliseconds.
+stages is planned in milliseconds. A policy may have other ways for a sample, with phases of its own, such as
+rows that were kept (`upriver.policies.kept`). `CostModel.epochs_of` adds them up alike.
 """
 
 from __future__ import annotations
@@ -121,6 +122,8 @@ class Phases:
         compute_receive: decode and move.
         compute_forward: The compute tier's main processor, up to the freeze point.
         compute_cpu: The compute tier's CPUs, if an accelerator runs the model.
+        disk: The compute tier's disk, a resource of its own.
+        round_trip: Round trip before the first micro-batch arrives, once an epoch or an iteration.
     """
 
     storage_parallel: Array
@@ -130,6 +133,8 @@ class Phases:
     compute_receive: Array
     compute_forward: Array
     compute_cpu: Array
+    disk: Array
+    round_trip: Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,49 +204,58 @@ class CostModel:
     @cached_property
     def epochs(self) -> Epochs:
         """Cost of an epoch at each candidate cut, by the pipeline of ``cluster.stream``."""
+        return self.epochs_of(self.all_phases, self._sent)
+
+    def epochs_of(self, phases: Phases, sent: Array) -> Epochs:
+        """Return the cost of an epoch in which all samples take one way, for each way of ``phases``.
+
+        Args:
+            sent: Bytes per sample that cross the link on each way.
+        """
         match self.cluster.stream:
             case "micro_batch":
-                return self._pipelined()
+                return self._pipelined(phases, sent)
             case "request":
-                return self.two_resource
+                return self._two_resource(phases, sent)
             case _:
-                return self._synchronous()
+                return self._synchronous(phases, sent)
 
-    def _pipelined(self) -> Epochs:
-        phases, samples = self.all_phases, self.workload.num_samples
-        cpus = samples * phases.compute_cpu
-        storage = samples * self._storage_busy
+    def _pipelined(self, phases: Phases, sent: Array) -> Epochs:
+        samples = self.workload.num_samples
+        cpus, disk = samples * phases.compute_cpu, samples * phases.disk
+        storage = samples * self._storage_busy(phases)
         network = samples * phases.network
         compute = samples * (phases.compute_receive + phases.compute_forward) + self._tails()
-        first, hop, head, last = self._fill_and_drain()
+        first, hop, head, last = self._fill_and_drain(phases)
         paths = (
             storage + hop + last,
-            first + network + self.cluster.link.rtt_s + last,
+            first + network + phases.round_trip + last,
             head + compute,
             first + hop + cpus + last,
+            disk + hop + last,
         )
         return Epochs(
             epoch_s=np.max(paths, axis=0),
             storage_s=storage,
             network_s=network,
             compute=np.stack((compute, cpus)),
-            bytes=samples * self._sent,
-            busy=np.stack((storage, network, compute, cpus)),
+            bytes=samples * sent,
+            busy=np.stack((storage, network, compute, cpus, disk)),
         )
 
-    def _fill_and_drain(self) -> tuple[Array, Array, Array, Array]:
+    def _fill_and_drain(self, phases: Phases) -> tuple[Array, Array, Array, Array]:
         """Return seconds: first micro-batch on storage, its hop, compute's idle start, compute at the end.
 
         The trainable tail needs whole training batches. So compute also waits for the first of them to be
         complete, less the work that it can do meanwhile.
         """
-        phases, samples, link = self.all_phases, self.workload.num_samples, self.cluster.link
+        samples = self.workload.num_samples
         batch = min(self.workload.batch_size, samples)
         sent = min(self.cluster.storage.micro_batch, samples)
         taken = min(self._compute_at_once, batch)
-        first = sent * (phases.storage_parallel + phases.storage_forward) + phases.model_load
-        hop = sent * phases.network + link.rtt_s
-        gap = np.max((self._storage_busy, phases.network, phases.compute_cpu), axis=0)
+        first = sent * (phases.storage_parallel + phases.storage_forward + phases.disk) + phases.model_load
+        hop = sent * phases.network + phases.round_trip
+        gap = np.max((self._storage_busy(phases), phases.network, phases.compute_cpu, phases.disk), axis=0)
         suffix = phases.compute_receive + phases.compute_forward
 
         def arrived(count: int) -> Array:
@@ -257,38 +271,42 @@ class CostModel:
         Server and network do not overlap. Requests of an iteration run ``concurrency`` at a time; each wave
         waits for the one before.
         """
-        iterations, server, network, client = self._iteration()
+        return self._two_resource(self.all_phases, self._sent)
+
+    def _two_resource(self, phases: Phases, sent: Array) -> Epochs:
+        iterations, server, network, client = self._iteration(phases)
         busy = iterations * np.stack((server + network, client))
-        return self._iterated(iterations, server, network, client, busy)
+        return self._iterated(iterations, server, network, client, busy, sent)
 
-    def _synchronous(self) -> Epochs:
+    def _synchronous(self, phases: Phases, sent: Array) -> Epochs:
         """Return the cost if each iteration is read, run, sent and trained before the next one begins."""
-        iterations, server, network, client = self._iteration()
-        return self._iterated(
-            iterations, server, network, client, iterations * (server + network + client)[np.newaxis]
-        )
+        iterations, server, network, client = self._iteration(phases)
+        busy = iterations * (server + network + client)[np.newaxis]
+        return self._iterated(iterations, server, network, client, busy, sent)
 
-    def _iterated(self, iterations: int, server: Array, network: Array, client: Array, busy: Array) -> Epochs:
+    def _iterated(
+        self, iterations: int, server: Array, network: Array, client: Array, busy: Array, sent: Array
+    ) -> Epochs:
         return Epochs(
             epoch_s=busy.max(axis=0),
             storage_s=iterations * server,
             network_s=iterations * network,
             compute=iterations * client[np.newaxis],
-            bytes=self.workload.num_samples * self._sent,
+            bytes=self.workload.num_samples * sent,
             busy=busy,
         )
 
-    def _iteration(self) -> tuple[int, Array, Array, Array]:
+    def _iteration(self, phases: Phases) -> tuple[int, Array, Array, Array]:
         """Return the iterations of an epoch, and one's seconds on the server, the link and the client."""
-        phases, storage = self.all_phases, self.cluster.storage
+        storage = self.cluster.storage
         batch = min(self.workload.batch_size, self.workload.num_samples)
         asked = min(storage.request_samples, batch)
         waves = math.ceil(math.ceil(batch / asked) / storage.concurrency)
         server = batch * phases.storage_forward + waves * (
             asked * phases.storage_parallel + phases.model_load
         )
-        network = batch * phases.network + self.cluster.link.rtt_s
-        on_client = phases.compute_receive + phases.compute_forward + phases.compute_cpu
+        network = batch * phases.network + phases.round_trip
+        on_client = phases.compute_receive + phases.compute_forward + phases.compute_cpu + phases.disk
         client = batch * on_client + self._tail(batch)
         return math.ceil(self.workload.num_samples / batch), server, network, client
 
@@ -319,6 +337,8 @@ class CostModel:
             + _rate(compute, "move") * np.where(into_model, sent, tensor),
             compute_forward=after(compute_main),
             compute_cpu=after(compute_cpu),
+            disk=np.zeros(len(cuts)),
+            round_trip=np.full(len(cuts), self.cluster.link.rtt_s),
         )
 
     @cached_property
@@ -346,10 +366,9 @@ class CostModel:
         cpus[on_cpu], main[on_cpu] = main[on_cpu], 0.0
         return main, cpus
 
-    @cached_property
-    def _storage_busy(self) -> Array:
-        """Seconds per sample for which the storage tier is busy."""
-        phases, storage = self.all_phases, self.cluster.storage
+    def _storage_busy(self, phases: Phases) -> Array:
+        """Return the seconds per sample for which the storage tier is busy."""
+        storage = self.cluster.storage
         loading = phases.model_load / storage.request_samples
         return np.asarray(phases.storage_forward + (phases.storage_parallel + loading) / storage.concurrency)
 

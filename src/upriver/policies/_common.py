@@ -12,6 +12,12 @@ from upriver.types import Cluster, Cost, CutRow, Plan, Profile, Route, Workload
 
 NOTHING_FROZEN = "no stage of the model is frozen"
 
+SLACK = 0.01
+"""Relative difference below which epochs count as equal, so that the storage tier can be spared."""
+
+MARGIN = 0.05
+"""Fraction added to a mix's predicted epoch in a comparison with a single cut."""
+
 Policy = Callable[[Profile, Cluster, Workload], Plan]
 """Pure function from known facts to a decision; a policy with state is a class with ``__call__``."""
 

@@ -1,14 +1,21 @@
-"""Solve the linear programs of a mix: a few rows, any number of cuts, in well under a millisecond.
+"""Solve small linear programs: a few rows, any number of columns, in well under a millisecond.
+
+`Simplex` is the revised simplex method (Dantzig 1953). A vertex is a basis of as many columns as there are
+rows. Each step swaps one of them for the column that promises most. With so few rows a step is two solutions
+of a tiny system and one product with all columns. A general solver's set-up would take longer than the whole
+search. Columns can be appended between two searches, so a program with very many needs only those that its
+prices ask for (column generation, Gilmore and Gomory 1961).
+
+`MixProgram` is the program of a mix:
 
     busy x + s = T 1,   sum x = 1,   x, s >= 0
 
-``x`` are the shares of the cuts, and ``s`` each resource's remainder of the time ``T``. This is the revised
-simplex method (Dantzig 1953). A vertex is a basis of as many columns as there are rows. Each step swaps one
-of them for the column that promises most. With so few rows a step is three solutions of a tiny system and one
-product with all columns. A general solver's set-up would take longer than the whole search.
+``x`` are the shares of the cuts, and ``s`` each resource's remainder of the time ``T``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,6 +32,78 @@ MOST_STEPS = 1000
 """Steps after which the reached vertex is good enough: a dozen is usual."""
 
 
+class Simplex:
+    """Move a vertex of ``columns x = sums, x >= 0`` to the least cost.
+
+    Args:
+        columns: One row for each equation.
+        basis: Columns of a first vertex, as many as there are rows.
+    """
+
+    def __init__(self, columns: Array, sums: Array, basis: Sequence[int]) -> None:
+        self._columns, self._sums, self._basis = columns, sums, list(basis)
+        self._costs = np.zeros(columns.shape[1])
+
+    @property
+    def found(self) -> Array:
+        """Value of each column at the vertex."""
+        found = np.zeros(self._columns.shape[1])
+        found[self._basis] = self._values().clip(0.0)
+        return found
+
+    @property
+    def prices(self) -> Array:
+        """Cost of one more unit of each row's sum, at the vertex."""
+        return np.asarray(np.linalg.solve(self._columns[:, self._basis].T, self._costs[self._basis]), float)
+
+    def minimise(self, costs: Array) -> float:
+        """Move to a vertex of least cost and return its cost.
+
+        Args:
+            costs: Cost of a unit of each column, scaled to the order of 1.
+        """
+        self._costs = costs
+        for step in range(MOST_STEPS):
+            basis = self._columns[:, self._basis]
+            gains = costs - np.linalg.solve(basis.T, costs[self._basis]) @ self._columns
+            gains[self._basis] = 0.0
+            first = step >= BLAND_AFTER
+            coming = int((gains < -NOTHING).argmax() if first else gains.argmin())
+            if gains[coming] >= -NOTHING or not self._swap(coming, basis, first=first):
+                break
+        return float(costs[self._basis] @ self._values())
+
+    def append(self, columns: Array) -> None:
+        """Append columns, which are 0 at the vertex; rows that they lack are 0."""
+        lacking = np.zeros((len(self._sums) - len(columns), columns.shape[1]))
+        self._columns = np.hstack((self._columns, np.vstack((columns, lacking))))
+
+    def limit(self, row: Array, most: float) -> None:
+        """Append the row ``row x + s = most``, which the vertex satisfies, and the column of ``s``."""
+        rows, columns = self._columns.shape
+        wider = np.zeros((rows + 1, columns + 1))
+        wider[:rows, :columns], wider[rows, :columns], wider[rows, columns] = self._columns, row, 1.0
+        self._columns, self._sums = wider, np.append(self._sums, most)
+        self._basis.append(columns)
+
+    def _values(self) -> Array:
+        return np.asarray(np.linalg.solve(self._columns[:, self._basis], self._sums), float)
+
+    def _swap(self, coming: int, basis: Array, *, first: bool) -> bool:
+        """Swap a column in for the first one in its way; return false where there is none."""
+        both = np.array((self._sums, self._columns[:, coming])).T
+        values, falls = np.linalg.solve(basis, both).T
+        in_the_way = falls > NOTHING
+        far = np.where(in_the_way, values.clip(0.0), np.inf) / np.where(in_the_way, falls, 1.0)
+        going = int(far.argmin())
+        if far[going] == np.inf:
+            return False
+        if first:
+            going = min(np.flatnonzero(far <= far[going]).tolist(), key=self._basis.__getitem__)
+        self._basis[going] = coming
+        return True
+
+
 class MixProgram:
     """Move the shares of the cuts from vertex to vertex.
 
@@ -37,22 +116,20 @@ class MixProgram:
         resources, self._cuts = busy.shape
         ones, none = np.ones((1, self._cuts)), np.zeros((1, resources + 1))
         slacks, time = np.eye(resources), np.full((resources, 1), -1.0)
-        self._columns = np.block([[busy, slacks, time], [ones, none]])
-        self._sums = np.append(np.zeros(resources), 1.0)
         self._time = self._cuts + resources
-        self._limit: float | None = None
         # At first all samples use the cut whose busiest resource is busy for the least time.
         first = int(busy.max(axis=0).argmin())
         busiest = int(busy[:, first].argmax())
         idle = [self._cuts + row for row in range(resources) if row != busiest]
-        self._basis = [first, self._time, *idle]
+        self._simplex = Simplex(
+            np.block([[busy, slacks, time], [ones, none]]),
+            np.append(np.zeros(resources), 1.0),
+            [first, self._time, *idle],
+        )
 
     def shortest(self) -> float:
         """Minimise ``T`` and return it."""
-        costs = np.zeros(self._time + 1)
-        costs[self._time] = 1.0
-        self._minimise(costs)
-        return float(self._values()[self._basis.index(self._time)])
+        return self._simplex.minimise(self._only_time())
 
     def cheapest(self, costs: Array, most: float) -> None:
         """From there on, minimise the cost of the shares with ``T`` at most ``most``.
@@ -61,47 +138,16 @@ class MixProgram:
             costs: Cost of a share of each cut, scaled to the order of 1.
             most: At least the result of `shortest`.
         """
-        self._limit = most
-        self._minimise(np.append(costs, np.zeros(self._time + 1 - self._cuts)))
+        self._simplex.limit(self._only_time(), most)
+        self._simplex.minimise(np.append(costs, np.zeros(self._time + 2 - self._cuts)))
 
     @property
     def shares(self) -> Array:
         """Share of each cut; the shares sum to 1."""
-        found = np.zeros(self._time + 1)
-        found[self._basis] = self._values().clip(0.0)
-        shares = found[: self._cuts]
+        shares = self._simplex.found[: self._cuts]
         return np.asarray(shares / shares.sum())
 
-    def _values(self) -> Array:
-        return np.linalg.solve(self._columns[:, self._basis], self._sums)
-
-    def _minimise(self, costs: Array) -> None:
-        for step in range(MOST_STEPS):
-            basis = self._columns[:, self._basis]
-            prices = np.linalg.solve(basis.T, costs[self._basis])
-            gains = costs - prices @ self._columns
-            gains[self._basis] = 0.0
-            if self._time not in self._basis:
-                gains[self._time] = 0.0  # at its largest; a smaller T allows less
-            coming = int(gains.argmin() if step < BLAND_AFTER else (gains < -NOTHING).argmax())
-            if gains[coming] >= -NOTHING or not self._swap(coming, basis):
-                return
-
-    def _swap(self, coming: int, basis: Array) -> bool:
-        """Swap a column in for the first one in its way; return false where there is none."""
-        change = np.linalg.solve(basis, self._columns[:, coming])
-        nearest, going = np.inf, -1
-        for place, (value, falls) in enumerate(zip(self._values(), change, strict=True)):
-            if self._basis[place] == self._time:
-                room = self._limit - value if self._limit is not None and falls < -NOTHING else np.inf
-            else:
-                room = value if falls > NOTHING else np.inf
-            far = max(0.0, room) / abs(falls) if room < np.inf else np.inf
-            if far < nearest:
-                nearest, going = far, place
-        if going < 0:
-            return False
-        if self._basis[going] == self._time and self._limit is not None:
-            self._sums = self._sums - self._limit * self._columns[:, self._time]
-        self._basis[going] = coming
-        return True
+    def _only_time(self) -> Array:
+        time = np.zeros(self._time + 1)
+        time[self._time] = 1.0
+        return time

@@ -30,15 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from upriver.cost import Array, CostModel, route_at
-from upriver.policies._common import plan_with, rescue
+from upriver.policies._common import MARGIN, SLACK, plan_with, rescue
 from upriver.policies._simplex import NOTHING, MixProgram
 from upriver.types import Cluster, Plan, Profile, Route, Workload
-
-SLACK = 0.01
-"""Allowed excess over the shortest epoch to spare the storage tier, as a fraction."""
-
-MARGIN = 0.05
-"""Fraction added to a mix's predicted epoch in a comparison with a single cut."""
 
 
 def plan(profile: Profile, cluster: Cluster, workload: Workload) -> Plan:
