@@ -46,6 +46,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
         {3: 0.5},
     ),
     "exact": (None, *NO_WORD),
+    "keep": NO_WORD,
+    "views": (0, *NO_NUMBER),
     "prefix": tuple(value for value in NO_WORD if value is not None),
     "autocast": (3, True, "float32", [torch.bfloat16], {}),
     "granularity": (None, *NO_WORD),
