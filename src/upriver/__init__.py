@@ -25,6 +25,7 @@ _PLACES = {
     "Sampling": "finetune.options",
     "Splitting": "finetune.options",
     "LinkMeter": "rpc.link_meter",
+    "Keep": "features.keep",
     "DataLoader": "dataloader",
     "AutoOffload": "dataloader",
     "Offloading": "dataloader",
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
     from upriver.dataloader import RemoteWorkers as RemoteWorkers
     from upriver.dataloader import dataset as dataset
     from upriver.errors import UpriverError as UpriverError
+    from upriver.features.keep import Keep as Keep
     from upriver.finetune.job import FinetuneJob as FinetuneJob
     from upriver.finetune.options import Prefetch as Prefetch
     from upriver.finetune.options import Sampling as Sampling

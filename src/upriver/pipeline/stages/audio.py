@@ -151,6 +151,7 @@ class Resample(InputStage):
     kind = "resample"
     takes = ("audio",)
     gives = "audio"
+    threaded = True
 
     orig: int
     new: int

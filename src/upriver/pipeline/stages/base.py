@@ -37,12 +37,14 @@ class InputStage(ABC):
     Attributes:
         name: Name in JSON and in tables.
         kind: Category of the stage's work.
+        threaded: Whether the result's low bits may depend on PyTorch's number of threads.
     """
 
     name: ClassVar[str]
     kind: ClassVar[str]
     takes: ClassVar[tuple[Kind, ...]]
     gives: ClassVar[Kind]
+    threaded: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:

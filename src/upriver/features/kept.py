@@ -1,0 +1,279 @@
+"""Keep the rows that a job computes, and find them again: in memory, and on disk across jobs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence, Set
+
+import torch
+
+from upriver._threads.closing import close_later
+from upriver.engine.fingerprint import fingerprint
+from upriver.features import DiskFeatures, MemoryFeatures, Row, StretchFolder, row_key
+from upriver.features.keep import Keep
+from upriver.features.stretch import stretch_of
+from upriver.features.writer import FeatureWriter
+from upriver.pipeline import Dataset, InputChain
+from upriver.program.graph.executor import Program
+from upriver.program.tensor_layouts import same_bits
+from upriver.text import bytes_text, error_text
+
+log = logging.getLogger("upriver")
+
+CHECKED_ROWS = 16
+"""Kept rows of a stretch that a job computes anew before it uses any."""
+
+
+class RowsLost(Exception):
+    """Rows that counted as kept cannot be read any more."""
+
+
+class KeptFeatures:
+    """Room for the rows that a job keeps. Any number of threads may use it.
+
+    Args:
+        keep: Room in memory and on disk.
+        micro_batch: Samples that the frozen stages see at once.
+        seed: Seed of random input stages.
+        device: Where the frozen part runs. Input stages always run on the CPU.
+        saved_s: Returns the seconds that a kept row saves.
+        num_threads: Threads of PyTorch's operators; by default as many as in this process.
+
+    Attributes:
+        why_not: Reason why nothing is kept any more; empty while rows are kept.
+    """
+
+    def __init__(
+        self,
+        keep: Keep,
+        *,
+        micro_batch: int,
+        seed: int,
+        device: torch.device,
+        saved_s: Callable[[], float],
+        num_threads: int | None = None,
+    ) -> None:
+        self.why_not = ""
+        self.micro_batch, self.seed, self.saved_s = micro_batch, seed, saved_s
+        self._device, self._num_threads = device, num_threads or torch.get_num_threads()
+        disk_bytes = keep.disk_bytes
+        self.disk = DiskFeatures(keep.path, budget_bytes=disk_bytes) if disk_bytes else None
+        self.writer = FeatureWriter(keep.buffer_bytes) if self.disk is not None else None
+        waiting = 2 * keep.buffer_bytes if self.disk is not None else 0
+        self.memory = MemoryFeatures(max(0, keep.memory_bytes - waiting))
+        self.program: Program | None = None
+        self._stretches: dict[str, KeptStretch] = {}
+        self._lock = threading.Lock()
+        if self.writer is not None:
+            close_later(self, self.writer.close, at_exit=True)
+
+    def stretch(self, chain: InputChain, *, position: int | None, view: int | None) -> KeptStretch:
+        """Return the rows that a stretch gives.
+
+        Args:
+            position: Cut after which rows are kept, at most 0; None for the freeze point.
+            view: Epoch as which the input stages draw; None if none before the cut draws.
+        """
+        before = chain.to_json() if position is None else chain.to_json()[: position - chain.start]
+        name = json.dumps([before, position, view], sort_keys=True)
+        with self._lock:
+            if name not in self._stretches:
+                self._stretches[name] = KeptStretch(self, name, chain, position=position, view=view)
+            return self._stretches[name]
+
+    def fingerprint(self, chain: InputChain, position: int | None) -> Mapping[str, str]:
+        """Return the facts that decide the low bits of rows at a position, as in :meth:`stretch`.
+
+        Products run input stages in different numbers of threads, and have the same rows all the same. So the
+        number is named only where operators' bits may depend on it.
+        """
+        if position is None:
+            return {**fingerprint(self._device), "num_threads": str(self._num_threads)}
+        before = chain.stages[: position - chain.start]
+        threads = {"num_threads": str(self._num_threads)} if any(each.threaded for each in before) else {}
+        return {**fingerprint("cpu"), **threads}
+
+    def stop(self, why: str) -> None:
+        """Keep nothing from now on, and use nothing that was kept."""
+        if not self.why_not:
+            log.warning("features are not kept: %s", why)
+            self.why_not = why
+            self.close()
+
+    def flush(self, *, wait: bool = False) -> None:
+        """Write rows that are in memory alone, such as those from before the program was captured.
+
+        Args:
+            wait: Wait until they are written.
+        """
+        if self.writer is not None:
+            for stretch in self._all():
+                stretch.write_all(self.writer, wait=wait)
+            self.writer.flush(wait=wait)
+
+    def close(self) -> None:
+        """Write what waits, forget what is in memory, and let other jobs write. Idempotent."""
+        if self.writer is not None:
+            self.flush(wait=True)
+            self.writer.close()
+        for stretch in self._all():
+            stretch.close()
+        with self._lock:
+            self._stretches.clear()
+
+    @property
+    def remark(self) -> str:
+        """Bytes that are kept now, for the plan."""
+        if self.why_not:
+            return f"features are not kept: {self.why_not}"
+        disk = sum(stretch.disk_bytes for stretch in self._all())
+        return f"features kept: {bytes_text(self.memory.used_bytes)} in memory, {bytes_text(disk)} on disk"
+
+    def _all(self) -> list[KeptStretch]:
+        with self._lock:
+            return list(self._stretches.values())
+
+
+class KeptStretch:
+    """Rows that one stretch of a chain gives, of any dataset with these input stages.
+
+    Attributes:
+        position: Cut after which rows are kept; None for the freeze point.
+        trusted: Whether some of the rows were computed anew and found equal.
+    """
+
+    def __init__(
+        self, owner: KeptFeatures, name: str, chain: InputChain, *, position: int | None, view: int | None
+    ) -> None:
+        self.position, self.trusted = position, False
+        self._owner, self._name, self._chain, self._view = owner, name, chain, view
+        self._found: StretchFolder | None = None
+        self._opened = False
+        self._lock = threading.Lock()
+
+    @property
+    def empty(self) -> bool:
+        """Return whether no row is kept, of this dataset or another."""
+        folder = self._folder
+        return not self._owner.memory.keys(self._name) and (folder is None or not folder.keys)
+
+    def find(self, dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
+        """Return the samples whose rows are kept now."""
+        if self._owner.why_not:
+            return frozenset()
+        in_memory: Set[bytes] = self._owner.memory.keys(self._name)
+        folder = self._folder
+        on_disk: Set[bytes] = folder.keys if folder is not None else frozenset()
+        keys = self._keys(dataset, ids)
+        return frozenset(
+            sample for sample, key in zip(ids, keys, strict=True) if key in in_memory or key in on_disk
+        )
+
+    def found(self, dataset: Dataset, ids: Sequence[int]) -> dict[int, Row]:
+        """Return the rows of those samples that are kept and can be read."""
+        if self._owner.why_not or not ids:
+            return {}
+        memory, keys = self._owner.memory, self._keys(dataset, ids)
+        rows = memory.get(self._name, keys)
+        if (folder := self._folder) is not None:
+            there = folder.keys
+            missing = [at for at, row in enumerate(rows) if row is None and keys[at] in there]
+            for at, row in zip(missing, folder.read([keys[at] for at in missing]), strict=True):
+                if row is not None:
+                    rows[at] = row
+                    memory.put(self._name, keys[at], row, saved_s=self._owner.saved_s())
+        return {sample: row for sample, row in zip(ids, rows, strict=True) if row is not None}
+
+    def read(self, dataset: Dataset, ids: Sequence[int]) -> list[Row]:
+        """Return the rows of samples that :meth:`find` named.
+
+        Raises:
+            RowsLost: If one of them cannot be read any more.
+        """
+        found = self.found(dataset, ids)
+        if any(sample not in found for sample in ids):
+            raise RowsLost
+        return [found[sample] for sample in ids]
+
+    def check(self, dataset: Dataset, again: Mapping[int, Row]) -> bool:
+        """Compare kept rows with the same rows computed anew, and drop all rows if any differs.
+
+        Returns:
+            Whether they are equal, and so may be used.
+        """
+        try:
+            kept = self.read(dataset, list(again))
+        except RowsLost:
+            return False
+        pairs = zip(kept, again.values(), strict=True)
+        self.trusted = all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in pairs)
+        if not self.trusted:
+            log.warning("kept features differ from those that are computed now: all of them are dropped")
+            self._owner.memory.clear(self._name)
+            if (folder := self._folder) is not None:
+                folder.empty()
+        return self.trusted
+
+    def keep(self, dataset: Dataset, rows: Mapping[int, Row]) -> None:
+        """Keep the rows of samples, as far as there is room."""
+        owner, folder = self._owner, self._folder
+        if owner.why_not or not rows:
+            return
+        for key, row in zip(self._keys(dataset, list(rows)), rows.values(), strict=True):
+            owner.memory.put(self._name, key, row, saved_s=owner.saved_s())
+            if owner.writer is not None and folder is not None and key not in folder.keys:
+                owner.writer.put(folder, key, row)
+
+    def write_all(self, writer: FeatureWriter, *, wait: bool) -> None:
+        """Hand rows that are in memory alone to a writer."""
+        if (folder := self._folder) is None:
+            return
+        memory = self._owner.memory
+        missing = sorted(memory.keys(self._name) - folder.keys - writer.waiting)
+        for key, row in zip(missing, memory.get(self._name, missing), strict=True):
+            if row is not None:
+                writer.put(folder, key, row, wait=wait)
+
+    def close(self) -> None:
+        """Forget the rows in memory, and let other jobs write to the folder."""
+        self._owner.memory.clear(self._name)
+        if self._found is not None:
+            self._found.close()
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the folder."""
+        return round(self._found.row_bytes * len(self._found.keys)) if self._found is not None else 0
+
+    @property
+    def _folder(self) -> StretchFolder | None:
+        """The rows on disk. None without a disk, and until the program is known that gives the rows."""
+        owner = self._owner
+        with self._lock:
+            known = self.position is not None or owner.program is not None
+            if owner.disk is not None and known and not self._opened:
+                self._opened = True
+                self._found = self._open(owner.disk)
+            return self._found
+
+    def _open(self, disk: DiskFeatures) -> StretchFolder | None:
+        owner, program = self._owner, self._owner.program if self.position is None else None
+        stretch = stretch_of(
+            self._chain,
+            cut=program.num_stages if program is not None else self.position or 0,
+            program=program.digest if program is not None else None,
+            view=(owner.seed, self._view) if self._view is not None else None,
+            micro_batch=owner.micro_batch if program is not None else 1,
+            fingerprint=owner.fingerprint(self._chain, self.position),
+        )
+        try:
+            return disk.open(stretch, saved_s=owner.saved_s())
+        except OSError as error:
+            log.warning("features are kept in memory alone: %s", error_text(error))
+            return None
+
+    def _keys(self, dataset: Dataset, ids: Sequence[int]) -> list[bytes]:
+        refs, drawn = dataset.locate(ids), self._view is not None
+        return [row_key(ref, sample if drawn else None) for ref, sample in zip(refs, ids, strict=True)]
