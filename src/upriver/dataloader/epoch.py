@@ -289,9 +289,7 @@ class Epoch:
                 self._begin(batch, places, stretch)
         batch.begun = True
 
-    def _parted(
-        self, batch: Batch, goes: Sequence[bool], kept: KeptAhead
-    ) -> dict[Stretch | None, list[int]]:
+    def _parted(self, batch: Batch, goes: Sequence[bool], kept: KeptAhead) -> dict[Stretch | None, list[int]]:
         """Return a batch's places by the stages that run elsewhere; None for those that are made here.
 
         As many samples go elsewhere as ``goes`` says, first those that are not kept. Kept ones start there at

@@ -47,7 +47,8 @@ class Keep:
         if isinstance(keep, str) and keep == AUTO:
             return cls()
         raise ConfigError(
-            f"keep must be None, {AUTO!r} or an upriver.Keep(memory=…, disk=…), got {printable(repr(keep), 60)}"
+            f"keep must be None, {AUTO!r} or an upriver.Keep(memory=…, disk=…), "
+            f"got {printable(repr(keep), 60)}"
         )
 
     def __post_init__(self) -> None:

@@ -236,6 +236,11 @@ class KeptStretch:
             if row is not None:
                 writer.put(folder, key, row, wait=wait)
 
+    def refresh(self) -> None:
+        """Look for rows that another job has written meanwhile."""
+        if (folder := self._folder) is not None:
+            folder.refresh()
+
     def close(self) -> None:
         """Forget the rows in memory, and let other jobs write to the folder."""
         self._owner.memory.clear(self._name)

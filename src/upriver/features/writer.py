@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ from upriver._threads.background import BackgroundThread
 from upriver._threads.forks import reset_in_child
 from upriver.features.folder import StretchFolder
 from upriver.features.row_form import Row
+from upriver.text import error_text
+
+log = logging.getLogger("upriver")
 
 
 class FeatureWriter:
@@ -39,9 +43,7 @@ class FeatureWriter:
     def waiting(self) -> frozenset[bytes]:
         """Keys of the rows that are not written yet."""
         with self._changed:
-            return frozenset(
-                key for rows in (*self._rows.values(), *self._writing.values()) for key in rows
-            )
+            return frozenset(key for rows in (*self._rows.values(), *self._writing.values()) for key in rows)
 
     def put(self, folder: StretchFolder, key: bytes, row: Row, *, wait: bool = False) -> bool:
         """Have a row written, which must not change any more.
@@ -115,7 +117,7 @@ class FeatureWriter:
                 writing = self._writing
             with self._written():
                 for folder, rows in writing.items():
-                    folder.append(rows)
+                    _append(folder, rows)
                 del writing
 
     @contextmanager
@@ -126,3 +128,11 @@ class FeatureWriter:
             with self._changed:
                 self._writing = {}
                 self._changed.notify_all()
+
+
+def _append(folder: StretchFolder, rows: dict[bytes, Row]) -> None:
+    """Write rows; an error costs these rows, as the thread must go on for those that wait for it."""
+    try:
+        folder.append(rows)
+    except Exception as error:
+        log.warning("%d rows are not kept in %s: %s", len(rows), folder.path, error_text(error))

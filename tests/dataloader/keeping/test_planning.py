@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from queue import SimpleQueue
 from typing import Any
 
@@ -153,13 +154,24 @@ def server(data: Dataset) -> Iterator[EmbeddedServer]:
 
 
 CANDIDATES = ["p1", "p2", "p3", "read..resize", "decode..normalize", "decode..collate", "resize..resize"]
+QUICK = {
+    ("p1", 0.4, 1),
+    ("p2", 0.4, 0),
+    ("p3", 0.4, 0),
+    ("decode..collate", 1.0, 0),
+    ("resize..resize", 1.0, 0),
+}
+WAYS = [
+    pytest.param(*way, marks=() if way in QUICK else pytest.mark.full)
+    for way in product(CANDIDATES, (0.4, 1.0), (0, 1))
+]
 
 
-@pytest.mark.parametrize(("num_workers", "ratio"), [(0, 1.0), (0, 0.4), (1, 0.4)])
-@pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.parametrize(("candidate", "ratio", "num_workers"), WAYS)
 def test_any_share_elsewhere_gives_the_same_with_kept_samples(
     data: Dataset, server: EmbeddedServer, candidate: str, ratio: float, num_workers: int
 ) -> None:
+    """Compare a chain that draws, and one whose finished samples are kept."""
     offload = Offloading(candidate=candidate, ratio=ratio)
     for made_of in (data, data.with_stages(STEADY)):
         loader = loader_of(

@@ -276,7 +276,7 @@ class TunerMeasurements:
         self.anew, self.spent = True, 0
 
     def count_kept(self, share: float, here: Collection[str]) -> bool:
-        """Discard the figures of this machine if far more or fewer samples are kept than when they were taken.
+        """Discard this machine's figures if far more or fewer samples are kept than when they were taken.
 
         Kept samples cost this machine little. The decision holds until the next one.
 
@@ -289,7 +289,9 @@ class TunerMeasurements:
         """
         if abs(share - self.kept) < KEPT_MORE:
             return False
-        self.kept = share
+        more, self.kept = share > self.kept, share
+        if more and self.decision is not None and not self.decision.offload:
+            return False  # nothing stalls, and more kept samples stall nothing
         self.lthp = self.pcycle = self.pseconds = self.controller = None
         for name in (HERE, *here):
             self.timed.pop(name, None)

@@ -50,7 +50,7 @@ class ThroughputRecall:
         self._quarters = 0
 
     def begin(self) -> None:
-        """Load known measurements, once for each share of kept samples; workers have their first task by now."""
+        """Load known measurements, once for each share of kept samples; workers have a task by now."""
         quarters = round(4 * self._measured.kept)
         if self._key is not None and quarters == self._quarters:
             return

@@ -123,9 +123,7 @@ class Declared:
             value = as_tensor(given)
             if not is_there:
                 began_s = time.perf_counter()
-                value = self._run(
-                    value, sample=sample, epoch=epoch, start=self.dataset.chain.start, stop=at
-                )
+                value = self._run(value, sample=sample, epoch=epoch, start=self.dataset.chain.start, stop=at)
                 seconds += time.perf_counter() - began_s
                 passed[sample] = value
             done.append(self._run(value, sample=sample, epoch=epoch, start=at, stop=stop))

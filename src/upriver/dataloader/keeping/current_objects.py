@@ -24,8 +24,8 @@ more than some ten thousand are listed while the first samples are read as if no
 class CurrentObjects:
     """Samples whose objects have the indexed ETag. Any number of threads may use it.
 
-    Files of a local store are asked for one by one, each time. The objects of another store are listed once in
-    an epoch, in a thread of their own.
+    Files of a local store are asked for one by one, each time. The objects of another store are listed once
+    in an epoch, in a thread of their own.
     """
 
     def __init__(self, dataset: Dataset) -> None:

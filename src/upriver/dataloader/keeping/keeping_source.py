@@ -40,9 +40,7 @@ class KeepingSource(Declared):
         """Return samples at ``stop``; see `Declared.values`."""
         at = self.kept.position
         if given is not None or stop < at:
-            return super().values(
-                indices, epoch=epoch, samples=samples, start=start, stop=stop, given=given
-            )
+            return super().values(indices, epoch=epoch, samples=samples, start=start, stop=stop, given=given)
         rows = self.rows(indices)
         found = self.kept.find(list(dict.fromkeys(rows)), epoch)
         missing = [row for row in dict.fromkeys(rows) if row not in found]

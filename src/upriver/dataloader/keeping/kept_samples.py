@@ -1,7 +1,7 @@
 """Keep the samples of an indexed dataset for a loader: in memory, and on disk across jobs.
 
-All of it is in the training process. Loader processes are given kept samples in place of stored ones, and send
-back what is to be kept. So there is one index, one budget and one writer for all of them.
+All of it is in the training process. Loader processes get kept samples in place of stored ones, and send back
+those to keep. So there is one index, one budget and one writer for all of them.
 """
 
 from __future__ import annotations
@@ -107,10 +107,12 @@ class KeptSamples:
         """
         self._current.begin()
         stretch = self._stretch(epoch)
-        if self._failed or stretch.trusted:
+        if self._failed:
             return
         try:
-            self._check(stretch, epoch)
+            stretch.refresh()
+            if not stretch.trusted:
+                self._check(stretch, epoch)
         except UpriverError as error:  # the epoch will raise it, too, if it needs that sample
             log.info("kept samples are not used in epoch %d: %s", epoch, error_text(error))
         except Exception as error:
@@ -211,4 +213,5 @@ def own_memory(row: torch.Tensor) -> torch.Tensor:
 
     A row may be a part of a block of memory that is read or sent at once.
     """
-    return row if row.untyped_storage().nbytes() == row.nbytes and not row.is_shared() else row.clone()
+    shared = row.is_shared()  # type: ignore[no-untyped-call]
+    return row.clone() if shared or row.untyped_storage().nbytes() > row.nbytes else row
