@@ -54,6 +54,7 @@ from upriver.dataloader.options import (
     RemoteWorkers,
     TorchOptions,
     Workers,
+    room_of,
     take_old_keywords,
 )
 from upriver.dataloader.prefetch_limit import PrefetchLimit
@@ -201,7 +202,7 @@ class DataLoader(TorchLoader[Any]):
         self.epoch = 0
         plain = _source(dataset, _seed(seed), self.batch_sampler is not None, views)
         self._plain_maker = SampleMaker(plain, self._collate())
-        self._samples = _kept_samples(plain, Keep.of(keep))
+        self._samples = _kept_samples(plain, room_of(keep))
         self._maker = self._plain_maker
         if self._samples is not None and isinstance(plain, Declared):
             self._maker = SampleMaker(KeepingSource(plain, self._samples), self._collate())

@@ -18,7 +18,7 @@ from upriver.features.writer import FeatureWriter
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.graph.executor import Program
 from upriver.program.tensor_layouts import same_bits
-from upriver.text import bytes_text, error_text
+from upriver.text import bytes_text
 
 log = logging.getLogger("upriver")
 
@@ -249,8 +249,9 @@ class KeptStretch:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of the folder."""
-        return round(self._found.row_bytes * len(self._found.keys)) if self._found is not None else 0
+        """Bytes of the rows on disk."""
+        found = self._found
+        return round(len(found.keys) * found.row_bytes) if found is not None else 0
 
     @property
     def _folder(self) -> StretchFolder | None:
@@ -263,7 +264,7 @@ class KeptStretch:
                 self._found = self._open(owner.disk)
             return self._found
 
-    def _open(self, disk: DiskFeatures) -> StretchFolder | None:
+    def _open(self, disk: DiskFeatures) -> StretchFolder:
         owner, program = self._owner, self._owner.program if self.position is None else None
         stretch = stretch_of(
             self._chain,
@@ -273,11 +274,7 @@ class KeptStretch:
             micro_batch=owner.micro_batch if program is not None else 1,
             fingerprint=owner.fingerprint(self._chain, self.position),
         )
-        try:
-            return disk.open(stretch, saved_s=owner.saved_s())
-        except OSError as error:
-            log.warning("features are kept in memory alone: %s", error_text(error))
-            return None
+        return disk.open(stretch, saved_s=owner.saved_s())
 
     def _keys(self, dataset: Dataset, ids: Sequence[int]) -> list[bytes]:
         refs, drawn = dataset.locate(ids), self._view is not None

@@ -51,7 +51,7 @@ def _etags(store: Store, wanted: Collection[str]) -> dict[str, str]:
 
 
 def _asked(store: Store, names: Sequence[str]) -> list[str | None]:
-    """Return the present ETag of each object; None where there is none. Files take no thread's wait."""
+    """Return the present ETag of each object; None where there is none. Files need no threads."""
     if store.is_local or len(names) <= 1:
         return [_etag(store, name) for name in names]
     with ThreadPoolExecutor(min(CONCURRENCY, len(names))) as pool:

@@ -6,7 +6,7 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
@@ -16,6 +16,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import default_collate
 
 from upriver._threads.executor import DaemonExecutor
 from upriver.dataloader.local.shared_memory import PackedSamples, as_sent, has_room, packed
@@ -137,8 +138,9 @@ class TaskResult(NamedTuple):
 
     Attributes:
         left: How the process was to end; empty if it was not.
-        rows: Samples to keep, packed into a list of one; None if there are none.
-        rows_of: Epoch of these samples, and the seconds in which they were made.
+        rows: Samples to keep by their number, packed into a list of one. Those that the batch holds as they
+            are come as their places there.
+        rows_of: Epoch of these samples, and the seconds in which they were made; None if there are none.
     """
 
     number: int
@@ -146,15 +148,16 @@ class TaskResult(NamedTuple):
     failed: ExceptionWrapper | None = None
     left: str = ""
     rows: Any = None
-    rows_of: tuple[int, float] = (0, 0.0)
+    rows_of: tuple[int, float] | None = None
 
     @property
     def made_rows(self) -> MadeRows | None:
-        """Return the samples to keep; they share memory with the process that made them."""
-        if self.rows is None:
+        """Return the samples to keep; they share memory with the result or the process that made them."""
+        if self.rows_of is None:
             return None
         (rows,) = self.rows.unpacked() if isinstance(self.rows, PackedSamples) else self.rows
-        return MadeRows(self.rows_of[0], rows, self.rows_of[1])
+        batch = {sample: self.value[0][at] for sample, at in rows.items() if isinstance(at, int)}
+        return MadeRows(self.rows_of[0], {**rows, **batch}, self.rows_of[1])
 
 
 class TaskDataset(TorchDataset[TaskResult]):
@@ -205,8 +208,19 @@ class TaskDataset(TorchDataset[TaskResult]):
             made = as_sent(self._maker.join(made, epoch=task.epoch, batch=task.batch))
         else:
             made = packed(made)
-        sent = packed([rows]) if rows and has_room(sum(row.nbytes for row in rows.values())) else None
-        return TaskResult(task.number, made, rows=sent, rows_of=(task.epoch, kept.seconds + seconds))
+        rows_of = task.epoch, kept.seconds + seconds
+        if self._holds(rows.values(), task, kept):
+            places = {sample: at for at, sample in enumerate(task.samples) if sample in rows}
+            return TaskResult(task.number, made, rows=[places], rows_of=rows_of)
+        if not rows or not has_room(sum(row.nbytes for row in rows.values())):
+            return TaskResult(task.number, made)
+        return TaskResult(task.number, made, rows=packed([rows]), rows_of=rows_of)
+
+    def _holds(self, rows: Collection[torch.Tensor], task: Task, kept: KeptPart) -> bool:
+        """Return whether a task's batch holds rows as they are: finished, and in their memory order."""
+        joined = task.joins and kept.position == DONE and self._maker.collate is default_collate
+        plain = (row.stride() == torch.empty(row.shape, device="meta").stride() for row in rows)
+        return joined and bool(rows) and all(plain)
 
 
 class ProcessesEnded(RuntimeError):
