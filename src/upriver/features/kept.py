@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
@@ -216,15 +217,20 @@ class KeptStretch:
                 folder.empty()
         return self.trusted
 
-    def keep(self, dataset: Dataset, rows: Mapping[int, Row]) -> None:
-        """Keep the rows of samples, as far as there is room."""
+    def keep(self, dataset: Dataset, rows: Mapping[int, Row], *, patience_s: float = 0.0) -> None:
+        """Keep the rows of samples, as far as there is room.
+
+        Args:
+            patience_s: Seconds to wait for the disk, for rows that memory has no room for.
+        """
         owner, folder = self._owner, self._folder
         if owner.why_not or not rows:
             return
+        until_s = time.monotonic() + patience_s
         for key, row in zip(self._keys(dataset, list(rows)), rows.values(), strict=True):
-            owner.memory.put(self._name, key, row, saved_s=owner.saved_s())
+            in_memory = owner.memory.put(self._name, key, row, saved_s=owner.saved_s())
             if owner.writer is not None and folder is not None and key not in folder.keys:
-                owner.writer.put(folder, key, row)
+                owner.writer.put(folder, key, row, until_s=0.0 if in_memory else until_s)
 
     def write_all(self, writer: FeatureWriter, *, wait: bool) -> None:
         """Hand rows that are in memory alone to a writer."""

@@ -35,13 +35,13 @@ from tests.pipeline.making import encoded, pixels, write
 from tests.pipeline.test_any_chain import STORED, chains
 from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, dataset
-from upriver.dataloader.keeping.kept_samples import own_memory
+from upriver.dataloader.keeping.kept_samples import SampleSeconds, own_memory
 from upriver.dataloader.local import shared_memory
 from upriver.errors import BadSample, ConfigError, ObjectChanged, ObjectNotFound
 from upriver.features import StretchFolder
 from upriver.features.keep import Keep
 from upriver.features.kept import CHECKED_ROWS, KeptFeatures
-from upriver.pipeline import Dataset, index
+from upriver.pipeline import Dataset, Decode, Normalize, Resize, index
 from upriver.store import Store
 
 MEMORY: dict[str, Any] = {"memory": "64 MB", "disk": 0}
@@ -117,6 +117,19 @@ def test_any_chain_gives_the_same_with_kept_samples(
     keep = Keep(memory="64 MB", disk="64 MB", folder=tmp_path_factory.mktemp("kept"))
     assert same(epochs(made_of, keep=keep, **arguments), reference)
     assert same(epochs(made_of, keep=keep, **arguments), reference)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_large_samples_without_memory_are_on_disk_after_one_epoch(
+    tmp_path: Path, disk: Keep, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few of them fill a shard, and a batch has more."""
+    monkeypatch.setattr(SampleSeconds, "mean", lambda _: 5.0)
+    data = stored(tmp_path / "data", (Decode(), Resize((224, 224)), Normalize()))
+    loader = loader_of(data, keep=disk, num_workers=num_workers)
+    found = [list(loader)]
+    loader._samples._features.flush(wait=True)
+    assert same([*found, list(loader)], epochs(data, 2)) and loader.report.kept == COUNT
 
 
 def test_a_later_loader_computes_few_samples_and_finds_the_others(data: Dataset, disk: Keep) -> None:

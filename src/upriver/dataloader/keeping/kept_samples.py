@@ -158,7 +158,9 @@ class KeptSamples:
         try:
             self._seconds.add(seconds, len(rows))
             self._stretch(epoch).keep(
-                self._dataset, {sample: (own_memory(row),) for sample, row in rows.items()}
+                self._dataset,
+                {sample: (own_memory(row),) for sample, row in rows.items()},
+                patience_s=self._seconds.mean() * len(rows),  # as long as making them once more takes
             )
         except Exception as error:
             self._fail(error)
