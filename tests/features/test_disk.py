@@ -144,7 +144,7 @@ def test_disk_clock_that_jumps_changes_the_order_alone(
     assert [entry.rows for entry in features.entries()] != []
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     budget=st.integers(0, 8 * SHARD),
     steps=st.lists(
@@ -177,8 +177,11 @@ def test_disk_is_never_above_the_budget(
         measure()
         assert not whole or new.keys() <= folders[number].keys
         for each in folders:
+            each.refresh()  # the shards of one may have given way to those of another
             for found in each.read(sorted(each.keys)):
                 assert found is not None
+    for each in folders:
+        each.close()  # a folder in which a job writes keeps its own files
     again = DiskFeatures(root, budget_bytes=budget // 2)
     again.open(stretch(0), saved_s=1.0)
     assert again.used_bytes <= budget // 2

@@ -49,6 +49,13 @@ def test_digest_each_field_changes_it(change: dict[str, Any]) -> None:
     assert replace(STRETCH, **change).digest != STRETCH.digest
 
 
+def test_digest_of_input_stages_is_the_same_whatever_stages_follow() -> None:
+    facts = {**FACTS, "view": None}
+    short = stretch_of(InputChain((*PLAIN.stages[:2], Normalize())), cut=-1, **facts)
+    long = stretch_of(InputChain((*PLAIN.stages[:2], RandomHorizontalFlip(), Normalize())), cut=-2, **facts)
+    assert short.digest == long.digest
+
+
 def test_digest_seed_and_number_of_a_view_count_apart() -> None:
     views = [(0, 0), (0, 1), (1, 0), (1, 1), (11, 0), (1, 10)]
     assert len({replace(STRETCH, view=view).digest for view in views}) == len(views)

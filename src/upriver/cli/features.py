@@ -30,7 +30,7 @@ def show(folder: FolderOption = None, as_json: JsonOption = False, debug: DebugO
     rows = [
         (
             each.digest[:12],
-            f"{each.program[:12]}, cut {each.cut}" if each.program else f"input stages, cut {each.cut}",
+            f"{each.program[:12]}, cut {each.cut}" if each.program else "input stages",
             each.rows,
             bytes_text(each.num_bytes),
             f"{each.rows * each.saved_s:.0f}",

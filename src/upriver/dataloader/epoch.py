@@ -78,6 +78,17 @@ class Elsewhere(Protocol):
         """Return the numbers of tasks that their machines do not answer; the epoch makes them here."""
 
 
+class KeptAhead(Protocol):
+    """Samples that this machine keeps on their way."""
+
+    @property
+    def position(self) -> int:
+        """Position at which samples are kept."""
+
+    def holds(self, samples: Sequence[int], epoch: int) -> list[bool]:
+        """Return for each sample whether it is kept."""
+
+
 class Epoch:
     """Iterator that plans and hands out one epoch.
 
@@ -96,6 +107,8 @@ class Epoch:
         first: Number of the first batch.
         timeout_s: Seconds without an arrival, while this machine's processes owe a result, until a timeout; 0
             for no limit.
+        kept: Samples that cost this machine little, so that others are made elsewhere first; None if none
+            are.
 
     Attributes:
         hold: Whether planning is paused.
@@ -117,6 +130,7 @@ class Epoch:
         hold: bool = False,
         first: int = 0,
         timeout_s: float = 0.0,
+        kept: KeptAhead | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._number, self._batches = number, batches
@@ -128,6 +142,7 @@ class Epoch:
         self._arrivals, self._elsewhere = arrivals, elsewhere
         self._pins = arrivals if isinstance(arrivals, PinningQueue) else None
         self._here: RunningProcesses | None = None
+        self._kept = kept
         self._planned: deque[Batch] = deque()
         self._inline: deque[Task] = deque()
         self._work: dict[int, PendingTask] = {}
@@ -262,13 +277,37 @@ class Epoch:
         count = len(batch.indices)
         backlog = self.backlog if self.split.even else Backlog(here=0, elsewhere=0)
         goes = self.split.split(count, backlog) if self._elsewhere is not None else [False] * count
-        away = [at for at, each in enumerate(goes) if each]
-        stay = [at for at, each in enumerate(goes) if not each]
-        if away:
-            self._begin(batch, away, goes=True)
-        if stay or not count:
-            self._begin(batch, stay, goes=False)
+        if any(goes) and self._kept is not None:
+            parts = self._parted(batch, goes, self._kept)
+        else:
+            parts = {
+                self.split.stretch: [at for at, each in enumerate(goes) if each],
+                None: [at for at, each in enumerate(goes) if not each],
+            }
+        for stretch, places in parts.items():
+            if places or (stretch is None and not count):
+                self._begin(batch, places, stretch)
         batch.begun = True
+
+    def _parted(
+        self, batch: Batch, goes: Sequence[bool], kept: KeptAhead
+    ) -> dict[OffloadStretch | None, list[int]]:
+        """Return a batch's places by the stages that run elsewhere; None for those that are made here.
+
+        As many samples go elsewhere as ``goes`` says, first those that are not kept. Kept ones start there at
+        the position at which they are kept.
+        """
+        stretch, count = self.split.stretch, len(goes)
+        held = kept.holds(tuple(map(sample_number, batch.indices)), self._number)
+        if stretch.whole:
+            held = [all(held)] * count
+        order = sorted(range(count), key=lambda at: (held[at], not goes[at]))
+        away = set(order[: sum(goes)])
+        parts: dict[OffloadStretch | None, list[int]] = {stretch: [], None: []}
+        for at in range(count):
+            left = stretch.of_kept(kept.position, self._start) if held[at] else stretch
+            parts.setdefault(left if at in away else None, []).append(at)
+        return parts
 
     def _enter(self) -> None:
         """Restart every batch that is not done if the last call was interrupted, as its tasks may be lost."""
@@ -288,7 +327,12 @@ class Epoch:
         self._as_left = True
         return error
 
-    def _begin(self, batch: Batch, places: Sequence[int], *, goes: bool) -> None:
+    def _begin(self, batch: Batch, places: Sequence[int], stretch: OffloadStretch | None) -> None:
+        """Start a task for some samples of a batch.
+
+        Args:
+            stretch: Stages that run elsewhere; None if none do.
+        """
         number, self._next_task = self._next_task, self._next_task + 1
         indices = tuple(batch.indices[at] for at in places)
         task = Task(
@@ -297,20 +341,19 @@ class Epoch:
             batch=batch.number,
             indices=indices,
             samples=tuple(map(sample_number, indices)),
-            whole=len(places) == len(batch.indices) and (self.split.stretch.whole or not goes),
+            whole=len(places) == len(batch.indices) and (stretch is None or stretch.whole),
             start=self._start,
         )
-        work = self._work[number] = PendingTask(
-            task, batch, places, stretch=self.split.stretch if goes else None
-        )
+        work = self._work[number] = PendingTask(task, batch, places, stretch=stretch)
         batch.missing += 1
-        batch.given += goes * len(places)
-        if work.stretch is None:
+        if stretch is None:
             self._keep_here(work, task)
-        elif work.stretch.start > self._start:
-            self._do_here(task._replace(stop=work.stretch.start))
+            return
+        batch.given += len(places)
+        if stretch.start > self._start:
+            self._do_here(task._replace(stop=stretch.start))
         else:
-            self._give(work, work.stretch, None)
+            self._give(work, stretch, None)
 
     def _give(self, work: PendingTask, stretch: OffloadStretch, values: Sequence[Any] | None) -> None:
         """Send a task, with ``values`` at its start position, to others; do it here if none accepts it."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Unpack, cast
+from typing import Any, Literal, Unpack, cast
 
 import msgspec
 import torch
@@ -35,9 +35,18 @@ from upriver.dataloader.datasets.divided import check_divided
 from upriver.dataloader.datasets.named import NamedDataset, name_of
 from upriver.dataloader.datasets.worker_spec import ByName, InStore, SampleSpec
 from upriver.dataloader.epoch import Epoch
+from upriver.dataloader.keeping.keeping_source import KeepingSource
+from upriver.dataloader.keeping.kept_reading import KeptReading
+from upriver.dataloader.keeping.kept_samples import KeptSamples
 from upriver.dataloader.local.cpu_seconds import CpuSeconds
 from upriver.dataloader.local.pinned_memory import PinningQueue, pins
-from upriver.dataloader.local.workers import FedProcesses, LoaderProcesses, SampleMaker, SampleSource
+from upriver.dataloader.local.workers import (
+    FedProcesses,
+    LoaderProcesses,
+    SampleMaker,
+    SampleSource,
+    StoreReading,
+)
 from upriver.dataloader.local_fleet import provider_of
 from upriver.dataloader.offload_stretch import CANDIDATES, Offloading, stretch_of
 from upriver.dataloader.options import (
@@ -45,6 +54,7 @@ from upriver.dataloader.options import (
     RemoteWorkers,
     TorchOptions,
     Workers,
+    room_of,
     take_old_keywords,
 )
 from upriver.dataloader.prefetch_limit import PrefetchLimit
@@ -69,10 +79,12 @@ from upriver.dataloader.state import (
 )
 from upriver.dataloader.tasks import MOST_SEED, Arrivals
 from upriver.errors import ConfigError
+from upriver.features.keep import Keep
 from upriver.pipeline import Dataset
 from upriver.pipeline.mapstyle import MapStyle
 from upriver.pipeline.subset import Rows, whole_of
 from upriver.policies import OFFLOAD_POLICIES
+from upriver.rpc import validation
 from upriver.rpc.client import ServerClient
 from upriver.rpc.tls import client_context
 from upriver.types import RAW
@@ -90,6 +102,9 @@ _AT_ONCE = (
 MOST_BEGUN = 1000
 """Limit on how often a sampler is begun again to bring it to the position it had."""
 
+MOST_VIEWS = 1_000_000
+"""Limit on the number of views, far beyond any number of epochs."""
+
 LEAST_AHEAD = 4
 """Minimum number of batches planned beyond the next one."""
 
@@ -101,10 +116,13 @@ class DataLoaderReport:
     Attributes:
         made: Number of samples by worker address, or by ``here`` for this machine.
         why_not: Reason why a worker is no longer asked, or its last failure, by address.
+        kept: Number of samples that were taken from what is kept, so that none was read. Those of batches
+            made ahead and not handed out count, too.
     """
 
     made: Mapping[str, int]
     why_not: Mapping[str, str]
+    kept: int = 0
 
 
 class DataLoader(TorchLoader[Any]):
@@ -128,6 +146,11 @@ class DataLoader(TorchLoader[Any]):
         offload: Work that runs on the workers: ``auto`` lets a policy decide from measurements of the first
             batches, and an `AutoOffload` says which policy and for which model; ``never`` offloads nothing,
             ``always`` everything, and an `Offloading` states the stages and the ratio.
+        keep: Room for samples as they are before the first random stage, in memory and on disk: ``auto``
+            takes a tenth of what is free, and a `Keep` says how much; None keeps nothing. Later epochs and
+            other jobs do not read and decode kept samples again. Only for an `upriver.Dataset`.
+        views: Number of epochs after which random input stages draw the same numbers again, so that finished
+            samples can be kept; None if each epoch draws anew. Only for an `upriver.Dataset`.
         options: Further keywords of PyTorch's loader. ``policy`` and ``model`` are accepted as in
             `AutoOffload`, ``token``, ``ca``, ``certificate`` and ``key`` as in `RemoteWorkers`, until 0.3.
 
@@ -135,7 +158,8 @@ class DataLoader(TorchLoader[Any]):
         epoch: Number of the next epoch, counted from 0 by each ``iter()``. Set it to resume.
 
     Raises:
-        ConfigError: If the dataset is not map-style, or the seed is not a whole number in 0..2**63 - 1.
+        ConfigError: If the dataset is not map-style, or the seed is not a whole number in 0..2**63 - 1; or if
+            ``keep`` or ``views`` is given for another dataset than an `upriver.Dataset`.
         ValueError: If PyTorch's loader refuses an argument.
     """
 
@@ -154,6 +178,8 @@ class DataLoader(TorchLoader[Any]):
         seed: int | None = None,
         workers: Workers = (),
         offload: Offload = "auto",
+        keep: Keep | Literal["auto"] | None = None,
+        views: int | None = None,
         **options: Unpack[TorchOptions],
     ) -> None:
         workers, offload, auto = take_old_keywords(cast(dict[str, Any], options), workers, offload)
@@ -174,9 +200,12 @@ class DataLoader(TorchLoader[Any]):
         )
         _check_timeout(self.timeout, num_workers)
         self.epoch = 0
-        self._maker = SampleMaker(
-            _source(dataset, _seed(seed), self.batch_sampler is not None), self._collate()
-        )
+        plain = _source(dataset, _seed(seed), self.batch_sampler is not None, views)
+        self._plain_maker = SampleMaker(plain, self._collate())
+        self._samples = _kept_samples(plain, room_of(keep))
+        self._maker = self._plain_maker
+        if self._samples is not None and isinstance(plain, Declared):
+            self._maker = SampleMaker(KeepingSource(plain, self._samples), self._collate())
         self._offload, self._policy = self._checked(offload), OFFLOAD_POLICIES[auto.policy]
         self._hired = self._hire(dataset, workers)
         self._check_can()
@@ -206,6 +235,9 @@ class DataLoader(TorchLoader[Any]):
         number, self.epoch = self.epoch, self.epoch + 1
         base, place = self._begun(number)
         self._place = place
+        if self._samples is not None:
+            self._samples.begin(number)
+            self._measured.count_kept(self._samples.share(number), self._begun_here)
         arrivals: Arrivals = PinningQueue() if pins(self) else SimpleQueue()
         asked = self._hired if self._offload != "never" else None
         if asked is not None and not asked.is_as_made():
@@ -226,6 +258,7 @@ class DataLoader(TorchLoader[Any]):
             on_made=self._made.update,
             hold=decides and self._measured.measuring,
             timeout_s=self.timeout,
+            kept=self._samples,
         )
         if elsewhere is not None:
             close_later(epoch, elsewhere.close, at_exit=True)
@@ -260,7 +293,8 @@ class DataLoader(TorchLoader[Any]):
             batches = begin(candidates) if self._growth is None else self._growth.batches(begin)
         self._began = True
         sampler = self._index_sampler
-        return CountedBatches(batches, place, lambda: epoch.handed_out, lambda: len(sampler))
+        on_end = self._samples.flush if self._samples is not None else lambda: None
+        return CountedBatches(batches, place, lambda: epoch.handed_out, lambda: len(sampler), on_end)
 
     def _begun(self, number: int) -> tuple[int, EpochPosition]:
         """Return the number that PyTorch's loader draws for its processes, and the position in the epoch."""
@@ -409,6 +443,7 @@ class DataLoader(TorchLoader[Any]):
             order_by=type(self._sampler).__qualname__,
             stood=self._onward.stands(),
             past=None if place is None else place.past,
+            views=getattr(self._maker.source, "views", None) or 0,
         )
         if place is not None and not place.over:
             more, ahead = place.order.ahead
@@ -517,7 +552,20 @@ class DataLoader(TorchLoader[Any]):
         return DataLoaderReport(
             made={place: count for place, count in self._made.items() if count},
             why_not={} if self._hired is None else self._hired.why_not,
+            kept=0 if self._samples is None else self._samples.served,
         )
+
+    @property
+    def kept(self) -> str:
+        """Return how much is kept now and where, in words; empty if nothing is to be kept."""
+        return "" if self._samples is None else self._samples.remark
+
+    @property
+    def _begun_here(self) -> list[str]:
+        """Return the candidates whose first stages run on this machine."""
+        names = self._hired.candidates if self._hired is not None and self._offload == "auto" else ()
+        first = self._maker.source.positions[0]
+        return [name for name in names if self._part(name, 1.0).stretch.start > first]
 
     def _split(self) -> OffloadShare:
         decided = self.offloading
@@ -570,7 +618,7 @@ class DataLoader(TorchLoader[Any]):
         tls = client_context(ca=remote.ca, certificate=remote.certificate, key=remote.key)
         return ProvisionedWorkers(
             self._asked(dataset),
-            self._maker,
+            self._plain_maker,
             clients=[ServerClient(url, token=remote.token, tls=tls) for url in remote.urls],
             provider=provider,
             as_made=dataset.as_made if isinstance(dataset, NamedDataset) else None,
@@ -593,7 +641,7 @@ class DataLoader(TorchLoader[Any]):
             ConfigError: If workers cannot make them.
         """
         collate = self.collate_fn if self.batch_sampler is not None else None
-        source = self._maker.source
+        source = self._plain_maker.source
         if isinstance(source, Declared):
             return InStore(source=source, joins=collate is default_collate)
         if not isinstance(dataset, NamedDataset):
@@ -659,7 +707,7 @@ class DataLoader(TorchLoader[Any]):
                 self._copied = DatasetSnapshot(dataset)
             return self._kept
         processes = LoaderProcesses(
-            self._maker,
+            self._plain_maker,
             base_seed=base_seed,
             num_workers=self.num_workers,
             worker_init_fn=self.worker_init_fn,
@@ -668,7 +716,11 @@ class DataLoader(TorchLoader[Any]):
             persistent_workers=self.persistent_workers,
         )
         source = self._maker.source
-        found = FedProcesses(source, processes) if isinstance(source, Declared) else processes
+        found: LoaderProcesses | FedProcesses = processes
+        if isinstance(source, KeepingSource):
+            found = FedProcesses(KeptReading(source, self._maker.collate), processes)
+        elif isinstance(source, Declared):
+            found = FedProcesses(StoreReading(source), processes)
         if self.persistent_workers:
             self._kept = found
             self._copied = None if isinstance(source, Declared) else DatasetSnapshot(dataset)
@@ -697,13 +749,35 @@ class _OnlyOne:
         return self._convert(rows[0])
 
 
-def _source(dataset: Any, seed: int, by_batch: bool) -> SampleSource:
+def _source(dataset: Any, seed: int, by_batch: bool, views: int | None) -> SampleSource:
+    if views is not None:
+        validation.whole("views", views, most=MOST_VIEWS)
     match whole_of(dataset):
         case Dataset() as whole:
-            return Declared(whole, seed)
+            if views is not None and whole.chain.first_draw is None:
+                log.info("views=%d changes nothing: no input stage draws random numbers", views)
+            return Declared(whole, seed, views=views)
         case NamedDataset():
             dataset = dataset.dataset
+    if views is not None:
+        raise ConfigError(f"views is for a dataset of upriver.index, got a {type(dataset).__name__}")
     return MapStyle(dataset, seed, by_batch)
+
+
+def _kept_samples(source: SampleSource, keep: Keep | None) -> KeptSamples | None:
+    """Return room for samples; None if none are to be kept.
+
+    Raises:
+        ConfigError: If the dataset has no ETags, which show that a sample is still the one that was kept.
+    """
+    if keep is None:
+        return None
+    if not isinstance(source, Declared):
+        raise ConfigError(
+            f"keep is for a dataset of upriver.index, whose samples have ETags; got a "
+            f"{type(source.dataset).__name__}"
+        )
+    return KeptSamples(source, keep)
 
 
 def _draws_at_once(batches: Any, sampler: Any) -> bool:

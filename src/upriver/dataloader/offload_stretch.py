@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from upriver.errors import ConfigError
 from upriver.text import printable
@@ -60,6 +60,17 @@ class OffloadStretch:
     start: int
     stop: int
     whole: bool = False
+
+    def of_kept(self, position: int, first: int) -> OffloadStretch | None:
+        """Return the range that is left for samples kept at a position; None if nothing is.
+
+        Args:
+            first: First position of all. A range that starts there is not changed, as workers read
+                themselves.
+        """
+        if self.start == first or position <= self.start:
+            return self
+        return replace(self, start=position) if position < self.stop else None
 
 
 def stretch_of(candidate: str, positions: Sequence[int], stages: Sequence[str]) -> OffloadStretch:

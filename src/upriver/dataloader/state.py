@@ -209,6 +209,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         past: The previous epoch, where none is under way.
         planned: Number of batches that had been drawn from the sampler.
         ahead: Digest of the indices of these batches.
+        views: Number of epochs after which random numbers repeat; 0 if they never do.
     """
 
     schema: Literal["upriver.loader-state/1"] = "upriver.loader-state/1"
@@ -233,6 +234,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     past: CompletedEpoch | None = None
     planned: Count | None = None
     ahead: str | None = None
+    views: Count | None = None
 
     @classmethod
     def read(cls, state: Mapping[str, Any]) -> State:
@@ -277,6 +279,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             ("rank", "rank"),
             ("dataset", "dataset"),
             ("order_by", "sampler"),
+            ("views", "views"),
         ):
             theirs, here = getattr(self, name), getattr(mine, name)
             if theirs not in (None, here):
@@ -430,6 +433,7 @@ class CountedBatches(Iterator[Any]):
         place: Position that is advanced.
         handed_out: Return the number of batches handed out, including those before the first.
         length: Return the number of batches in the whole epoch.
+        on_end: Called after the last batch.
     """
 
     def __init__(
@@ -438,9 +442,10 @@ class CountedBatches(Iterator[Any]):
         place: EpochPosition,
         handed_out: Callable[[], int],
         length: Callable[[], int],
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         self._batches, self._place, self._handed_out = batches, place, handed_out
-        self._length = length
+        self._length, self._on_end = length, on_end
 
     def __len__(self) -> int:
         return self._length()
@@ -450,6 +455,7 @@ class CountedBatches(Iterator[Any]):
             return next(self._batches)
         except StopIteration:
             self._place.over = True
+            self._on_end()
             raise
         finally:
             self._place.go_on(self._handed_out())

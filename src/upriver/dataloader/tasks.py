@@ -20,6 +20,20 @@ Kind: TypeAlias = tuple[int, int, bool]
 """Stages of a task: start position, stop position, and whether it collates a batch."""
 
 
+class KeptStart(NamedTuple):
+    """Samples of a task that are beyond its start, as they were kept.
+
+    Attributes:
+        position: Position of these samples.
+        there: For each of the task's samples whether it is there.
+        seconds: Seconds in which the other samples were read.
+    """
+
+    position: int
+    there: tuple[bool, ...]
+    seconds: float
+
+
 class Task(NamedTuple):
     """Some samples of a batch to be made.
 
@@ -31,6 +45,7 @@ class Task(NamedTuple):
         start: Position at which the samples are.
         stop: Position to which the samples are brought.
         given: The samples; None if they are still to be read.
+        kept: Samples that are not at the start; the others are sent back, as they are at its position.
     """
 
     number: int
@@ -42,6 +57,7 @@ class Task(NamedTuple):
     start: int = START
     stop: int = DONE
     given: Any = None
+    kept: KeptStart | None = None
 
     @property
     def kind(self) -> Kind:

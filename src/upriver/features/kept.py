@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence, Set
 
 import torch
@@ -37,19 +38,27 @@ class KeptFeatures:
         keep: Room in memory and on disk.
         micro_batch: Samples that the frozen stages see at once.
         seed: Seed of random input stages.
-        device: Where the frozen part runs.
+        device: Where the frozen part runs. Input stages always run on the CPU.
         saved_s: Returns the seconds that a kept row saves.
+        num_threads: Threads of PyTorch's operators; by default as many as in this process.
 
     Attributes:
         why_not: Reason why nothing is kept any more; empty while rows are kept.
     """
 
     def __init__(
-        self, keep: Keep, *, micro_batch: int, seed: int, device: torch.device, saved_s: Callable[[], float]
+        self,
+        keep: Keep,
+        *,
+        micro_batch: int,
+        seed: int,
+        device: torch.device,
+        saved_s: Callable[[], float],
+        num_threads: int | None = None,
     ) -> None:
         self.why_not = ""
         self.micro_batch, self.seed, self.saved_s = micro_batch, seed, saved_s
-        self.fingerprint = {**fingerprint(device), "num_threads": str(torch.get_num_threads())}
+        self._device, self._num_threads = device, num_threads or torch.get_num_threads()
         disk_bytes = keep.disk_bytes
         self.disk = DiskFeatures(keep.path, budget_bytes=disk_bytes) if disk_bytes else None
         self.writer = FeatureWriter(keep.buffer_bytes) if self.disk is not None else None
@@ -74,6 +83,18 @@ class KeptFeatures:
             if name not in self._stretches:
                 self._stretches[name] = KeptStretch(self, name, chain, position=position, view=view)
             return self._stretches[name]
+
+    def fingerprint(self, chain: InputChain, position: int | None) -> Mapping[str, str]:
+        """Return the facts that decide the low bits of rows at a position, as in :meth:`stretch`.
+
+        Products run input stages in different numbers of threads, and have the same rows all the same. So the
+        number is named only where operators' bits may depend on it.
+        """
+        if position is None:
+            return {**fingerprint(self._device), "num_threads": str(self._num_threads)}
+        before = chain.stages[: position - chain.start]
+        threads = {"num_threads": str(self._num_threads)} if any(each.threaded for each in before) else {}
+        return {**fingerprint("cpu"), **threads}
 
     def stop(self, why: str) -> None:
         """Keep nothing from now on, and use nothing that was kept."""
@@ -133,15 +154,38 @@ class KeptStretch:
         self._opened = False
         self._lock = threading.Lock()
 
+    @property
+    def empty(self) -> bool:
+        """Return whether no row is kept, of this dataset or another."""
+        folder = self._folder
+        return not self._owner.memory.keys(self._name) and (folder is None or not folder.keys)
+
     def find(self, dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
         """Return the samples whose rows are kept now."""
         if self._owner.why_not:
             return frozenset()
-        there: Set[bytes] = self._owner.memory.keys(self._name)
-        if (folder := self._folder) is not None:
-            there = there | folder.keys
+        in_memory: Set[bytes] = self._owner.memory.keys(self._name)
+        folder = self._folder
+        on_disk: Set[bytes] = folder.keys if folder is not None else frozenset()
         keys = self._keys(dataset, ids)
-        return frozenset(sample for sample, key in zip(ids, keys, strict=True) if key in there)
+        return frozenset(
+            sample for sample, key in zip(ids, keys, strict=True) if key in in_memory or key in on_disk
+        )
+
+    def found(self, dataset: Dataset, ids: Sequence[int]) -> dict[int, Row]:
+        """Return the rows of those samples that are kept and can be read."""
+        if self._owner.why_not or not ids:
+            return {}
+        memory, keys = self._owner.memory, self._keys(dataset, ids)
+        rows = memory.get(self._name, keys)
+        if (folder := self._folder) is not None:
+            there = folder.keys
+            missing = [at for at, row in enumerate(rows) if row is None and keys[at] in there]
+            for at, row in zip(missing, folder.read([keys[at] for at in missing]), strict=True):
+                if row is not None:
+                    rows[at] = row
+                    memory.put(self._name, keys[at], row, saved_s=self._owner.saved_s())
+        return {sample: row for sample, row in zip(ids, rows, strict=True) if row is not None}
 
     def read(self, dataset: Dataset, ids: Sequence[int]) -> list[Row]:
         """Return the rows of samples that :meth:`find` named.
@@ -149,18 +193,10 @@ class KeptStretch:
         Raises:
             RowsLost: If one of them cannot be read any more.
         """
-        memory, keys = self._owner.memory, self._keys(dataset, ids)
-        rows = memory.get(self._name, keys)
-        missing = [at for at, row in enumerate(rows) if row is None]
-        if missing and (folder := self._folder) is not None:
-            for at, row in zip(missing, folder.read([keys[at] for at in missing]), strict=True):
-                if row is not None:
-                    rows[at] = row
-                    memory.put(self._name, keys[at], row, saved_s=self._owner.saved_s())
-        found = [row for row in rows if row is not None]
-        if len(found) < len(ids):
+        found = self.found(dataset, ids)
+        if any(sample not in found for sample in ids):
             raise RowsLost
-        return found
+        return [found[sample] for sample in ids]
 
     def check(self, dataset: Dataset, again: Mapping[int, Row]) -> bool:
         """Compare kept rows with the same rows computed anew, and drop all rows if any differs.
@@ -181,15 +217,20 @@ class KeptStretch:
                 folder.empty()
         return self.trusted
 
-    def keep(self, dataset: Dataset, rows: Mapping[int, Row]) -> None:
-        """Keep the rows of samples, as far as there is room."""
+    def keep(self, dataset: Dataset, rows: Mapping[int, Row], *, patience_s: float = 0.0) -> None:
+        """Keep the rows of samples, as far as there is room.
+
+        Args:
+            patience_s: Seconds to wait for the disk, for rows that memory has no room for.
+        """
         owner, folder = self._owner, self._folder
         if owner.why_not or not rows:
             return
+        until_s = time.monotonic() + patience_s
         for key, row in zip(self._keys(dataset, list(rows)), rows.values(), strict=True):
-            owner.memory.put(self._name, key, row, saved_s=owner.saved_s())
+            in_memory = owner.memory.put(self._name, key, row, saved_s=owner.saved_s())
             if owner.writer is not None and folder is not None and key not in folder.keys:
-                owner.writer.put(folder, key, row)
+                owner.writer.put(folder, key, row, until_s=0.0 if in_memory else until_s)
 
     def write_all(self, writer: FeatureWriter, *, wait: bool) -> None:
         """Hand rows that are in memory alone to a writer."""
@@ -200,6 +241,11 @@ class KeptStretch:
         for key, row in zip(missing, memory.get(self._name, missing), strict=True):
             if row is not None:
                 writer.put(folder, key, row, wait=wait)
+
+    def refresh(self) -> None:
+        """Look for rows that another job has written meanwhile."""
+        if (folder := self._folder) is not None:
+            folder.refresh()
 
     def close(self) -> None:
         """Forget the rows in memory, and let other jobs write to the folder."""
@@ -232,7 +278,7 @@ class KeptStretch:
             program=program.digest if program is not None else None,
             view=(owner.seed, self._view) if self._view is not None else None,
             micro_batch=owner.micro_batch if program is not None else 1,
-            fingerprint=owner.fingerprint,
+            fingerprint=owner.fingerprint(self._chain, self.position),
         )
         return disk.open(stretch, saved_s=owner.saved_s())
 

@@ -43,7 +43,10 @@ class Stretch:
     @property
     def digest(self) -> str:
         """SHA-256 of the description in canonical JSON, in hexadecimal."""
-        text = json.dumps({"schema": SCHEMA, **self.to_json()}, sort_keys=True, separators=(",", ":"))
+        described = {"schema": SCHEMA, **self.to_json()}
+        if self.program is None:  # the stages say where the cut lies; it counts those behind it, too
+            del described["cut"]
+        text = json.dumps(described, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:

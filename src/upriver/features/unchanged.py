@@ -44,11 +44,18 @@ def _etags(store: Store, wanted: Collection[str]) -> dict[str, str]:
             if listed >= most or len(found) == len(wanted):
                 break
     missing = [name for name in wanted if name not in found]
-    with ThreadPoolExecutor(CONCURRENCY) as pool:
-        for name, etag in zip(missing, pool.map(lambda name: _etag(store, name), missing), strict=True):
-            if etag is not None:
-                found[name] = etag
+    for name, etag in zip(missing, _asked(store, missing), strict=True):
+        if etag is not None:
+            found[name] = etag
     return found
+
+
+def _asked(store: Store, names: Sequence[str]) -> list[str | None]:
+    """Return the present ETag of each object; None where there is none. Files need no threads."""
+    if store.is_local or len(names) <= 1:
+        return [_etag(store, name) for name in names]
+    with ThreadPoolExecutor(min(CONCURRENCY, len(names))) as pool:
+        return list(pool.map(lambda name: _etag(store, name), names))
 
 
 def _common_folder(names: Collection[str]) -> str:

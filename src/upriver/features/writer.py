@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Set
 
 from upriver._threads.background import BackgroundThread
@@ -38,18 +39,24 @@ class FeatureWriter:
         with self._changed:
             return self._filling.keys() | self._writing.keys()
 
-    def put(self, folder: StretchFolder, key: bytes, row: Row, *, wait: bool = False) -> bool:
+    def put(
+        self, folder: StretchFolder, key: bytes, row: Row, *, wait: bool = False, until_s: float = 0.0
+    ) -> bool:
         """Take a row, and return whether it will be written.
 
         Args:
             wait: Wait for room in place of leaving the row out.
+            until_s: Time of the monotonic clock until which to wait otherwise.
         """
         num_bytes = sum(tensor.nbytes for tensor in row)
         with self._changed:
             while not self._closed and not self._has_room(num_bytes):
-                if not wait:
+                self._hurry = True  # what is collected may be less than FULL, as rows may be large
+                self._changed.notify_all()
+                left_s = None if wait or not self._writing else until_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
                     return False
-                self._changed.wait()
+                self._changed.wait(left_s)  # the thread is about to take what is collected, or is writing
             if self._closed:
                 return False
             self._filling[key] = folder, row

@@ -164,7 +164,7 @@ def collated(
     """
     seed_generators(Draw(seed=seed, epoch=epoch, sample=batch, stage=COLLATE))
     try:
-        return _contiguous(samples) if collate is default_collate else collate(samples)
+        return collated_by_default(samples) if collate is default_collate else collate(samples)
     except Exception as caught:
         error = not_the_end(caught)
         note(error, f"raised where batch {batch} of epoch {epoch} was collated")
@@ -173,8 +173,8 @@ def collated(
         raise error from caught
 
 
-def _contiguous(samples: list[Any]) -> Any:
-    """Run `default_collate` as in PyTorch's loader processes.
+def collated_by_default(samples: list[Any]) -> Any:
+    """Run `default_collate` as in PyTorch's loader processes. It draws no random numbers.
 
     Elsewhere, samples of four and more dimensions pass their memory order on to the batch. The batch, and low
     bits of kernels' results, would then show where it was collated.

@@ -26,7 +26,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, dataset
-from upriver.dataloader.local import workers
+from upriver.dataloader.local import shared_memory
 from upriver.dataloader.local.torch_processes import MAKES_WAY, ended_by, why_ended
 from upriver.dataloader.local.workers import LoaderProcesses, SampleMaker
 from upriver.dataloader.tasks import Arrivals, Task
@@ -230,7 +230,7 @@ class Noting(Slow):
 def test_another_thread_lets_go_of_what_was_handed_out_where_memory_is_not_short(
     room: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "ROOM_BYTES", 0 if room else 2**62)
+    monkeypatch.setattr(shared_memory, "ROOM_BYTES", 0 if room else 2**62)
     monkeypatch.setattr(Noted, "threads", [])
     loader = DataLoader(
         Noting(), batch_size=None, num_workers=1, collate_fn=lambda made: made, sampler=[1] * 30

@@ -14,6 +14,8 @@ Departures
     - Pcycle and each Ocycle come from different batches of the job, as no batch is made twice.
     - Samples that the training node made in place of a worker do not count as the workers' throughput. If
       they are more than a tenth of a measurement, it is repeated; after `TRIES` the candidate is left out.
+    - Samples that the training node keeps cost it little. When far more are kept than before, it is measured
+      again as an epoch begins; what was measured of workers stays.
     - Where a batch shows no bytes (a class of the user's, PIL images), each of its samples counts as 1 MB.
       Decisions depend only on ratios of throughputs.
 
@@ -25,7 +27,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -70,6 +72,9 @@ The number doubles each time that a new measurement changes nothing.
 """
 
 MOST_REST = 1600
+
+KEPT_MORE = 0.25
+"""Difference in the share of kept samples beyond which this machine is measured anew."""
 
 SAME = 0.1
 """Difference in ratio below which a new measurement has changed nothing."""
@@ -211,6 +216,7 @@ class TunerMeasurements:
         since: Number of batches handed out since then.
         rest: Batches before the next measurement, for each batch handed out for measuring.
         by_samples: Whether sizes are numbers of samples; None before the first batch.
+        kept: Share of the samples that were kept here when this machine was measured.
     """
 
     gthp: float | None = None
@@ -228,6 +234,7 @@ class TunerMeasurements:
     since: int = 0
     rest: int = REST
     by_samples: bool | None = None
+    kept: float = 0.0
 
     def size_of(self, batch: Any, samples: int) -> int:
         """Return the bytes of a batch; if the first batch shows none, samples count from then on."""
@@ -267,6 +274,31 @@ class TunerMeasurements:
         self.timed = {name: timed for name, timed in self.timed.items() if name == HERE}
         self.controller = None
         self.anew, self.spent = True, 0
+
+    def count_kept(self, share: float, here: Collection[str]) -> bool:
+        """Discard this machine's figures if far more or fewer samples are kept than when they were taken.
+
+        Kept samples cost this machine little. The decision holds until the next one.
+
+        Args:
+            share: Share of the samples that are kept, 0 to 1.
+            here: Candidates whose first stages run here.
+
+        Returns:
+            Whether the figures are discarded.
+        """
+        if abs(share - self.kept) < KEPT_MORE:
+            return False
+        more, self.kept = share > self.kept, share
+        if more and self.decision is not None and not self.decision.offload:
+            return False  # nothing stalls, and more kept samples stall nothing
+        self.lthp = self.pcycle = self.pseconds = self.controller = None
+        for name in (HERE, *here):
+            self.timed.pop(name, None)
+            self.rthp.pop(name, None)
+            self.ocycles.pop(name, None)
+        self.anew, self.spent = self.decision is not None, 0
+        return True
 
     @property
     def useless(self) -> list[str]:

@@ -47,22 +47,26 @@ class ThroughputRecall:
         self._batch_size, self._num_workers = batch_size, num_workers
         self._store, self._known = MetricsStore(), KnownThroughput()
         self._key: StoreKey | None = None
+        self._quarters = 0
 
     def begin(self) -> None:
-        """Load known measurements, once; the workers have their first task by now."""
-        if self._key is not None:
+        """Load known measurements, once for each share of kept samples; workers have a task by now."""
+        quarters = round(4 * self._measured.kept)
+        if self._key is not None and quarters == self._quarters:
             return
+        self._quarters = quarters
+        kept = f" with {quarters}/4 kept" if quarters else ""
         self._key = StoreKey(
             model=self._model,
-            pipeline=self._hired.pipeline,
+            pipeline=self._hired.pipeline + kept,
             batch_size=self._batch_size,
             local=LocalResources.here(self._num_workers),
             remote=None if self._hired.grows else self._hired.resources,
             sample=self._hired.form,
         )
         found, known = self._measured, self._store.load(self._key, max_age_s=MAX_AGE_S)
-        found.gthp, found.lthp = known.gthp, known.lthp
-        found.pcycle, found.pseconds = known.pcycle, known.pseconds
+        found.gthp, found.lthp = known.gthp or found.gthp, known.lthp or found.lthp
+        found.pcycle, found.pseconds = known.pcycle or found.pcycle, known.pseconds or found.pseconds
         for candidate in known.candidates:
             found.rthp[candidate.name], found.ocycles[candidate.name] = candidate.rthp, candidate.ocycle
         self._known = known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,10 +24,11 @@ class Declared:
 
     Attributes:
         seed: Seed of the random numbers that its stages draw.
+        views: Number of epochs after which random numbers repeat; None if they never do.
     """
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Dataset, seed: int, *, views: int | None = None) -> None:
+        self.dataset, self.seed, self.views = dataset, seed, views
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -42,6 +44,10 @@ class Declared:
             seen[stage.name] += 1
             names.append(stage.name if seen[stage.name] == 1 else f"{stage.name}#{seen[stage.name]}")
         return tuple(names)
+
+    def drawn_as(self, epoch: int) -> int:
+        """Return the epoch as which the stages draw random numbers in an epoch."""
+        return epoch % self.views if self.views else epoch
 
     def make_all(
         self,
@@ -67,27 +73,69 @@ class Declared:
             StoreError: If a sample cannot be read.
             IndexError: If a row does not exist.
         """
-        values = (
-            self._read(indices)
-            if given is None
-            else [
-                each if isinstance(each, torch.Tensor) else torch.as_tensor(each, device="cpu")
-                for each in given
-            ]
-        )
-        first = max(start, self.dataset.chain.start)
-        if stop > first:
-            values = [
-                self.dataset.run(value, sample=sample, epoch=epoch, seed=self.seed, start=first, stop=stop)
-                for value, sample in zip(values, samples, strict=True)
-            ]
-        if stop < DONE:
+        values = self.values(indices, epoch=epoch, samples=samples, start=start, stop=stop, given=given)
+        return values if stop < DONE else self.finished(indices, values)
+
+    def values(
+        self,
+        indices: Sequence[Any],
+        *,
+        epoch: int,
+        samples: Sequence[int],
+        start: int | None = None,
+        stop: int = DONE,
+        given: Sequence[Any] | None = None,
+    ) -> list[torch.Tensor]:
+        """Return samples without their targets; see :meth:`make_all`."""
+        values = self.read(self.rows(indices)) if given is None else [as_tensor(each) for each in given]
+        first = self.dataset.chain.start if start is None else max(start, self.dataset.chain.start)
+        if stop <= first:
             return values
-        return list(zip(values, self.targets(indices), strict=True))
+        return [
+            self._run(value, sample=sample, epoch=epoch, start=first, stop=stop)
+            for value, sample in zip(values, samples, strict=True)
+        ]
+
+    def pass_by(
+        self,
+        values: Sequence[Any],
+        *,
+        samples: Sequence[int],
+        epoch: int,
+        at: int,
+        stop: int,
+        there: Sequence[bool],
+    ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], float]:
+        """Bring samples past a position, one after another.
+
+        Args:
+            values: The samples, stored or at position ``at``.
+            there: For each sample whether it is at position ``at``.
+
+        Returns:
+            The samples at ``stop``; those that were stored, at ``at``; and the seconds that took.
+
+        Raises:
+            BadSample: If a sample cannot pass a stage.
+        """
+        done, passed, seconds = list[torch.Tensor](), dict[int, torch.Tensor](), 0.0
+        for given, sample, is_there in zip(values, samples, there, strict=True):
+            value = as_tensor(given)
+            if not is_there:
+                began_s = time.perf_counter()
+                value = self._run(value, sample=sample, epoch=epoch, start=self.dataset.chain.start, stop=at)
+                seconds += time.perf_counter() - began_s
+                passed[sample] = value
+            done.append(self._run(value, sample=sample, epoch=epoch, start=at, stop=stop))
+        return done, passed, seconds
 
     def join(self, samples: list[Any], collate: Callable[[list[Any]], Any], *, epoch: int, batch: int) -> Any:
         """Collate samples into a batch; leave the process's generators changed."""
         return collated(samples, collate, seed=self.seed, epoch=epoch, batch=batch)
+
+    def finished(self, indices: Sequence[Any], values: Sequence[torch.Tensor]) -> list[Any]:
+        """Return finished samples with their targets."""
+        return list(zip(values, self.targets(indices), strict=True))
 
     def targets(self, indices: Sequence[Any]) -> list[int]:
         """Return the targets of samples."""
@@ -97,11 +145,34 @@ class Declared:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def _read(self, indices: Sequence[Any]) -> list[torch.Tensor]:
+    def rows(self, indices: Sequence[Any]) -> list[int]:
+        """Return indices as rows of the index.
+
+        Raises:
+            IndexError: If a row does not exist.
+        """
         rows = list[int]()
         for index in indices:
             row = whole_number(index)
             if row is None or not 0 <= row < len(self.dataset):
                 raise IndexError(f"samples have numbers in 0..{len(self.dataset) - 1}, got {index!r}")
             rows.append(row)
+        return rows
+
+    def read(self, rows: Sequence[int]) -> list[torch.Tensor]:
+        """Return stored samples.
+
+        Raises:
+            StoreError: If a sample cannot be read.
+        """
         return [stored_tensor(blob) for blob in read_samples(self.dataset, rows)]
+
+    def _run(self, value: torch.Tensor, *, sample: int, epoch: int, start: int, stop: int) -> torch.Tensor:
+        return self.dataset.run(
+            value, sample=sample, epoch=self.drawn_as(epoch), seed=self.seed, start=start, stop=stop
+        )
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Return a sample, which may have come as an array, as a tensor."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value, device="cpu")

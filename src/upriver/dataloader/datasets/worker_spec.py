@@ -144,7 +144,7 @@ class InStore:
             start=max(task.start, dataset.chain.start),
             stop=task.stop,
             seed=self.source.seed,
-            epoch=task.epoch,
+            epoch=self.source.drawn_as(task.epoch),
             given=raw is not None,
         )
         if raw is None:

@@ -8,6 +8,7 @@ order of its own.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,9 @@ from upriver.protocol.tree import MOST_GAPS, writeable
 
 ALIGNED_BYTES = 64
 """Alignment of tensors in bytes, as in PyTorch."""
+
+SHARED_MEMORY, ROOM_BYTES = "/dev/shm", 2**28
+"""Directory of shared memory, and the bytes that must stay free there for what is not needed at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,21 +54,22 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PackedSamples:
-    """Samples whose tensors are in one block of shared memory.
+    """Samples whose tensors are in one block of memory.
 
     Attributes:
         samples: Samples with a `SharedTensor` in place of each tensor.
-        memory: The block, in bytes.
+        memory: The block, in bytes: a tensor in shared memory, or an array that is sent through a pipe.
     """
 
     samples: list[Any]
-    memory: torch.Tensor
+    memory: torch.Tensor | np.ndarray[Any, Any]
 
     def unpacked(self) -> list[Any]:
         """Return the samples with their original strides; they share the memory."""
+        memory = torch.as_tensor(self.memory, device="cpu")
 
         def value(place: SharedTensor) -> Any:
-            tensor = place.span(self.memory).as_strided(place.shape, place.strides)
+            tensor = place.span(memory).as_strided(place.shape, place.strides)
             return tensor.numpy() if place.array else tensor
 
         samples: list[Any] = pytree.tree_map_only(SharedTensor, value, self.samples)
@@ -100,11 +105,23 @@ def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def packed(samples: list[Any]) -> list[Any] | PackedSamples:
-    """Return samples as they are sent to the training process.
+def has_room(num_bytes: int = 0) -> bool:
+    """Return whether shared memory is far from full, also with some bytes more."""
+    try:
+        room = os.statvfs(SHARED_MEMORY)
+    except (AttributeError, OSError):  # on another system
+        return False
+    return room.f_bavail * room.f_frsize >= ROOM_BYTES + num_bytes
+
+
+def packed(samples: list[Any], *, shared: bool = True) -> list[Any] | PackedSamples:
+    """Return samples as they are sent to another process of the loader.
 
     Only plain tensors and arrays in lists, tuples and dicts are packed, which are the types that samples made
     elsewhere have. They keep their strides, or only the order of these if most of their span is gaps.
+
+    Args:
+        shared: Whether to use shared memory, which the other process need not copy.
     """
     tensors = list[torch.Tensor]()
     places = list[SharedTensor]()
@@ -125,11 +142,17 @@ def packed(samples: list[Any]) -> list[Any] | PackedSamples:
     placed = pytree.tree_map_only((torch.Tensor, np.ndarray), place, samples)
     if not places:
         return samples
-    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-    memory.set_(torch.UntypedStorage._new_shared(places[-1].stop))  # type: ignore[no-untyped-call]
+    memory = _memory(places[-1].stop, shared=shared)
     for tensor, at in zip(tensors, places, strict=True):
         at.span(memory).copy_(tensor.as_strided((at.extent,), (1,)))
-    return PackedSamples(placed, memory)
+    return PackedSamples(placed, memory if shared else memory.numpy())
+
+
+def _memory(num_bytes: int, *, shared: bool) -> torch.Tensor:
+    if not shared:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return memory.set_(torch.UntypedStorage._new_shared(num_bytes))  # type: ignore[no-untyped-call]
 
 
 def _of_array(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -6,19 +6,20 @@ import os
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import default_collate
 
 from upriver._threads.executor import DaemonExecutor
-from upriver.dataloader.local.shared_memory import PackedSamples, as_sent, packed
+from upriver.dataloader.local.shared_memory import PackedSamples, as_sent, has_room, packed
 from upriver.dataloader.local.torch_processes import (
     begin,
     ended_by,
@@ -28,7 +29,7 @@ from upriver.dataloader.local.torch_processes import (
     why_ended,
     wrapped,
 )
-from upriver.dataloader.tasks import Arrival, Arrivals, Task
+from upriver.dataloader.tasks import Arrival, Arrivals, KeptStart, Task
 from upriver.types import DONE
 
 READERS = 4
@@ -36,9 +37,6 @@ READERS = 4
 
 MOST_HANDED = 2
 """Number of batches kept for another thread to free."""
-
-SHARED_MEMORY, ROOM_BYTES = "/dev/shm", 2**28
-"""Directory of the loader processes' shared memory, and free bytes needed there to keep one batch more."""
 
 IDLE = Task(number=-1, epoch=0, batch=0, indices=(), samples=(), whole=False)
 """Empty task: a loader process that never got a task would be ended."""
@@ -79,6 +77,38 @@ class SampleSource(Protocol):
         """Collate samples into a batch; leave the process's generators changed."""
 
 
+class PassingSource(SampleSource, Protocol):
+    """Source whose samples can be sent back as they are at a position on their way."""
+
+    def pass_by(
+        self,
+        values: Sequence[Any],
+        *,
+        samples: Sequence[int],
+        epoch: int,
+        at: int,
+        stop: int,
+        there: Sequence[bool],
+    ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor], float]:
+        """Bring samples past a position; see `upriver.dataloader.datasets.declared.Declared.pass_by`."""
+
+    def finished(self, indices: Sequence[Any], values: Sequence[torch.Tensor]) -> list[Any]:
+        """Return finished samples with their targets."""
+
+
+class MadeRows(NamedTuple):
+    """Samples to keep, as a loader process made them.
+
+    Attributes:
+        rows: Samples at the kept position, by their number.
+        seconds: Seconds in which they were read and made.
+    """
+
+    epoch: int
+    rows: Mapping[int, torch.Tensor]
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class SampleMaker:
     """Make samples and batches, with the same code here, in loader processes and on workers."""
@@ -108,12 +138,26 @@ class TaskResult(NamedTuple):
 
     Attributes:
         left: How the process was to end; empty if it was not.
+        rows: Samples to keep by their number, packed into a list of one. Those that the batch holds as they
+            are come as their places there.
+        rows_of: Epoch of these samples, and the seconds in which they were made; None if there are none.
     """
 
     number: int
     value: Any = None
     failed: ExceptionWrapper | None = None
     left: str = ""
+    rows: Any = None
+    rows_of: tuple[int, float] | None = None
+
+    @property
+    def made_rows(self) -> MadeRows | None:
+        """Return the samples to keep; they share memory with the result or the process that made them."""
+        if self.rows_of is None:
+            return None
+        (rows,) = self.rows.unpacked() if isinstance(self.rows, PackedSamples) else self.rows
+        batch = {sample: self.value[0][at] for sample, at in rows.items() if isinstance(at, int)}
+        return MadeRows(self.rows_of[0], {**rows, **batch}, self.rows_of[1])
 
 
 class TaskDataset(TorchDataset[TaskResult]):
@@ -137,12 +181,46 @@ class TaskDataset(TorchDataset[TaskResult]):
         if self.begun_with is not None:
             return TaskResult(task.number, failed=self.begun_with)
         try:
+            if isinstance(task.given, PackedSamples):
+                task = task._replace(given=task.given.unpacked())
+            if task.kept is not None:
+                return self._passed_by(task, task.kept)
             made = as_sent(self._maker.make(task))
             return TaskResult(task.number, made if task.joins else packed(made))
         except Exception as error:
             return TaskResult(task.number, failed=wrapped(error))
         except BaseException as left:  # such as an exit or an interruption
             return TaskResult(task.number, left=_told_of(left))
+
+    def _passed_by(self, task: Task, kept: KeptStart) -> TaskResult:
+        """Do a task, and return the samples to keep besides; they are left out where memory is scarce."""
+        source = cast(PassingSource, self._maker.source)
+        values, rows, seconds = source.pass_by(
+            task.given,
+            samples=task.samples,
+            epoch=task.epoch,
+            at=kept.position,
+            stop=task.stop,
+            there=kept.there,
+        )
+        made: Any = values if task.stop < DONE else source.finished(task.indices, values)
+        if task.joins:
+            made = as_sent(self._maker.join(made, epoch=task.epoch, batch=task.batch))
+        else:
+            made = packed(made)
+        rows_of = task.epoch, kept.seconds + seconds
+        if self._holds(rows.values(), task, kept):
+            places = {sample: at for at, sample in enumerate(task.samples) if sample in rows}
+            return TaskResult(task.number, made, rows=[places], rows_of=rows_of)
+        if not rows or not has_room(sum(row.nbytes for row in rows.values())):
+            return TaskResult(task.number, made)
+        return TaskResult(task.number, made, rows=packed([rows]), rows_of=rows_of)
+
+    def _holds(self, rows: Collection[torch.Tensor], task: Task, kept: KeptStart) -> bool:
+        """Return whether a task's batch holds rows as they are: finished, and in their memory order."""
+        joined = task.joins and kept.position == DONE and self._maker.collate is default_collate
+        plain = (row.stride() == torch.empty(row.shape, device="meta").stride() for row in rows)
+        return joined and bool(rows) and all(plain)
 
 
 class ProcessesEnded(RuntimeError):
@@ -212,10 +290,15 @@ class LoaderProcesses:
             )
         self._forward: _Forward | None = None
 
-    def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> RunningProcesses:
+    def start(
+        self, arrivals: Arrivals, tasks: Iterable[Task], keep: Callable[[MadeRows], object] | None = None
+    ) -> RunningProcesses:
         """Start the processes with their first tasks; persistent ones drop their current tasks and restart.
 
         Call it in the training thread, from which processes are forked.
+
+        Args:
+            keep: Called in another thread with the samples to keep; they share the processes' memory.
         """
         self.stop()
         tasks = list(tasks)
@@ -227,7 +310,7 @@ class LoaderProcesses:
         except Exception:
             self._forget()
             raise
-        self._forward = _Forward(processes, self._waiting, arrivals, tasks)
+        self._forward = _Forward(processes, self._waiting, arrivals, tasks, keep or (lambda made: None))
         return self._forward
 
     def pids(self) -> list[int]:
@@ -259,6 +342,28 @@ class LoaderProcesses:
         self._loader._iterator = None
 
 
+class StoreReading:
+    """Read the samples of tasks from the store. Any number of threads may use it."""
+
+    def __init__(self, source: SampleSource) -> None:
+        self._source = source
+
+    def read(self, task: Task) -> Arrival | Task:
+        """Return a task's result, or the task with its samples for a loader process.
+
+        Raises:
+            Exception: If a sample cannot be read.
+        """
+        read = self._source.positions[1]
+        values = self._source.make_all(
+            task.indices, epoch=task.epoch, samples=task.samples, start=task.start, stop=read, given=None
+        )
+        return Arrival(task.number, values) if task.stop == read else task._replace(start=read, given=values)
+
+    def keep(self, made: MadeRows) -> None:
+        """Keep samples that a loader process made; without room for any, none are sent."""
+
+
 class FedProcesses:
     """Loader processes whose input is read by threads of the training process.
 
@@ -266,18 +371,19 @@ class FedProcesses:
     for them forever.
 
     Args:
-        source: Reads in its first stage.
+        reading: Reads in the first stage.
         processes: Do the later stages.
     """
 
-    def __init__(self, source: SampleSource, processes: LoaderProcesses) -> None:
-        self._source, self._processes = source, processes
+    def __init__(self, reading: StoreReading, processes: LoaderProcesses) -> None:
+        self._reading, self._processes = reading, processes
         self._readers: _Readers | None = None
 
     def start(self, arrivals: Arrivals, tasks: Iterable[Task]) -> RunningProcesses:
         """Start the processes and the reading threads; see `LoaderProcesses`."""
         self.halt()
-        self._readers = _Readers(self._source, self._processes.start(arrivals, ()), arrivals)
+        started = self._processes.start(arrivals, (), self._reading.keep)
+        self._readers = _Readers(self._reading, started, arrivals)
         for task in tasks:
             self._readers.give(task)
         return self._readers
@@ -300,8 +406,8 @@ class FedProcesses:
 class _Readers:
     """Threads that read for the loader processes of one epoch."""
 
-    def __init__(self, source: SampleSource, processes: RunningProcesses, arrivals: Arrivals) -> None:
-        self._source, self._processes, self._arrivals = source, processes, arrivals
+    def __init__(self, reading: StoreReading, processes: RunningProcesses, arrivals: Arrivals) -> None:
+        self._reading, self._processes, self._arrivals = reading, processes, arrivals
         self._threads = DaemonExecutor(READERS, name="read")
         self._lock, self._unread = threading.Lock(), dict[int, Task]()
         self._over = False
@@ -337,26 +443,19 @@ class _Readers:
         with self._lock:
             if self._unread.pop(task.number, None) is None:
                 return
-        read = self._source.positions[1]
         try:
-            values = self._source.make_all(
-                task.indices,
-                epoch=task.epoch,
-                samples=task.samples,
-                start=task.start,
-                stop=read,
-                given=None,
-            )
+            found = self._reading.read(task)
         except Exception as error:
-            self._arrivals.put(Arrival(task.number, error=error, final=True))
-            return
-        if task.stop == read:
-            self._arrivals.put(Arrival(task.number, values))
+            found = Arrival(task.number, error=error, final=True)
+        if isinstance(found, Arrival):
+            self._arrivals.put(found)
         else:
-            self._work(task._replace(start=read, given=values))
+            self._work(found)
 
     def _work(self, task: Task) -> None:
-        given = [each.numpy() if isinstance(each, torch.Tensor) else each for each in task.given]
+        given = task.given
+        if not isinstance(given, PackedSamples):
+            given = [each.numpy() if isinstance(each, torch.Tensor) else each for each in given]
         self._processes.give(task._replace(given=given))
 
 
@@ -375,10 +474,15 @@ class _Forward(threading.Thread):
     """
 
     def __init__(
-        self, source: Iterator[TaskResult], waiting: TaskSampler, arrivals: Arrivals, begun: Iterable[Task]
+        self,
+        source: Iterator[TaskResult],
+        waiting: TaskSampler,
+        arrivals: Arrivals,
+        begun: Iterable[Task],
+        keep: Callable[[MadeRows], object],
     ) -> None:
         super().__init__(name="upriver-here", daemon=True)
-        self._source, self._waiting, self._arrivals = source, waiting, arrivals
+        self._source, self._waiting, self._arrivals, self._keep = source, waiting, arrivals, keep
         self._expected: SimpleQueue[None] = SimpleQueue()
         self._handed: deque[object] = deque(maxlen=MOST_HANDED)
         self._outstanding = {task.number for task in begun}
@@ -402,7 +506,7 @@ class _Forward(threading.Thread):
 
     def let_go(self, made: object) -> None:
         """Keep a batch, which the next result frees unless it is the newest; see `RunningProcesses`."""
-        if _has_room():
+        if has_room():
             self._handed.append(made)
 
     def halt(self) -> None:
@@ -413,17 +517,19 @@ class _Forward(threading.Thread):
         while not self._ended:
             self._expected.get()
             try:
-                arrival = self._next()
+                made = self._next()
             except Exception as error:
                 self.failed = True
                 self._end(str(error) if isinstance(error, _Left) else why_ended(self._source, error))
             else:
-                self._hand_on(arrival)
-                del arrival
+                if made is not None:
+                    self._keep_rows(made)  # first, so that a whole epoch is kept when its last batch comes
+                    self._hand_on(_arrival(made))
+                del made
         self._handed.clear()
         self._source = iter(())  # else the processes would live as long as their user
 
-    def _next(self) -> Arrival | None:
+    def _next(self) -> TaskResult | None:
         """Return the result of the next finished task; None at the end.
 
         Raises:
@@ -437,14 +543,14 @@ class _Forward(threading.Thread):
             made = next(self._source)
         if made.left:
             raise _Left(made.left)
-        if made.failed is None:
-            value = made.value.unpacked() if isinstance(made.value, PackedSamples) else made.value
-            return Arrival(made.number, value)
-        return Arrival(made.number, error=raised(made.failed), final=True)
+        return made
 
-    def _hand_on(self, arrival: Arrival | None) -> None:
-        if arrival is None:
-            return
+    def _keep_rows(self, made: TaskResult) -> None:
+        rows = made.made_rows
+        if rows is not None:
+            self._keep(rows)
+
+    def _hand_on(self, arrival: Arrival) -> None:
         with self._lock:
             self._outstanding.discard(arrival.number)
         self._arrivals.put(arrival)
@@ -466,6 +572,13 @@ class _Forward(threading.Thread):
         return Arrival(task, error=ProcessesEnded(self._ended), final=True)
 
 
+def _arrival(made: TaskResult) -> Arrival:
+    if made.failed is not None:
+        return Arrival(made.number, error=raised(made.failed), final=True)
+    value = made.value.unpacked() if isinstance(made.value, PackedSamples) else made.value
+    return Arrival(made.number, value)
+
+
 def _told_of(left: BaseException) -> str:
     """Return how this process was to end, in words."""
     if isinstance(left, SystemExit):
@@ -478,15 +591,6 @@ def _exit_code(left: SystemExit) -> int:
     if left.code is None:
         return 0
     return left.code & 0xFF if isinstance(left.code, int) else 1
-
-
-def _has_room() -> bool:
-    """Return whether shared memory is far from full."""
-    try:
-        room = os.statvfs(SHARED_MEMORY)
-    except (AttributeError, OSError):  # on another system
-        return False
-    return room.f_bavail * room.f_frsize >= ROOM_BYTES
 
 
 def _as_it_is(value: Any) -> Any:

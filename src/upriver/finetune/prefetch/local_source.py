@@ -18,7 +18,7 @@ from upriver.rpc.link_meter import LinkMeter
 from upriver.types import MicroBatch, Timings
 
 
-class KeptSamples(Protocol):
+class KeptInputs(Protocol):
     """Samples that are kept at a position among the input stages."""
 
     @property
@@ -51,7 +51,7 @@ class LocalSource:
     epoch: int
     on_bad_sample: OnBadSample = "fail"
     shared: LinkMeter | None = None
-    kept: KeptSamples | None = None
+    kept: KeptInputs | None = None
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __call__(self, ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:

@@ -153,6 +153,7 @@ class Resample(InputStage):
     takes = ("audio",)
     gives = "audio"
     draws = False
+    threaded = True
 
     orig: int
     new: int

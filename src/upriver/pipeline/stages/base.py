@@ -39,6 +39,7 @@ class InputStage(ABC):
         kind: Category of the stage's work.
         draws: Whether the result depends on the random numbers. A stage that does not say counts as random:
             its results are then never kept for another epoch.
+        threaded: Whether the result's low bits may depend on PyTorch's number of threads.
     """
 
     name: ClassVar[str]
@@ -46,6 +47,7 @@ class InputStage(ABC):
     takes: ClassVar[tuple[Kind, ...]]
     gives: ClassVar[Kind]
     draws: ClassVar[bool] = True
+    threaded: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, value: torch.Tensor, draw: Draw) -> torch.Tensor:
