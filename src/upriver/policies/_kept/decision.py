@@ -158,7 +158,7 @@ class KeepPlan:
     def total_s(self) -> float:
         """Predicted seconds of the whole horizon."""
         firsts = min(self.views, self.epochs)
-        return firsts * self.first_s + (self.epochs - firsts) * self.later_s
+        return self.epochs * self.later_s + firsts * (self.first_s - self.later_s)
 
     @property
     def total_without_s(self) -> float:
