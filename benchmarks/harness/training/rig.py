@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.harness.children import Child, Failed, ProcessLost, module_command, paths
 from benchmarks.harness.code_version import code, commit, policies
-from benchmarks.harness.photographs import CLASSES, jpeg
+from benchmarks.harness.photographs import CLASSES, write_photographs
 from benchmarks.harness.records import (
     Deadline,
     Output,
@@ -64,15 +64,14 @@ START_LIMIT_S = 600.0
 
 def make_data(setting: Setting, folder: Path) -> None:
     """Write the stored samples of the setting in class folders. The samples are always the same."""
+    if setting.stored == "jpeg":
+        write_photographs(folder / "data", setting.samples, scale=setting.stored_scale)
+        return
     for number in range(setting.samples):
-        rng = np.random.default_rng([number, setting.stored_scale])
+        rng = np.random.default_rng([number, 1])
         place = folder / "data" / f"class{number % CLASSES}"
         place.mkdir(parents=True, exist_ok=True)
-        if setting.stored == "tensor":
-            np.save(place / f"{number:05}.npy", rng.standard_normal(TENSOR_SHAPE, dtype=np.float32))
-        else:
-            image = jpeg(rng, scale=setting.stored_scale)
-            (place / f"{number:05}.jpg").write_bytes(image)
+        np.save(place / f"{number:05}.npy", rng.standard_normal(TENSOR_SHAPE, dtype=np.float32))
 
 
 # ---------------------------------------------------------------------------------------------- the hosts
