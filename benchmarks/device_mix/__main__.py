@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.device_mix.report import Mix, plot, report
@@ -90,16 +89,6 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
         print(f"{setting.key}: skipped: {error}", file=sys.stderr)
 
 
-def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
-    """Write the report's two files. Return the text of the page."""
-    found = [Mix(setting, records) for setting in settings]
-    text = report(found, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    plot(found, folder / f"{name}.png")
-    return text
-
-
 def main() -> None:
     command(
         __doc__,
@@ -108,7 +97,8 @@ def main() -> None:
         QUICK,
         found=Mix,
         measure=measure,
-        write=write,
+        report=report,
+        plot=plot,
         devices={"cuda": (SETTINGS_CUDA, QUICK_CUDA)},
     )
 

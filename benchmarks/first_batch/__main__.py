@@ -12,7 +12,6 @@ warm ones, by the largest median of three networks. Jobs of one to five epochs o
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -87,18 +86,18 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
                     run(label, repeat)
 
 
-def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
-    """Write the report's two files. Return the text of the page."""
-    found = [Runs(setting, records) for setting in settings]
-    text = report(found, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    plot(found, folder / f"{name}.png")
-    return text
-
-
 def main() -> None:
-    command(__doc__, "first_batch", SETTINGS, QUICK, found=Runs, measure=measure, write=write, replans=False)
+    command(
+        __doc__,
+        "first_batch",
+        SETTINGS,
+        QUICK,
+        found=Runs,
+        measure=measure,
+        report=report,
+        plot=plot,
+        replans=False,
+    )
 
 
 if __name__ == "__main__":

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,37 +19,16 @@ from benchmarks.first_batch.settings import (
     WARM,
     Setting,
 )
-from benchmarks.harness.children import Child, Failed, ProcessLost, module_command, paths
+from benchmarks.harness.children import Child, Failed, ProcessLost
 from benchmarks.harness.code_version import code, commit
 from benchmarks.harness.memory_group import Watch
-from benchmarks.harness.slowed import cpu_s
 from benchmarks.harness.testbed import Testbed
+from benchmarks.harness.training.places import Place, Places
 
 RUN_LIMIT_S = 900.0
-START_LIMIT_S = 120.0
 
 LOOK_S = 0.25
 """Seconds between two looks at the memory. A look takes some milliseconds of a core."""
-
-CALM_S, CALM_CPU_S = 0.5, 0.03
-"""A host is calm if its processes took no more processor seconds than that in so many."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A storage host's processes, and the training side's caches.
-
-    Attributes:
-        url: Address of the server.
-        store: URI and options of the store, for the training side.
-        cache: Folder of the caches.
-        pids: The processes.
-    """
-
-    url: str
-    store: tuple[str, Mapping[str, str]]
-    cache: Path
-    pids: Sequence[int]
 
 
 class Rig:
@@ -78,14 +50,20 @@ class Rig:
         self.facts = {"setting": setting.key, "commit": commit(), "code": code()}
         self._kept: Place | None = None
         self._filled = False
-        self._cores = sorted(os.sched_getaffinity(0))[:2] if setting.cores == 2 else None
 
     def __enter__(self) -> Rig:
         setting = self.setting
         with ExitStack() as stack:
             make_data(setting.network, setting.samples, self._folder)
             rate = None if setting.mbit is None else setting.mbit * 1e6 / 8
-            self._bed = stack.enter_context(Testbed(rate))
+            bed = stack.enter_context(Testbed(rate))
+            self._places = Places(
+                bed,
+                self._folder / "data",
+                self._folder,
+                threads=setting.cores,
+                cores=sorted(os.sched_getaffinity(0))[:2] if setting.cores == 2 else None,
+            )
             self._stack = stack.pop_all()
         return self
 
@@ -105,9 +83,8 @@ class Rig:
         try:
             with ExitStack() as stack:
                 cold = label.endswith(COLD)
-                place = self._new(stack) if cold else self._shared(filled=label.endswith(WARM))
+                place = self._places.make(stack) if cold else self._shared(filled=label.endswith(WARM))
                 child = self._begun(place, stack)
-                self._wait_calm((*place.pids, child.process.pid))
                 with self._watched(child.process.pid) as watch:
                     done = child.ask(RUN_LIMIT_S, order_of(self.setting, label, swept=swept))
                 if watch is not None:
@@ -124,68 +101,17 @@ class Rig:
     def _shared(self, *, filled: bool) -> Place:
         """Return the place that runs share, after an earlier job if it must be filled."""
         if self._kept is None:
-            self._kept = self._new(self._stack)
+            self._kept = self._places.make(self._stack)
         if filled and not self._filled:
             with ExitStack() as stack:
                 self._begun(self._kept, stack).ask(RUN_LIMIT_S, {"do": "fill"})
             self._filled = True
         return self._kept
 
-    def _new(self, stack: ExitStack) -> Place:
-        """Return a new place, which ends with the stack."""
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=self._folder)))
-        shutil.copytree(self._folder / "data", folder / "store" / "data", copy_function=os.link)
-        store = folder / "store"
-        server = self._bed.run_server(
-            {"default": store.as_uri()},
-            "--threads",
-            self.setting.cores,
-            core=self._cores,
-            env={"UPRIVER_CACHE": str(folder / "server")},
-        )
-        stack.callback(self._bed.end, server.process)
-        objects = self._bed.run_objects(store, core=self._cores)
-        stack.callback(self._bed.end, objects.process)
-        return Place(
-            url=server.url,
-            store=(objects.uri, objects.options or {}),
-            cache=folder / "cache",
-            pids=(server.process.pid, objects.process.pid),
-        )
-
     def _begun(self, place: Place, stack: ExitStack) -> Child:
         """Start a process that trains, and wait until it is ready. It ends with the stack."""
-        uri, options = place.store
-        spec = {
-            "network": self.setting.network,
-            "threads": self.setting.cores,
-            "batch_size": self.setting.batch_size,
-            "url": place.url,
-            "uri": uri,
-            "options": options,
-        }
-        process = self._bed.popen(
-            "compute",
-            module_command("first_batch.job", json.dumps(spec)),
-            core=self._cores,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**paths(), "UPRIVER_CACHE": str(place.cache)},
-        )
-        stack.callback(self._bed.end, process)
-        child = Child(process, "the training process")
-        child.answer(START_LIMIT_S)
-        return child
-
-    def _wait_calm(self, pids: Sequence[int]) -> None:
-        """Wait until the processes have started up: a new server does not answer sooner than it is ready."""
-        until = time.monotonic() + START_LIMIT_S
-        while time.monotonic() < until:
-            before = sum(map(cpu_s, pids))
-            time.sleep(CALM_S)
-            if sum(map(cpu_s, pids)) - before <= CALM_CPU_S:
-                return
-        raise Failed("the hosts did not come to rest")
+        spec = {"network": self.setting.network, "batch_size": self.setting.batch_size}
+        return self._places.start("first_batch.job", spec, place, stack)
 
 
 def order_of(setting: Setting, label: str, *, swept: bool) -> dict[str, Any]:

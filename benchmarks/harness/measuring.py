@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import math
 import os
 import platform
 import statistics
@@ -17,6 +18,9 @@ import psutil
 import torch
 
 T = TypeVar("T")
+
+CONFIDENCE = 0.95
+"""Confidence of an interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,45 @@ class Spread:
         """Return ``median (lowest to highest)`` as text."""
         low, high = min(self.values), max(self.values)
         return f"{self.median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """A ratio and its confidence interval.
+
+    Attributes:
+        middle: Geometric mean of the ratios.
+        low: Lower end; 0 with a single pair, which bounds nothing.
+        high: Upper end; infinite with a single pair.
+        pairs: Number of pairs.
+    """
+
+    middle: float
+    low: float
+    high: float
+    pairs: int
+
+    def text(self) -> str:
+        """Return ``middle (low to high)`` as text."""
+        return f"{self.middle:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def ratio_interval(ones: Sequence[float], others: Sequence[float]) -> Interval | None:
+    """Return the ratio of paired figures with its interval, by Student's t on the logarithms; None of none.
+
+    Logarithms, since a ratio and its inverse must say the same.
+    """
+    logs = [math.log(one / other) for one, other in zip(ones, others, strict=True)]
+    if not logs:
+        return None
+    middle, pairs = statistics.fmean(logs), len(logs)
+    if pairs == 1:
+        return Interval(middle=math.exp(middle), low=0.0, high=math.inf, pairs=1)
+    from scipy.special import stdtrit  # no process that is measured needs it
+
+    half = float(stdtrit(pairs - 1, (1 + CONFIDENCE) / 2)) * statistics.stdev(logs) / math.sqrt(pairs)
+    low, high = math.exp(middle - half), math.exp(middle + half)
+    return Interval(middle=math.exp(middle), low=low, high=high, pairs=pairs)
 
 
 def interleave(runs: Mapping[str, Callable[[int], T]], repeats: int) -> dict[str, list[T]]:

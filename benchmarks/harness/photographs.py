@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
@@ -29,6 +30,15 @@ def jpeg(rng: np.random.Generator, *, scale: int = 1) -> bytes:
         low, high = (low, middle) if len(_encoded(picture, middle)) >= wanted else (middle + 1, high)
     tried = [_encoded(picture, quality) for quality in (low - 1, low)]
     return min(tried, key=lambda data: abs(len(data) - wanted))
+
+
+def write_photographs(folder: Path, samples: int, *, scale: int = 1) -> None:
+    """Write stored photographs in class folders. They are always the same."""
+    for number in range(samples):
+        place = folder / f"class{number % CLASSES}"
+        place.mkdir(parents=True, exist_ok=True)
+        image = jpeg(np.random.default_rng([number, scale]), scale=scale)
+        (place / f"{number:05}.jpg").write_bytes(image)
 
 
 def _encoded(picture: Image.Image, quality: int) -> bytes:

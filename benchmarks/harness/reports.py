@@ -135,6 +135,25 @@ def goals_met(text: str) -> str:
     return f"{verdicts.count('met')} of {len(verdicts)}"
 
 
+def goal_line(goal: str, judged: Mapping[str, bool], left: Sequence[str]) -> str:
+    """Return whether every setting of a goal has met it, the settings that missed it, and those not run.
+
+    Args:
+        goal: The goal in words.
+        judged: Whether a setting has met it, by the setting's key.
+        left: Keys of the settings that cannot be judged yet.
+    """
+    if not judged:
+        return f"{goal}: not judged"
+    missed = [key for key, met in judged.items() if not met]
+    said = "**missed**" if missed else "met so far" if left else "**met**"
+    return (
+        f"{goal}: {said}, met in {len(judged) - len(missed)} of {len(judged)}"
+        + (f"; not in {', '.join(missed)}" if missed else "")
+        + (f"; not run: {', '.join(left)}" if left else "")
+    )
+
+
 def holds(*patterns: str) -> Count:
     """Return a function that says ``met`` if the report's words match every pattern."""
 
@@ -168,6 +187,16 @@ def figures(name: str, after: str = "", *, of: Callable[[list[float]], float], d
 
     def count(text: str) -> str:
         return f"{of(_numbers(column(text, name, after))):.{digits}f}"
+
+    return count
+
+
+def span(name: str, after: str = "", *, digits: int = 2) -> Count:
+    """Return a function that tells the least and the greatest number of a column; ``?`` without any."""
+
+    def count(text: str) -> str:
+        numbers = _numbers(column(text, name, after))
+        return f"{min(numbers):.{digits}f} to {max(numbers):.{digits}f}" if numbers else "?"
 
     return count
 

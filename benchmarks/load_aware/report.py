@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.measuring import machine, versions
-from benchmarks.harness.reports import table
+from benchmarks.harness.reports import goal_line, table
 from benchmarks.load_aware.bed import LOAD_WATCH_S, LOAD_WINDOW_S
 from benchmarks.load_aware.found import GOALS, OVER_ENDS_BY, REUSED, Found
 from benchmarks.load_aware.job import DEADLINE_S, RUNS
@@ -104,16 +104,7 @@ def verdict(goal: str, found: Sequence[Found]) -> str:
     """Return whether every setting of a goal has met it, where it is missed, and the missing settings."""
     about = [each for each in found if goal in each.asked]
     judged = {each.setting.key: each.goals[goal] for each in about if each.complete and goal in each.goals}
-    if not judged:
-        return f"{GOALS[goal]}: not judged"
-    missed = [key for key, met in judged.items() if not met]
-    left = [each.setting.key for each in about if not each.complete]
-    said = "**missed**" if missed else "met so far" if left else "**met**"
-    return (
-        f"{GOALS[goal]}: {said}, met in {len(judged) - len(missed)} of {len(judged)}"
-        + (f"; not in {', '.join(missed)}" if missed else "")
-        + (f"; not run: {', '.join(left)}" if left else "")
-    )
+    return goal_line(GOALS[goal], judged, [each.setting.key for each in about if not each.complete])
 
 
 # -------------------------------------------------------------------------------------------- load

@@ -8,7 +8,6 @@ it by itself; ``--report`` writes ``results/plan_quality.md`` and ``.png`` from 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.records import Deadline, Records
@@ -57,18 +56,17 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
                 run_once(rig, records, label, repeat, deadline)
 
 
-def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
-    """Write the report's two files. Return the text of the page."""
-    found = [Found(setting, records) for setting in settings]
-    text = report(found, POLICIES, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    plot(found, POLICIES, folder / f"{name}.png")
-    return text
-
-
 def main() -> None:
-    command(__doc__, "plan_quality", SETTINGS, QUICK, found=Found, measure=measure, write=write)
+    command(
+        __doc__,
+        "plan_quality",
+        SETTINGS,
+        QUICK,
+        found=Found,
+        measure=measure,
+        report=lambda found, name: report(found, POLICIES, name),
+        plot=lambda found, path: plot(found, POLICIES, path),
+    )
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ writes ``results/speedup.md`` and ``.png`` from the existing runs.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.harness.records import Deadline, Records
@@ -49,18 +48,8 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
         measure_ways(Speeds, rig, records, deadline)
 
 
-def write(settings: Sequence[Setting], records: Records, folder: Path, name: str) -> str:
-    """Write the report's two files. Return the text of the page."""
-    found = [Speeds(setting, records) for setting in settings]
-    text = report(found, name)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(text, encoding="utf-8")
-    plot(found, folder / f"{name}.png")
-    return text
-
-
 def main() -> None:
-    command(__doc__, "speedup", SETTINGS, QUICK, found=Speeds, measure=measure, write=write)
+    command(__doc__, "speedup", SETTINGS, QUICK, found=Speeds, measure=measure, report=report, plot=plot)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,15 @@ LATER = (
     "strangers",
 )
 
-OWN = ("cold_accelerator", "cold_connections", "cold_start", "input_pipeline", "load_aware", "wire")
+OWN = (
+    "cold_accelerator",
+    "cold_connections",
+    "cold_start",
+    "input_pipeline",
+    "kept_features",
+    "load_aware",
+    "wire",
+)
 """Claims whose own tests run the quick form, and look closer at what it makes."""
 
 LINKED = ("device_mix", "first_batch", "link_change", "plan_quality", "speedup")

@@ -24,7 +24,7 @@ import numpy as np
 
 from benchmarks.harness.children import Child, Failed, ProcessLost, module_command, paths
 from benchmarks.harness.code_version import code, commit, policies
-from benchmarks.harness.photographs import CLASSES, jpeg
+from benchmarks.harness.photographs import CLASSES, write_photographs
 from benchmarks.harness.records import (
     Deadline,
     Output,
@@ -64,15 +64,14 @@ START_LIMIT_S = 600.0
 
 def make_data(setting: Setting, folder: Path) -> None:
     """Write the stored samples of the setting in class folders. The samples are always the same."""
+    if setting.stored == "jpeg":
+        write_photographs(folder / "data", setting.samples, scale=setting.stored_scale)
+        return
     for number in range(setting.samples):
-        rng = np.random.default_rng([number, setting.stored_scale])
+        rng = np.random.default_rng([number, 1])
         place = folder / "data" / f"class{number % CLASSES}"
         place.mkdir(parents=True, exist_ok=True)
-        if setting.stored == "tensor":
-            np.save(place / f"{number:05}.npy", rng.standard_normal(TENSOR_SHAPE, dtype=np.float32))
-        else:
-            image = jpeg(rng, scale=setting.stored_scale)
-            (place / f"{number:05}.jpg").write_bytes(image)
+        np.save(place / f"{number:05}.npy", rng.standard_normal(TENSOR_SHAPE, dtype=np.float32))
 
 
 # ---------------------------------------------------------------------------------------------- the hosts
@@ -237,9 +236,6 @@ class Keyed(Protocol):
         """Return a short key of everything that a run depends on."""
 
 
-AnySetting = TypeVar("AnySetting", bound=Keyed)
-
-
 class Finding(Protocol):
     """The records of one setting."""
 
@@ -252,21 +248,30 @@ class Finding(Protocol):
         """Return the runs that do not count, and why."""
 
 
+AnySetting = TypeVar("AnySetting", bound=Keyed)
+AnyFinding = TypeVar("AnyFinding", bound=Finding)
+
+
 def command(
     description: str | None,
     name: str,
     settings: Sequence[AnySetting],
     quick: AnySetting,
     *,
-    found: Callable[[AnySetting, Records], Finding],
+    found: Callable[[AnySetting, Records], AnyFinding],
     measure: Callable[[AnySetting, Records, Deadline], None],
-    write: Callable[[Sequence[AnySetting], Records, Path, str], str],
+    report: Callable[[Sequence[AnyFinding], str], str],
+    plot: Callable[[Sequence[AnyFinding], Path], None],
+    turns: int = 1,
     replans: bool = True,
     devices: Mapping[str, tuple[Sequence[AnySetting], AnySetting]] | None = None,
 ) -> None:
     """Run the command line of a resumable benchmark: run what is missing, then report all records.
 
     Args:
+        report: Returns the page on all settings, given the name of its files.
+        plot: Draws the page's figure.
+        turns: Passes over the settings, each of which may measure a part of what is missing.
         replans: Whether policies of other code may choose anew in a finished setting.
         devices: Settings and quick setting for each accelerator that ``--device`` may name.
     """
@@ -297,13 +302,15 @@ def command(
         return
     if not options.report:
         deadline = Deadline(options.minutes)
+        wanted = [setting for setting in settings if any(part in setting.key for part in options.only)]
         with until_time_is_up():
-            for setting in settings:
-                wanted = any(part in setting.key for part in options.only)
-                if wanted and (getattr(options, "replan", False) or found(setting, records).missing):
+            for setting in [each for _ in range(turns) for each in wanted]:
+                if getattr(options, "replan", False) or found(setting, records).missing:
                     try:
                         measure(setting, records, deadline)
                     except (TestbedError, Failed) as error:
                         sys.exit(f"error: {error}")
-    print(write(settings, records, output.folder, output.name))
-    exit_on_faults([line for setting in settings for line in found(setting, records).not_counted])
+    every = [found(setting, records) for setting in settings]
+    plot(every, output.path(".png"))
+    output.write(report(every, output.name))
+    exit_on_faults([line for one in every for line in one.not_counted])

@@ -163,7 +163,7 @@ def test_without_a_limit_two_devices_are_measured_on_the_loopback_device(tmp_pat
     one = Mix(setting, records)
     assert not one.missing and not one.not_counted
     assert one.exactness == "bit for bit"
-    assert "server cpu, trainer cpu:0" in device_mix.write([setting], records, tmp_path, "x")
+    assert "server cpu, trainer cpu:0" in report([one], "x")
 
 
 @pytest.mark.parametrize("form", [("--quick",), ()])

@@ -28,7 +28,17 @@ from benchmarks.harness.training.plans import (
 )
 from benchmarks.harness.training.rig import command, make_data
 from benchmarks.plan_quality import __main__ as plan_quality
-from benchmarks.plan_quality.report import BINS, PAPER, POLICIES, bin_of, judged, report, shares, verdict
+from benchmarks.plan_quality.report import (
+    BINS,
+    PAPER,
+    POLICIES,
+    bin_of,
+    judged,
+    plot,
+    report,
+    shares,
+    verdict,
+)
 from upriver.cost import route_between
 from upriver.policies import POLICIES as ALL_POLICIES
 
@@ -299,8 +309,16 @@ def test_a_run_that_does_not_count_fails_the_command(
     monkeypatch.setattr("sys.argv", ["records", "--report", "--out", str(tmp_path)])
 
     def reported() -> None:
-        measure, write = plan_quality.measure, plan_quality.write
-        command(None, "records", [SETTING], SETTING, found=Found, measure=measure, write=write)
+        command(
+            None,
+            "records",
+            [SETTING],
+            SETTING,
+            found=Found,
+            measure=plan_quality.measure,
+            report=lambda found, name: report(found, POLICIES, name),
+            plot=lambda found, path: plot(found, POLICIES, path),
+        )
 
     reported()
     records.add(run_key(SETTING, "3", 0), row(20.0, digest="other"))

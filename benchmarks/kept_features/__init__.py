@@ -1,0 +1,1 @@
+"""Measure whether jobs that keep frozen features are ahead of features kept by hand."""
