@@ -219,7 +219,9 @@ class TaskDataset(TorchDataset[TaskResult]):
     def _holds(self, rows: Collection[torch.Tensor], task: Task, kept: KeptStart) -> bool:
         """Return whether a task's batch holds rows as they are: finished, and in their memory order."""
         joined = task.joins and kept.position == DONE and self._maker.collate is default_collate
-        plain = (row.stride() == torch.empty(row.shape, device="meta").stride() for row in rows)
+        plain = (
+            row.stride() == torch.empty(row.shape, dtype=row.dtype, device="meta").stride() for row in rows
+        )
         return joined and bool(rows) and all(plain)
 
 
