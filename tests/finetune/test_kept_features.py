@@ -326,3 +326,29 @@ def test_job_that_moves_over_keeps_the_rows_from_before_for_later_jobs(
     got, later = kept_run(data, tmp_path / "kept", epochs=1)
     assert same(got, reference(data, epochs=1))
     assert later.report.samples == {"kept": COUNT}
+
+
+def in_memory(name: str, first: int) -> Dataset:
+    """Return photos in a store of this process, whose ETags count from 0."""
+    store = upriver.Store.open(f"memory://{name}")
+    for number in range(20):
+        store.put(f"photos/class{number % 5}/{number:03}.png", png(first + number))
+    return upriver.index(store, "photos", stages=STILL)
+
+
+def test_rows_of_stores_in_memory_are_not_mistaken_for_each_other(tmp_path: Path) -> None:
+    data, held = in_memory("kept-a", 0), in_memory("kept-b", 500)
+    assert [ref.etag for ref in data.locate([0, 1])] == [ref.etag for ref in held.locate([0, 1])]
+
+    def mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.mean()
+
+    room = upriver.Keep(memory="64 MB", disk="64 MB", folder=tmp_path / "kept")
+    options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "policy": "nosplit"}
+    with near().finetune(frozen_small(), data, **options) as plain:
+        wanted = [plain.evaluate(data, mean), plain.evaluate(held, mean)]
+    with near().finetune(frozen_small(), data, **options, keep=room) as job:
+        assert [job.evaluate(data, mean), job.evaluate(held, mean)] == wanted
+        assert [job.evaluate(data, mean), job.evaluate(held, mean)] == wanted
+    assert wanted[0] != wanted[1]
+    assert not shards(tmp_path)

@@ -70,18 +70,23 @@ class KeptFeatures:
         if self.writer is not None:
             close_later(self, self.writer.close, at_exit=True)
 
-    def stretch(self, chain: InputChain, *, position: int | None, view: int | None) -> KeptStretch:
-        """Return the rows that a stretch gives.
+    def stretch(self, dataset: Dataset, *, position: int | None, view: int | None) -> KeptStretch:
+        """Return the rows that a stretch gives, of this dataset and others with the same input stages.
 
         Args:
+            dataset: Names the input stages. ETags of a store in this process's memory mean nothing elsewhere,
+                so rows of such a dataset are its own, and stay in memory.
             position: Cut after which rows are kept, at most 0; None for the freeze point.
             view: Epoch as which the input stages draw; None if none before the cut draws.
         """
+        chain, shared = dataset.chain, dataset.store.is_shared
         before = chain.to_json() if position is None else chain.to_json()[: position - chain.start]
-        name = json.dumps([before, position, view], sort_keys=True)
+        store = None if shared else dataset.store.uri
+        name = json.dumps([before, position, view, store], sort_keys=True)
         with self._lock:
             if name not in self._stretches:
-                self._stretches[name] = KeptStretch(self, name, chain, position=position, view=view)
+                made = KeptStretch(self, name, chain, position=position, view=view, on_disk=shared)
+                self._stretches[name] = made
             return self._stretches[name]
 
     def fingerprint(self, chain: InputChain, position: int | None) -> Mapping[str, str]:
@@ -146,12 +151,19 @@ class KeptStretch:
     """
 
     def __init__(
-        self, owner: KeptFeatures, name: str, chain: InputChain, *, position: int | None, view: int | None
+        self,
+        owner: KeptFeatures,
+        name: str,
+        chain: InputChain,
+        *,
+        position: int | None,
+        view: int | None,
+        on_disk: bool,
     ) -> None:
         self.position, self.trusted = position, False
         self._owner, self._name, self._chain, self._view = owner, name, chain, view
         self._found: StretchFolder | None = None
-        self._opened = False
+        self._opened = not on_disk
         self._lock = threading.Lock()
 
     @property

@@ -395,7 +395,7 @@ class FeatureSource:
         stretch, usable = None, frozenset[int]()
         if self.kept is not None and self._may_keep(self.kept):
             draws = dataset.chain.first_draw is not None
-            stretch = self.kept.stretch(dataset.chain, position=None, view=drawn if draws else None)
+            stretch = self.kept.stretch(dataset, position=None, view=drawn if draws else None)
             usable = self._usable(stretch, dataset, order.ids[order.step(step)[0] :], drawn)
         return PassWork(
             dataset=dataset,
@@ -412,7 +412,7 @@ class FeatureSource:
         """Return an epoch in which samples are kept at a position before the first random stage."""
         stretch, usable = None, frozenset[int]()
         if position is not None and self.kept is not None and self._may_keep(self.kept):
-            stretch = self.kept.stretch(dataset.chain, position=position, view=None)
+            stretch = self.kept.stretch(dataset, position=position, view=None)
             usable = self._usable(stretch, dataset, order.ids[order.step(step)[0] :], epoch)
         return PassWork(
             dataset=dataset,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 
@@ -77,8 +76,6 @@ class KeptSamples:
         self._drawn = first_draw is not None and bool(source.views)
         self._current = CurrentObjects(source.dataset)
         self._seconds = SampleSeconds(source.dataset.stored_bytes / DECODED_BYTES_PER_S)
-        if not source.dataset.store.is_shared:  # its ETags mean nothing to another process
-            keep = replace(keep, disk=0)
         self._features = KeptFeatures(
             keep,
             micro_batch=1,
@@ -172,7 +169,7 @@ class KeptSamples:
 
     def _stretch(self, epoch: int) -> KeptStretch:
         view = self._source.drawn_as(epoch) if self._drawn else None
-        return self._features.stretch(self._dataset.chain, position=self.position, view=view)
+        return self._features.stretch(self._dataset, position=self.position, view=view)
 
     def _check(self, stretch: KeptStretch, epoch: int) -> None:
         """Compute some kept rows anew, and trust the others if these are equal."""
