@@ -98,6 +98,7 @@ ROOMS = {
     ),
     "draws": Room(code=("pipeline/draw.py", "pipeline/seeding.py"), tests=("pipeline",)),
     "direct": Room(code=("store/direct.py",), tests=("store",)),
+    "features": Room(code=("features",), tests=("features",)),
 }
 
 COMPARISONS: dict[type[ast.cmpop], str] = {

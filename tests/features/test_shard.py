@@ -12,6 +12,7 @@ import hypothesis.strategies as st
 import pytest
 import safetensors.numpy
 import torch
+import xxhash
 from hypothesis import given
 
 from tests.features.keeping import assert_same, bits, key, row
@@ -159,6 +160,51 @@ def test_shard_of_another_version_says_so(tmp_path: Path, monkeypatch: pytest.Mo
         as_file(data) as file,
         pytest.raises(OtherVersion, match=r"its schema is 'upriver.features/2'; this"),
     ):
+        Shard(tmp_path, file, STRETCH)
+
+
+def sealed(data: bytes) -> bytes:
+    """Return a shard with the checksum that its index has now."""
+    start = len(data) - sum(each.nbytes for each in pack(STRETCH, ROWS).rows)
+    at = data.index(b'"checksum":"') + 12
+    blank = data[:at] + b"0" * 16 + data[at + 16 : start]
+    return data[:at] + f"{xxhash.xxh3_64_intdigest(blank):016x}".encode() + data[at + 16 :]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (b"float32", b"float33", "no row has a tensor of the form"),
+        (b"[1,16,2,2]", b"[1,16,2,3]", "no row has a tensor of the form"),
+        (b'"U64"', b'"I64"', "it has another length than was written"),
+        (b'"shape":[6,16]', b'"shape":[5,16]', "another"),
+        (b'"forms":{', b'"farms":{', "its header is damaged"),
+    ],
+)
+def test_shard_whose_index_says_otherwise_is_damage(
+    tmp_path: Path, old: bytes, new: bytes, told: str
+) -> None:
+    data = written(tmp_path)
+    assert outcome(sealed(data)) == ROWS.keys()
+    changed = data.replace(old, new, 1)
+    assert changed != data
+    with as_file(sealed(changed)) as file, pytest.raises(Damaged, match=told):
+        Shard(tmp_path, file, STRETCH)
+
+
+def test_shard_whose_rows_have_another_length_is_damage(tmp_path: Path) -> None:
+    data = bytearray(written(tmp_path))
+    start = len(data) - sum(each.nbytes for each in pack(STRETCH, ROWS).rows)
+    data[start - 4] = 2  # the last row has the form of an empty one
+    with as_file(sealed(bytes(data))) as file, pytest.raises(Damaged, match="its rows have another length"):
+        Shard(tmp_path, file, STRETCH)
+
+
+def test_shard_row_with_a_number_of_no_form_is_damage(tmp_path: Path) -> None:
+    data = bytearray(written(tmp_path))
+    start = len(data) - sum(each.nbytes for each in pack(STRETCH, ROWS).rows)
+    data[start - 4] = 4  # the form of the last row; there are four
+    with as_file(sealed(bytes(data))) as file, pytest.raises(Damaged, match="a row has no form"):
         Shard(tmp_path, file, STRETCH)
 
 
