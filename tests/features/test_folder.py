@@ -364,6 +364,7 @@ def test_folder_on_a_disk_that_fails_in_mid_write_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing)
         assert not kept.append(rows(range(2, 4)))
+    assert not kept.append(rows(range(2, 4)))  # it said that no more rows are kept
     assert not unfinished(tmp_path) and len(shards(tmp_path)) == 1
     assert len(caplog.records) == 1
     assert_kept(kept, rows(range(2)))
