@@ -112,3 +112,17 @@ def test_steps_of_a_loop_that_waits_for_nothing_count_as_long_as_the_accelerator
     for (found, _), (_, wanted) in zip(known[1:], known[:-1], strict=True):
         assert found is not None and found[1] == 16
         assert found[0] >= wanted
+
+
+def test_kept_features_come_back_to_the_accelerator_with_the_same_bits(tmp_path: Path) -> None:
+    stages = (upriver.Decode(), upriver.Resize(16), upriver.CenterCrop(16), upriver.Normalize())
+    data = photos(tmp_path, 50).with_stages(stages)
+    options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "policy": "nosplit"}
+    still = upriver.Sampling(shuffle=False)
+    room = upriver.Keep(memory="64 MB", disk=0)
+    with upriver.connect().finetune(frozen_small().cuda(), data, sampling=still, keep=room, **options) as job:
+        epochs = [[features for features, _ in job] for _ in range(2)]
+        assert job.report.samples == {"local": 50, "kept": 50}
+    for computed, read in zip(*epochs, strict=True):
+        assert read.device.type == "cuda" and read.stride() == computed.stride()
+        assert torch.equal(read, computed)

@@ -152,7 +152,7 @@ def test_views_with_deterministic_stages_are_said_and_no_error(tmp_path: Path) -
     assert "views=3 changes nothing" in job.plan.why
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_damaged_shards_change_no_bit(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     data = still_photos(tmp_path / "store")
     kept_run(data, tmp_path / "kept", epochs=1)
@@ -197,7 +197,9 @@ def test_skipped_samples_are_never_kept(tmp_path: Path) -> None:
     assert job.report.samples == {"local": COUNT + 2, "kept": 2 * (COUNT - 1)}
 
 
-@pytest.mark.parametrize("step", [0, 1, 3, 5])
+@pytest.mark.parametrize(
+    "step", [3, *(pytest.param(step, marks=pytest.mark.full) for step in (0, 1, 2, 4, 5))]
+)
 def test_resuming_with_kept_features_gives_equal_losses_at_every_step(tmp_path: Path, step: int) -> None:
     data = still_photos(tmp_path / "store")
     plain, _ = reference(data, epochs=3)
@@ -310,7 +312,7 @@ def test_numeric_job_keeps_nothing_and_says_so(tmp_path: Path) -> None:
     assert "kept" not in job.report.samples
 
 
-@pytest.mark.parametrize("at", [2, 7])
+@pytest.mark.parametrize("at", [7, pytest.param(2, marks=pytest.mark.full)])
 def test_job_that_moves_over_keeps_the_rows_from_before_for_later_jobs(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,8 @@ import psutil
 
 from upriver.cache import cache_folder
 from upriver.errors import ConfigError
-from upriver.features.budget import AUTO, budget_bytes, free_on_disk
+from upriver.features.budget import AUTO, budget_bytes
+from upriver.features.disk import disk_room
 from upriver.text import printable
 
 SHARD_BYTES, LEAST_SHARD_BYTES = 32 << 20, 4 << 20
@@ -52,8 +53,8 @@ class Keep:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of disk, as given or by what is free now."""
-        return budget_bytes("disk", self.disk, free=lambda: free_on_disk(self.path))
+        """Bytes of disk, as given or by what is free now and what is kept already."""
+        return budget_bytes("disk", self.disk, free=lambda: disk_room(self.path))
 
     @property
     def buffer_bytes(self) -> int:

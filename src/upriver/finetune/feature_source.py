@@ -486,7 +486,7 @@ class FeatureSource:
         rows = self._rows_of(self._resume(batch, dataset, self._split, 0, Clock()))
         [given], count = batch.tensors, 3 * len(batch.ids) // 4
         moved = torch.zeros_like(given)
-        moved[1 : count + 1], moved[0] = given[:count], given[-1]
+        moved[1 : count + 1], moved[0] = given[:count], given[len(batch.ids) - 1]
         other = replace(batch, ids=batch.ids[-1:] + batch.ids[:count], tensors=(moved,), skipped=())
         again = self._rows_of(self._resume(other, dataset, self._split, 0, Clock()))
         for sample in batch.ids[:count]:
