@@ -152,7 +152,7 @@ def test_a_product_with_another_device_and_micro_batch_finds_the_same_samples(
     other = KeptFeatures(
         disk, micro_batch=16, seed=99, device=torch.device("meta"), saved_s=lambda: 1.0, num_threads=7
     )
-    stretch = other.stretch(data.chain, position=data.chain.first_draw, view=None)
+    stretch = other.stretch(data, position=data.chain.first_draw, view=None)
     assert stretch.find(data, range(COUNT)) == frozenset(range(COUNT))
     other.close()
 
