@@ -92,7 +92,7 @@ class Script:
         """
         self._begin()
         views: Mapping[str, Any] = {} if self._spec["views"] is None else {"views": self._spec["views"]}
-        given: Mapping[str, Any] = {"sampling": upriver.Sampling(**views)}
+        given: Mapping[str, Any] = {"sampling": upriver.Sampling(**views), "keep": keep}
         near = upriver.connect(self._spec["url"], token=os.environ["UPRIVER_TOKEN"])
         job = near.finetune(
             self._model,

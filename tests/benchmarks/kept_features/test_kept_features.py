@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+import upriver
 from benchmarks.harness import testbed
 from benchmarks.harness.children import ROOT, module_command
 from benchmarks.harness.claims import CLAIMS
@@ -340,13 +342,15 @@ def test_features_in_memory_are_there_once_they_are_whole() -> None:
     assert kept.has(1) and not kept.has(0) and torch.equal(kept.take(1, (0, 1)), rows)
 
 
-def test_by_hand_learns_what_the_plain_loop_learns(tmp_path: Path) -> None:
+@pytest.fixture
+def spec(tmp_path: Path) -> dict[str, Any]:
+    """Return what a training process is told, with 20 stored images."""
     for number in range(20):
         place = tmp_path / "store" / "data" / f"class{number % 2}"
         place.mkdir(parents=True, exist_ok=True)
         pixels = np.random.default_rng(number).integers(0, 256, (40, 40, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(place / f"{number}.png")
-    spec = {
+    return {
         "network": "small",
         "views": 2,
         "batch_size": 16,
@@ -357,7 +361,11 @@ def test_by_hand_learns_what_the_plain_loop_learns(tmp_path: Path) -> None:
         "threads": torch.get_num_threads(),
         "uri": (tmp_path / "store").as_uri(),
         "options": {},
+        "url": "http://nowhere",
     }
+
+
+def test_by_hand_learns_what_the_plain_loop_learns(spec: dict[str, Any], tmp_path: Path) -> None:
     plain = Script(spec).plain()
     made = [
         Script(spec).by_hand(form=form, folder=str(tmp_path / "features")) for form in (MEMORY, FILE, FILE)
@@ -367,6 +375,26 @@ def test_by_hand_learns_what_the_plain_loop_learns(tmp_path: Path) -> None:
     assert len(plain["losses"]) == 6 and len(plain["ends_s"]) == 3 and plain["seconds"] >= plain["ends_s"][-1]
     assert len(list((tmp_path / "features").iterdir())) == 2, "one for each view"
     assert made[0]["peak_bytes"]["training"] > 0 and math.isfinite(made[0]["losses"][-1])
+
+
+@pytest.mark.parametrize("keep", [None, AUTO])
+def test_upriver_is_told_what_to_keep_and_how_many_views(
+    keep: str | None, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[str, Any] = {}
+
+    def finetune(*model_and_data: object, **given: Any) -> None:
+        told.update(given)
+        raise InterruptedError
+
+    monkeypatch.setenv("UPRIVER_TOKEN", "token")
+    monkeypatch.setattr(upriver, "connect", lambda url, token: SimpleNamespace(finetune=finetune))
+    monkeypatch.setattr(upriver, "Sampling", lambda **given: given)
+    for views in (2, None):
+        with pytest.raises(InterruptedError):
+            Script({**spec, "views": views}).near(keep=keep)
+        assert told["keep"] == keep and told["sampling"] == ({} if views is None else {"views": views})
+        assert told["batch_size"] == 16 and told["seed"] == 3
 
 
 # ---------------------------------------------------------------------------------------------- the whole
@@ -386,5 +414,6 @@ def test_the_quick_form_runs_every_way_to_the_same_losses(tmp_path: Path) -> Non
     one = Runs(kept_features.QUICK, Records(tmp_path / "kept_features_quick.jsonl"))
     assert one.missing == "" and one.not_counted == []
     assert one.equal_bits(HAND) == one.equal_bits(AUTO) == (1, 1)
+    assert one.rows(AUTO, 2)[1]["from"]["kept"] > 0, "by the second job, if not sooner"
     assert one.figure(HAND, "kept_bytes") > 0 and one.figure(NONE, "kept_bytes") == 0
     assert "kept_features_quick.png" in (tmp_path / "kept_features_quick.md").read_text(encoding="utf-8")
