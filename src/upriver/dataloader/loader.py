@@ -54,7 +54,6 @@ from upriver.dataloader.options import (
     RemoteWorkers,
     TorchOptions,
     Workers,
-    room_of,
     take_old_keywords,
 )
 from upriver.dataloader.prefetch_limit import PrefetchLimit
@@ -79,7 +78,7 @@ from upriver.dataloader.state import (
 )
 from upriver.dataloader.tasks import MOST_SEED, Arrivals
 from upriver.errors import ConfigError
-from upriver.features.keep import Keep
+from upriver.features.keep import Keep, room_of
 from upriver.pipeline import Dataset
 from upriver.pipeline.mapstyle import MapStyle
 from upriver.pipeline.subset import Rows, whole_of

@@ -12,7 +12,6 @@ from torch import nn
 from upriver._deprecation import both_given, warn_replaced
 from upriver.dataloader.offload_stretch import Offloading
 from upriver.errors import ConfigError
-from upriver.features.keep import Keep
 from upriver.policies import OFFLOAD_POLICIES
 from upriver.rpc import validation
 from upriver.rpc.tls import FilePath
@@ -83,21 +82,6 @@ class AutoOffload:
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or self.policy not in OFFLOAD_POLICIES:
             raise ConfigError(f"policy must be one of {', '.join(OFFLOAD_POLICIES)}, got {self.policy!r}")
-
-
-def room_of(keep: Keep | Literal["auto"] | None) -> Keep | None:
-    """Return the room that the option ``keep`` names; None for none.
-
-    Raises:
-        ConfigError: If the option is something else.
-    """
-    if keep is None or isinstance(keep, Keep):
-        return keep
-    if isinstance(keep, str) and keep == "auto":
-        return Keep()
-    raise ConfigError(
-        f"keep must be None, 'auto' or an upriver.Keep(memory=…, disk=…), got {printable(repr(keep), 60)}"
-    )
 
 
 Workers: TypeAlias = RemoteWorkers | Sequence[str] | int | Provider

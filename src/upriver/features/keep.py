@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -60,3 +61,18 @@ class Keep:
     def buffer_bytes(self) -> int:
         """Bytes of rows that are collected before they are written."""
         return max(LEAST_SHARD_BYTES, min(SHARD_BYTES, self.memory_bytes // 8))
+
+
+def room_of(keep: Keep | Literal["auto"] | None) -> Keep | None:
+    """Return the room that the option ``keep`` names; None for none.
+
+    Raises:
+        ConfigError: If the option is something else.
+    """
+    if keep is None or isinstance(keep, Keep):
+        return keep
+    if isinstance(keep, str) and keep == AUTO:
+        return Keep()
+    raise ConfigError(
+        f"keep must be None, 'auto' or an upriver.Keep(memory=…, disk=…), got {printable(repr(keep), 60)}"
+    )

@@ -131,7 +131,7 @@ class KeptFeatures:
 
     @property
     def remark(self) -> str:
-        """Bytes that are kept now, for the plan."""
+        """Return in words how much is kept now, for the plan."""
         if self.why_not:
             return f"features are not kept: {self.why_not}"
         disk = sum(stretch.disk_bytes for stretch in self._all())
@@ -249,7 +249,7 @@ class KeptStretch:
         if (folder := self._folder) is None:
             return
         memory = self._owner.memory
-        missing = sorted(memory.keys(self._name) - folder.keys - writer.waiting)
+        missing = sorted(memory.keys(self._name) - folder.keys - writer.waiting(folder))
         for key, row in zip(missing, memory.get(self._name, missing), strict=True):
             if row is not None:
                 writer.put(folder, key, row, wait=wait)

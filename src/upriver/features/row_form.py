@@ -19,7 +19,7 @@ from upriver.errors import ConfigError, Damaged
 from upriver.tensor_memory import ALIGNMENT, ITEM_NBYTES, aligned, aligned_empty, dtype_name
 
 Row: TypeAlias = tuple[torch.Tensor, ...]
-"""One sample of every tensor that crosses a cut, in main memory."""
+"""Hold one sample of every tensor that crosses a cut, in main memory."""
 
 MAX_DIMS = 64
 """Most dimensions of a tensor in PyTorch's own loops."""

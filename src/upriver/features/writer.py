@@ -27,17 +27,16 @@ class FeatureWriter:
     def __init__(self, shard_bytes: int) -> None:
         self._shard_bytes = shard_bytes
         self._changed = threading.Condition()
-        self._filling: dict[bytes, tuple[StretchFolder, Row]] = {}
+        self._filling: dict[StretchFolder, dict[bytes, Row]] = {}
         self._filled_bytes = 0
-        self._writing: dict[bytes, tuple[StretchFolder, Row]] = {}
+        self._writing: dict[StretchFolder, dict[bytes, Row]] = {}
         self._hurry = self._closed = False
         self._thread: BackgroundThread | None = None
 
-    @property
-    def waiting(self) -> Set[bytes]:
-        """Keys of rows that are not written yet."""
+    def waiting(self, folder: StretchFolder) -> Set[bytes]:
+        """Return the keys of a folder's rows that are not written yet."""
         with self._changed:
-            return self._filling.keys() | self._writing.keys()
+            return self._filling.get(folder, {}).keys() | self._writing.get(folder, {}).keys()
 
     def put(
         self, folder: StretchFolder, key: bytes, row: Row, *, wait: bool = False, until_s: float = 0.0
@@ -59,7 +58,7 @@ class FeatureWriter:
                 self._changed.wait(left_s)  # the thread is about to take what is collected, or is writing
             if self._closed:
                 return False
-            self._filling[key] = folder, row
+            self._filling.setdefault(folder, {})[key] = row
             self._filled_bytes += num_bytes
             self._start()
             self._changed.notify_all()
@@ -104,8 +103,8 @@ class FeatureWriter:
                 self._changed.notify_all()
 
     def _write(self) -> None:
-        for folder in dict.fromkeys(folder for folder, _ in self._writing.values()):
-            folder.append({key: row for key, (owner, row) in self._writing.items() if owner is folder})
+        for folder, rows in self._writing.items():
+            folder.append(rows)
         with self._changed:
             self._writing = {}
             self._changed.notify_all()

@@ -17,7 +17,7 @@ from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.errors import CaptureError, UpriverError
 from upriver.features import Row
-from upriver.features.kept import CHECKED_ROWS, KeptFeatures, KeptStretch, RowsLost
+from upriver.features.kept import CHECKED_ROWS, KeptFeatures, KeptStretch
 from upriver.features.unchanged import unchanged
 from upriver.finetune.calibration.server_gate import JobRequirements
 from upriver.finetune.options import JobOptions
@@ -54,14 +54,14 @@ def forms(tensors: Sequence[torch.Tensor]) -> tuple[Form, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassWork:
-    """One pass over a dataset: what to compute, and what is kept.
+    """Describe one pass over a dataset: the micro-batches to compute, and the rows that are kept.
 
     Attributes:
         epoch: Epoch of the job, for the log of places.
         drawn: Epoch as which the input stages draw.
         work: Micro-batches to compute.
         stretch: Rows that are kept and found in this pass; None if none are.
-        usable: Samples whose rows among the input stages may be used.
+        usable: Samples whose rows may be used.
     """
 
     dataset: Dataset
@@ -84,11 +84,7 @@ class _KeptInputs:
 
     def find(self, ids: Sequence[int]) -> dict[int, torch.Tensor]:
         wanted = [sample for sample in ids if sample in self.usable]
-        try:
-            rows = self.stretch.read(self.dataset, wanted)
-        except RowsLost:
-            return {}
-        return {sample: row[0] for sample, row in zip(wanted, rows, strict=True)}
+        return {sample: row[0] for sample, row in self.stretch.found(self.dataset, wanted).items()}
 
     def keep(self, batch: MicroBatch) -> None:
         pairs = zip(batch.ids, batch.tensors, strict=True)
@@ -362,11 +358,17 @@ class FeatureSource:
 
     def work(self, dataset: Dataset, order: EpochOrder, *, epoch: int, step: int) -> PassWork:
         """Return the rest of an epoch of training, with the rows that are kept now."""
-        drawn, first, chain = self._options.view(epoch), dataset.chain.first_draw, dataset.chain
-        if first is None or self._options.sampling.views is not None:
-            given = self._with_features(dataset, order, epoch=epoch, drawn=drawn, step=step)
-        else:
-            given = self._with_inputs(dataset, order, epoch, None if first == chain.start else first, step)
+        first, chain = dataset.chain.first_draw, dataset.chain
+        position = None if self._options.sampling.views is not None else first
+        given = self._pass(
+            dataset,
+            order,
+            epoch=epoch,
+            drawn=self._options.view(epoch),
+            step=step,
+            position=position,
+            keeps=position != chain.start,
+        )
         if given.work.kept:
             self.note_canary(dataset)
             self.places.note_kept(order.micro_batches, epoch=epoch)
@@ -374,7 +376,7 @@ class FeatureSource:
 
     def work_elsewhere(self, dataset: Dataset, order: EpochOrder, *, step: int) -> PassWork:
         """Return a pass over another dataset from a step on; its input stages draw as in epoch 0."""
-        return self._with_features(dataset, order, epoch=0, drawn=0, step=step)
+        return self._pass(dataset, order, epoch=0, drawn=0, step=step, position=None, keeps=True)
 
     def steps(
         self, loader: Prefetcher, given: PassWork, *, first: int
@@ -388,38 +390,34 @@ class FeatureSource:
         kept = partial(self._kept_values, given)
         return steps(loader, given.order, given.work, form=form, finish=self.values, kept=kept, first=first)
 
-    def _with_features(
-        self, dataset: Dataset, order: EpochOrder, *, epoch: int, drawn: int, step: int
+    def _pass(
+        self,
+        dataset: Dataset,
+        order: EpochOrder,
+        *,
+        epoch: int,
+        drawn: int,
+        step: int,
+        position: int | None,
+        keeps: bool,
     ) -> PassWork:
-        """Return a pass in which rows at the freeze point are kept."""
+        """Return a pass from a step on, in which rows are kept after a cut.
+
+        Args:
+            position: Cut before the first random stage; None for the freeze point.
+            keeps: Whether rows can be kept there.
+        """
         stretch, usable = None, frozenset[int]()
-        if self.kept is not None and self._may_keep(self.kept):
-            draws = dataset.chain.first_draw is not None
-            stretch = self.kept.stretch(dataset, position=None, view=drawn if draws else None)
+        if keeps and self.kept is not None and self._may_keep(self.kept):
+            draws = position is None and dataset.chain.first_draw is not None
+            stretch = self.kept.stretch(dataset, position=position, view=drawn if draws else None)
             usable = self._usable(stretch, dataset, order.ids[order.step(step)[0] :], drawn)
         return PassWork(
             dataset=dataset,
             order=order,
             epoch=epoch,
             drawn=drawn,
-            work=EpochWork.of(order, step=step, kept=usable),
-            stretch=stretch,
-        )
-
-    def _with_inputs(
-        self, dataset: Dataset, order: EpochOrder, epoch: int, position: int | None, step: int
-    ) -> PassWork:
-        """Return an epoch in which samples are kept at a position before the first random stage."""
-        stretch, usable = None, frozenset[int]()
-        if position is not None and self.kept is not None and self._may_keep(self.kept):
-            stretch = self.kept.stretch(dataset, position=position, view=None)
-            usable = self._usable(stretch, dataset, order.ids[order.step(step)[0] :], epoch)
-        return PassWork(
-            dataset=dataset,
-            order=order,
-            epoch=epoch,
-            drawn=self._options.view(epoch),
-            work=EpochWork.of(order, step=step),
+            work=EpochWork.of(order, step=step, kept=usable if position is None else frozenset()),
             stretch=stretch,
             usable=usable,
         )
@@ -459,7 +457,7 @@ class FeatureSource:
             if self.kept is not None:
                 self.kept.stop(str(error))
             return frozenset()
-        except UpriverError as error:  # whatever it is, the samples that are computed anew meet it, too
+        except UpriverError as error:  # the samples that are computed anew meet it, too
             log.info("kept features are not used in this pass: %s", error)
             return frozenset()
 

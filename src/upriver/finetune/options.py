@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from upriver.engine.engine import OnBadSample
 from upriver.errors import ConfigError, DatasetError
-from upriver.features.keep import Keep
+from upriver.features.keep import Keep, room_of
 from upriver.finetune.model_wrapper import shard_of
 from upriver.finetune.prefetch.replay import Placed, Routes
 from upriver.finetune.prefetch.sampler import EpochOrder, epoch_order
@@ -258,7 +258,7 @@ class JobOptions:
             replay=Routes(splitting.replay),
             epochs=splitting.epochs,
             prefix=None if prefix is None else validation.choice("prefix", prefix, PREFIXES),
-            keep=_keep(keep),
+            keep=room_of(keep),
         )
         options = options._for_prefix()
         if cut is not None and options.replay:
@@ -389,14 +389,6 @@ def _micro_batch(value: object, num_ranks: int) -> int:
         allowed = f'a whole number in 1..{MAX_MICRO_BATCH} or "{AUTO}"'
         raise ConfigError(f"micro_batch must be {allowed}, got {_shown(value)}")
     return validation.whole("micro_batch", value, most=MAX_MICRO_BATCH)
-
-
-def _keep(value: object) -> Keep | None:
-    if value is None or isinstance(value, Keep):
-        return value
-    if _is_auto(value):
-        return Keep()
-    raise ConfigError(f'keep must be None, "{AUTO}" or Keep(...), got {_shown(value)}')
 
 
 def _is_auto(value: object) -> bool:

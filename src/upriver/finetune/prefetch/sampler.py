@@ -71,9 +71,10 @@ class EpochWork:
         """
         start, size = min(step * order.batch_size, len(order.ids)), order.micro_batch
         if not kept:
-            first = len(order.micro_batches) if step >= order.num_steps else start // size
+            micro_batches = order.micro_batches
+            first = len(micro_batches) if step >= order.num_steps else start // size
             return cls(
-                micro_batches=order.micro_batches,
+                micro_batches=micro_batches,
                 first=first,
                 positions=range(min(first * size, len(order.ids)), len(order.ids)),
             )
