@@ -27,6 +27,8 @@ class Keep:
             kept on disk alone, and up to 8 MiB of them wait to be written.
         disk: The same for files that later jobs find, too.
         folder: Folder of these files; by default one in upriver's cache folder.
+        store: Whether servers keep what they compute in the store, too, near the data: for later epochs, and
+            for other jobs of the same tenant on any machine. It counts in the tenant's storage.
 
     Raises:
         ConfigError: If a field is outside its allowed range; names it.
@@ -35,12 +37,15 @@ class Keep:
     memory: int | str = AUTO
     disk: int | str = AUTO
     folder: str | Path | None = None
+    store: bool = False
 
     def __post_init__(self) -> None:
         for name in ("memory", "disk"):
             budget_bytes(name, getattr(self, name), free=lambda: 0)
         if not isinstance(self.folder, str | Path | None) or self.folder == "":
             raise ConfigError(f"folder must be a path, got {printable(repr(self.folder), 60)}")
+        if not isinstance(self.store, bool):
+            raise ConfigError(f"store must be True or False, got {printable(repr(self.store), 60)}")
 
     @property
     def path(self) -> Path:

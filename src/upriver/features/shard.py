@@ -12,8 +12,9 @@ mapped.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -102,14 +103,20 @@ class PackedShard:
         Raises:
             OSError: If the disk is full or gone.
         """
+        pieces = self.pieces()
+        first = next(pieces)
+        with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb", buffering=2**18) as file:
+            file.write(first)
+            file.writelines(pieces)
+
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of the shard from the first to the last."""
         seeds = {form: _form_seed(self.stretch, form) for form in self._forms()}
         pairs = zip(self.keys, self.rows, strict=True)
         sums = [_checksum(row.parts, _seed(seeds[row.form], key)) for key, row in pairs]
-        with open(os.open(path, os.O_WRONLY | os.O_CLOEXEC), "wb", buffering=2**18) as file:
-            file.write(self._head(np.array(sums, dtype="<u8")))
-            for row in self.rows:
-                for part in row.parts:
-                    file.write(part)
+        yield self._head(np.array(sums, dtype="<u8"))
+        for row in self.rows:
+            yield from row.parts
 
     def _head(self, checksums: Numbers) -> bytes:
         """Return all before the rows, with its own checksum."""
@@ -177,25 +184,33 @@ class _Versioned(msgspec.Struct, frozen=True):
     metadata: _Version = msgspec.field(name="__metadata__")
 
 
-class Shard:
-    """A shard that can be read: its index in memory, its rows in the file.
+ReadBytes = Callable[[int, int], bytes]
+"""Returns the bytes [start, stop) of a shard."""
+
+
+class ShardIndex:
+    """Keys, places and checksums of a shard's rows.
+
+    Args:
+        read: Reads the head of the shard, in one or two calls.
+        nbytes: Bytes of the shard.
+        stretch: Digest of the stretch whose rows are wanted.
 
     Attributes:
         keys: Keys of the rows, in order.
         rows_nbytes: Bytes of all rows.
 
     Raises:
-        Damaged: If header or index are damaged, or the file is cut short.
+        Damaged: If header or index are damaged, or the shard is cut short.
         OtherVersion: If another version wrote it.
-        OSError: If it cannot be read.
     """
 
-    def __init__(self, path: Path, file: int, stretch: str) -> None:
-        header, index, start = _read_head(file)
+    def __init__(self, read: ReadBytes, nbytes: int, stretch: str) -> None:
+        header, index, start = _read_head(read, nbytes)
         if header.metadata.stretch != stretch:
             raise Damaged(f"it holds rows of stretch {header.metadata.stretch[:80]!r}")
         count, forms = header.keys.shape[0], _decoded(header.metadata.forms, tuple[RowForm, ...])
-        self.path, self.rows_nbytes = path, header.rows.shape[0]
+        self.rows_nbytes = header.rows.shape[0]
         self.keys, self._checksums, self._numbers = _columns(index, count)
         self._layouts = [RowLayout(form) for form in forms]
         self._seeds = [_form_seed(stretch, form) for form in forms]
@@ -211,6 +226,38 @@ class Shard:
         """Return the bytes of one row, a multiple of 64."""
         return self._layouts[int(self._numbers[number])].nbytes
 
+    def start_of(self, number: int) -> int:
+        """Return the place of one row's first byte in the shard."""
+        return int(self._starts[number])
+
+    def build(self, number: int, buffer: RowBuffer, start: int) -> Row:
+        """Return one row whose bytes a buffer holds from ``start`` on, and check them.
+
+        Raises:
+            Damaged: If the row differs from the one that was written.
+        """
+        form = int(self._numbers[number])
+        layout = self._layouts[form]
+        seed = _seed(self._seeds[form], self.keys[number])
+        found = xxhash.xxh3_64_intdigest(buffer.array[start : start + layout.nbytes].data, seed=seed)
+        if found != int(self._checksums[number]):
+            raise Damaged("a row has another checksum than was written")
+        return layout.build(buffer, start)
+
+
+class Shard(ShardIndex):
+    """A shard on disk that can be read: its index in memory, its rows in the file.
+
+    Raises:
+        Damaged: If header or index are damaged, or the file is cut short.
+        OtherVersion: If another version wrote it.
+        OSError: If it cannot be read.
+    """
+
+    def __init__(self, path: Path, file: int, stretch: str) -> None:
+        super().__init__(partial(_pread, file), os.fstat(file).st_size, stretch)
+        self.path = path
+
     def read(self, file: int, number: int, buffer: RowBuffer, start: int) -> Row:
         """Read one row into memory from ``start`` on, and check it there.
 
@@ -218,45 +265,42 @@ class Shard:
             Damaged: If the row differs from the one that was written, or the file is cut short.
             OSError: If the file cannot be read.
         """
-        form = int(self._numbers[number])
-        layout = self._layouts[form]
-        target = buffer.array[start : start + layout.nbytes]
-        _fill(file, target, int(self._starts[number]))
-        seed = _seed(self._seeds[form], self.keys[number])
-        if xxhash.xxh3_64_intdigest(target.data, seed=seed) != int(self._checksums[number]):
-            raise Damaged("a row has another checksum than was written")
-        return layout.build(buffer, start)
+        _fill(file, buffer.array[start : start + self.nbytes_of(number)], self.start_of(number))
+        return self.build(number, buffer, start)
 
 
-def _read_head(file: int) -> tuple[_Header, bytes, int]:
+def _read_head(read: ReadBytes, nbytes: int) -> tuple[_Header, bytes, int]:
     """Return header and index, checked, and the place of the first row."""
-    size = os.fstat(file).st_size
-    data = os.pread(file, FIRST_NBYTES, 0)
+    data = read(0, min(nbytes, FIRST_NBYTES))
     length = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-    text = _upto(file, data, length, size)[_LENGTH:]
+    text = _upto(read, data, length, nbytes)[_LENGTH:]
     version = _decoded(text, _Versioned).metadata.schema
     if version != SCHEMA:
         raise OtherVersion(f"its schema is {version[:80]!r}; this version reads {SCHEMA!r}")
     header: _Header = _decoded(text, _Header)
     count = max(0, header.keys.shape[0] if header.keys.shape else 0)
     start = length + count * INDEX_NBYTES
-    head = _upto(file, data, start, size)
+    head = _upto(read, data, start, nbytes)
     _check_sum(head)
     said = [(name, each.dtype, list(each.shape)) for name in _NAMES for each in [getattr(header, name)]]
-    if said != [tensor[:3] for tensor in _tensors(count, size - start)]:
+    if said != [tensor[:3] for tensor in _tensors(count, nbytes - start)]:
         raise Damaged("it has another length than was written")
     return header, head[length:], start
 
 
-def _upto(file: int, data: bytes, stop: int, size: int) -> bytes:
-    """Return the first bytes of a file, of which some have been read."""
-    if not _LENGTH <= stop <= size:
+def _upto(read: ReadBytes, data: bytes, stop: int, nbytes: int) -> bytes:
+    """Return the first bytes of a shard, of which some have been read."""
+    if not _LENGTH <= stop <= nbytes:
         raise Damaged("it is cut short")
     if stop > len(data):
-        rest = np.empty(stop - len(data), dtype=np.uint8)
-        _fill(file, rest, len(data))
-        data += rest.tobytes()
+        data += read(len(data), stop)
     return data[:stop]
+
+
+def _pread(file: int, start: int, stop: int) -> bytes:
+    data = np.empty(stop - start, dtype=np.uint8)
+    _fill(file, data, start)
+    return data.tobytes()
 
 
 def _check_sum(whole: bytes) -> None:

@@ -29,19 +29,17 @@ from upriver.finetune.prefetch.replay import PlacementLog
 from upriver.finetune.prefetch.sampler import EpochOrder, EpochWork
 from upriver.finetune.prefetch.step_assembly import Values, steps
 from upriver.finetune.report import JobTally
+from upriver.finetune.stored_features import StoredFeatures
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.freeze import fold
 from upriver.program.split.split import Split
 from upriver.program.tensor_layouts import same_bits
-from upriver.protocol import RunRequest
+from upriver.protocol import KEPT, RunRequest
 from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.server_pool import ServerPool
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")
-
-KEPT = "kept"
-"""Source of samples whose features were kept."""
 
 Form = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Digest of a tensor's values, its type, shape and strides."""
@@ -62,6 +60,7 @@ class PassWork:
         work: Micro-batches to compute.
         stretch: Rows that are kept and found in this pass; None if none are.
         usable: Samples whose rows may be used.
+        store_cut: Cut after which servers keep rows in the store; None if they keep none.
     """
 
     dataset: Dataset
@@ -71,6 +70,7 @@ class PassWork:
     work: EpochWork
     stretch: KeptStretch | None = None
     usable: frozenset[int] = frozenset()
+    store_cut: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +109,7 @@ class FeatureSource:
         canary: Forms of the features of the job's first micro-batch, as it is written; None if it has not
             run.
         kept: Room for kept features; None if none are kept.
+        stored: Features that servers keep near the data.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class FeatureSource:
     ) -> None:
         self._options, self._chain, self._device = options, chain, device
         self.kept: KeptFeatures | None = None
+        self.stored = StoredFeatures()
         if options.keep is not None:
             self.kept = KeptFeatures(
                 options.keep,
@@ -147,7 +149,7 @@ class FeatureSource:
 
     def take_servers(self, loader: Prefetcher, plan: Plan, given: PassWork) -> None:
         """Let the servers take part in an epoch of training that began without them."""
-        dealt = deal(plan.routes, len(given.work.micro_batches), start=given.dataset.chain.start)
+        dealt = self.dealt(plan, given)
         remote = self._remote(self._pool, given, {}, dealt)
         if remote is not None:
             loader.take_servers(
@@ -169,12 +171,12 @@ class FeatureSource:
         level = logging.INFO if self._agreement.mode == "numeric" else logging.DEBUG
 
         def note(index: int, source: str, came: Received, timings: Timings) -> None:
-            if not work.kept:  # else these are no micro-batches of the epoch
+            if not work.is_packed:  # else these are no micro-batches of the epoch
                 places.note(epoch=epoch, index=index, source=source, cut=came.position)
             if self.kept is not None:
                 places.note_rows(work.micro_batches[index], source=source, cut=came.position)
             log.log(level, "epoch %d, micro-batch %d: %s, cut %d", epoch, index, source, came.position)
-            if (replanner := self._replanner) is not None:
+            if (replanner := self._replanner) is not None and KEPT not in timings.phases:
                 tier = Tier.COMPUTE if source == LOCAL else Tier.STORAGE
                 replanner.saw(tier, timings, sent_bytes=came.num_bytes)
 
@@ -186,12 +188,12 @@ class FeatureSource:
         with self._loading(
             plan,
             given,
-            dealt=deal(plan.routes, len(work.micro_batches), start=given.dataset.chain.start),
+            dealt=self.dealt(plan, given),
             pool=self._pool,
             pins=pins,
             note=note,
             saw=saw,
-            canary=given.order.micro_batches[0] if epoch == 0 and not work.kept else None,
+            canary=given.order.micro_batches[0] if epoch == 0 and not work.is_packed else None,
         ) as loader:
             yield loader
 
@@ -217,6 +219,20 @@ class FeatureSource:
         ) as loader:
             yield loader
 
+    def dealt(self, plan: Plan, given: PassWork) -> tuple[DealtRoute, ...]:
+        """Return the route of each micro-batch of a pass over the training data."""
+        others = len(given.work.micro_batches) - len(given.work.stored)
+        return self._with_stored(given, deal(plan.routes, others, start=given.dataset.chain.start))
+
+    def _with_stored(self, given: PassWork, others: Sequence[DealtRoute]) -> tuple[DealtRoute, ...]:
+        """Return the routes of all micro-batches, from those of the ones that servers have no rows of."""
+        stored, cut = given.work.stored, given.store_cut
+        if cut is None or not stored:
+            return tuple(others)
+        hands, near = iter(others), DealtRoute(way=Way.REMOTE, cut=cut)
+        count = len(given.work.micro_batches)
+        return tuple(near if index in stored else next(hands) for index in range(count))
+
     def _dealt_elsewhere(self, plan: Plan, given: PassWork, *, servers: bool) -> tuple[DealtRoute, ...]:
         """Return the routes of another dataset's micro-batches, as close to the plan's as possible.
 
@@ -224,10 +240,13 @@ class FeatureSource:
         it. Micro-batches with such a cut are made locally.
         """
         chain = given.dataset.chain
-        hands = deal(plan.routes, len(given.work.micro_batches), start=self._chain.start)
+        others = len(given.work.micro_batches) - len(given.work.stored)
+        hands = deal(plan.routes, others, start=self._chain.start)
         first = self._chain.start if chain == self._chain else 0
         here = DealtRoute(way=Way.LOCAL, cut=chain.start)
-        return tuple(hand if servers and hand.cut >= first else here for hand in hands)
+        return self._with_stored(
+            given, [hand if servers and hand.cut >= first else here for hand in hands]
+        )
 
     @contextlib.contextmanager
     def _loading(
@@ -368,15 +387,24 @@ class FeatureSource:
             step=step,
             position=position,
             keeps=position != chain.start,
+            servers=True,
         )
-        if given.work.kept:
+        if given.work.is_packed:
             self.note_canary(dataset)
             self.places.note_kept(order.micro_batches, epoch=epoch)
         return given
 
-    def work_elsewhere(self, dataset: Dataset, order: EpochOrder, *, step: int) -> PassWork:
-        """Return a pass over another dataset from a step on; its input stages draw as in epoch 0."""
-        return self._pass(dataset, order, epoch=0, drawn=0, step=step, position=None, keeps=True)
+    def work_elsewhere(
+        self, dataset: Dataset, order: EpochOrder, *, step: int, servers: bool
+    ) -> PassWork:
+        """Return a pass over another dataset from a step on; its input stages draw as in epoch 0.
+
+        Args:
+            servers: Whether servers can read the dataset.
+        """
+        return self._pass(
+            dataset, order, epoch=0, drawn=0, step=step, position=None, keeps=True, servers=servers
+        )
 
     def steps(
         self, loader: Prefetcher, given: PassWork, *, first: int
@@ -400,27 +428,67 @@ class FeatureSource:
         step: int,
         position: int | None,
         keeps: bool,
+        servers: bool,
     ) -> PassWork:
         """Return a pass from a step on, in which rows are kept after a cut.
 
         Args:
             position: Cut before the first random stage; None for the freeze point.
             keeps: Whether rows can be kept there.
+            servers: Whether servers can read the dataset.
         """
         stretch, usable = None, frozenset[int]()
+        store_cut, stored, ids = None, frozenset[int](), order.ids[order.step(step)[0] :]
         if keeps and self.kept is not None and self._may_keep(self.kept):
             draws = position is None and dataset.chain.first_draw is not None
             stretch = self.kept.stretch(dataset, position=position, view=drawn if draws else None)
-            usable = self._usable(stretch, dataset, order.ids[order.step(step)[0] :], drawn)
+            usable = self._usable(stretch, dataset, ids, drawn)
+            store_cut = self._store_cut(dataset) if servers and position is None else None
+            if store_cut is not None and not self.kept.why_not:
+                missing = [sample for sample in ids if sample not in usable]
+                stored = self._stored(dataset, missing, drawn, store_cut)
+        kept = usable if position is None else frozenset[int]()
         return PassWork(
             dataset=dataset,
             order=order,
             epoch=epoch,
             drawn=drawn,
-            work=EpochWork.of(order, step=step, kept=usable if position is None else frozenset()),
+            work=EpochWork.of(order, step=step, kept=kept, stored=stored),
             stretch=stretch,
             usable=usable,
+            store_cut=store_cut,
         )
+
+    def _store_cut(self, dataset: Dataset) -> int | None:
+        """Return the cut after which servers keep rows: that of most of the plan's; None without servers."""
+        keep, chain = self._options.keep, dataset.chain
+        if keep is None or not keep.store or self._pool is None or self._split.program is None:
+            return None
+        asked = [route for route in self._plan.routes if route.cut > self._chain.start]
+        cut = max(asked, key=lambda route: route.share).cut if asked else self._open_cut()
+        return cut if cut is None or cut >= 0 or chain == self._chain else None
+
+    def _stored(self, dataset: Dataset, ids: Sequence[int], drawn: int, cut: int) -> frozenset[int]:
+        """Return the samples whose rows servers have kept, and are right."""
+        question, pool = self._question(dataset), self._pool
+        if question is None or pool is None or not ids:
+            return frozenset()
+        found = self.stored.find(pool, question, ids, cut=cut, epoch=drawn)
+        if not found or self.stored.is_trusted(question, cut=cut, epoch=drawn):
+            return found
+        some, kept = _some(found), dict[int, Row]()
+        try:
+            again = self._anew(None, dataset, some, drawn)
+            for batch in self.stored.fetch(pool, question, some, cut=cut, epoch=drawn):
+                kept |= self._rows_of(self._resume(batch, dataset, self._split, drawn, Clock()))
+            right = self.stored.compare(pool, question, kept=kept, again=again, cut=cut, epoch=drawn)
+            return found if right else frozenset()
+        except CaptureError as error:
+            if self.kept is not None:
+                self.kept.stop(str(error))
+        except UpriverError as error:  # the samples that are computed anew meet it, too
+            log.info("features near the data are not used in this pass: %s", error)
+        return frozenset()
 
     def _kept_values(self, given: PassWork, ids: Sequence[int]) -> Values:
         """Return the kept values at the freeze point of some samples, as :meth:`values`."""
@@ -449,8 +517,7 @@ class FeatureSource:
             return found
         try:
             if not stretch.trusted:
-                some = sorted(found)[:: max(1, len(found) // CHECKED_ROWS)][:CHECKED_ROWS]
-                if not stretch.check(dataset, self._anew(stretch, dataset, some, drawn)):
+                if not stretch.check(dataset, self._anew(stretch.position, dataset, _some(found), drawn)):
                     return frozenset()
             return found & unchanged(dataset, sorted(found))
         except CaptureError as error:
@@ -461,17 +528,23 @@ class FeatureSource:
             log.info("kept features are not used in this pass: %s", error)
             return frozenset()
 
-    def _anew(self, stretch: KeptStretch, dataset: Dataset, ids: Sequence[int], drawn: int) -> dict[int, Row]:
-        """Return rows of samples, computed in other micro-batches than before."""
+    def _anew(
+        self, position: int | None, dataset: Dataset, ids: Sequence[int], drawn: int
+    ) -> dict[int, Row]:
+        """Return rows of samples, computed in other micro-batches than before.
+
+        Args:
+            position: Cut at which the rows stand; None for the freeze point.
+        """
         rows: dict[int, Row] = {}
         size, source = self._options.micro_batch, self._local(dataset, drawn, remote=False)
         for at in range(0, len(ids), size):
             some = tuple(ids[at : at + size])
-            if stretch.position is None:
+            if position is None:
                 batch, _ = source(some)
                 rows |= self._rows_alone(batch, dataset)
             else:
-                batch = source.begun(some, stretch.position, Clock())
+                batch = source.begun(some, position, Clock())
                 rows |= {sample: (value,) for sample, value in zip(some, batch.tensors, strict=True)}
         return rows
 
@@ -545,23 +618,19 @@ class FeatureSource:
         pins: Mapping[int, Pin],
         dealt: Sequence[DealtRoute],
     ) -> RemoteFetch | None:
-        program = self._split.program
         ways = (*(hand.way for hand in dealt), *(pin.way for pin in pins.values()))
         asks = self._replanner is not None or Way.REMOTE in ways
-        if pool is None or program is None or not asks:
+        question = self._question(given.dataset)
+        if pool is None or question is None or not asks:
             return None
-        question = JobRequirements(
-            dataset=given.dataset,
-            program=program,
-            seed=self._options.seed,
-            on_bad_sample=self._options.sampling.on_bad_sample,
-        )
         micro_batches = given.work.micro_batches
 
         def make_request(indices: Sequence[int], cut: int | None) -> RunRequest:
             stop = 0 if cut is None else cut
             wanted = [micro_batches[i] for i in indices]
-            return question.request(wanted, stop=stop, epoch=given.drawn, larger=self._larger())
+            keep = stop == given.store_cut
+            larger = () if keep else self._larger()
+            return question.request(wanted, stop=stop, epoch=given.drawn, larger=larger, keep=keep)
 
         return RemoteFetch(
             pool=pool,
@@ -569,6 +638,17 @@ class FeatureSource:
             connections=self._options.prefetch.connections,
             per_request=max(self._options.prefetch.per_request, self._together),
             open_cut=self._open_cut,
+        )
+
+    def _question(self, dataset: Dataset) -> JobRequirements | None:
+        """Return what this job asks of servers about a dataset; None before its program is known."""
+        if (program := self._split.program) is None:
+            return None
+        return JobRequirements(
+            dataset=dataset,
+            program=program,
+            seed=self._options.seed,
+            on_bad_sample=self._options.sampling.on_bad_sample,
         )
 
     @property
@@ -619,3 +699,8 @@ class FeatureSource:
             DealtRoute(way=Way.REMOTE, cut=cut): size for cut, size in sizes.items()
         }
         return remote | {Way.LOCAL: sizes[0]}
+
+
+def _some(found: frozenset[int]) -> list[int]:
+    """Return the samples whose kept rows are computed anew before any is used."""
+    return sorted(found)[:: max(1, len(found) // CHECKED_ROWS)][:CHECKED_ROWS]

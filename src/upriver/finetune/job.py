@@ -406,8 +406,7 @@ class FinetuneJob:
             return
         plan, before, after = found
         self._plan = with_notes(plan, *self._planned.notes)
-        start = self._dataset.chain.start
-        loader.deal(deal(plan.routes, len(given.work.micro_batches), start=start), self.window)
+        loader.deal(self._feed.dealt(plan, given), self.window)
         switch = Switch(
             epoch=self._epoch,
             step=self._step,
@@ -511,7 +510,7 @@ class FinetuneJob:
         """Yield values and sample ids of each step of a pass over another dataset."""
         servers, step = self._servers_can_read(dataset), 0
         while step < order.num_steps:
-            given = self._feed.work_elsewhere(dataset, order, step=step)
+            given = self._feed.work_elsewhere(dataset, order, step=step, servers=servers)
             try:
                 with self._feed.evaluating(self._plan, given, servers=servers) as loader:
                     for values, ids in self._feed.steps(loader, given, first=step):
@@ -668,6 +667,7 @@ class FinetuneJob:
             self._standing.refused,
             self._standing.lost(self._plan, self._store_lost),
             kept.remark if kept is not None else "",
+            self._feed.stored.remark,
             self._views_remark,
         )
         return with_notes(self._plan, *filter(None, remarks))

@@ -20,12 +20,14 @@ from upriver.protocol.frames import (
 )
 from upriver.protocol.messages import (
     BY_DEFAULT,
+    KEPT,
     MAX_LARGER,
     PROCESS_HEADER,
     TRACE_CHARS,
     CodeRef,
     Collate,
     DatasetRef,
+    FeaturesFound,
     Info,
     Larger,
     Load,
@@ -51,6 +53,7 @@ from upriver.tensor_memory import aligned, aligned_empty
 __all__ = [
     "BY_DEFAULT",
     "DEFAULT_CAPS",
+    "KEPT",
     "MAX_GRAPH_BYTES",
     "MAX_LARGER",
     "MAX_MICRO_BATCH",
@@ -65,6 +68,7 @@ __all__ = [
     "DataHeader",
     "DatasetRef",
     "End",
+    "FeaturesFound",
     "FrameDecoder",
     "FrameKind",
     "Info",

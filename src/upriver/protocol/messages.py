@@ -146,6 +146,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             tree for each micro-batch. ``stop`` is 0. Answers are trees.
         larger: Programs that the server may use instead, to run several micro-batches at once. The answer is
             the same except for low bits, and is still divided by ``micro_batch``.
+        keep: Whether the server may keep the rows of the answer in the tenant's folder of the store, and
+            answer from rows that it kept before.
         protocol: Version of the protocol; another one is refused.
     """
 
@@ -162,6 +164,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     larger: Annotated[tuple[Larger, ...], msgspec.Meta(max_length=MAX_LARGER)] = ()
     code: CodeRef | None = None
     given: bool = False
+    keep: bool = False
     protocol: int = VERSION
 
     @property
@@ -198,6 +201,11 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ProtocolError(f"a micro-batch has 1 to {self.micro_batch} samples, got {len(ids)}")
         if self.code is None and self.micro_batch > caps.tensors:  # before the model, each sample is a tensor
             raise ProtocolError(f"micro_batch must be at most {caps.tensors}, got {self.micro_batch}")
+        if self.keep and (self.dataset is None or self.given or self.larger):
+            raise ProtocolError(
+                "only rows of samples that the server reads are kept, without larger programs; got keep with "
+                + ("no dataset" if self.dataset is None else "given samples" if self.given else "larger programs")
+            )
         self._check_larger()
         total = sum(len(ids) for ids in self.micro_batches)
         if total > caps.samples:
@@ -228,6 +236,20 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ProtocolError(
                 f"larger programs take ascending multiples of micro_batch {self.micro_batch}, got {sizes[1:]}"
             )
+
+
+class FeaturesFound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The answer to a question about kept rows (``POST /v1/features``).
+
+    Attributes:
+        ids: Samples whose rows the server kept, in the order of the request.
+        why_not: Reason why the server keeps no further rows now; empty while it does.
+        protocol: Version of the protocol.
+    """
+
+    ids: tuple[Index, ...]
+    why_not: str = ""
+    protocol: int = VERSION
 
 
 class Info(msgspec.Struct, frozen=True, kw_only=True):
@@ -262,6 +284,10 @@ class Info(msgspec.Struct, frozen=True, kw_only=True):
     allow: tuple[str, ...] = ()
     admits: int = 8
     protocol: int = VERSION
+
+
+KEPT = "kept"
+"""Phase of a micro-batch that was answered from kept rows, with nothing computed."""
 
 
 class StatsHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

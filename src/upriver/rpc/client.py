@@ -25,6 +25,7 @@ from upriver.protocol import (
     DEFAULT_CAPS,
     PROCESS_HEADER,
     Caps,
+    FeaturesFound,
     Info,
     Load,
     Message,
@@ -238,6 +239,28 @@ class ServerClient:
         with self._question("POST", "/v1/profile", body, total_s=PROFILE_S, span="profile") as response:
             return self._decoded(
                 response, ANSWER_BYTES, lambda data: decode_versioned(data, StageCosts, "profile")
+            )
+
+    def find_features(self, request: RunRequest) -> FeaturesFound:
+        """Return which samples of a request with ``keep`` the server has rows of.
+
+        Raises:
+            UpriverError: As for `info`.
+        """
+        return self._features("POST", request)
+
+    def remove_features(self, request: RunRequest) -> None:
+        """Let the server remove the rows that it has kept for the stages of a request with ``keep``.
+
+        Raises:
+            UpriverError: As for `info`.
+        """
+        self._features("DELETE", request)
+
+    def _features(self, method: str, request: RunRequest) -> FeaturesFound:
+        with self._question(method, "/v1/features", encode(request), span="features") as response:
+            return self._decoded(
+                response, ANSWER_BYTES, lambda data: decode_versioned(data, FeaturesFound, "features")
             )
 
     def has_program(self, digest: str) -> bool:

@@ -29,10 +29,11 @@ from upriver.errors import (
     TooLarge,
     UpriverError,
 )
-from upriver.protocol import Info, Load, Uploaded, valid_digest
+from upriver.protocol import FeaturesFound, Info, Load, Uploaded, valid_digest
 from upriver.server.config import ServerConfig
 from upriver.server.device_group import DeviceGroup, DeviceGroups
 from upriver.server.execution.run_context import until
+from upriver.server.features.feature_store import FeatureStore
 from upriver.server.http import dashboard as ui
 from upriver.server.http import openapi
 from upriver.server.http.auth import Authenticator, tenant_of
@@ -121,6 +122,14 @@ class Front:
             most_bytes=lambda: self.units.most_index_bytes,
             hold=lambda nbytes: self.units.hold_index(nbytes),
         )
+        self.features = FeatureStore(
+            self._stores,
+            prefix=config.prefix,
+            stored_bytes=config.stored_bytes,
+            caps=config.caps,
+            hold=lambda nbytes: self.units.hold_index(nbytes),
+            metrics=self.metrics,
+        )
         self._load = LoadMeter(
             config.workers * len(config.devices),
             window_s=config.load_window_s,
@@ -133,6 +142,7 @@ class Front:
                     device,
                     load=self._load,
                     datasets=datasets,
+                    features=self.features,
                     stores=self._stores,
                     metrics=self.metrics,
                     wording=self.wording,
@@ -154,6 +164,7 @@ class Front:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
             await self.units.close()
+            await self.features.close()
             self.audit.close()
 
     def routes(self) -> list[Route]:
@@ -168,6 +179,7 @@ class Front:
             Route("/v1/probe", self.probe, methods=["GET", "POST"]),
             Route("/v1/programs/{digest}", self.program, methods=["HEAD", "PUT"]),
             Route("/v1/run", self.run, methods=["POST"]),
+            Route("/v1/features", self.find_features, methods=["POST", "DELETE"]),
             Route("/v1/profile", self.profile, methods=["POST"]),
             Route("/v1/load", self.load),
         ]
@@ -335,6 +347,31 @@ class Front:
             on_sent=lambda nbytes: self._sent(tenant, entry, nbytes),
             on_end=lambda how: self._ended(tenant, entry, how),
         )
+
+    async def find_features(self, request: Request) -> Response:
+        """Answer which samples of a run request have kept rows (POST), or remove all of them (DELETE)."""
+        tenant, found = tenant_of(request), FeaturesFound(ids=())
+        entry, outcome = AuditEntry(self.audit, tenant.name, logs.request_id(), kind="features"), "ok"
+        try:
+            self._check_open()
+            self._check_ready()
+            check_length(request, self._config.caps.body_bytes, "request")
+            runner = self._first.runner
+            async with AsyncExitStack() as stack:
+                asked = await runner.read(self._body(request, entry), stack, tenant, on_request=entry.about)
+                async with until(asked.deadline):
+                    rows = await runner.rows_for(asked) if asked.request.keep else None
+                    if rows is not None and request.method == "DELETE":
+                        await rows.clear()
+                    elif rows is not None:
+                        ids = [sample for batch in asked.request.micro_batches for sample in batch]
+                        found = FeaturesFound(ids=tuple(await rows.found(ids)), why_not=rows.why_not)
+        except BaseException as error:
+            outcome = code_of(error)
+            raise
+        finally:
+            entry.close(outcome)
+        return Response(msgspec.json.encode(found), media_type="application/json")
 
     async def profile(self, request: Request) -> Response:
         """Measure the cost of model stages on this server."""

@@ -18,6 +18,7 @@ from upriver.errors import ConfigError, Overloaded
 from upriver.profile.resources import available_bytes, total_bytes
 from upriver.server.config import ServerConfig
 from upriver.server.execution.worker_pool import WorkerPool
+from upriver.server.features.feature_store import FeatureStore
 from upriver.server.http.errors import ErrorWording
 from upriver.server.ipc.messages import Hello, Setup
 from upriver.server.ipc.shared_memory import KEPT_BYTES
@@ -63,6 +64,7 @@ class DeviceGroup:
     Args:
         load: Load meter of all workers of the server.
         datasets: Indexes, which all devices share.
+        features: Kept rows, which all devices share.
 
     Attributes:
         base: Hold on the memory of idle workers; None until that is known.
@@ -78,6 +80,7 @@ class DeviceGroup:
         *,
         load: LoadMeter,
         datasets: Datasets,
+        features: FeatureStore,
         stores: Mapping[str, Store],
         metrics: ServerMetrics,
         wording: ErrorWording,
@@ -144,6 +147,7 @@ class DeviceGroup:
             pool=self.pool,
             programs=self.programs,
             datasets=datasets,
+            features=features,
             budget=self.budget,
             line=self.line,
             turns=self.turns,

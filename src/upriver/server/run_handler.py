@@ -24,7 +24,7 @@ from upriver.control.service_costs import ServiceCosts
 from upriver.engine.clock import Clock
 from upriver.engine.read import read_samples_async
 from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError, bare
-from upriver.protocol import PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
+from upriver.protocol import KEPT, PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
 from upriver.server.code_allowlist import check_code
 from upriver.server.config import ServerConfig
 from upriver.server.execution.run_context import (
@@ -37,6 +37,7 @@ from upriver.server.execution.run_context import (
 from upriver.server.execution.user_code_runs import LargestAnswers, WorkloadKind, code_run
 from upriver.server.execution.worker_pool import WorkerPool
 from upriver.server.execution.worker_process import Job, Result
+from upriver.server.features.feature_store import FeatureStore, RequestRows
 from upriver.server.http.errors import ErrorWording
 from upriver.server.http.request_body import read_body
 from upriver.server.http.requests import IncomingBody
@@ -98,6 +99,7 @@ class RunHandler:
         pool: WorkerPool,
         programs: ProgramRegistry,
         datasets: Datasets,
+        features: FeatureStore,
         budget: MemoryBudget,
         line: AdmissionGate,
         turns: TurnGate,
@@ -105,7 +107,7 @@ class RunHandler:
         wording: ErrorWording,
     ) -> None:
         self._config = config
-        self._pool, self._programs, self._datasets = pool, programs, datasets
+        self._pool, self._programs, self._datasets, self._features = pool, programs, datasets, features
         self._budget, self._line, self._turns = budget, line, turns
         self._metrics, self._wording = metrics, wording
         self._bodies = BodyMemory(budget, self._make_room)
@@ -223,6 +225,8 @@ class RunHandler:
             if known is not None and stretch is not None:
                 work = _kind(known.key, asked.request, admitted.size)
                 program = await self._come(asked.tenant, known, stretch, self._costs.of(work))
+            in_rows = stretch is None or stretch.rows
+            rows = await self.rows_for(asked) if asked.request.keep and in_rows else None
         self._metrics.admitted(asked.tenant.name)
         return AdmittedRequest(
             asked=asked,
@@ -233,7 +237,24 @@ class RunHandler:
             to_end=stretch is not None and stretch.to_end,
             ahead=stretch is not None and works_ahead(stretch),
             waited_s=waited_s,
+            rows=rows,
         )
+
+    async def rows_for(self, asked: ResolvedRequest) -> RequestRows | None:
+        """Return the kept rows that a request names; None if it names no dataset, or the store fails."""
+        if asked.dataset is None or self._pool.hello is None:
+            return None
+        try:
+            return await self._features.rows_for(
+                asked.request,
+                asked.dataset,
+                asked.tenant,
+                fingerprint=self._pool.hello.fingerprint,
+                num_threads=self._config.threads_per_worker,
+            )
+        except StoreError as error:  # the samples may be readable all the same
+            log.warning("kept features of tenant %s cannot be listed: %s", asked.tenant.name, error)
+            return None
 
     async def _come(
         self, tenant: Tenant, known: KnownProgram, weighed: Weighed, seconds: float
@@ -450,10 +471,13 @@ class RunHandler:
             await work.close()
 
     async def compute(
-        self, order: AdmittedRequest, index: int, job: Job, clock: Clock, begun: Callable[[], None]
+        self, order: AdmittedRequest, index: int, job: Job | Result, clock: Clock, begun: Callable[[], None]
     ) -> tuple[Result, Timings]:
         """Run one forward pass when the request's turn comes, and call ``begun`` then."""
         asked = order.asked
+        if isinstance(job, Result):
+            begun()
+            return job, self._timings(order, index, clock)
         work = _work_of(order, job.run)
         expected, began = self._costs.of(work), time.perf_counter()
         async with self._turn(asked.tenant, order, expected):
@@ -472,12 +496,20 @@ class RunHandler:
             clock.add(phase, seconds)
         for position, seconds in result.timings.stages.items():
             clock.stage(position, seconds)
-        wait_s = self._turns.queue.expected_wait_s(asked.tenant.name, asked.tenant.weight)
-        wait_s += order.admitted.waited_s / len(order.groups)  # the next request would wait as long
-        return result, _shared(clock.timings(), len(order.groups[index]), wait_s, self._pool.load.k)
+        if order.rows is not None and asked.dataset is not None:
+            [frame] = result.frames
+            await order.rows.keep(asked.dataset.locate(job.run.ids), job.run.ids, frame)
+        return result, self._timings(order, index, clock)
 
-    async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job:
-        """Return the job of one forward pass, with its inputs."""
+    def _timings(self, order: AdmittedRequest, index: int, clock: Clock) -> Timings:
+        """Return each micro-batch's share of a group's timings, with what the next request may expect."""
+        tenant = order.asked.tenant
+        wait_s = self._turns.queue.expected_wait_s(tenant.name, tenant.weight)
+        wait_s += order.admitted.waited_s / len(order.groups)  # the next request would wait as long
+        return _shared(clock.timings(), len(order.groups[index]), wait_s, self._pool.load.k)
+
+    async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job | Result:
+        """Return the job of one forward pass, with its inputs; its result if all its rows are kept."""
         asked, request = order.asked, order.asked.request
         held = asked.body_nbytes + (order.program.nbytes if order.program is not None else 0)
         room = AnswerRoom(
@@ -494,6 +526,12 @@ class RunHandler:
             names = tuple(ref.object for ref in refs)
             chain = msgspec.json.encode(asked.dataset.chain.to_json())
             run = msgspec.structs.replace(run, object_names=names, chain=chain)
+        if order.rows is not None:
+            with clock.phase(KEPT):
+                frame = await order.rows.frame(refs, run.ids, micro_batch=request.micro_batch, room=room)
+            if frame is not None:
+                return Result(frames=[frame], timings=clock.timings())
+            del clock.phases[KEPT]
         program, parts = order.program, list[memoryview]()
         if asked.batches:
             layout = lay_out(asked.batches[first].tensors)

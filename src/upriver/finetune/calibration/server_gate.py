@@ -54,6 +54,7 @@ class JobRequirements:
         stop: int,
         epoch: int,
         larger: Sequence[Larger] = (),
+        keep: bool = False,
     ) -> RunRequest:
         """Return a request that runs the chain from the stored bytes to ``stop``.
 
@@ -62,6 +63,7 @@ class JobRequirements:
             stop: Position of the results.
             larger: Programs for more samples at once. The request names those for which it has enough whole
                 micro-batches.
+            keep: Whether the server may keep the rows, and answer from kept ones.
         """
         size = self.program.micro_batch
         most = size * sum(len(ids) == size for ids in micro_batches) if stop > 0 else 0
@@ -76,6 +78,7 @@ class JobRequirements:
             epoch=epoch,
             on_bad_sample=self.on_bad_sample,
             larger=tuple(each for each in larger if each.micro_batch <= most),
+            keep=keep,
         )
 
 

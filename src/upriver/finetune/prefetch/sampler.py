@@ -55,22 +55,39 @@ class EpochWork:
         first: Index of the first one that is missing.
         positions: Position in the epoch of each sample to compute, from micro-batch ``first`` on.
         kept: Samples that need no computation.
+        stored: Indices of micro-batches whose rows servers have kept.
     """
 
     micro_batches: Sequence[tuple[int, ...]]
     first: int
     positions: Sequence[int]
     kept: Collection[int] = frozenset()
+    stored: Collection[int] = frozenset()
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether the micro-batches are others than those of the epoch."""
+        return bool(self.kept or self.stored)
 
     @classmethod
-    def of(cls, order: EpochOrder, *, step: int = 0, kept: Collection[int] = frozenset()) -> EpochWork:
+    def of(
+        cls,
+        order: EpochOrder,
+        *,
+        step: int = 0,
+        kept: Collection[int] = frozenset(),
+        stored: Collection[int] = frozenset(),
+    ) -> EpochWork:
         """Return the work of an epoch from a training step on.
 
         Missing samples are packed into full micro-batches in the order of the epoch. Without kept rows these
         are the epoch's own micro-batches.
+
+        Args:
+            stored: Samples whose rows servers have kept: they are packed apart from the others.
         """
         start, size = min(step * order.batch_size, len(order.ids)), order.micro_batch
-        if not kept:
+        if not kept and not stored:
             micro_batches = order.micro_batches
             first = len(micro_batches) if step >= order.num_steps else start // size
             return cls(
@@ -79,8 +96,16 @@ class EpochWork:
                 positions=range(min(first * size, len(order.ids)), len(order.ids)),
             )
         missing = [at for at in range(start, len(order.ids)) if order.ids[at] not in kept]
-        packs = [tuple(order.ids[at] for at in missing[i : i + size]) for i in range(0, len(missing), size)]
-        return cls(micro_batches=packs, first=0, positions=missing, kept=kept)
+        groups = [[at for at in missing if (order.ids[at] in stored) is there] for there in (True, False)]
+        packs = [each[i : i + size] for each in groups for i in range(0, len(each), size)]
+        packs.sort(key=lambda pack: pack[0])  # in which order steps need them
+        return cls(
+            micro_batches=[tuple(order.ids[at] for at in pack) for pack in packs],
+            first=0,
+            positions=[at for pack in packs for at in pack],
+            kept=kept,
+            stored={index for index, pack in enumerate(packs) if order.ids[pack[0]] in stored},
+        )
 
 
 def epoch_order(

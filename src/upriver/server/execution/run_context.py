@@ -22,6 +22,7 @@ from upriver.types import MicroBatch, Timings
 
 if TYPE_CHECKING:
     from upriver.pipeline import Dataset
+    from upriver.server.features.feature_store import RequestRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,7 @@ class AdmittedRequest:
             `upriver.server.scheduling.footprint.works_ahead`. It gets its turn when that one is done, since
             memory is held for one group.
         waited_s: Seconds that it waited for admission.
+        rows: Kept rows that answer it, and those that it adds; None if it keeps none.
     """
 
     asked: ResolvedRequest
@@ -68,16 +70,17 @@ class AdmittedRequest:
     to_end: bool = False
     ahead: bool = False
     waited_s: float = 0.0
+    rows: RequestRows | None = None
 
 
 class RequestComputation(Protocol):
     """Do the work of an admitted request."""
 
-    async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job:
-        """Return the work of one forward pass, with its inputs."""
+    async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job | Result:
+        """Return the work of one forward pass, with its inputs; its result if that is kept."""
 
     async def compute(
-        self, order: AdmittedRequest, index: int, job: Job, clock: Clock, begun: Callable[[], None]
+        self, order: AdmittedRequest, index: int, job: Job | Result, clock: Clock, begun: Callable[[], None]
     ) -> tuple[Result, Timings]:
         """Run one forward pass when it is this request's turn; call ``begun`` when the turn begins."""
 
@@ -91,7 +94,7 @@ class RequestWork:
 
     def __init__(self, order: AdmittedRequest, runner: RequestComputation) -> None:
         self._order, self._runner = order, runner
-        self._reading: dict[int, asyncio.Task[tuple[Job, Clock]]] = {}
+        self._reading: dict[int, asyncio.Task[tuple[Job | Result, Clock]]] = {}
         self._computing: dict[int, asyncio.Task[tuple[Result, Timings]]] = {}
         self._last = self._sent = self._at_work = -1
         self._more()
@@ -127,7 +130,7 @@ class RequestWork:
         if index not in self._reading and index < len(self._order.groups):
             self._reading[index] = asyncio.create_task(self._job(index))
 
-    async def _job(self, index: int) -> tuple[Job, Clock]:
+    async def _job(self, index: int) -> tuple[Job | Result, Clock]:
         clock = tracing.clock(index)
         if not index:
             clock.add("queue", self._order.waited_s)

@@ -317,7 +317,49 @@ def _find_program() -> Json:
 
 def _working() -> Json:
     """Return the routes that compute."""
-    return {"/v1/run": {"post": _run().to_json()}, "/v1/profile": {"post": _profile().to_json()}}
+    return {
+        "/v1/run": {"post": _run().to_json()},
+        "/v1/features": {
+            "post": _features(
+                name="findFeatures",
+                summary="Ask which samples of a run request have kept rows",
+                description="Reads nothing but the index of the rows that this server and others have kept "
+                "for the tenant: of the request's program, cut, input stages, view and micro-batch, on a "
+                "processor of this kind. Objects that changed since are noticed by `POST /v1/run`.",
+                good="Those samples, and the reason why no more are kept now.",
+            ).to_json(),
+            "delete": _features(
+                name="removeFeatures",
+                summary="Remove the kept rows of a run request's stretch",
+                description="Removes the rows of all samples that the tenant has kept for the request's "
+                "program, cut, input stages, view and micro-batch: those of other requests stay.",
+                good="No samples: none is kept any more.",
+            ).to_json(),
+        },
+        "/v1/profile": {"post": _profile().to_json()},
+    }
+
+
+def _features(*, name: str, summary: str, description: str, good: str) -> _Operation:
+    asked = {FRAMES: {"schema": refers("schemas", "RunRequest")}}
+    return _Operation(
+        name=name,
+        summary=summary,
+        description=description,
+        good=(200, json_answer("FeaturesFound", good)),
+        errors=_WORK,
+        when={
+            400: "The frame or a field is malformed or exceeds its limits, or the body stopped arriving.",
+            403: "Samples lie outside the tenant's folders.",
+            404: "The tenant has no such store, dataset or program (`not_found`, `program_not_found`).",
+            413: "The body exceeds a cap, or the request needs more memory than the server has for one.",
+            429: "The tenant has as many requests as it may. Repeat after `Retry-After`.",
+        },
+        more={
+            "parameters": [_traceparent()],
+            "requestBody": _body("A request frame with `keep`, as for `POST /v1/run`.", asked),
+        },
+    )
 
 
 def _run() -> _Operation:

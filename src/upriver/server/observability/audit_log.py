@@ -96,10 +96,12 @@ class AuditLog:
         outcome: str,
         bytes_in: int = 0,
         arguments: str | None = None,
+        kind: str = "run",
     ) -> None:
         """Record the end of a run request.
 
         Args:
+            kind: ``run``, or ``features`` for a question about its kept rows, or their removal.
             request_id: Id of the request, as in the other logs.
             dataset: Digest of the dataset, or name of the code; None if the client sent tensors.
             program: Digest of the program that ran.
@@ -110,7 +112,7 @@ class AuditLog:
             arguments: Digest of the arguments of the code; None without code.
         """
         self._write(
-            "run",
+            kind,
             tenant,
             request_id=request_id,
             **({} if arguments is None else {"arguments": arguments}),
@@ -273,8 +275,8 @@ class AuditEntry(Outcome):
         bytes_out: Bytes of the response that were sent.
     """
 
-    def __init__(self, audit: AuditLog, tenant: str, request_id: str) -> None:
-        self.bytes_out = 0
+    def __init__(self, audit: AuditLog, tenant: str, request_id: str, *, kind: str = "run") -> None:
+        self.bytes_out, self._kind = 0, kind
         self._audit, self._tenant, self._request_id = audit, tenant, request_id
         self._request: RunRequest | None = None
         self._error = ""
@@ -306,6 +308,7 @@ class AuditEntry(Outcome):
             bytes_out=self.bytes_out,
             seconds=time.perf_counter() - self._began,
             outcome=self._error or outcome,
+            kind=self._kind,
             **_about(self._request),
         )
 

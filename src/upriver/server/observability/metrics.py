@@ -54,8 +54,11 @@ RESTARTS = ("crash", "memory", "timeout")
 Found = Literal["kept", "read", "stored"]
 """Origin of a program: kept in memory, read from a store, or just uploaded by its client."""
 
-PHASES = ("receive", "queue", "read", "input", "weights", "forward", "encode", "send")
+PHASES = ("receive", "queue", "read", "input", "weights", "forward", "encode", "kept", "send")
 """Phases of a micro-batch, in order. Workers report most of them, and a worker may be compromised."""
+
+FEATURES = ("found", "written")
+"""What may happen to kept rows: they answer a request, or are written."""
 
 STORE_ERRORS = ("store", "not_found", "object_changed")
 """Codes of the errors with which a store's reads end."""
@@ -146,6 +149,10 @@ class ServerMetrics:
             "store_errors", "Reads from a store that failed for good", "store", "kind"
         )
 
+        self._features = self._counter(
+            "feature_rows", "Rows that answered a request, or were written to a store", "tenant", "what"
+        )
+
     def _make_process(self) -> None:
         self._restarts = self._counter("worker_restarts", "Workers that were replaced", "reason")
         uptime = self._gauge("uptime_seconds", "Seconds since the server started")
@@ -162,6 +169,8 @@ class ServerMetrics:
                 self._shed.labels(tenant, reason)
             for found in get_args(Found):
                 self._programs.labels(found, tenant)
+            for what in FEATURES:
+                self._features.labels(tenant, what)
         for store in stores:
             self._read_seconds.labels(store)
             self._read_bytes.labels(store)
@@ -211,6 +220,10 @@ class ServerMetrics:
         return {
             sample.labels["tenant"]: int(sample.value) for sample in samples if sample.name.endswith("_total")
         }
+
+    def features(self, what: str, tenant: str, rows: int) -> None:
+        """Count kept rows, as one of `FEATURES`."""
+        self._features.labels(tenant, what).inc(rows)
 
     def batch(self, tenant: str, rows: int) -> None:
         """Count a forward pass of ``rows`` samples."""

@@ -1,0 +1,1 @@
+"""Keep computed rows in the object store, a folder for each tenant, and answer from them."""

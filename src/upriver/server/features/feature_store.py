@@ -1,0 +1,380 @@
+"""Keep the rows that a server computes in its stores, and find them again.
+
+A request asks for it. Rows lie in the folder of the request's tenant, in the store of the samples. They are
+collected in memory, within the server's budget, and written in the background as shards of some megabytes.
+The service of a request never waits for a write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from upriver.coldstart.garbage_collection import TOUCH_S, begin_upload, end_upload, note_use
+from upriver.control.memory_budget import MemoryHold
+from upriver.engine.read import CONCURRENCY
+from upriver.errors import ConfigError, DoesNotFit, ObjectNotFound, Overloaded, StorageFull, StoreError
+from upriver.imports import imported
+from upriver.protocol import Caps, RunRequest
+from upriver.server.observability.metrics import ServerMetrics
+from upriver.server.programs.quota import check_stored
+from upriver.server.programs.registry import own_prefix
+from upriver.server.tenants import ANYONE, Tenant
+from upriver.store import Store
+
+if TYPE_CHECKING:
+    from upriver.features import Row
+    from upriver.features.stretch import Stretch
+    from upriver.pipeline import Dataset, SampleRef
+    from upriver.server.features.stored_stretch import StoredStretch
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+SHARD_BYTES = 16 << 20
+"""Bytes of rows that are written together: an object that a store serves at its full rate."""
+
+COLLECT_S = 2.0
+"""Seconds for which rows are collected at most: what a server that is killed may lose."""
+
+REFRESH_S = 10.0
+"""Seconds after which a folder is listed again for rows that another server has written."""
+
+RETRY_S = 300.0
+"""Seconds without writes to a folder after one failed: a full quota or store rarely has room before."""
+
+MOST_STRETCHES = 64
+"""Most stretches whose index is kept in memory; the one used longest ago is dropped."""
+
+WRITERS = 2
+"""Threads that list and write one store. A store that does not answer blocks only its own."""
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A stretch in use, and its rows that are not written yet.
+
+    Attributes:
+        index: Memory of the index.
+        listed_s: Time of the last listing, by the monotonic clock.
+        noted_s: Time at which its use was last noted in the store.
+        closed_s: Time until which no row is taken, after a failed write.
+        why_not: Reason for that, for the user.
+    """
+
+    tenant: Tenant
+    place: str
+    rows: StoredStretch
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    index: MemoryHold | None = None
+    listed_s: float = -REFRESH_S
+    noted_s: float = -TOUCH_S
+    closed_s: float = 0.0
+    why_not: str = ""
+    waiting: dict[bytes, Row] = field(default_factory=dict)
+    writing: dict[bytes, Row] = field(default_factory=dict)
+    holds: list[MemoryHold] = field(default_factory=list)
+    nbytes: int = 0
+    task: asyncio.Task[None] | None = None
+
+
+class FeatureStore:
+    """Kept rows of all tenants of a server, in all its stores.
+
+    Args:
+        stores: Stores by the names that clients use.
+        prefix: The operator's prefix, in every store.
+        stored_bytes: Bytes that a tenant without a limit of its own may store, programs included.
+        hold: Holds memory, or raises `Overloaded` or `DoesNotFit`.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, Store],
+        *,
+        prefix: str,
+        stored_bytes: int,
+        caps: Caps,
+        hold: Callable[[int], MemoryHold],
+        metrics: ServerMetrics,
+    ) -> None:
+        self._stores, self._prefix, self._stored_bytes = stores, prefix, stored_bytes
+        self._caps, self._hold, self._metrics = caps, hold, metrics
+        self._open: OrderedDict[tuple[str, str, str], _Open] = OrderedDict()
+        self._threads = {
+            name: ThreadPoolExecutor(WRITERS, thread_name_prefix="upriver-features") for name in stores
+        }
+
+    async def rows_for(
+        self,
+        request: RunRequest,
+        dataset: Dataset,
+        tenant: Tenant,
+        *,
+        fingerprint: Mapping[str, str],
+        num_threads: int,
+    ) -> RequestRows:
+        """Return the rows of the stretch that a request names, as they were at most `REFRESH_S` ago.
+
+        Raises:
+            StoreError: If the store cannot be listed.
+        """
+        batches = await imported("upriver.server.features.row_batches")
+        stretch: Stretch = batches.stretch_of_request(
+            request, dataset, fingerprint=fingerprint, num_threads=num_threads
+        )
+        return RequestRows(self, await self._opened(tenant, dataset.store, stretch.digest), dataset, stretch)
+
+    async def close(self) -> None:
+        """Write the rows that wait."""
+        await asyncio.gather(*(self._finished(entry) for entry in self._open.values()))
+        for executor in self._threads.values():
+            executor.shutdown(wait=False, cancel_futures=True)
+
+    # ------------------------------------------------------------------------------------- opening
+
+    async def _opened(self, tenant: Tenant, store: Store, digest: str) -> _Open:
+        key = (tenant.name, store.name, digest)
+        stretches = await imported("upriver.server.features.stored_stretch")
+        if key not in self._open:
+            place = self._prefix if tenant.name == ANYONE.name else own_prefix(self._prefix, tenant)
+            rows: StoredStretch = stretches.StoredStretch(store, f"{place}/features/{digest}", digest)
+            self._open[key] = _Open(tenant, place, rows)
+            self._drop_oldest(len(self._open) - MOST_STRETCHES)
+        self._open.move_to_end(key)
+        entry = self._open[key]
+        async with entry.looking:
+            if time.monotonic() - entry.listed_s >= REFRESH_S:
+                await self._refreshed(entry)
+        return entry
+
+    async def _refreshed(self, entry: _Open) -> None:
+        """List a folder; hold the memory of its index first. Without memory its rows count as missing."""
+        loop = asyncio.get_running_loop()
+
+        def admit(nbytes: int) -> None:
+            asyncio.run_coroutine_threadsafe(self._hold_index(entry, nbytes), loop).result()
+
+        entry.listed_s = time.monotonic()
+        try:
+            await self._run(entry, partial(entry.rows.refresh, admit))
+        except (Overloaded, DoesNotFit) as error:
+            log.info("kept features of %s are not used: %s", entry.tenant.name, error)
+        if entry.rows.keys and time.monotonic() - entry.noted_s >= TOUCH_S:
+            await self._note_use(entry)
+
+    async def _hold_index(self, entry: _Open, nbytes: int) -> None:
+        if entry.index is None:
+            entry.index = self._hold(nbytes)
+        else:
+            entry.index.resize(max(nbytes, entry.index.nbytes))
+
+    async def _note_use(self, entry: _Open) -> None:
+        entry.noted_s = time.monotonic()
+        try:
+            await self._run(entry, partial(note_use, entry.rows.store, entry.place, [entry.rows.digest]))
+        except StoreError as error:
+            log.warning("cannot note that kept features are used, and upriver gc may remove them: %s", error)
+
+    def _drop_oldest(self, count: int) -> None:
+        unused = [key for key, entry in self._open.items() if not entry.waiting and entry.task is None]
+        for key in unused[: max(0, count)]:
+            entry = self._open.pop(key)
+            if entry.index is not None:
+                entry.index.release()
+
+    # ------------------------------------------------------------------------------------- writing
+
+    def room_for(self, entry: _Open, keys: Collection[bytes], nbytes: int) -> MemoryHold | None:
+        """Hold the memory of rows that are to be written; None if they are here, or have no room."""
+        known = (entry.rows.keys, entry.waiting, entry.writing)
+        if all(any(key in some for some in known) for key in keys):
+            return None
+        if entry.nbytes >= SHARD_BYTES or time.monotonic() < entry.closed_s:
+            return None
+        try:
+            return self._hold(2 * nbytes)  # the rows, and the shard when it is written
+        except (Overloaded, DoesNotFit):
+            return None
+
+    def take(self, entry: _Open, rows: Mapping[bytes, Row], hold: MemoryHold) -> None:
+        """Take rows that are to be written."""
+        entry.holds.append(hold)
+        entry.waiting.update(rows)
+        entry.nbytes += hold.nbytes // 2
+        if entry.task is None:
+            entry.task = asyncio.create_task(self._write_soon(entry))
+
+    async def _write_soon(self, entry: _Open) -> None:
+        """Write what waits when there is enough, or no later than `COLLECT_S` from now."""
+        try:
+            until = time.monotonic() + COLLECT_S
+            while entry.nbytes < SHARD_BYTES and (left_s := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(left_s, COLLECT_S / 20))
+            await self._write(entry)
+        finally:
+            entry.task = None
+        if entry.waiting:
+            entry.task = asyncio.create_task(self._write_soon(entry))
+
+    async def _finished(self, entry: _Open) -> None:
+        if entry.task is not None:
+            entry.task.cancel()
+            with suppress(asyncio.CancelledError):
+                await entry.task
+        if entry.waiting:
+            await self._write(entry)
+
+    async def _write(self, entry: _Open) -> None:
+        rows, holds = entry.waiting, entry.holds
+        entry.waiting, entry.holds, entry.nbytes, entry.writing = {}, [], 0, rows
+        entry.noted_s = time.monotonic()  # a shard's write notes the use
+        try:
+            await asyncio.shield(
+                self._run(entry, partial(entry.rows.append, rows, writing=partial(self._writing, entry)))
+            )
+            self._metrics.features("written", entry.tenant.name, len(rows))
+        except (StoreError, ConfigError) as error:
+            entry.closed_s, entry.why_not = time.monotonic() + RETRY_S, str(error)
+            level = logging.INFO if isinstance(error, StorageFull) else logging.WARNING
+            log.log(level, "features of tenant %s are not kept for now: %s", entry.tenant.name, error)
+        else:
+            entry.why_not = ""
+        finally:
+            entry.writing = {}
+            for hold in holds:
+                hold.release()
+
+    @contextmanager
+    def _writing(self, entry: _Open, path: str, nbytes: int) -> Iterator[None]:
+        """Count a shard in its tenant's storage while it is written. Runs in a thread."""
+        store, tenant = entry.rows.store, entry.tenant
+        check = partial(check_stored, tenant, default=self._stored_bytes, what="these features")
+        note = begin_upload(store, entry.place, {path: nbytes}, check=check)
+        try:
+            note_use(store, entry.place, [entry.rows.digest])
+            yield
+        finally:
+            end_upload(store, note)
+
+    async def _run(self, entry: _Open, work: Callable[[], _T]) -> _T:
+        executor = self._threads[entry.rows.store.name]
+        return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+    def count(self, tenant: Tenant, samples: int) -> None:
+        """Count samples that were answered from kept rows."""
+        self._metrics.features("found", tenant.name, samples)
+
+    @property
+    def caps(self) -> Caps:
+        """Limits of frames."""
+        return self._caps
+
+
+class RequestRows:
+    """The kept rows that one request asks for.
+
+    Attributes:
+        why_not: Reason why no further rows are written now; empty while they are.
+    """
+
+    def __init__(self, owner: FeatureStore, entry: _Open, dataset: Dataset, stretch: Stretch) -> None:
+        self._owner, self._entry, self._dataset, self._stretch = owner, entry, dataset, stretch
+
+    @property
+    def why_not(self) -> str:
+        return self._entry.why_not
+
+    async def found(self, ids: Sequence[int]) -> list[int]:
+        """Return the samples whose rows are kept."""
+        keys = await self._keys(self._dataset.locate(ids), ids)
+        there = self._entry.rows.keys
+        return [sample for sample, key in zip(ids, keys, strict=True) if key in there]
+
+    async def frame(
+        self, refs: Sequence[SampleRef], ids: Sequence[int], *, micro_batch: int, room: Callable[[int], bool]
+    ) -> tuple[bytes, memoryview] | None:
+        """Return the data frame of a micro-batch; None if a row is missing, damaged or of another object.
+
+        Args:
+            refs: Places of the stored samples, with the ETags that they had when they were indexed.
+            room: Returns whether an answer of this many bytes has memory; called in a thread.
+        """
+        keys = await self._keys(refs, ids)
+        there = self._entry.rows.keys
+        if not all(key in there for key in keys):
+            return None
+        batches = await imported("upriver.server.features.row_batches")
+        try:
+            if not await _unchanged(self._dataset.store, refs):
+                return None
+            rows = await self._entry.rows.read(keys)
+        except StoreError as error:  # the samples themselves are then read, and meet it too
+            log.info("kept features cannot be read: %s", error)
+            return None
+        if rows is None:
+            return None
+        nbytes = sum(tensor.nbytes for tensor in rows[0]) * micro_batch
+        if not await asyncio.to_thread(room, nbytes):
+            return None
+        frame: tuple[bytes, memoryview] | None = await asyncio.to_thread(
+            batches.frame_of, rows, ids, position=self._stretch.cut, micro_batch=micro_batch
+        )
+        if frame is not None:
+            self._owner.count(self._entry.tenant, len(ids))
+        return frame
+
+    async def keep(
+        self, refs: Sequence[SampleRef], ids: Sequence[int], frame: tuple[bytes, memoryview]
+    ) -> None:
+        """Keep the rows of a data frame that a worker has computed."""
+        keys = dict(zip(ids, await self._keys(refs, ids), strict=True))
+        hold = self._owner.room_for(self._entry, keys.values(), len(frame[1]))
+        if hold is None:
+            return
+        batches = await imported("upriver.server.features.row_batches")
+        try:
+            rows: dict[bytes, Row] = await asyncio.to_thread(
+                batches.rows_of, *frame, keys, self._owner.caps
+            )
+        except BaseException:
+            hold.release()
+            raise
+        self._owner.take(self._entry, rows, hold)
+
+    async def clear(self) -> None:
+        """Remove all rows of the stretch from the tenant's folder.
+
+        Raises:
+            StoreError: If the store cannot be read or written.
+        """
+        self._entry.waiting.clear()
+        await self._owner._run(self._entry, self._entry.rows.clear)
+
+    async def _keys(self, refs: Sequence[SampleRef], ids: Sequence[int]) -> list[bytes]:
+        batches = await imported("upriver.server.features.row_batches")
+        keys: list[bytes] = batches.row_keys(self._stretch, refs, ids)
+        return keys
+
+
+async def _unchanged(store: Store, refs: Sequence[SampleRef]) -> bool:
+    """Return whether all objects have the ETags that they had when they were indexed."""
+    etags, slots = {ref.object: ref.etag for ref in refs}, asyncio.Semaphore(CONCURRENCY)
+
+    async def same(name: str, etag: str) -> bool:
+        async with slots:
+            try:
+                return (await store.head_async(name)).etag == etag
+            except ObjectNotFound:
+                return False
+
+    return all(await asyncio.gather(*(same(name, etag) for name, etag in etags.items())))
