@@ -104,13 +104,17 @@ def place_folder(made: Path, path: Path) -> None:
     sync(path.parent)
 
 
-def make_folders(folder: Path) -> list[Path]:
-    """Create a folder and its missing parents durably; return the new ones, outermost first."""
+def make_folders(folder: Path, *, private: bool = False) -> list[Path]:
+    """Create a folder and its missing parents durably; return the new ones, outermost first.
+
+    Args:
+        private: If true, only the owner may access the new ones.
+    """
     if folder.is_dir():
         return []
-    made = make_folders(folder.parent)
+    made = make_folders(folder.parent, private=private)
     try:
-        folder.mkdir()
+        folder.mkdir(0o700 if private else 0o777)
     except FileExistsError:  # another process was faster, or a file has the name, which its user reports
         return made
     sync(folder.parent)

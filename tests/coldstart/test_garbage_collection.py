@@ -41,7 +41,7 @@ def digest(number: int) -> str:
     return f"{number:064x}"
 
 
-P, Q, W, V = map(digest, range(1, 5))
+P, Q, W, V, F, G = map(digest, range(1, 7))
 
 
 class Clocked(Store):
@@ -88,8 +88,15 @@ class Clocked(Store):
         self.old(path, b"w" * 100, age_s)
         self.old(path.replace(".safetensors", ".manifest.json"), b"{}", age_s)
 
+    def shard(self, stretch: str, number: int, age_s: float = 90 * DAY_S, *, nbytes: int = 100) -> None:
+        self.old(shard_path(stretch, number), b"r" * nbytes, age_s)
+
     def paths(self) -> set[str]:
         return {info.path.removeprefix(f"{PREFIX}/") for info in super().list()}
+
+
+def shard_path(stretch: str, number: int, *, folder: str = PREFIX) -> str:
+    return f"{folder}/features/{stretch}/rows-{number}-{number:016x}.safetensors"
 
 
 def graph(weights: str) -> bytes:
@@ -229,6 +236,134 @@ def test_what_uploads_left_in_a_file_store_counts_and_goes(tmp_path: Path) -> No
     assert removed(store, dry_run=True) == [] and rest.exists()
     assert removed(store) == []
     assert survey(store, PREFIX).nbytes == 100
+
+
+# ------------------------------------------------------------------------------------ kept features
+
+
+AGES = st.integers(0, 4).map(lambda days: days + 0.5)
+STRETCHES = st.sampled_from([F, G, P])
+
+
+@given(
+    shards=st.dictionaries(STRETCHES, st.lists(AGES, min_size=1, max_size=2), max_size=3),
+    notes=st.dictionaries(STRETCHES, AGES, max_size=3),
+    only=st.sets(STRETCHES, max_size=2),
+    days=st.integers(1, 4),
+)
+def test_features_go_if_neither_a_note_nor_a_shard_is_recent(
+    shards: dict[str, list[float]], notes: dict[str, float], only: set[str], days: int
+) -> None:
+    store = Clocked()
+    for stretch, ages in shards.items():
+        for number, age in enumerate(ages):
+            store.shard(stretch, number, age * DAY_S, nbytes=10 + number)
+    for stretch, age in notes.items():
+        store.old(f"{PREFIX}/used/{stretch}", b"used", age * DAY_S)
+    unused_days = {stretch: min([*ages, notes.get(stretch, 9.0)]) for stretch, ages in shards.items()}
+    gone = [
+        each for each in sorted(shards) if unused_days[each] > days and (not only or each in only)
+    ]
+    before = store.paths()
+    assert removed(store, days=days, only=only, dry_run=True) == gone
+    assert store.paths() == before
+    found = collect(store, PREFIX, older_than_s=days * DAY_S, only=only)
+    assert [each.digest for each in found] == gone
+    for each in found:
+        assert (each.kind, each.path) == ("features", f"{PREFIX}/features/{each.digest}")
+        assert each.nbytes == (10 if len(shards[each.digest]) == 1 else 21)
+        assert abs(time.time() - each.used_s - unused_days[each.digest] * DAY_S) < 3600
+    left = shards.keys() - set(gone)
+    assert store.paths() == {
+        *(path for path in before if path.startswith("features") and path.split("/")[1] in left),
+        *(f"used/{each}" for each, age in notes.items() if each in left or age < days),
+    }
+
+
+def test_features_outlast_their_program_and_go_without_a_plan(store: Clocked) -> None:
+    store.program(P, W)
+    store.weights(W)
+    store.shard(F, 1)
+    store.shard(G, 1, DAY_S)
+    plans, steps = [], []
+
+    def look() -> None:
+        paths = store.paths()
+        if "collecting.json" in paths:
+            plans.append(json.loads(Store.get(store, f"{PREFIX}/collecting.json")))
+            assert shard_path(F, 1).removeprefix(f"{PREFIX}/") in paths
+
+    store.before = look
+    found = collect(
+        store, PREFIX, older_than_s=30 * DAY_S, on_progress=lambda done, total: steps.append((done, total))
+    )
+    assert [(each.kind, each.digest) for each in found] == [("program", P), ("weights", W), ("features", F)]
+    assert plans and all(plan == [P, W] for plan in plans)
+    assert steps == [(1, 1), (1, 3), (2, 3), (3, 3)]
+    assert store.paths() == {shard_path(G, 1).removeprefix(f"{PREFIX}/")}
+
+
+def test_features_alone_go_without_any_plan(store: Clocked) -> None:
+    store.shard(F, 1)
+    seen: set[str] = set()
+    store.before = lambda: seen.update(store.paths())
+    assert removed(store) == [F]
+    assert store.paths() == set() and "collecting.json" not in seen
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "README.md",
+        f"{F}/stretch.json",
+        f"{F}/rows-1-{1:015x}.safetensors",
+        f"{F}/rows--{1:016x}.safetensors",
+        f"{F}/rows-1-{1:016x}.safetensors.bak",
+        f"{F}/more/rows-1-{1:016x}.safetensors",
+        f"{F[1:]}/rows-1-{1:016x}.safetensors",
+        f"{F.replace('0', 'A')}/rows-1-{1:016x}.safetensors",
+    ],
+)
+def test_what_is_no_shard_below_features_is_neither_counted_nor_removed(store: Clocked, name: str) -> None:
+    store.shard(F, 1)
+    store.old(f"{PREFIX}/features/{name}", b"mine")
+    assert survey(store, PREFIX).nbytes == 100
+    assert removed(store) == [F]
+    assert store.paths() == {f"features/{name}"}
+
+
+def test_an_unfinished_shard_of_a_file_store_counts_and_goes(tmp_path: Path) -> None:
+    store = Store.open(tmp_path.as_uri())
+    store.put(shard_path(F, 1), b"r" * 100, private=True)
+    whole = tmp_path / shard_path(F, 1)
+    rest = whole.with_name(f".{whole.name}-abcdefgh#1")
+    rest.write_bytes(b"cut off")
+    found = survey(store, PREFIX)
+    assert found.nbytes == 107 and [info.path for info in found.features[F]] == [shard_path(F, 1)]
+    os.utime(rest, (1e9, 1e9))
+    assert removed(store) == []
+    assert not rest.exists() and survey(store, PREFIX).nbytes == 100
+
+
+def test_a_shard_that_is_written_during_a_removal_stays(store: Clocked) -> None:
+    outcomes = set()
+    for moment in range(20):
+        store = Clocked()
+        store.shard(F, 1)
+        requests = itertools.count()
+
+        def write(store: Clocked = store, requests: Iterator[int] = requests, moment: int = moment) -> None:
+            if next(requests) == moment:
+                store.before = lambda: None
+                note_use(store, PREFIX, [F])
+                store.put(shard_path(F, 2), b"r")
+
+        store.before = write
+        removed(store)
+        if next(requests) > moment:
+            assert shard_path(F, 2).removeprefix(f"{PREFIX}/") in store.paths(), moment
+            outcomes.add(shard_path(F, 1).removeprefix(f"{PREFIX}/") in store.paths())
+    assert outcomes == {True, False}
 
 
 @pytest.mark.parametrize("age_s", [LEAST_AGE_S - 1, -1.0, float("nan")])
@@ -374,6 +509,70 @@ def test_an_upload_that_was_broken_off_counts_for_an_hour(store: Clocked) -> Non
     assert "uploads/70-a" not in store.paths()
 
 
+@given(
+    stored=st.integers(0, 20),
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    limit=st.integers(0, 70),
+    moment=st.integers(0, 12),
+    ends_first=st.booleans(),
+)
+def test_two_uploads_of_shards_at_once_never_exceed_the_limit(
+    stored: int, sizes: tuple[int, int], limit: int, moment: int, ends_first: bool
+) -> None:
+    """The second upload begins before any request of the first."""
+    store = Clocked()
+    store.put(shard_path(F, 0), b"r" * stored)
+    admitted: list[int] = []
+    requests = itertools.count()
+
+    def begin(number: int) -> str | None:
+        size = sizes[number - 1]
+        try:
+            return begin_upload(store, PREFIX, {shard_path(F, number): size}, check=refusing(limit))
+        except StorageFull:
+            return None
+
+    def finish(number: int, note: str | None) -> None:
+        if note is not None:
+            store.put(shard_path(F, number), b"r" * sizes[number - 1])
+            admitted.append(number)
+            end_upload(store, note)
+
+    notes: list[str | None] = []
+
+    def second() -> None:
+        store.before = lambda: None
+        notes.append(begin(2))
+        if ends_first:
+            finish(2, notes[0])
+
+    def before() -> None:
+        if next(requests) == moment:
+            second()
+
+    store.before = before
+    note = begin(1)
+    store.before = lambda: None
+    if not notes:
+        second()
+    finish(1, note)
+    if not ends_first:
+        finish(2, notes[0])
+    total = survey(store, PREFIX).nbytes
+    assert total == stored + sum(sizes[number - 1] for number in admitted)
+    assert total <= max(stored, limit)
+    if stored + 2 * sum(sizes) <= limit:  # whichever was counted twice
+        assert sorted(admitted) == [1, 2]
+    assert not any(path.startswith("uploads") for path in store.paths())
+
+
+def test_a_shard_that_is_written_again_adds_nothing(store: Clocked) -> None:
+    store.shard(F, 1)
+    end_upload(store, begin_upload(store, PREFIX, {shard_path(F, 1): 100}, check=refusing(100)))
+    with pytest.raises(StorageFull, match="100 0 50"):
+        begin_upload(store, PREFIX, {shard_path(F, 2): 50}, check=refusing(149))
+
+
 @pytest.mark.parametrize("name", ["x", "-1-a", "99999999999999999999-a", "٣-a", "1"])
 def test_what_is_no_note_of_an_upload_is_not_counted(store: Clocked, name: str) -> None:
     store.put(f"{PREFIX}/uploads/{name}", b"")
@@ -425,7 +624,7 @@ def shared_store(tmp_path: Path) -> Store:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--digest", V], f"no program and no weights under '.upriver' in store 'default' have digest {V}"),
+        (["--digest", V], f"no program, no weights and no features under '.upriver' in store 'default' have digest {V}"),
         (["--digest", P], f"{P} lies under '.upriver', which was not looked at; add --shared"),
         (["--shared", "--digest", W], f"{W} under '.upriver/tenants/alice' stays: it was used 0.0 h ago"),
     ],

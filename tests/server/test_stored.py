@@ -76,6 +76,13 @@ def test_a_quota_counts_what_is_stored_whoever_took_it_and_until_it_is_removed(p
             assert put(server, third)[0] == 201
             assert ask(server, "HEAD", f"/v1/programs/{first.digest}", None, bearer("a"))[0] == 404
             assert put(server, first)[0] == 507
+            for path in [path for path in s3.objects if third.digest in path or third.weights_digest in path]:
+                del s3.objects[path]
+            store.put(f"{ALICE}/features/{'0' * 64}/rows-9-{1:016x}.safetensors", bytes(QUOTA // 2))
+            assert put(server, first)[0] == 507, "kept features count, too"
+            s3.modified[next(path for path in s3.objects if "/features/" in path)] -= MONTH_S + 1
+            assert [each.digest for each in collect(store, ALICE, older_than_s=MONTH_S)] == ["0" * 64]
+            assert put(server, first)[0] == 201
 
 
 def test_a_server_notes_what_it_uses_so_that_it_stays_and_tells_of_what_was_removed(tmp_path, programs):

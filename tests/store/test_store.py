@@ -47,6 +47,14 @@ def test_what_is_put_can_be_read_whole_and_in_ranges(store: Store) -> None:
     assert store.get_range("a/b.bin", 9, 10, etag=info.etag) == b"9"
 
 
+def test_put_of_a_private_object_can_be_read_as_any(store: Store) -> None:
+    for data in (b"first", b"second"):
+        store.put("a/b/c.bin", data, private=True)
+        assert store.get("a/b/c.bin") == data
+    store.put("a/b/c.bin", b"public")
+    assert [(info.path, info.size) for info in store.list("a")] == [("a/b/c.bin", 6)]
+
+
 def test_who_reads_a_whole_object_is_told_of_it_before_and_can_refuse_it(store: Store) -> None:
     store.put("a/b.bin", b"0123456789")
     told: list[ObjectInfo] = []
@@ -497,6 +505,40 @@ def test_a_put_that_fails_leaves_what_was_there(tmp_path: Path, size: int) -> No
     assert "cannot write 'new' in store 'here'" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["old"]
     assert (tmp_path / "old").read_bytes() == b"before"
+
+
+# ------------------------------------------------------------------------------------- private files
+
+
+def _modes(root: Path) -> dict[str, int]:
+    return {str(path.relative_to(root)): path.stat().st_mode & 0o777 for path in root.rglob("*")}
+
+
+@pytest.fixture
+def usual_mask() -> Iterator[None]:
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+def test_put_of_a_private_object_makes_file_and_folders_private(tmp_path: Path, usual_mask: None) -> None:
+    store = Store.open(tmp_path.as_uri())
+    store.put("a/there", b"public")
+    store.put("a/b/c/private", b"private", private=True)
+    store.put("d/private", b"private", private=True)
+    public = {"a": 0o755, "a/there": 0o644}
+    private = {"a/b": 0o700, "a/b/c": 0o700, "a/b/c/private": 0o600, "d": 0o700, "d/private": 0o600}
+    assert _modes(tmp_path) == public | private
+    store.put("a/there", b"private", private=True)
+    store.put("d/private", b"again")
+    assert _modes(tmp_path) == public | private | {"a/there": 0o600}
+
+
+def test_put_of_a_private_object_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    store = Store.open(tmp_path.as_uri())
+    with pytest.raises(StoreError, match="cannot write 'a/b/"):
+        store.put(f"a/b/{'c' * 250}", b"x", private=True)  # too long with the suffix of an unfinished file
+    assert list(tmp_path.iterdir()) == []
 
 
 # ------------------------------------------------------------------------------- files written in place

@@ -1,4 +1,4 @@
-"""``upriver gc``: remove programs from a store that have not been used for long."""
+"""``upriver gc``: remove programs, weights and kept features of a store that were not used for long."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ def gc(
     older_than: Annotated[
         str,
         typer.Option(
-            metavar="AGE", help="Time since a program was used last, as 12h, 30d or 8w; 4h at least."
+            metavar="AGE", help="Time since the last use, as 12h, 30d or 8w; 4h at least."
         ),
     ] = "30d",
     digest: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="DIGEST", help="Only this program, or these weights with their programs; may be repeated."
+            metavar="DIGEST",
+            help="Only this program, these weights with their programs, or these features; may be repeated.",
         ),
     ] = None,
     tenant: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Only what this tenant uploaded; may be repeated."),
+        typer.Option(metavar="NAME", help="Only what is stored for this tenant; may be repeated."),
     ] = None,
     shared: Annotated[
         bool,
@@ -56,7 +57,7 @@ def gc(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Remove programs and weights of tenants that no server has used for long.
+    """Remove programs, weights and kept features of tenants that no server has used for long.
 
     Servers note in the store what they use, once an hour. Weights stay as long as a program that stays needs
     them. Datasets are left alone. It may run while servers do; one at a time for a store.
@@ -91,6 +92,7 @@ def gc(
         "bytes": sum(each.nbytes for each in removed),
         "removed": [
             {
+                "kind": each.kind,
                 "path": each.path,
                 "digest": each.digest,
                 "bytes": each.nbytes,
@@ -114,9 +116,9 @@ def _show(bar: Progress, task: TaskID, done: int, total: int) -> None:
 def _print(removed: list[Removed], *, dry_run: bool) -> None:
     if removed:
         rows = [
-            (each.path, bytes_text(each.nbytes), f"{(time.time() - each.used_s) / 86400:.1f}")
+            (each.kind, each.path, bytes_text(each.nbytes), f"{(time.time() - each.used_s) / 86400:.1f}")
             for each in removed
         ]
-        print_table(("object", "size", "days unused"), rows, left=frozenset({0}))
+        print_table(("kind", "object", "size", "days unused"), rows, left=frozenset({0, 1}))
     total = bytes_text(sum(each.nbytes for each in removed))
     note(f"{total} in {len(removed)} objects {'would be' if dry_run else 'were'} removed")

@@ -1,8 +1,9 @@
-"""Track which stored programs are in use, and remove the others.
+"""Track which stored programs, weights and kept features are in use, and remove the others.
 
 Small objects in each folder of programs record the state:
 
-- ``used/DIGEST``: written when a program or a weights file is used. Its modification time is the last use.
+- ``used/DIGEST``: written when a program, a weights file or a stretch's features are used. Its modification
+  time is the last use.
 - ``uploads/BYTES-TOKEN``: an upload in progress, and the most bytes that it may add.
 - ``collecting.json``: digests that are about to be removed.
 
@@ -10,21 +11,28 @@ A remover writes its plan first, and checks each object's last use before it rem
 notes a use first, and checks the plan afterwards. So one of the two sees the other, in any order, in any
 store whose GET or HEAD sees earlier writes. A use of weights is noted before that of the program, and checked
 after it. So no program stays without its weights.
+
+Kept features are shards, ``features/STRETCH/rows-COUNT-TOKEN.safetensors``. Rows can be computed again at any
+time, so their removal needs no plan: a server that uses a removed shard loses rows only.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from secrets import token_hex
+from typing import Literal
 
 import msgspec
 
 from upriver.errors import ConfigError, ObjectNotFound, Overloaded, ProgramError, StoreError
 from upriver.program.graph.artifact_paths import (
+    DIGEST,
     check_digest,
     graph_path,
     is_digest,
@@ -50,17 +58,25 @@ FRESH_S = 3600.0
 _RENEW_S = FRESH_S / 4
 """Interval at which a removal rewrites its plan."""
 
+_SHARD = re.compile(rf"({DIGEST.pattern})/rows-[0-9]{{1,9}}-[0-9a-f]{{16}}\.safetensors")
+"""Names of shards below ``features/``. Other names are left alone."""
+
+
+Kind = Literal["program", "weights", "features"]
+"""Kind of a `Removed`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Removed:
-    """Program, or weights file, that was or would be removed.
+    """Program, weights file, or features of a stretch, that were or would be removed.
 
     Attributes:
-        path: Path of the graph, or of the weights file.
+        path: Path of the graph, of the weights file, or of the folder of features.
         nbytes: Bytes of all its objects.
         used_s: Time of its last use, in seconds since 1970.
     """
 
+    kind: Kind
     path: str
     digest: str
     nbytes: int
@@ -69,9 +85,10 @@ class Removed:
 
 @dataclass(kw_only=True, slots=True)
 class ProgramFolder:
-    """Content of one folder of programs.
+    """Content of one folder of programs, weights and kept features.
 
     Attributes:
+        features: Shards of kept rows, by digest of their stretch.
         uploads: Notes of uploads in progress, or interrupted ones.
         rests: Files of a file store that interrupted uploads left, or that uploads in progress are writing.
         used: Time of the last use, by digest.
@@ -79,22 +96,24 @@ class ProgramFolder:
 
     programs: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     weights: dict[str, list[ObjectInfo]] = field(default_factory=dict)
+    features: dict[str, list[ObjectInfo]] = field(default_factory=dict)
     uploads: list[ObjectInfo] = field(default_factory=list)
     rests: list[ObjectInfo] = field(default_factory=list)
     used: dict[str, float] = field(default_factory=dict)
 
     @property
     def objects(self) -> list[ObjectInfo]:
-        """All objects of programs and weights."""
-        return [info for each in (self.programs, self.weights) for infos in each.values() for info in infos]
+        """All objects of programs, weights and kept features."""
+        kinds = (self.programs, self.weights, self.features)
+        return [info for each in kinds for infos in each.values() for info in infos]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all programs and weights, and of unfinished files."""
+        """Bytes of all programs, weights and kept features, and of unfinished files."""
         return sum(info.size for info in (*self.objects, *self.rests))
 
     def last_use(self, digest: str, infos: Sequence[ObjectInfo]) -> float:
-        """Return the time at which a program or weights file was last used or written."""
+        """Return the time at which objects of a digest were last used or written."""
         return max([self.used.get(digest, 0.0), *(info.modified_s for info in infos)])
 
 
@@ -120,7 +139,7 @@ def folders(store: Store, prefix: str, *, tenants: Collection[str] = (), shared:
 
 
 def survey(store: Store, prefix: str, *, used: bool = True) -> ProgramFolder:
-    """List a folder of programs.
+    """List a folder of programs, weights and kept features.
 
     Raises:
         StoreError: If the store cannot be listed.
@@ -131,6 +150,9 @@ def survey(store: Store, prefix: str, *, used: bool = True) -> ProgramFolder:
         for info in store.list(f"{prefix}/{kind}", on_unreachable=unreachable.append):
             digest = info.path.removeprefix(f"{prefix}/{kind}/").partition("/")[0].partition(".")[0]
             into.setdefault(digest, []).append(info)
+    for info in store.list(f"{prefix}/features", on_unreachable=unreachable.append):
+        if shard := _SHARD.fullmatch(info.path.removeprefix(f"{prefix}/features/")):
+            found.features.setdefault(shard[1], []).append(info)
     for entry in unreachable:
         if entry.reason == "upload":
             with suppress(ObjectNotFound):  # the upload has ended and the file has its final name
@@ -141,11 +163,16 @@ def survey(store: Store, prefix: str, *, used: bool = True) -> ProgramFolder:
     return found
 
 
+def features_path(prefix: str, stretch_digest: str) -> str:
+    """Return the folder of a stretch's kept features."""
+    return f"{prefix}/features/{check_digest(stretch_digest)}"
+
+
 # ------------------------------------------------------------------------------------------- using
 
 
 def note_use(store: Store, prefix: str, digests: Collection[str]) -> None:
-    """Record the use of programs and weights, weights first.
+    """Record the use of programs, weights or kept features; of a program, weights first.
 
     Raises:
         StoreError: If the store cannot be written.
@@ -328,14 +355,16 @@ def collect(
     dry_run: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Removed]:
-    """Remove programs and weights that were not used for long. Those that are used meanwhile stay.
+    """Remove programs, weights and kept features that were not used for long. Those used meanwhile stay.
+
+    Features of a removed program stay until they are unused themselves.
 
     Args:
-        only: Digests of programs or weights; if not empty, only these are removed.
+        only: Digests of programs, weights or stretches; if not empty, only these are removed.
         on_progress: Function of the number of finished steps and of all steps.
 
     Returns:
-        The removed programs and weights, programs first.
+        The removed programs, then weights, then features.
 
     Raises:
         StoreError: If the store cannot be listed, read or written. Earlier removals are complete: a graph
@@ -343,35 +372,69 @@ def collect(
     """
     before_s = time.time() - older_than_s
     place = survey(store, prefix)
-    kinds = (place.programs, place.weights)
-    programs, weights = [
+    programs, weights, features = [
         {digest: place.last_use(digest, infos) for digest, infos in each.items() if is_digest(digest)}
-        for each in kinds
+        for each in (place.programs, place.weights, place.features)
     ]
     needs = _needs(store, prefix, programs, on_progress)
-    gone = unused(programs, weights, needs, before_s=before_s, only=only)
-    going = []
-    for digests, used_s, each, path_of in zip(
-        gone, (programs, weights), kinds, (graph_path, weights_path), strict=True
-    ):
-        for digest in sorted(digests):
-            removed = Removed(
-                path=path_of(prefix, digest),
-                digest=digest,
-                nbytes=sum(info.size for info in each[digest]),
-                used_s=used_s[digest],
-            )
-            going.append((removed, each[digest]))
+    gone, let_go = unused(programs, weights, needs, before_s=before_s, only=only)
+    planned = [
+        *_objects_of(prefix, place, "program", gone),
+        *_objects_of(prefix, place, "weights", let_go),
+    ]
+    idle = [
+        digest
+        for digest, used_s in features.items()
+        if used_s < before_s and (not only or digest in only)
+    ]
+    unplanned = _objects_of(prefix, place, "features", idle)
     if dry_run:
-        return [removed for removed, _ in going]
-    done = _remove(store, prefix, going, before_s, on_progress)
+        return [removed for removed, _ in (*planned, *unplanned)]
+    steps = count(1)
+
+    def on_step() -> None:
+        on_progress(next(steps), len(planned) + len(unplanned))
+
+    done = _remove_by_plan(store, prefix, planned, before_s, on_step)
+    for removed, infos in unplanned:
+        if _remove(store, prefix, removed, infos, before_s):
+            done.append(removed)
+        on_step()
     for info in (*place.uploads, *place.rests):
         if info.modified_s < before_s:
             _delete(store, info.path)
     for digest, last_s in place.used.items():
+        kinds = (place.programs, place.weights, place.features)
         if last_s < before_s and not any(digest in each for each in kinds):
             _delete(store, f"{prefix}/used/{digest}")
     return done
+
+
+_Going = list[tuple[Removed, list[ObjectInfo]]]
+"""Unused digests, with their objects."""
+
+
+def _objects_of(prefix: str, place: ProgramFolder, kind: Kind, digests: Collection[str]) -> _Going:
+    """Return digests of one kind in order, with their objects."""
+    kinds: dict[Kind, tuple[dict[str, list[ObjectInfo]], Callable[[str, str], str]]] = {
+        "program": (place.programs, graph_path),
+        "weights": (place.weights, weights_path),
+        "features": (place.features, features_path),
+    }
+    objects, path_of = kinds[kind]
+    return [
+        (
+            Removed(
+                kind=kind,
+                path=path_of(prefix, digest),
+                digest=digest,
+                nbytes=sum(info.size for info in objects[digest]),
+                used_s=place.last_use(digest, objects[digest]),
+            ),
+            objects[digest],
+        )
+        for digest in sorted(digests)
+    ]
 
 
 def why_kept(store: Store, prefix: str, digest: str, *, looked_at: Sequence[str], older_than_s: float) -> str:
@@ -381,24 +444,34 @@ def why_kept(store: Store, prefix: str, digest: str, *, looked_at: Sequence[str]
         StoreError: If the store cannot be listed or read.
     """
     every = folders(store, prefix, shared=True)
-    paths = (graph_path, weights_path)
-    holding = [each for each in every if any(store.exists(path(each, digest)) for path in paths)]
+    holding = [each for each in every if _holds(store, each, digest)]
     seen = [folder for folder in holding if folder in looked_at]
     if seen:
         return _why_kept_there(store, seen[0], digest, older_than_s)
     if not holding:
-        return f"no program and no weights under {prefix!r} in store {store.name!r} have digest {digest}"
+        return (
+            f"no program, no weights and no features under {prefix!r} in store {store.name!r} have digest "
+            f"{digest}"
+        )
     missed = holding[-1]
     how = "--shared" if missed == prefix else f"--tenant {missed.rpartition('/')[2]}"
     return f"{digest} lies under {missed!r}, which was not looked at; add {how}"
 
 
+def _holds(store: Store, folder: str, digest: str) -> bool:
+    """Return True if a program, weights or kept features with this digest are in a folder."""
+    if any(store.exists(path(folder, digest)) for path in (graph_path, weights_path)):
+        return True
+    shards = store.list(features_path(folder, digest), on_unreachable=lambda _: None)
+    return any(_SHARD.fullmatch(info.path.removeprefix(f"{folder}/features/")) for info in shards)
+
+
 def _why_kept_there(store: Store, folder: str, digest: str, older_than_s: float) -> str:
     place = survey(store, folder)
     shown = f"{digest} under {folder!r} stays"
-    infos = [*place.programs.get(digest, ()), *place.weights.get(digest, ())]
-    unused_s = time.time() - place.last_use(digest, infos)
-    if unused_s <= older_than_s:
+    kinds = (place.programs, place.weights, place.features)
+    unused_s = time.time() - place.last_use(digest, [info for each in kinds for info in each.get(digest, ())])
+    if unused_s <= older_than_s or digest not in place.weights:  # a moment has passed since
         asked_h = older_than_s / 3600
         return f"{shown}: it was used {unused_s / 3600:.1f} h ago; --older-than asks for {asked_h:g} h"
     return f"{shown}: a program that was used since needs these weights"
@@ -418,14 +491,10 @@ def _needs(
     return needs
 
 
-def _remove(
-    store: Store,
-    prefix: str,
-    going: Sequence[tuple[Removed, Sequence[ObjectInfo]]],
-    before_s: float,
-    on_progress: Callable[[int, int], None],
+def _remove_by_plan(
+    store: Store, prefix: str, going: _Going, before_s: float, on_step: Callable[[], None]
 ) -> list[Removed]:
-    """Remove unused digests one by one, with a plan in the store while the removal runs."""
+    """Remove unused programs and weights one by one, with a plan in the store while the removal runs."""
     with suppress(ObjectNotFound):
         if _going(store, prefix):
             raise StoreError(
@@ -436,21 +505,30 @@ def _remove(
     done: list[Removed] = []
     written = -math.inf
     try:
-        for number, (removed, infos) in enumerate(going):
+        for removed, infos in going:
             if time.monotonic() - written > _RENEW_S:
                 store.put(_plan_path(prefix), plan)
                 written = time.monotonic()
-            if not _used_since(store, prefix, removed.digest, before_s):
-                # Remove the graph, or the manifest, first: without it no reader takes the rest for complete.
-                for info in sorted(infos, key=lambda info: not info.path.endswith(".json")):
-                    _delete(store, info.path)
-                _delete(store, _used_path(prefix, removed.digest))
+            if _remove(store, prefix, removed, infos, before_s):
                 done.append(removed)
-            on_progress(number + 1, len(going))
+            on_step()
     finally:
         if going:
             _delete(store, _plan_path(prefix))
     return done
+
+
+def _remove(
+    store: Store, prefix: str, removed: Removed, infos: Sequence[ObjectInfo], before_s: float
+) -> bool:
+    """Remove the objects of a digest, unless it was used since; return whether they were removed."""
+    if _used_since(store, prefix, removed.digest, before_s):
+        return False
+    # Remove the graph, or the manifest, first: without it no reader takes the rest for complete.
+    for info in sorted(infos, key=lambda info: not info.path.endswith(".json")):
+        _delete(store, info.path)
+    _delete(store, _used_path(prefix, removed.digest))
+    return True
 
 
 def _delete(store: Store, path: str) -> None:

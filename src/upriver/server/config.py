@@ -117,8 +117,8 @@ class ServerConfig:
         deadline_s: Most seconds of a request, including waits; a client may ask for less. 600 s: fifty
             micro-batches of the slowest network measured, on one core.
         program_budget_bytes: Programs kept loaded between requests. 4 GiB: six networks of the size of vgg19.
-        stored_bytes: Programs and weights that each tenant may have in a store, unless the tenant has a limit
-            of its own. 64 GiB: sixteen of the largest programs accepted.
+        stored_bytes: Programs, weights and kept features that each tenant may have in a store, unless the
+            tenant has a limit of its own. 64 GiB: sixteen of the largest programs accepted.
         max_requests: Run requests in any state; further ones must be retried later. 128: those that may wait
             or compute, with room for some that are still being sent.
         max_datasets: Indexes kept between requests.

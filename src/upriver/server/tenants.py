@@ -63,7 +63,8 @@ class Tenant(TenantShare):
         certificates: Names in client certificates that identify it.
         stores: Folders or objects that it may read, by store ("" for all of the store); None: every store.
         program_bytes: Programs kept for it between requests; None: the server's limit.
-        stored_bytes: Programs and weights that it may have in a store; None: the server's limit.
+        stored_bytes: Programs, weights and kept features that it may have in a store; None: the server's
+            limit.
     """
 
     token_hashes: tuple[str, ...] = field(default=(), repr=False)

@@ -304,10 +304,15 @@ def _link(name: str, entry: os.DirEntry[str], where: str) -> Unreachable:
     return Unreachable(path=name, reason="link", why=why, is_folder=is_folder)
 
 
-def put(root: Path, path: str, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
+def put(
+    root: Path, path: str, pieces: Iterable[bytes | bytearray | memoryview], *, private: bool = False
+) -> None:
     """Write a file durably, whole or not at all; see `upriver.files.replacing`.
 
     obstore does not sync: after a power failure an object could exist and be empty.
+
+    Args:
+        private: If true, only the owner may access the file (mode 0600), and new folders for it (0700).
 
     Raises:
         ObjectNotFound: If a symbolic link leads out of ``root``.
@@ -315,9 +320,9 @@ def put(root: Path, path: str, pieces: Iterable[bytes | bytearray | memoryview])
         Exception: An error of ``pieces``, likewise.
     """
     real = inside(root, path)
-    made = make_folders(real.parent)
+    made = make_folders(real.parent, private=private)
     try:
-        with replacing(real) as new, new.open("wb") as file:
+        with replacing(real, private=private) as new, new.open("wb") as file:
             file.writelines(pieces)
     except BaseException:
         for folder in reversed(made):

@@ -642,15 +642,19 @@ class Store:
 
     # ------------------------------------------------------------------------------------- writing
 
-    def put(self, path: str, data: bytes | bytearray | memoryview) -> None:
+    def put(self, path: str, data: bytes | bytearray | memoryview, *, private: bool = False) -> None:
         """Write a whole object and replace an existing one.
+
+        Args:
+            private: If true, a file store lets only the owner access the file, and folders made for it. Other
+                stores ignore it.
 
         Raises:
             StoreError: If the write fails; an existing object is unchanged.
         """
         with self._errors("write", path):
             if self._root is not None:
-                return self._put_file(self._root, path, [data])
+                return self._put_file(self._root, path, [data], private=private)
             obstore.put(self._writing(len(data)), self._checked(path), data, **_in_parts(data))
 
     async def put_async(self, path: str, data: bytes | bytearray | memoryview) -> None:
@@ -682,8 +686,15 @@ class Store:
                 max_concurrency=STREAM_PARTS,
             )
 
-    def _put_file(self, root: Path, path: str, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
-        local.put(root, self._checked(path), pieces)
+    def _put_file(
+        self,
+        root: Path,
+        path: str,
+        pieces: Iterable[bytes | bytearray | memoryview],
+        *,
+        private: bool = False,
+    ) -> None:
+        local.put(root, self._checked(path), pieces, private=private)
 
     def _writing(self, num_bytes: int) -> LocalStore | MemoryStore | S3Store:
         """Return the backend for requests of at most that many bytes."""

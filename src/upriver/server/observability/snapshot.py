@@ -30,7 +30,7 @@ class TenantRow(_Row, frozen=True, kw_only=True):
         max_waiting_bytes: Most bytes that its waiting requests may ask for together.
         memory_share: Most of the budget that its admitted requests may hold.
         program_bytes: Most bytes of its programs that are kept loaded.
-        stored_bytes: Most bytes of programs and weights that it may have in a store.
+        stored_bytes: Most bytes of programs, weights and kept features that it may have in a store.
     """
 
     name: str

@@ -34,7 +34,6 @@ from upriver.errors import (
     ObjectNotFound,
     ProgramError,
     ProgramNotFound,
-    StorageFull,
     StoreError,
     TooLarge,
 )
@@ -47,13 +46,13 @@ from upriver.server.ipc.shared_memory import SealedFile
 from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.programs.cache import ProgramCache
 from upriver.server.programs.program_files import ProgramFiles
+from upriver.server.programs.quota import check_stored
 from upriver.server.programs.streaming_weights import ColdFile, kept_bytes
 from upriver.server.programs.upload_builder import ProgramBuilder, fill
 from upriver.server.scheduling.answer_memory import MemoryUse
 from upriver.server.scheduling.footprint import program_bytes
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
-from upriver.text import bytes_text
 
 if TYPE_CHECKING:
     from upriver.coldstart.format.manifest import Manifest
@@ -129,7 +128,8 @@ class ProgramRegistry:
     Args:
         stores: Searched in order; uploads go to the first one that a tenant may read.
         prefix: The operator's prefix, in every store.
-        stored_bytes: Bytes of programs and weights that a tenant without a limit of its own may store.
+        stored_bytes: Bytes of programs, weights and kept features that a tenant without a limit of its own may
+            store.
         copies: Copies of its weights; see `upriver.server.scheduling.footprint.program_bytes`.
         limits: Bounds on the link's use by weights that stream while a program runs. If None, a program runs
             only after all of its weights arrived.
@@ -267,19 +267,10 @@ class ProgramRegistry:
         """
         place = self._own(tenant)
         if self._program_cache.files(key_of(tenant, digest)) is None:
-            graph, check = graph_path(place.prefix, digest), partial(self._check_stored, tenant)
+            graph = graph_path(place.prefix, digest)
+            check = partial(check_stored, tenant, default=self._stored_bytes)
             look = partial(check_upload, place.store, place.prefix, graph, body_nbytes, check=check)
             await self._looked(place.store, look)
-
-    def _check_stored(self, tenant: Tenant, stored: int, coming: int, more: int) -> None:
-        most = self._stored_bytes if tenant.stored_bytes is None else tenant.stored_bytes
-        if more and stored + coming + more > most:
-            others = f", {bytes_text(coming)} more are on their way" if coming else ""
-            raise StorageFull(
-                f"tenant {tenant.name!r} may store {bytes_text(most)} (stored_bytes) and has stored "
-                f"{bytes_text(stored)}{others}; this program takes {bytes_text(more)} more: the operator can "
-                "remove what is unused (upriver gc), or raise stored_bytes"
-            )
 
     @contextmanager
     def upload(self, tenant: Tenant, digest: str, body_nbytes: int) -> Iterator[tuple[MemoryHold, MemoryUse]]:
@@ -385,7 +376,8 @@ class ProgramRegistry:
         store, prefix = place.store, place.prefix
 
         def begin() -> str:
-            note = begin_upload(store, prefix, objects, check=partial(self._check_stored, tenant))
+            check = partial(check_stored, tenant, default=self._stored_bytes)
+            note = begin_upload(store, prefix, objects, check=check)
             try:
                 note_use(store, prefix, digests)
                 check_staying(store, prefix, digests)
