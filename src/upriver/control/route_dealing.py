@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from upriver.control.delivery_table import DealtRoute, Way
 from upriver.types import Route
@@ -28,6 +29,21 @@ def deal(routes: Sequence[Route], num_micro_batches: int, *, start: int) -> tupl
         given[at] += 1
         hands.append(kinds[at])
     return tuple(hands)
+
+
+def besides(routes: Sequence[Route], *, cut: int, share: float) -> tuple[Route, ...]:
+    """Return the routes of the other samples if a share of all goes over a cut apart from them.
+
+    Together the shares are those of ``routes``, as far as that share allows.
+    """
+    left = [
+        replace(route, share=max(0.0, route.share - share) if route.cut == cut else route.share)
+        for route in routes
+    ]
+    total = sum(route.share for route in left)
+    if total <= 0:
+        return tuple(routes)
+    return tuple(replace(route, share=route.share / total) for route in left if route.share > 0)
 
 
 def _dealt(cut: int, start: int) -> DealtRoute:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,7 @@ from functools import partial
 import torch
 
 from upriver.control.delivery_table import DealtRoute, Pin, PrefetchWindow, Received, Way
-from upriver.control.route_dealing import deal
+from upriver.control.route_dealing import besides, deal
 from upriver.control.window_size import told, window_for
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
@@ -22,6 +23,7 @@ from upriver.features.unchanged import unchanged
 from upriver.finetune.calibration.server_gate import JobRequirements
 from upriver.finetune.options import JobOptions
 from upriver.finetune.planner import PlannedJob
+from upriver.finetune.planning.keep_planning import stored_share
 from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, RemoteFetch
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.prefetcher import Prefetcher
@@ -142,7 +144,7 @@ class FeatureSource:
         """Go on with the program and the servers of a split that was prepared meanwhile."""
         self._split = split
         self._pool, self._replanner, self._larger = planned.pool, planned.replanner, planned.offers
-        self._agreement, self._plan = planned.agreement, planned.plan
+        self._agreement, self._plan, self._model = planned.agreement, planned.plan, planned.model
         if self.kept is not None:
             self.kept.program = split.program
             self._may_keep(self.kept)
@@ -221,17 +223,17 @@ class FeatureSource:
 
     def dealt(self, plan: Plan, given: PassWork) -> tuple[DealtRoute, ...]:
         """Return the route of each micro-batch of a pass over the training data."""
-        others = len(given.work.micro_batches) - len(given.work.stored)
-        return self._with_stored(given, deal(plan.routes, others, start=given.dataset.chain.start))
+        return self._hands(plan, given, start=given.dataset.chain.start)
 
-    def _with_stored(self, given: PassWork, others: Sequence[DealtRoute]) -> tuple[DealtRoute, ...]:
-        """Return the routes of all micro-batches, from those of the ones that servers have no rows of."""
-        stored, cut = given.work.stored, given.store_cut
+    def _hands(self, plan: Plan, given: PassWork, *, start: int) -> tuple[DealtRoute, ...]:
+        """Return the routes: those whose rows servers have go there, the others as the plan says."""
+        stored, count, cut = given.work.stored, len(given.work.micro_batches), given.store_cut
         if cut is None or not stored:
-            return tuple(others)
-        hands, near = iter(others), DealtRoute(way=Way.REMOTE, cut=cut)
-        count = len(given.work.micro_batches)
-        return tuple(near if index in stored else next(hands) for index in range(count))
+            return deal(plan.routes, count, start=start)
+        routes = besides(plan.routes, cut=cut, share=len(stored) / count)
+        others = iter(deal(routes, count - len(stored), start=start))
+        near = DealtRoute(way=Way.REMOTE, cut=cut)
+        return tuple(near if index in stored else next(others) for index in range(count))
 
     def _dealt_elsewhere(self, plan: Plan, given: PassWork, *, servers: bool) -> tuple[DealtRoute, ...]:
         """Return the routes of another dataset's micro-batches, as close to the plan's as possible.
@@ -240,13 +242,10 @@ class FeatureSource:
         it. Micro-batches with such a cut are made locally.
         """
         chain = given.dataset.chain
-        others = len(given.work.micro_batches) - len(given.work.stored)
-        hands = deal(plan.routes, others, start=self._chain.start)
+        hands = self._hands(plan, given, start=self._chain.start)
         first = self._chain.start if chain == self._chain else 0
         here = DealtRoute(way=Way.LOCAL, cut=chain.start)
-        return self._with_stored(
-            given, [hand if servers and hand.cut >= first else here for hand in hands]
-        )
+        return tuple(hand if servers and hand.cut >= first else here for hand in hands)
 
     @contextlib.contextmanager
     def _loading(
@@ -394,9 +393,7 @@ class FeatureSource:
             self.places.note_kept(order.micro_batches, epoch=epoch)
         return given
 
-    def work_elsewhere(
-        self, dataset: Dataset, order: EpochOrder, *, step: int, servers: bool
-    ) -> PassWork:
+    def work_elsewhere(self, dataset: Dataset, order: EpochOrder, *, step: int, servers: bool) -> PassWork:
         """Return a pass over another dataset from a step on; its input stages draw as in epoch 0.
 
         Args:
@@ -446,7 +443,8 @@ class FeatureSource:
             store_cut = self._store_cut(dataset) if servers and position is None else None
             if store_cut is not None and not self.kept.why_not:
                 missing = [sample for sample in ids if sample not in usable]
-                stored = self._stored(dataset, missing, drawn, store_cut)
+                found = self._stored(dataset, missing, drawn, store_cut)
+                stored = self._worth_reading(found, ids=ids, missing=missing, cut=store_cut)
         kept = usable if position is None else frozenset[int]()
         return PassWork(
             dataset=dataset,
@@ -467,6 +465,27 @@ class FeatureSource:
         asked = [route for route in self._plan.routes if route.cut > self._chain.start]
         cut = max(asked, key=lambda route: route.share).cut if asked else self._open_cut()
         return cut if cut is None or cut >= 0 or chain == self._chain else None
+
+    def _worth_reading(
+        self, stored: frozenset[int], *, ids: Sequence[int], missing: Sequence[int], cut: int
+    ) -> frozenset[int]:
+        """Return those of the samples whose stored rows the epoch's plan reads, evenly over the epoch."""
+        if not stored or self._model is None:
+            return stored
+        share = stored_share(
+            self._model,
+            self._plan.routes,
+            cut=cut,
+            stored=len(stored) / len(ids),
+            here=1 - len(missing) / len(ids),
+        )
+        part = min(1.0, share * len(ids) / len(stored))
+        there = [sample for sample in missing if sample in stored]
+        return frozenset(
+            sample
+            for number, sample in enumerate(there)
+            if math.floor((number + 1) * part + 1e-9) > math.floor(number * part + 1e-9)
+        )
 
     def _stored(self, dataset: Dataset, ids: Sequence[int], drawn: int, cut: int) -> frozenset[int]:
         """Return the samples whose rows servers have kept, and are right."""
@@ -517,7 +536,8 @@ class FeatureSource:
             return found
         try:
             if not stretch.trusted:
-                if not stretch.check(dataset, self._anew(stretch.position, dataset, _some(found), drawn)):
+                again = self._anew(stretch.position, dataset, _some(found), drawn)
+                if not stretch.check(dataset, again):
                     return frozenset()
             return found & unchanged(dataset, sorted(found))
         except CaptureError as error:
@@ -528,9 +548,7 @@ class FeatureSource:
             log.info("kept features are not used in this pass: %s", error)
             return frozenset()
 
-    def _anew(
-        self, position: int | None, dataset: Dataset, ids: Sequence[int], drawn: int
-    ) -> dict[int, Row]:
+    def _anew(self, position: int | None, dataset: Dataset, ids: Sequence[int], drawn: int) -> dict[int, Row]:
         """Return rows of samples, computed in other micro-batches than before.
 
         Args:

@@ -19,7 +19,6 @@ from torch import nn
 
 from upriver import tracing
 from upriver.control.delivery_table import PrefetchWindow
-from upriver.control.route_dealing import deal
 from upriver.control.window_size import told
 from upriver.engine.fingerprint import flags, here, numerics
 from upriver.errors import (

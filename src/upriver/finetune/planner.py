@@ -60,6 +60,7 @@ class PlannedJob:
         replanner: Asks the policy again; None keeps the plan.
         notes: Notes at the end of every plan's reason, whatever the policy and the plan.
         offers: Returns the current sizes at which servers may run several micro-batches at once.
+        model: Costs of an epoch, as they were measured; None if nothing was.
     """
 
     plan: Plan
@@ -69,6 +70,7 @@ class PlannedJob:
     replanner: Replanner | None
     notes: Sequence[str]
     offers: Callable[[], Sequence[Larger]]
+    model: CostModel | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +233,7 @@ class Planner:
             replanner=self.replanner,
             notes=self.notes,
             offers=self.offers,
+            model=self._model,
         )
 
     def _planned(self) -> tuple[Plan, tuple[str, ...] | None]:

@@ -94,7 +94,8 @@ class StoredFeatures:
             Whether they are equal, and so may be used.
         """
         equal = kept.keys() == again.keys() and all(
-            len(kept[each]) == len(row) and all(map(same_bits, kept[each], row)) for each, row in again.items()
+            len(kept[each]) == len(row) and all(map(same_bits, kept[each], row))
+            for each, row in again.items()
         )
         if equal:
             self._trusted.add((question.dataset.digest, cut, epoch))

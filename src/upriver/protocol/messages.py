@@ -204,7 +204,13 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         if self.keep and (self.dataset is None or self.given or self.larger):
             raise ProtocolError(
                 "only rows of samples that the server reads are kept, without larger programs; got keep with "
-                + ("no dataset" if self.dataset is None else "given samples" if self.given else "larger programs")
+                + (
+                    "no dataset"
+                    if self.dataset is None
+                    else "given samples"
+                    if self.given
+                    else "larger programs"
+                )
             )
         self._check_larger()
         total = sum(len(ids) for ids in self.micro_batches)

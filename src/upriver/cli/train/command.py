@@ -27,10 +27,20 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from upriver.cli.train.loop import Trainer
+    from upriver.features.keep import Keep
     from upriver.finetune.job import FinetuneJob
     from upriver.finetune.options import MicroBatchSize
     from upriver.finetune.session import Near
     from upriver.pipeline import Dataset
+
+
+class KeepTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """The table ``keep``: the fields of `upriver.Keep`."""
+
+    memory: int | str = "auto"
+    disk: int | str = "auto"
+    folder: str | None = None
+    store: bool = False
 
 
 class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
@@ -53,7 +63,8 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         on_left_out: "error" or "report" when an index would leave out files that may be samples.
         adapt_batch: Most samples that a server may run at once; with ``exact = "numeric"`` only.
         prefix: How the frozen part is made faster, within an error that the plan states.
-        keep: ``auto`` keeps features for later epochs and runs; see `upriver.Keep`.
+        keep: ``auto``, or a table with the fields of `upriver.Keep`: features are kept for later epochs and
+            runs.
         views: Number of sets of random draws; see `upriver.Sampling`.
         micro_batch: Samples per micro-batch. ``auto`` measures and chooses once; a resumed run keeps the
             choice.
@@ -91,7 +102,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     adapt_batch: int = 0
     autocast: Literal["bfloat16", "float16"] | None = None
     prefix: Literal["compiled", "bf16", "int8"] | None = None
-    keep: Literal["auto"] | None = None
+    keep: Literal["auto"] | KeepTable | None = None
     views: int | None = None
     granularity: Literal["module", "op"] = "module"
     compile_tail: bool = False
@@ -147,6 +158,13 @@ def train(
     emit(document, as_json=as_json, text=lambda: _print(document))
 
 
+def _keep(settings: TrainFile) -> Keep | Literal["auto"] | None:
+    from upriver.features.keep import Keep
+
+    keep = settings.keep
+    return Keep(**msgspec.structs.asdict(keep)) if isinstance(keep, KeepTable) else keep
+
+
 def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
     """Train, write the model, and describe the run."""
     from upriver.cli.train.checkpoint import check_room, save_tensors
@@ -167,7 +185,7 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
             exact=settings.exact,
             autocast=settings.autocast,
             prefix=settings.prefix,
-            keep=settings.keep,
+            keep=_keep(settings),
             seed=settings.seed,
             sampling=Sampling(on_bad_sample=settings.on_bad_sample, views=settings.views),
             splitting=Splitting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 import time
@@ -56,6 +57,34 @@ def keep_plan(
         epochs=epochs or ASSUMED_EPOCHS,
         cuts={route.cut for route in routes},
     )
+
+
+def stored_share(
+    model: CostModel, routes: Sequence[Route], *, cut: int, stored: float, here: float = 0.0
+) -> float:
+    """Return the share of an epoch's samples whose rows are worth reading from the store.
+
+    At least as many are read as the routes ask servers for at that cut: a server then reads what it would
+    compute.
+
+    Args:
+        routes: Routes of the samples that are computed.
+        cut: Cut after which servers keep rows.
+        stored: Share of the samples whose rows the store has.
+        here: Share of the samples whose rows are read on the compute tier.
+    """
+    asked = (1 - here) * sum(route.share for route in routes if route.cut == cut)
+    there = {(cut, KeepTier.STORE): stored, (model.profile.freeze, KeepTier.MEMORY): here}
+    tiers = dict.fromkeys((KeepTier.STORE, KeepTier.MEMORY), KeepRoom(budget_bytes=math.inf))
+    found = kept.plan(
+        model,
+        KeepingTiers(tiers=tiers, positions={place: 1 for place, _ in there}, there=there),
+        routes=routes,
+        epochs=1,
+        cuts={route.cut for route in routes},
+    )
+    read = sum(route.share for route in found.first if route.read == (cut, KeepTier.STORE))
+    return min(stored, max(read, asked))
 
 
 def write_s_per_byte(folder: Path) -> float | None:

@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from upriver.coldstart.garbage_collection import TOUCH_S, begin_upload, end_upload, note_use
+from upriver.coldstart.garbage_collection import (
+    TOUCH_S,
+    begin_upload,
+    end_upload,
+    features_path,
+    note_use,
+)
 from upriver.control.memory_budget import MemoryHold
 from upriver.engine.read import CONCURRENCY
 from upriver.errors import ConfigError, DoesNotFit, ObjectNotFound, Overloaded, StorageFull, StoreError
@@ -84,7 +90,14 @@ class _Open:
     writing: dict[bytes, Row] = field(default_factory=dict)
     holds: list[MemoryHold] = field(default_factory=list)
     nbytes: int = 0
+    full: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+
+    def taken(self) -> tuple[dict[bytes, Row], list[MemoryHold]]:
+        """Return the rows that wait, and their memory, and let none wait any more."""
+        rows, holds = self.waiting, self.holds
+        self.waiting, self.holds, self.nbytes = {}, [], 0
+        return rows, holds
 
 
 class FeatureStore:
@@ -110,6 +123,7 @@ class FeatureStore:
         self._stores, self._prefix, self._stored_bytes = stores, prefix, stored_bytes
         self._caps, self._hold, self._metrics = caps, hold, metrics
         self._open: OrderedDict[tuple[str, str, str], _Open] = OrderedDict()
+        self._closed = False
         self._threads = {
             name: ThreadPoolExecutor(WRITERS, thread_name_prefix="upriver-features") for name in stores
         }
@@ -136,7 +150,10 @@ class FeatureStore:
 
     async def close(self) -> None:
         """Write the rows that wait."""
-        await asyncio.gather(*(self._finished(entry) for entry in self._open.values()))
+        self._closed = True
+        for entry in self._open.values():
+            entry.full.set()
+        await asyncio.gather(*(entry.task for entry in self._open.values() if entry.task is not None))
         for executor in self._threads.values():
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -147,7 +164,7 @@ class FeatureStore:
         stretches = await imported("upriver.server.features.stored_stretch")
         if key not in self._open:
             place = self._prefix if tenant.name == ANYONE.name else own_prefix(self._prefix, tenant)
-            rows: StoredStretch = stretches.StoredStretch(store, f"{place}/features/{digest}", digest)
+            rows: StoredStretch = stretches.StoredStretch(store, features_path(place, digest), digest)
             self._open[key] = _Open(tenant, place, rows)
             self._drop_oldest(len(self._open) - MOST_STRETCHES)
         self._open.move_to_end(key)
@@ -211,37 +228,29 @@ class FeatureStore:
         entry.holds.append(hold)
         entry.waiting.update(rows)
         entry.nbytes += hold.nbytes // 2
+        if entry.nbytes >= SHARD_BYTES:
+            entry.full.set()
         if entry.task is None:
             entry.task = asyncio.create_task(self._write_soon(entry))
 
     async def _write_soon(self, entry: _Open) -> None:
-        """Write what waits when there is enough, or no later than `COLLECT_S` from now."""
+        """Write what waits when there is enough, or `COLLECT_S` after the first row has come."""
         try:
-            until = time.monotonic() + COLLECT_S
-            while entry.nbytes < SHARD_BYTES and (left_s := until - time.monotonic()) > 0:
-                await asyncio.sleep(min(left_s, COLLECT_S / 20))
-            await self._write(entry)
+            while entry.waiting:
+                if not self._closed:
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(entry.full.wait(), COLLECT_S)
+                    entry.full.clear()
+                await self._write(entry)
         finally:
             entry.task = None
-        if entry.waiting:
-            entry.task = asyncio.create_task(self._write_soon(entry))
-
-    async def _finished(self, entry: _Open) -> None:
-        if entry.task is not None:
-            entry.task.cancel()
-            with suppress(asyncio.CancelledError):
-                await entry.task
-        if entry.waiting:
-            await self._write(entry)
 
     async def _write(self, entry: _Open) -> None:
-        rows, holds = entry.waiting, entry.holds
-        entry.waiting, entry.holds, entry.nbytes, entry.writing = {}, [], 0, rows
+        rows, holds = entry.taken()
+        entry.writing = rows
         entry.noted_s = time.monotonic()  # a shard's write notes the use
         try:
-            await asyncio.shield(
-                self._run(entry, partial(entry.rows.append, rows, writing=partial(self._writing, entry)))
-            )
+            await self._run(entry, partial(entry.rows.append, rows, writing=partial(self._writing, entry)))
             self._metrics.features("written", entry.tenant.name, len(rows))
         except (StoreError, ConfigError) as error:
             entry.closed_s, entry.why_not = time.monotonic() + RETRY_S, str(error)
@@ -281,17 +290,14 @@ class FeatureStore:
 
 
 class RequestRows:
-    """The kept rows that one request asks for.
-
-    Attributes:
-        why_not: Reason why no further rows are written now; empty while they are.
-    """
+    """The kept rows that one request asks for."""
 
     def __init__(self, owner: FeatureStore, entry: _Open, dataset: Dataset, stretch: Stretch) -> None:
         self._owner, self._entry, self._dataset, self._stretch = owner, entry, dataset, stretch
 
     @property
     def why_not(self) -> str:
+        """Return the reason why no further rows are written now; empty while they are."""
         return self._entry.why_not
 
     async def found(self, ids: Sequence[int]) -> list[int]:
@@ -343,9 +349,7 @@ class RequestRows:
             return
         batches = await imported("upriver.server.features.row_batches")
         try:
-            rows: dict[bytes, Row] = await asyncio.to_thread(
-                batches.rows_of, *frame, keys, self._owner.caps
-            )
+            rows: dict[bytes, Row] = await asyncio.to_thread(batches.rows_of, *frame, keys, self._owner.caps)
         except BaseException:
             hold.release()
             raise
@@ -357,7 +361,8 @@ class RequestRows:
         Raises:
             StoreError: If the store cannot be read or written.
         """
-        self._entry.waiting.clear()
+        for hold in self._entry.taken()[1]:
+            hold.release()
         await self._owner._run(self._entry, self._entry.rows.clear)
 
     async def _keys(self, refs: Sequence[SampleRef], ids: Sequence[int]) -> list[bytes]:

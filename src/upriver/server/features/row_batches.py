@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from upriver.features import Row, row_key
-from upriver.features.row_form import packed, unpacked
 from upriver.features.stretch import Stretch, stretch_of
 from upriver.pipeline import Dataset, SampleRef
 from upriver.protocol import (
     PREFIX_NBYTES,
     Caps,
     RunRequest,
+    aligned_empty,
     build_batch,
     encode_data,
     parse_data_header,
@@ -41,10 +41,8 @@ def row_keys(stretch: Stretch, refs: Sequence[SampleRef], ids: Sequence[int]) ->
     return [row_key(ref, sample if drawn else None) for ref, sample in zip(refs, ids, strict=True)]
 
 
-def rows_of(
-    head: bytes, payload: memoryview, keys: Mapping[int, bytes], caps: Caps
-) -> dict[bytes, Row]:
-    """Return copies of the rows of a data frame, without skipped samples.
+def rows_of(head: bytes, payload: memoryview, keys: Mapping[int, bytes], caps: Caps) -> dict[bytes, Row]:
+    """Return the rows of a data frame in memory of their own, without skipped samples.
 
     Each tensor must have a row for each sample; before the model it has one tensor for each.
 
@@ -52,9 +50,11 @@ def rows_of(
         keys: Key of each sample.
     """
     header = parse_data_header(head[PREFIX_NBYTES:], len(payload), caps)
-    batch = build_batch(header, torch.frombuffer(payload, dtype=torch.uint8), checksum=header.checksum)
+    copied = aligned_empty(len(payload))
+    copied.numpy()[:] = payload
+    batch = build_batch(header, copied, checksum=header.checksum)
     return {
-        keys[sample]: unpacked(packed(_row(batch, number)))
+        keys[sample]: _row(batch, number)
         for number, sample in enumerate(batch.ids)
         if sample not in batch.skipped
     }

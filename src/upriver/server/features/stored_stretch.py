@@ -84,7 +84,7 @@ class StoredStretch:
             paths, numbers = zip(*(self._places[key] for key in keys), strict=True)
             shards = [self._shards[path] for path in paths]
         refs = [
-            SampleRef(info.path, info.etag, start, start + index.nbytes_of(number))
+            SampleRef(object=info.path, etag=info.etag, start=start, stop=start + index.nbytes_of(number))
             for (info, index), number in zip(shards, numbers, strict=True)
             for start in [index.start_of(number)]
         ]

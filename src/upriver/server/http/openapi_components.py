@@ -9,7 +9,16 @@ from typing import Any
 
 import msgspec
 
-from upriver.protocol import DataHeader, FeaturesFound, Info, Load, ProfileRequest, RunRequest, StageCosts, Uploaded
+from upriver.protocol import (
+    DataHeader,
+    FeaturesFound,
+    Info,
+    Load,
+    ProfileRequest,
+    RunRequest,
+    StageCosts,
+    Uploaded,
+)
 from upriver.protocol.messages import StatsHeader
 
 Json = dict[str, Any]
@@ -39,7 +48,17 @@ ERRORS: Mapping[int, str] = {
 _COME_BACK = (429, 503)
 """Statuses with `Retry-After`."""
 
-_TYPES = (Info, Load, Uploaded, FeaturesFound, ProfileRequest, StageCosts, RunRequest, DataHeader, StatsHeader)
+_TYPES = (
+    Info,
+    Load,
+    Uploaded,
+    FeaturesFound,
+    ProfileRequest,
+    StageCosts,
+    RunRequest,
+    DataHeader,
+    StatsHeader,
+)
 
 
 def components() -> Json:
