@@ -261,9 +261,7 @@ def test_features_go_if_neither_a_note_nor_a_shard_is_recent(
     for stretch, age in notes.items():
         store.old(f"{PREFIX}/used/{stretch}", b"used", age * DAY_S)
     unused_days = {stretch: min([*ages, notes.get(stretch, 9.0)]) for stretch, ages in shards.items()}
-    gone = [
-        each for each in sorted(shards) if unused_days[each] > days and (not only or each in only)
-    ]
+    gone = [each for each in sorted(shards) if unused_days[each] > days and (not only or each in only)]
     before = store.paths()
     assert removed(store, days=days, only=only, dry_run=True) == gone
     assert store.paths() == before
@@ -624,7 +622,10 @@ def shared_store(tmp_path: Path) -> Store:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--digest", V], f"no program, no weights and no features under '.upriver' in store 'default' have digest {V}"),
+        (
+            ["--digest", V],
+            f"no program, no weights and no features under '.upriver' in store 'default' have digest {V}",
+        ),
         (["--digest", P], f"{P} lies under '.upriver', which was not looked at; add --shared"),
         (["--shared", "--digest", W], f"{W} under '.upriver/tenants/alice' stays: it was used 0.0 h ago"),
     ],

@@ -23,9 +23,7 @@ def gc(
     uri: Annotated[str, typer.Argument(help="Store: file:///path, s3://bucket/prefix, or a folder.")],
     older_than: Annotated[
         str,
-        typer.Option(
-            metavar="AGE", help="Time since the last use, as 12h, 30d or 8w; 4h at least."
-        ),
+        typer.Option(metavar="AGE", help="Time since the last use, as 12h, 30d or 8w; 4h at least."),
     ] = "30d",
     digest: Annotated[
         list[str] | None,

@@ -383,9 +383,7 @@ def collect(
         *_objects_of(prefix, place, "weights", let_go),
     ]
     idle = [
-        digest
-        for digest, used_s in features.items()
-        if used_s < before_s and (not only or digest in only)
+        digest for digest, used_s in features.items() if used_s < before_s and (not only or digest in only)
     ]
     unplanned = _objects_of(prefix, place, "features", idle)
     if dry_run:

@@ -13,7 +13,9 @@ from upriver.server.tenants import Tenant
 SIZES = st.integers(0, 50)
 
 
-@given(stored=SIZES, coming=SIZES, more=SIZES, own=st.none() | st.integers(1, 100), default=st.integers(1, 100))
+@given(
+    stored=SIZES, coming=SIZES, more=SIZES, own=st.none() | st.integers(1, 100), default=st.integers(1, 100)
+)
 def test_more_is_refused_if_and_only_if_the_limit_would_be_exceeded(
     stored: int, coming: int, more: int, own: int | None, default: int
 ) -> None:
@@ -30,7 +32,11 @@ def test_more_is_refused_if_and_only_if_the_limit_would_be_exceeded(
     ("coming", "named", "said"),
     [
         (0, {}, "has stored 60 kB; this program takes 50 kB more: the operator"),
-        (7_000, {}, "has stored 60 kB, 7 kB more are on their way; this program takes 50 kB more: the operator"),
+        (
+            7_000,
+            {},
+            "has stored 60 kB, 7 kB more are on their way; this program takes 50 kB more: the operator",
+        ),
         (0, {"what": "these features"}, "has stored 60 kB; these features take 50 kB more: the operator"),
     ],
 )
