@@ -28,6 +28,7 @@ from upriver.coldstart.garbage_collection import (
     note_use,
     survey,
     unused,
+    why_kept,
 )
 from upriver.errors import ConfigError, Overloaded, StorageFull, StoreError
 from upriver.program.graph.artifact_paths import graph_path, weights_path
@@ -362,6 +363,30 @@ def test_a_shard_that_is_written_during_a_removal_stays(store: Clocked) -> None:
             assert shard_path(F, 2).removeprefix(f"{PREFIX}/") in store.paths(), moment
             outcomes.add(shard_path(F, 1).removeprefix(f"{PREFIX}/") in store.paths())
     assert outcomes == {True, False}
+
+
+def test_features_that_are_used_after_they_were_listed_stay(store: Clocked) -> None:
+    store.shard(F, 1)
+    requests: list[None] = []
+    store.before = lambda: requests.append(None)
+    assert removed(store, dry_run=True) == [F]
+    listed = len(requests)
+
+    def use() -> None:
+        requests.append(None)
+        if len(requests) > 2 * listed:  # the first request after the second listing
+            store.before = lambda: None
+            note_use(store, PREFIX, [F])
+
+    store.before = use
+    assert removed(store) == []
+    assert store.paths() == {shard_path(F, 1).removeprefix(f"{PREFIX}/"), f"used/{F}"}
+
+
+def test_features_that_are_old_by_now_are_not_taken_for_weights(store: Clocked) -> None:
+    store.shard(F, 1, 5 * 3600.0)
+    said = why_kept(store, PREFIX, F, looked_at=[PREFIX], older_than_s=LEAST_AGE_S)
+    assert said == f"{F} under {PREFIX!r} stays: it was used 5.0 h ago; --older-than asks for 4 h"
 
 
 @pytest.mark.parametrize("age_s", [LEAST_AGE_S - 1, -1.0, float("nan")])

@@ -33,7 +33,7 @@ class StoredFeatures:
     def __init__(self) -> None:
         self.found: int | None = None
         self.why_not = ""
-        self._trusted: set[tuple[str, int, int]] = set()
+        self._trusted: set[tuple[str, int, int | None]] = set()
 
     @property
     def remark(self) -> str:
@@ -63,7 +63,7 @@ class StoredFeatures:
 
     def is_trusted(self, question: JobRequirements, *, cut: int, epoch: int) -> bool:
         """Return whether rows of the stretch were compared with rows computed here."""
-        return (question.dataset.digest, cut, epoch) in self._trusted
+        return _stretch(question, cut, epoch) in self._trusted
 
     def fetch(
         self, pool: ServerPool, question: JobRequirements, ids: Sequence[int], *, cut: int, epoch: int
@@ -98,7 +98,7 @@ class StoredFeatures:
             for each, row in again.items()
         )
         if equal:
-            self._trusted.add((question.dataset.digest, cut, epoch))
+            self._trusted.add(_stretch(question, cut, epoch))
             return True
         log.warning("features near the data differ from those that are computed now: all of them are dropped")
         some = _packed(list(again), question.program.micro_batch)
@@ -107,6 +107,13 @@ class StoredFeatures:
             client.remove_features(request)
         self.found = 0
         return False
+
+
+def _stretch(question: JobRequirements, cut: int, epoch: int) -> tuple[str, int, int | None]:
+    """Return what tells stretches of a job apart: the view only if an input stage before the cut draws."""
+    first_draw = question.dataset.chain.first_draw
+    draws = first_draw is not None and first_draw < cut
+    return question.dataset.digest, cut, epoch if draws else None
 
 
 def _clients(pool: ServerPool) -> list[ServerClient]:

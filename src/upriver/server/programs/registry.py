@@ -128,7 +128,8 @@ class ProgramRegistry:
     Args:
         stores: Searched in order; uploads go to the first one that a tenant may read.
         prefix: The operator's prefix, in every store.
-        stored_bytes: Bytes that a tenant without a limit of its own may store, kept features included.
+        stored_bytes: Bytes of programs, weights and kept features that a tenant may store, unless it has a
+            limit of its own.
         copies: Copies of its weights; see `upriver.server.scheduling.footprint.program_bytes`.
         limits: Bounds on the link's use by weights that stream while a program runs. If None, a program runs
             only after all of its weights arrived.
