@@ -349,7 +349,9 @@ class RequestRows:
             return
         batches = await imported("upriver.server.features.row_batches")
         try:
-            rows: dict[bytes, Row] = await asyncio.to_thread(batches.rows_of, *frame, keys, self._owner.caps)
+            rows: dict[bytes, Row] = await asyncio.to_thread(
+                batches.rows_of, frame[0], frame[1], keys, self._owner.caps
+            )
         except BaseException:
             hold.release()
             raise
