@@ -14,7 +14,7 @@ from upriver.control.delivery_table import (
     PrefetchWindow,
     Way,
 )
-from upriver.control.route_dealing import deal
+from upriver.control.route_dealing import besides, deal
 from upriver.errors import ConfigError
 from upriver.types import MicroBatch, Route, Segment, Tier
 
@@ -111,3 +111,19 @@ def test_what_servers_failed_at_is_made_here_and_what_is_dealt_here_never_asked_
 def test_as_many_routes_as_micro_batches() -> None:
     with pytest.raises(ConfigError, match="5 micro-batches need as many routes, got 4"):
         DeliveryTable(5, first=0, window=PrefetchWindow(), dealt=deal([route(1, 1.0)], 4, start=START))
+
+
+@given(routes=mixes(), share=st.floats(0, 1), data=st.data())
+def test_routes_besides_a_share_have_the_given_shares_together(
+    routes: list[Route], share: float, data: st.DataObject
+) -> None:
+    cut = data.draw(st.sampled_from([each.cut for each in routes]))
+    others = besides(routes, cut=cut, share=share)
+    assert abs(sum(each.share for each in others) - 1) < 1e-9
+    [asked] = [each.share for each in routes if each.cut == cut]
+    if share <= asked and share < 1:
+        for each in routes:
+            got = (1 - share) * sum(other.share for other in others if other.cut == each.cut)
+            assert abs(got + (share if each.cut == cut else 0) - each.share) < 1e-6
+    elif len(routes) > 1 and asked < 1 - 1e-9:
+        assert cut not in [each.cut for each in others]

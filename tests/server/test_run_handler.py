@@ -66,6 +66,7 @@ def runner_of(log, reading, computing, nbytes, broken=None, workers=1, **setting
         pool=cast(Any, Workers(log, computing, nbytes, broken)),
         programs=cast(Any, None),
         datasets=cast(Any, None),
+        features=cast(Any, None),
         budget=MemoryBudget(1 << 30),
         line=cast(Any, None),
         turns=TurnGate(FairQueue(workers, one_each=True)),

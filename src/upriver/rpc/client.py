@@ -247,7 +247,7 @@ class ServerClient:
         Raises:
             UpriverError: As for `info`.
         """
-        return self._features("POST", request)
+        return self._features("/v1/features", request)
 
     def remove_features(self, request: RunRequest) -> None:
         """Let the server remove the rows that it has kept for the stages of a request with ``keep``.
@@ -255,10 +255,10 @@ class ServerClient:
         Raises:
             UpriverError: As for `info`.
         """
-        self._features("DELETE", request)
+        self._features("/v1/features/remove", request)
 
-    def _features(self, method: str, request: RunRequest) -> FeaturesFound:
-        with self._question(method, "/v1/features", encode(request), span="features") as response:
+    def _features(self, path: str, request: RunRequest) -> FeaturesFound:
+        with self._question("POST", path, encode(request), span="features") as response:
             return self._decoded(
                 response, ANSWER_BYTES, lambda data: decode_versioned(data, FeaturesFound, "features")
             )

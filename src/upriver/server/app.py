@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
@@ -33,7 +33,7 @@ from upriver.protocol import FeaturesFound, Info, Load, Uploaded, valid_digest
 from upriver.server.config import ServerConfig
 from upriver.server.device_group import DeviceGroup, DeviceGroups
 from upriver.server.execution.run_context import until
-from upriver.server.features.feature_store import FeatureStore
+from upriver.server.features.feature_store import FeatureStore, RequestRows
 from upriver.server.http import dashboard as ui
 from upriver.server.http import openapi
 from upriver.server.http.auth import Authenticator, tenant_of
@@ -179,7 +179,8 @@ class Front:
             Route("/v1/probe", self.probe, methods=["GET", "POST"]),
             Route("/v1/programs/{digest}", self.program, methods=["HEAD", "PUT"]),
             Route("/v1/run", self.run, methods=["POST"]),
-            Route("/v1/features", self.find_features, methods=["POST", "DELETE"]),
+            Route("/v1/features", self.find_features, methods=["POST"]),
+            Route("/v1/features/remove", self.remove_features, methods=["POST"]),
             Route("/v1/profile", self.profile, methods=["POST"]),
             Route("/v1/load", self.load),
         ]
@@ -349,7 +350,26 @@ class Front:
         )
 
     async def find_features(self, request: Request) -> Response:
-        """Answer which samples of a run request have kept rows (POST), or remove all of them (DELETE)."""
+        """Answer which samples of a run request have kept rows."""
+
+        async def look(rows: RequestRows, ids: Sequence[int]) -> FeaturesFound:
+            return FeaturesFound(ids=tuple(await rows.found(ids)), why_not=rows.why_not)
+
+        return await self._features(request, look)
+
+    async def remove_features(self, request: Request) -> Response:
+        """Remove the kept rows of a run request's stages."""
+
+        async def remove(rows: RequestRows, ids: Sequence[int]) -> FeaturesFound:
+            await rows.clear()
+            return FeaturesFound(ids=())
+
+        return await self._features(request, remove)
+
+    async def _features(
+        self, request: Request, act: Callable[[RequestRows, Sequence[int]], Awaitable[FeaturesFound]]
+    ) -> Response:
+        """Read a run request with ``keep``, and answer with what ``act`` finds; with nothing without rows."""
         tenant, found = tenant_of(request), FeaturesFound(ids=())
         entry, outcome = AuditEntry(self.audit, tenant.name, logs.request_id(), kind="features"), "ok"
         try:
@@ -361,11 +381,8 @@ class Front:
                 asked = await runner.read(self._body(request, entry), stack, tenant, on_request=entry.about)
                 async with until(asked.deadline):
                     rows = await runner.rows_for(asked) if asked.request.keep else None
-                    if rows is not None and request.method == "DELETE":
-                        await rows.clear()
-                    elif rows is not None:
-                        ids = [sample for batch in asked.request.micro_batches for sample in batch]
-                        found = FeaturesFound(ids=tuple(await rows.found(ids)), why_not=rows.why_not)
+                    if rows is not None:
+                        found = await act(rows, [i for batch in asked.request.micro_batches for i in batch])
         except BaseException as error:
             outcome = code_of(error)
             raise

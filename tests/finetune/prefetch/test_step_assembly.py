@@ -50,9 +50,13 @@ def columns_of(ids: Sequence[int], size: int) -> Values:
 
 
 def delivered(
-    order: EpochOrder, first: int, bad: frozenset[int], kept: frozenset[int] = frozenset()
+    order: EpochOrder,
+    first: int,
+    bad: frozenset[int],
+    kept: frozenset[int] = frozenset(),
+    stored: frozenset[int] = frozenset(),
 ) -> list[tuple[list[float], list[int]]]:
-    work = EpochWork.of(order, step=first, kept=kept)
+    work = EpochWork.of(order, step=first, kept=kept, stored=stored)
     batches = []
     for ids in work.micro_batches[work.first :]:
         skipped = tuple(sample for sample in ids if sample in bad)
@@ -107,7 +111,8 @@ def test_steps_take_every_sample_once_and_in_order(
     bad = data.draw(st.frozensets(st.integers(0, num_samples - 1), max_size=5))
     first = data.draw(st.integers(0, order.num_steps))
     found = data.draw(st.frozensets(st.integers(0, num_samples - 1))) - bad
-    got = delivered(order, first, bad, found)
+    stored = data.draw(st.frozensets(st.integers(0, num_samples - 1)))
+    got = delivered(order, first, bad, found, stored)
     wanted = [
         [sample for sample in order.ids[start:stop] if sample not in bad]
         for start, stop in map(order.step, range(first, order.num_steps))

@@ -170,7 +170,7 @@ def test_removing_takes_the_rows_of_one_stretch_alone(kept):
     for asked in (first, second):
         run(server, asked)
         until_kept(server, asked)
-    assert ask(server, "DELETE", "/v1/features", body_of(first))[0] == 200
+    assert ask(server, "POST", "/v1/features/remove", body_of(first))[0] == 200
     assert found(server, first) == ()
     assert len(found(server, second)) == 6
 
@@ -202,9 +202,9 @@ def test_keep_where_nothing_can_be_kept_is_refused(world, server):
     assert "keep with given samples" in error["message"]
 
 
-@pytest.mark.parametrize("method", ["POST", "DELETE"])
-def test_question_that_is_no_request_is_refused(server, method):
-    status, error = refused(server, b"no frame", "/v1/features", method)
+@pytest.mark.parametrize("path", ["/v1/features", "/v1/features/remove"])
+def test_question_that_is_no_request_is_refused(server, path):
+    status, error = refused(server, b"no frame", path)
     assert (status, error["code"]) == (400, "protocol")
 
 
@@ -241,7 +241,7 @@ def test_tenant_finds_no_row_of_another(shared):
     assert features_in(root / folders[0])
     assert not features_in(root / folders[1])
     before = features_in(root)
-    assert ask(server, "DELETE", "/v1/features", body_of(asked), B)[0] == 200
+    assert ask(server, "POST", "/v1/features/remove", body_of(asked), B)[0] == 200
     assert features_in(root) == before
     again = ask(server, "POST", "/v1/run", body_of(asked), B)[2]
     wait_for(lambda: features_in(root / folders[1]))
@@ -251,7 +251,7 @@ def test_tenant_finds_no_row_of_another(shared):
     assert features_in(root / folders[0]) == before
 
 
-@pytest.mark.parametrize("path", ["/v1/run", "/v1/features"])
+@pytest.mark.parametrize("path", ["/v1/run", "/v1/features", "/v1/features/remove"])
 def test_rows_of_samples_outside_a_tenants_folders_are_refused(shared, path):
     _root, _, datasets, server = shared
     asked = request_for(datasets["alice"])
@@ -259,13 +259,11 @@ def test_rows_of_samples_outside_a_tenants_folders_are_refused(shared, path):
     wait_for(lambda: found(server, asked, A))
     status, _, body = ask(server, "POST", path, body_of(asked), B)
     assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden")
-    status, _, body = ask(server, "DELETE", "/v1/features", body_of(asked), B)
-    assert (status, json.loads(body)["error"]["code"]) == (403, "forbidden")
     assert found(server, asked, A)
 
 
 def test_strangers_learn_nothing(shared):
     _, _, datasets, server = shared
-    for method in ("POST", "DELETE"):
-        status, _, _ = ask(server, method, "/v1/features", body_of(request_for(datasets["common"])))
+    for path in ("/v1/features", "/v1/features/remove"):
+        status, _, _ = ask(server, "POST", path, body_of(request_for(datasets["common"])))
         assert status == 401

@@ -11,6 +11,7 @@ import pytest
 from tests.server.running import answering, ask, body_of, in_thread, run, running, wait_for
 from upriver.errors import DeadlineExceeded, NotAuthorized, QuotaExceeded, UpriverError, WorkerCrashed
 from upriver.server.observability.metrics import (
+    FEATURES,
     MAX_RECENT,
     PHASES,
     REASONS,
@@ -98,6 +99,7 @@ def test_the_page_lists_every_value_of_a_label() -> None:
         "upriver_micro_batch_seconds": PHASES,
         "upriver_program_requests_total": ("kept", "read", "stored"),
         "upriver_store_errors_total": STORE_ERRORS,
+        "upriver_feature_rows_total": FEATURES,
         "upriver_worker_restarts_total": RESTARTS,
     }
     for name, words in values.items():

@@ -327,14 +327,16 @@ def _working() -> Json:
                 "for the tenant: of the request's program, cut, input stages, view and micro-batch, on a "
                 "processor of this kind. Objects that changed since are noticed by `POST /v1/run`.",
                 good="Those samples, and the reason why no more are kept now.",
-            ).to_json(),
-            "delete": _features(
+            ).to_json()
+        },
+        "/v1/features/remove": {
+            "post": _features(
                 name="removeFeatures",
                 summary="Remove the kept rows of a run request's stretch",
                 description="Removes the rows of all samples that the tenant has kept for the request's "
-                "program, cut, input stages, view and micro-batch: those of other requests stay.",
+                "program, cut, input stages, view and micro-batch. Those of other stages stay.",
                 good="No samples: none is kept any more.",
-            ).to_json(),
+            ).to_json()
         },
         "/v1/profile": {"post": _profile().to_json()},
     }
