@@ -170,6 +170,16 @@ def test_it_trains_and_says_what_it_did(folder: Path, capsys: pytest.CaptureFixt
     }
 
 
+def test_kept_features_change_no_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    views = "epochs = 3\nviews = 1\n"
+    plain = trained(capsys, config(folder, more=views))
+    kept = f'keep = {{memory = "10 MB", disk = "10 MB", folder = "{folder}/kept"}}'
+    document = trained(capsys, config(folder, output="kept.safetensors", more=views + kept))
+    assert losses(document) == losses(plain)
+    assert document["samples"] == {"local": 20 + 6, "kept": 2 * (20 + 6)}
+    assert list((folder / "kept").rglob("rows-*"))
+
+
 @pytest.mark.parametrize(
     "more", ['epochs = 2\nautocast = "bfloat16"\ngranularity = "op"', 'epochs = 2\nprefix = "bf16"']
 )
@@ -657,6 +667,10 @@ def test_bad_samples_fail_or_are_counted(folder: Path, capsys: pytest.CaptureFix
         ('micro_batch = "most"', "micro_batch"),
         ('autocast = "float8"', "autocast"),
         ('prefix = "fp8"', "prefix"),
+        ('keep = "all"', "keep"),
+        ('keep = {memory = "much"}', "memory"),
+        ('keep = {store = "yes"}', "store"),
+        ("keep = {room = 5}", "room"),
         ("compile_tail = 1", "compile_tail"),
         ('output = "/does/not/exist/x"', "/does/not/exist"),
         ('weights = "/does/not/exist.safetensors"', "/does/not/exist.safetensors"),

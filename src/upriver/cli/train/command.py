@@ -172,6 +172,7 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
     from upriver.finetune.options import Prefetch, Sampling, Splitting
     from upriver.finetune.replanner import Replanning
 
+    keep = _keep(settings)
     dataset, heldout = _datasets(settings)
     model = _model(settings, dataset)
     with _near(settings) as near, progress_bar() as bar:
@@ -185,7 +186,7 @@ def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
             exact=settings.exact,
             autocast=settings.autocast,
             prefix=settings.prefix,
-            keep=_keep(settings),
+            keep=keep,
             seed=settings.seed,
             sampling=Sampling(on_bad_sample=settings.on_bad_sample, views=settings.views),
             splitting=Splitting(
