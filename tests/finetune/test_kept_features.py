@@ -20,6 +20,7 @@ from upriver.errors import ConfigError, ObjectChanged
 from upriver.finetune import session
 from upriver.finetune.prefetch.sampler import epoch_order
 from upriver.pipeline import Dataset
+from upriver.program.split.known_programs import KnownProgram
 
 COUNT = 50
 STILL = (upriver.Decode(), upriver.Resize(16), upriver.CenterCrop(16), upriver.Normalize())
@@ -328,6 +329,40 @@ def test_job_that_moves_over_keeps_the_rows_from_before_for_later_jobs(
     got, later = kept_run(data, tmp_path / "kept", epochs=1)
     assert same(got, reference(data, epochs=1))
     assert later.report.samples == {"kept": COUNT}
+
+
+def test_job_that_begins_at_once_finds_the_rows_of_an_earlier_one_before_it_is_captured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = still_photos(tmp_path / "store")
+    room = upriver.Keep(memory=0, disk="64 MB", folder=tmp_path / "kept")
+    monkeypatch.setattr(session, "Preparation", AtStep)
+    options: dict[str, Any] = {"splitting": upriver.Splitting(in_background=True), "keep": room}
+    with upriver.connect(server_threads=1) as servers:
+        AtStep.asked_before = 2
+        run(servers, data, epochs=2, policy="freeze", **options)
+        AtStep.asked_before = 1000
+        losses, model, job = run(servers, data, epochs=2, policy="freeze", seed=8, **options)
+    assert same((losses, model), reference(data, epochs=2, seed=8))
+    assert job.report.samples == {"kept": 2 * COUNT}
+
+
+def test_program_that_was_remembered_wrongly_costs_rows_and_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = still_photos(tmp_path / "store")
+    room = upriver.Keep(memory="64 MB", disk="64 MB", folder=tmp_path / "kept")
+    wrong = KnownProgram(digest="0" * 64, num_stages=3)
+    monkeypatch.setattr(session, "known_program", lambda digest: wrong)
+    monkeypatch.setattr(session, "Preparation", AtStep)
+    AtStep.asked_before = 7
+    options: dict[str, Any] = {"splitting": upriver.Splitting(in_background=True), "keep": room}
+    with upriver.connect(server_threads=1) as servers:
+        losses, model, _ = run(servers, data, epochs=3, policy="freeze", **options)
+    assert same((losses, model), reference(data))
+    got, later = kept_run(data, tmp_path / "kept", epochs=1)
+    assert same(got, reference(data, epochs=1))
+    assert later.report.samples["kept"] > 0
 
 
 def in_memory(name: str, first: int) -> Dataset:

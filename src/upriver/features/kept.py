@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,6 @@ from upriver.features.keep import Keep
 from upriver.features.stretch import stretch_of
 from upriver.features.writer import FeatureWriter
 from upriver.pipeline import Dataset, InputChain
-from upriver.program.graph.executor import Program
 from upriver.program.tensor_layouts import same_bits
 from upriver.text import bytes_text
 
@@ -25,6 +25,18 @@ log = logging.getLogger("upriver")
 
 CHECKED_ROWS = 16
 """Kept rows of a stretch that a job computes anew before it uses any."""
+
+
+class ProgramName(Protocol):
+    """The name of a program, and where its stages end."""
+
+    @property
+    def digest(self) -> str:
+        """Digest that names the program."""
+
+    @property
+    def num_stages(self) -> int:
+        """Number of its stages."""
 
 
 class RowsLost(Exception):
@@ -64,11 +76,24 @@ class KeptFeatures:
         self.writer = FeatureWriter(keep.buffer_bytes) if self.disk is not None else None
         waiting = 2 * keep.buffer_bytes if self.disk is not None else 0
         self.memory = MemoryFeatures(max(0, keep.memory_bytes - waiting))
-        self.program: Program | None = None
+        self._program: ProgramName | None = None
         self._stretches: dict[str, KeptStretch] = {}
         self._lock = threading.Lock()
         if self.writer is not None:
             close_later(self, self.writer.close, at_exit=True)
+
+    @property
+    def program(self) -> ProgramName | None:
+        """Program that gives the rows at the freeze point; None until it is known."""
+        return self._program
+
+    @program.setter
+    def program(self, program: ProgramName | None) -> None:
+        changed = self._program is not None and program is not None and self._program.digest != program.digest
+        self._program = program
+        for stretch in self._all() if changed else ():
+            if stretch.position is None:
+                stretch.forget()
 
     def stretch(self, dataset: Dataset, *, position: int | None, view: int | None) -> KeptStretch:
         """Return the rows that a stretch gives, of this dataset and others with the same input stages.
@@ -163,7 +188,7 @@ class KeptStretch:
         self.position, self.trusted = position, False
         self._owner, self._name, self._chain, self._view = owner, name, chain, view
         self._found: StretchFolder | None = None
-        self._opened = not on_disk
+        self._on_disk, self._opened = on_disk, not on_disk
         self._lock = threading.Lock()
 
     @property
@@ -258,6 +283,12 @@ class KeptStretch:
         """Look for rows that another job has written meanwhile."""
         if (folder := self._folder) is not None:
             folder.refresh()
+
+    def forget(self) -> None:
+        """Begin anew: the program is another one than the rows were looked for by."""
+        self.close()
+        with self._lock:
+            self._found, self._opened, self.trusted = None, not self._on_disk, False
 
     def close(self) -> None:
         """Forget the rows in memory, and let other jobs write to the folder."""

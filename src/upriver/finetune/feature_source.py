@@ -146,7 +146,7 @@ class FeatureSource:
         self._pool, self._replanner, self._larger = planned.pool, planned.replanner, planned.offers
         self._agreement, self._plan, self._model = planned.agreement, planned.plan, planned.model
         if self.kept is not None:
-            self.kept.program = split.program
+            self.kept.program = split.program or self.kept.program
             self._may_keep(self.kept)
 
     def take_servers(self, loader: Prefetcher, plan: Plan, given: PassWork) -> None:

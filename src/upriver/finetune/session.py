@@ -36,6 +36,7 @@ from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.rewrite.faster import PrefixKind
+from upriver.program.split.known_programs import known_program, outline_digest, remember_program
 from upriver.program.split.split import Split, outline, split
 from upriver.progress import named_steps
 from upriver.rpc import validation
@@ -358,11 +359,18 @@ class Near:
             parts=parts.parts,
         )
         job = self._job(wrapped, direct, parts, options, planned)
+        feed, known_as = job.feed, ""
+        if feed.kept is not None:
+            known_as = outline_digest(
+                model, parts, example, autocast=options.autocast, granularity=options.granularity
+            )
+            feed.kept.program = known_program(known_as)
         if too_short:
             return job
-        feed = job.feed
 
         def carry_out(split: Split, prepared: Prepared) -> PlannedJob:
+            if known_as and split.captured is not None:
+                remember_program(known_as, split.captured)
             planner = Planner(
                 self.servers,
                 model,

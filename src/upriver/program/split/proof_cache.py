@@ -19,7 +19,7 @@ import inspect
 import os
 import platform
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -31,7 +31,7 @@ import upriver
 from upriver.cache import Cache
 from upriver.program.compiled_code import closure_of
 from upriver.program.graph.executor import Program
-from upriver.program.split.freeze_point import FreezePoint
+from upriver.program.split.freeze_point import CrossingTensor, FreezePoint
 from upriver.program.tensor_layouts import stored_parts
 
 SCHEMA: Literal["upriver.proof/2"] = "upriver.proof/2"
@@ -42,7 +42,8 @@ def proof_digest(
 ) -> str:
     """Return the name of the proof that this program and this model's tail equal the whole model."""
     folded = hashlib.sha256()
-    for fact in _facts(model, program, point, autocast):
+    facts = model_facts(model, point.ships, point.skipped, device=program.device, autocast=autocast)
+    for fact in (SCHEMA, program.digest, *facts):
         folded.update(fact.encode())
         folded.update(b"\0")
     return folded.hexdigest()
@@ -91,15 +92,26 @@ def remember(digest: str, program: Program, asking: Asking) -> None:
     _PROOFS.save(digest, msgspec.json.encode(file).decode() + "\n")
 
 
-def _facts(
-    model: nn.Module, program: Program, point: FreezePoint, autocast: torch.dtype | None
+def model_facts(
+    model: nn.Module,
+    ships: Iterable[CrossingTensor],
+    skipped: Sequence[object],
+    *,
+    device: torch.device,
+    autocast: torch.dtype | None,
 ) -> Iterator[str]:
-    yield SCHEMA
+    """Yield what decides how a model computes, as text: versions, processor, settings and source.
+
+    Values of parameters and buffers are left out.
+
+    Args:
+        ships: Tensors that cross the freeze point.
+        skipped: What the tail does not call.
+    """
     yield f"{upriver.__version__} {torch.__version__} {platform.machine()} {torch.get_num_threads()}"
-    yield f"{torch.backends.cpu.get_cpu_capability()} {_device_name(program.device)} {autocast}"
-    yield program.digest
-    yield str([(str(ship.source), str(ship.shape), ship.overwritten) for ship in point.ships])
-    yield str(point.skipped)
+    yield f"{torch.backends.cpu.get_cpu_capability()} {_device_name(device)} {autocast}"
+    yield str([(str(ship.source), str(ship.shape), ship.overwritten) for ship in ships])
+    yield str(skipped)
     yield repr(model)
     yield from (_settings(module) for module in model.modules())
     for name, parameter in model.named_parameters(remove_duplicate=False):
