@@ -10,7 +10,7 @@ from upriver.errors import UpriverError
 from upriver.features import Row
 from upriver.finetune.calibration.server_gate import JobRequirements
 from upriver.program.tensor_layouts import same_bits
-from upriver.protocol import DEFAULT_CAPS
+from upriver.protocol import DEFAULT_CAPS, KEPT
 from upriver.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class StoredFeatures:
     def fetch(
         self, pool: ServerPool, question: JobRequirements, ids: Sequence[int], *, cut: int, epoch: int
     ) -> list[MicroBatch]:
-        """Return micro-batches of kept rows; none if no server answers.
+        """Return micro-batches that a server answers from kept rows; none if no server answers.
 
         Raises:
             UpriverError: If a server fails.
@@ -76,7 +76,8 @@ class StoredFeatures:
         request = question.request(
             _packed(ids, question.program.micro_batch), stop=cut, epoch=epoch, keep=True
         )
-        return [batch for client in _clients(pool)[:1] for batch, _ in client.run(request)]
+        answers = [answer for client in _clients(pool)[:1] for answer in client.run(request)]
+        return [batch for batch, timings in answers if KEPT in timings.phases]
 
     def compare(
         self,
@@ -90,16 +91,20 @@ class StoredFeatures:
     ) -> bool:
         """Compare kept rows with the same rows computed here, and have all removed if any differs.
 
+        Args:
+            kept: Rows that came; some may be gone since they were found.
+
         Returns:
-            Whether they are equal, and so may be used.
+            Whether all came and are equal, so that they may be used.
         """
-        equal = kept.keys() == again.keys() and all(
-            len(kept[each]) == len(row) and all(map(same_bits, kept[each], row))
-            for each, row in again.items()
+        equal = all(
+            len(again[each]) == len(row) and all(map(same_bits, again[each], row))
+            for each, row in kept.items()
         )
         if equal:
-            self._trusted.add(_stretch(question, cut, epoch))
-            return True
+            if kept.keys() == again.keys():
+                self._trusted.add(_stretch(question, cut, epoch))
+            return kept.keys() == again.keys()
         log.warning("features near the data differ from those that are computed now: all of them are dropped")
         some = _packed(list(again), question.program.micro_batch)
         request = question.request(some, stop=cut, epoch=epoch, keep=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -60,6 +60,10 @@ RETRY_S = 300.0
 
 MOST_STRETCHES = 64
 """Most stretches whose index is kept in memory; the one used longest ago is dropped."""
+
+WAITING_BYTES = 128 << 20
+"""Most memory of one tenant's rows that wait to be written. More are not kept: the store is slower than what
+computes them."""
 
 WRITERS = 2
 """Threads that list and write one store. A store that does not answer blocks only its own."""
@@ -123,6 +127,7 @@ class FeatureStore:
         self._stores, self._prefix, self._stored_bytes = stores, prefix, stored_bytes
         self._caps, self._hold, self._metrics = caps, hold, metrics
         self._open: OrderedDict[tuple[str, str, str], _Open] = OrderedDict()
+        self._held: Counter[str] = Counter()
         self._closed = False
         self._threads = {
             name: ThreadPoolExecutor(WRITERS, thread_name_prefix="upriver-features") for name in stores
@@ -216,12 +221,21 @@ class FeatureStore:
         known = (entry.rows.keys, entry.waiting, entry.writing)
         if all(any(key in some for some in known) for key in keys):
             return None
-        if entry.nbytes >= SHARD_BYTES or time.monotonic() < entry.closed_s:
+        needed = 2 * nbytes  # the rows, and the shard when it is written
+        if self._held[entry.tenant.name] + needed > WAITING_BYTES or time.monotonic() < entry.closed_s:
             return None
         try:
-            return self._hold(2 * nbytes)  # the rows, and the shard when it is written
+            hold = self._hold(needed)
         except (Overloaded, DoesNotFit):
             return None
+        self._held[entry.tenant.name] += needed
+        return hold
+
+    def release(self, entry: _Open, holds: Iterable[MemoryHold]) -> None:
+        """Give back the memory of rows that are written, or are not to be."""
+        for hold in holds:
+            self._held[entry.tenant.name] -= hold.nbytes
+            hold.release()
 
     def take(self, entry: _Open, rows: Mapping[bytes, Row], hold: MemoryHold) -> None:
         """Take rows that are to be written."""
@@ -260,8 +274,7 @@ class FeatureStore:
             entry.why_not = ""
         finally:
             entry.writing = {}
-            for hold in holds:
-                hold.release()
+            self.release(entry, holds)
 
     @contextmanager
     def _writing(self, entry: _Open, path: str, nbytes: int) -> Iterator[None]:
@@ -353,7 +366,7 @@ class RequestRows:
                 batches.rows_of, frame[0], frame[1], keys, self._owner.caps
             )
         except BaseException:
-            hold.release()
+            self._owner.release(self._entry, [hold])
             raise
         self._owner.take(self._entry, rows, hold)
 
@@ -363,8 +376,7 @@ class RequestRows:
         Raises:
             StoreError: If the store cannot be read or written.
         """
-        for hold in self._entry.taken()[1]:
-            hold.release()
+        self._owner.release(self._entry, self._entry.taken()[1])
         await self._owner._run(self._entry, self._entry.rows.clear)
 
     async def _keys(self, refs: Sequence[SampleRef], ids: Sequence[int]) -> list[bytes]:

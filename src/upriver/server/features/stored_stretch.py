@@ -67,8 +67,9 @@ class StoredStretch:
             for path in self._shards.keys() - listed.keys():
                 self._forget(path)
             self._foreign &= listed.keys()
-            for path in sorted(listed.keys() - self._shards.keys() - self._foreign):
-                self._add(infos[path])
+            fresh = sorted(listed.keys() - self._shards.keys() - self._foreign)
+        for path in fresh:
+            self._add(infos[path])
 
     async def read(self, keys: Sequence[bytes]) -> list[Row] | None:
         """Return rows in main memory; None if one of them is missing or damaged.
@@ -92,9 +93,11 @@ class StoredStretch:
             blobs = await read_samples_async(self.store, refs)
             return await asyncio.to_thread(_rows, [index for _, index in shards], numbers, blobs)
         except (ObjectNotFound, ObjectChanged):  # removed as unused, in this moment
-            self._lose(set(paths), None)
+            with self._lock:
+                for path in set(paths):
+                    self._forget(path)
         except _DamagedRow as found:
-            self._lose({paths[found.at]}, found.error)
+            await asyncio.to_thread(self._drop_damaged, paths[found.at], found.error)
         return None
 
     def append(
@@ -115,8 +118,7 @@ class StoredStretch:
         path = f"{self.folder}/{shard_name(len(shard.keys), secrets.token_hex(8))}"
         with writing(path, shard.nbytes):
             self.store.put(path, b"".join(shard.pieces()), private=True)
-        with self._lock:
-            self._add(self.store.head(path))
+        self._add(self.store.head(path))
 
     def clear(self) -> None:
         """Remove all rows. Blocks.
@@ -134,7 +136,7 @@ class StoredStretch:
         return path.removeprefix(f"{self.folder}/")
 
     def _add(self, info: ObjectInfo) -> None:
-        """Read the index of a shard."""
+        """Read the index of a shard. Blocks, so it holds no lock meanwhile."""
 
         def read(start: int, stop: int) -> bytes:
             return self.store.get_range(info.path, start, stop, etag=info.etag or None)
@@ -150,19 +152,15 @@ class StoredStretch:
         except Damaged as error:
             self._drop_damaged(info.path, error)
             return
-        self._shards[info.path] = info, index
-        self._places.update((key, (info.path, number)) for number, key in enumerate(index.keys))
-
-    def _lose(self, paths: set[str], error: Damaged | None) -> None:
         with self._lock:
-            for path in paths:
-                self._forget(path)
-                if error is not None:
-                    self._drop_damaged(path, error)
+            self._shards[info.path] = info, index
+            self._places.update((key, (info.path, number)) for number, key in enumerate(index.keys))
 
     def _drop_damaged(self, path: str, error: Damaged) -> None:
         log.warning("%s is damaged, and its rows are lost: %s", path, error)
-        self._foreign.add(path)  # if it cannot be removed
+        with self._lock:
+            self._forget(path)
+            self._foreign.add(path)  # if it cannot be removed
         with suppress(StoreError):
             self._remove(path)
 
