@@ -18,10 +18,10 @@ import pytest
 from tests.cli.test_cli_serve import get
 from tests.server import allowing
 from tests.server.running import has_loaded
+from upriver import resources
 from upriver.cli import main, worker
 from upriver.cli.serve import config_file
 from upriver.errors import CodeFailed, Forbidden, NotAuthorized, QuotaExceeded
-from upriver.profile import resources
 from upriver.protocol import CodeRef, RunRequest
 from upriver.protocol.tree import build
 from upriver.rpc.client import ServerClient

@@ -20,7 +20,7 @@ from upriver.errors import ConfigError, ObjectChanged
 from upriver.finetune import session
 from upriver.finetune.prefetch.sampler import epoch_order
 from upriver.pipeline import Dataset
-from upriver.program.split.known_programs import KnownProgram
+from upriver.program.split.remembered_programs import RememberedProgram
 
 COUNT = 50
 STILL = (upriver.Decode(), upriver.Resize(16), upriver.CenterCrop(16), upriver.Normalize())
@@ -352,8 +352,8 @@ def test_program_that_was_remembered_wrongly_costs_rows_and_no_bit(
 ) -> None:
     data = still_photos(tmp_path / "store")
     room = upriver.Keep(memory="64 MB", disk="64 MB", folder=tmp_path / "kept")
-    wrong = KnownProgram(digest="0" * 64, num_stages=3)
-    monkeypatch.setattr(session, "known_program", lambda digest: wrong)
+    wrong = RememberedProgram(digest="0" * 64, num_stages=3)
+    monkeypatch.setattr(session, "remembered_program", lambda digest: wrong)
     monkeypatch.setattr(session, "Preparation", AtStep)
     AtStep.asked_before = 7
     options: dict[str, Any] = {"splitting": upriver.Splitting(in_background=True), "keep": room}

@@ -23,7 +23,6 @@ from torch import nn
 from tests.server.running import wait_for
 from upriver.cache import LEFT_BEHIND_S, MAX_FILE_BYTES
 from upriver.errors import ConfigError
-from upriver.profile.resources import available_cpus
 from upriver.profile.throughput import MOST, Candidate
 from upriver.profile.throughput_cache import (
     STORE_SCHEMA,
@@ -37,6 +36,7 @@ from upriver.profile.throughput_cache import (
     pipeline_key,
     sample_key,
 )
+from upriver.resources import available_cpus
 
 LOCAL = LocalResources(cpus=2, num_workers=1, threads=2, device="cpu", machine="x86_64 AVX2")
 ONE = RemoteWorker(address="http://one:7001", cpus=4, processes=4)

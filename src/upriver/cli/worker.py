@@ -91,7 +91,7 @@ def worker(
 
 def _defaults(file: Checked) -> dict[str, Any]:
     """Return a worker's defaults that differ from those of a near-data server."""
-    from upriver.profile.resources import available_cpus
+    from upriver.resources import available_cpus
 
     workers = file.plain.workers if file.plain.workers is not None else available_cpus()
     admitted = max(ADMITTED, ADMITTED_EACH * workers)

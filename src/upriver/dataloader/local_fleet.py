@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from upriver._threads.forks import ForkSafeLock
 from upriver.errors import ConfigError, ServerUnavailable, UpriverError
-from upriver.profile.resources import available_cpus
+from upriver.resources import available_cpus
 from upriver.rpc import validation
 from upriver.rpc.local_server import EmbeddedServer
 from upriver.rpc.worker_fleet import Fleet, Provider, Serves

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from upriver.dataloader.local_fleet import ranks_here
-from upriver.profile.resources import host_bytes
+from upriver.resources import host_bytes
 
 PART = 4
 """Divisor of the free bytes that may hold batches; one that arrives or is pinned needs its bytes twice."""

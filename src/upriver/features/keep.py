@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from upriver.cache import cache_folder
 from upriver.errors import ConfigError
 from upriver.features.budget import AUTO, budget_bytes
 from upriver.features.disk import disk_room
+from upriver.resources import host_bytes
 from upriver.text import printable
 
 SHARD_BYTES, LEAST_SHARD_BYTES = 32 << 20, 4 << 20
@@ -55,7 +54,7 @@ class Keep:
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory, as given or by what is free now."""
-        return budget_bytes("memory", self.memory, free=lambda: psutil.virtual_memory().available)
+        return budget_bytes("memory", self.memory, free=host_bytes)
 
     @property
     def disk_bytes(self) -> int:

@@ -36,7 +36,7 @@ from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.rewrite.faster import PrefixKind
-from upriver.program.split.known_programs import known_program, outline_digest, remember_program
+from upriver.program.split.remembered_programs import outline_digest, remember_program, remembered_program
 from upriver.program.split.split import Split, outline, split
 from upriver.progress import named_steps
 from upriver.rpc import validation
@@ -364,7 +364,7 @@ class Near:
             known_as = outline_digest(
                 model, parts, example, autocast=options.autocast, granularity=options.granularity
             )
-            feed.kept.program = known_program(known_as)
+            feed.kept.program = remembered_program(known_as)
         if too_short:
             return job
 

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from upriver.errors import ConfigError
-from upriver.profile.resources import available_bytes
 from upriver.profile.stage_timing import Seconds
+from upriver.resources import available_bytes
 from upriver.types import (
     Cluster,
     ComputeTier,

@@ -41,8 +41,8 @@ from torch import distributed, nn
 import upriver
 from upriver.cache import Cache
 from upriver.errors import ConfigError
-from upriver.profile.resources import available_cpus
 from upriver.profile.throughput import MAX_CANDIDATES, MAX_NAME, MOST, Candidate
+from upriver.resources import available_cpus
 from upriver.text import error_text, printable
 from upriver.types import require_finite
 

@@ -15,7 +15,7 @@ from upriver.control.batch_adaptation import POLICIES
 from upriver.control.fair_queue import FairQueue
 from upriver.control.memory_budget import BASE, INDEXES, MemoryBudget, MemoryHold
 from upriver.errors import ConfigError, Overloaded
-from upriver.profile.resources import available_bytes, total_bytes
+from upriver.resources import available_bytes, total_bytes
 from upriver.server.config import ServerConfig
 from upriver.server.execution.worker_pool import WorkerPool
 from upriver.server.features.feature_store import FeatureStore

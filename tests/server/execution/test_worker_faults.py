@@ -16,8 +16,8 @@ from tests.server.running import answering, ask, changed, messages, run, running
 from tests.server.sandbox.test_cgroup import held, limit
 from upriver.errors import Overloaded, WorkerCrashed
 from upriver.pipeline import Decode, Resize, index
-from upriver.profile.resources import GROUPS
 from upriver.protocol import DatasetRef, End, RunRequest
+from upriver.resources import GROUPS
 from upriver.server.execution.worker_pool import WHAT_HELPS
 from upriver.server.sandbox.cgroup import PREFIX, ControlGroups
 from upriver.types import MicroBatch

@@ -14,7 +14,6 @@ from upriver.cli.options import check_module
 from upriver.errors import CaptureError, ConfigError
 from upriver.finetune.planning.plan_builder import measure_tail, time_tail
 from upriver.profile.memory.estimator import known_peaks
-from upriver.profile.resources import available_bytes
 from upriver.profile.stage_timing import fit, measure_stages, sizes
 from upriver.program.example_inputs import Example
 from upriver.program.freeze import freeze_to
@@ -22,6 +21,7 @@ from upriver.program.graph.executor import Program
 from upriver.program.models.registry import load_model
 from upriver.program.split.resized import resized
 from upriver.program.split.split import Split, split
+from upriver.resources import available_bytes
 from upriver.types import (
     MOST_BYTES,
     Cluster,

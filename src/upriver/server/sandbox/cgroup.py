@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from upriver.profile.resources import GROUPS, MEMBERSHIP, own_groups, read_text
+from upriver.resources import GROUPS, MEMBERSHIP, own_groups, read_text
 
 log = logging.getLogger(__name__)
 

@@ -23,12 +23,12 @@ from upriver.program.split.proof_cache import model_facts
 from upriver.program.split.split import Split
 from upriver.program.tensor_layouts import stored_parts
 
-SCHEMA: Literal["upriver.known-program/1"] = "upriver.known-program/1"
+SCHEMA: Literal["upriver.remembered-program/1"] = "upriver.remembered-program/1"
 
-_KNOWN = Cache("programs")
+_REMEMBERED = Cache("programs")
 
 
-class KnownProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RememberedProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A program's name and length, without the program.
 
     Attributes:
@@ -37,7 +37,7 @@ class KnownProgram(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     digest: str
     num_stages: int
-    schema: Literal["upriver.known-program/1"] = SCHEMA
+    schema: Literal["upriver.remembered-program/1"] = SCHEMA
 
 
 def outline_digest(
@@ -75,22 +75,22 @@ def outline_digest(
     return folded.hexdigest()
 
 
-def known_program(digest: str) -> KnownProgram | None:
+def remembered_program(digest: str) -> RememberedProgram | None:
     """Return the program that an earlier job has captured of the same outline; None if there is none."""
 
-    def decode(data: bytes) -> KnownProgram:
-        found = msgspec.json.decode(data, type=KnownProgram)
+    def decode(data: bytes) -> RememberedProgram:
+        found = msgspec.json.decode(data, type=RememberedProgram)
         if not DIGEST.fullmatch(found.digest) or found.num_stages < 1:
             raise ValueError("it names no program")
         return found
 
-    return _KNOWN.load(digest, decode)
+    return _REMEMBERED.load(digest, decode)
 
 
 def remember_program(digest: str, program: Program) -> None:
     """Save the program of an outline. A cache that cannot be written is left alone."""
-    found = KnownProgram(digest=program.digest, num_stages=program.num_stages)
-    _KNOWN.save(digest, msgspec.json.encode(found).decode() + "\n")
+    found = RememberedProgram(digest=program.digest, num_stages=program.num_stages)
+    _REMEMBERED.save(digest, msgspec.json.encode(found).decode() + "\n")
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.program.nets import Small, frozen_small
-from upriver.program.split import known_programs
-from upriver.program.split.known_programs import known_program, outline_digest, remember_program
+from upriver.program.split import remembered_programs
+from upriver.program.split.remembered_programs import outline_digest, remember_program, remembered_program
 from upriver.program.split.split import outline, split
 
 EXAMPLE = torch.zeros(4, 3, 16, 16)
@@ -33,9 +33,9 @@ def test_program_is_known_after_it_was_remembered() -> None:
     captured = split(model, EXAMPLE)
     assert captured.program is not None
     digest = named(model)
-    assert known_program(digest) is None
+    assert remembered_program(digest) is None
     remember_program(digest, captured.program)
-    found = known_program(named(frozen_small()))
+    found = remembered_program(named(frozen_small()))
     assert found is not None
     assert (found.digest, found.num_stages) == (captured.program.digest, captured.program.num_stages)
 
@@ -66,5 +66,5 @@ def test_head_does_not_count_and_frozen_weights_code_and_form_do() -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"digest": "../x", "num_stages": 3}', "[" * 100_000])
 def test_damaged_file_counts_as_missing(cache: Path, text: str) -> None:
-    known_programs._KNOWN.save("0" * 64, text)
-    assert known_program("0" * 64) is None
+    remembered_programs._REMEMBERED.save("0" * 64, text)
+    assert remembered_program("0" * 64) is None

@@ -10,9 +10,11 @@ import psutil
 import pytest
 import torch
 
+from upriver import resources
 from upriver.cli.plan import model
-from upriver.profile import builder, cluster_from, resources
-from upriver.profile.resources import (
+from upriver.features.keep import Keep
+from upriver.profile import builder, cluster_from
+from upriver.resources import (
     available_bytes,
     available_cpus,
     host_bytes,
@@ -168,6 +170,14 @@ def test_plans_count_with_what_is_left(groups: Groups, monkeypatch: pytest.Monke
     machines = model.same_machine(1e6, 16)
     assert machines.storage.memory_bytes == machines.compute.memory_bytes == 700
     assert clusters_memory() == 700
+
+
+def test_kept_features_take_a_tenth_of_what_a_group_leaves(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups.put("", 1000, 300)
+    monkeypatch.setattr(resources.host_bytes, "__defaults__", (groups.top, groups.membership))
+    assert Keep().memory_bytes == 70
 
 
 def clusters_memory(device: str = "cpu") -> float:
