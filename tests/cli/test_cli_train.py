@@ -171,7 +171,11 @@ def test_it_trains_and_says_what_it_did(folder: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize(
-    "more", ['epochs = 2\nautocast = "bfloat16"\ngranularity = "op"', 'epochs = 2\nprefix = "bf16"']
+    "more",
+    [
+        'epochs = 2\nautocast = "bfloat16"\ngranularity = "op"',
+        pytest.param('epochs = 2\nprefix = "bf16"', marks=pytest.mark.full),
+    ],
 )
 def test_near_the_data_gives_the_same_file(
     more: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -219,6 +223,7 @@ def test_it_goes_on_where_it_was_interrupted(folder: Path, capsys: pytest.Captur
     assert not (folder / "parts.st.checkpoint").exists()
 
 
+@pytest.mark.full
 def test_interrupted_at_every_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -162,7 +162,7 @@ def test_ranks_share_the_rows_of_a_part(data: Dataset) -> None:
     assert sorted(seen) == sorted(part.indices)
 
 
-@pytest.mark.parametrize("options", [{"policy": "nosplit"}, {"cut": 3}])
+@pytest.mark.parametrize("options", [{"policy": "nosplit"}, pytest.param({"cut": 3}, marks=pytest.mark.full)])
 def test_job_is_judged_on_the_other_split_of_its_dataset(
     data: Dataset, near: upriver.Near, options: dict[str, Any]
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_frozen_part_that_turns_out_to_mix_samples_ends_the_job(
     assert losses_of(near, data, Mixes, policy="freeze", in_background=False) == wanted
 
 
+@pytest.mark.full
 def test_a_program_with_other_bits_is_not_used_without_servers_either(
     data: Dataset, plain: Reference, at_step: type[AtStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
