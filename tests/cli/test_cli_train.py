@@ -313,7 +313,7 @@ def test_an_evaluation_that_fails_costs_no_epoch(folder: Path, capsys: pytest.Ca
     assert epochs[0]["bytes"] > 0
 
 
-@pytest.mark.parametrize("ended", [1, 2])
+@pytest.mark.parametrize("ended", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_an_interrupted_evaluation_costs_no_epoch(
     ended: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
     assert "not used for now" not in job.plan.why
 
 
+@pytest.mark.full
 def test_a_policy_decides_and_the_plan_explains_itself(
     data: Dataset, plain: Reference, near: upriver.Near
 ) -> None:

@@ -87,7 +87,10 @@ def test_epochs_with_kept_samples_are_those_without(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("arguments", [{"batch_size": None, "shuffle": False}, {"collate_fn": list}])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param({"batch_size": None, "shuffle": False}, marks=pytest.mark.full), {"collate_fn": list}],
+)
 def test_batches_that_are_written_to_leave_kept_samples_alone(
     data: Dataset, num_workers: int, arguments: dict[str, Any]
 ) -> None:

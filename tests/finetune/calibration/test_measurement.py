@@ -107,6 +107,7 @@ def test_stages_are_measured_at_two_sizes_on_both_tiers(
     assert job.plan.feasible
 
 
+@pytest.mark.full
 def test_measuring_leaves_no_trace(data: Dataset, near: upriver.Near) -> None:
     model = frozen_small()
     before = {name: value.clone() for name, value in model.state_dict().items()}

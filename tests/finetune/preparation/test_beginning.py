@@ -144,7 +144,7 @@ def losses_of(
 
 
 @pytest.mark.parametrize("made", [Draws, Counts, Branches])
-@pytest.mark.parametrize("asked_before", [2, NEVER])
+@pytest.mark.parametrize("asked_before", [2, pytest.param(NEVER, marks=pytest.mark.full)])
 def test_what_a_model_does_before_its_frozen_part_ends_is_done_once_a_step(
     data: Dataset, near: upriver.Near, at_step: type[AtStep], made: Callable[[], nn.Module], asked_before: int
 ) -> None:

@@ -161,6 +161,7 @@ def test_settings_that_change_meanwhile_are_noticed(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.full
 def test_evaluation_before_and_after_the_move_gives_the_same(data: Dataset, near: upriver.Near) -> None:
     def metric(outputs: torch.Tensor, targets: torch.Tensor) -> float:
         return float(torch.nn.functional.cross_entropy(outputs, targets))
