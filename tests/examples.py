@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -22,3 +23,8 @@ def seeds(count: int) -> list[Any]:
         seed if seed < max(4, count // 10) else pytest.param(seed, marks=pytest.mark.full)
         for seed in range(count)
     ]
+
+
+def often(names: Iterable[str], *kept: str) -> list[Any]:
+    """Return the names as parameters, of which ``make test`` runs those that are kept."""
+    return [name if name in kept else pytest.param(name, marks=pytest.mark.full) for name in names]

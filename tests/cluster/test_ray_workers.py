@@ -350,7 +350,6 @@ except upriver.UpriverError as error:
             assert training.end() == 0
 
 
-@pytest.mark.full
 class TestOfOurOwn:
     pytestmark = with_ray
 

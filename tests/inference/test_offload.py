@@ -75,8 +75,7 @@ def networks() -> list[Any]:
     ]
     for name, side in (("alexnet", 64), ("squeezenet1_1", 48), ("resnet18", 32), ("mobilenet_v3_small", 32)):
         model, _ = load_model(f"torchvision:{name}")
-        marks = [] if name == "resnet18" else [pytest.mark.full]
-        cases.append(pytest.param(model, torch.randn(1, 3, side, side), id=name, marks=marks))
+        cases.append(pytest.param(model, torch.randn(1, 3, side, side), id=name, marks=pytest.mark.full))
     return cases
 
 
@@ -418,6 +417,7 @@ def test_a_server_without_the_program_is_an_error_where_it_is_not_to_be_sent(
         assert answer.last is not None and answer.last.server == other.url
 
 
+@pytest.mark.full
 def test_a_form_that_a_server_has_not_leaves_the_others_to_it(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
