@@ -19,6 +19,7 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from tests import forked, recording
+from tests.examples import FEW
 
 # The cache of proofs is off: each test makes its own. Processes that tests start inherit this.
 os.environ["UPRIVER_CACHE"] = os.devnull
@@ -37,7 +38,7 @@ os.environ["SOME_SECRET"] = "known to the front alone"
 # each run. ``make test`` tries fewer, by the profile ``quick``. `scripts/mutate.py` asks only whether a
 # property fails, so ``unshrunk`` looks for no smaller example.
 settings.register_profile("search", deadline=None, max_examples=1000)
-settings.register_profile("quick", deadline=None, derandomize=True, max_examples=25)
+settings.register_profile("quick", deadline=None, derandomize=True, max_examples=FEW)
 settings.register_profile("unshrunk", settings.get_profile("quick"), phases=(Phase.explicit, Phase.generate))
 settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")

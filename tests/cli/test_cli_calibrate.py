@@ -14,6 +14,8 @@ from upriver.cli import main
 from upriver.profile.latency.benchmark_configs import RANGES
 from upriver.profile.latency.serialization import kept, predictor_from_json, predictor_to_json
 
+ONE_KIND = {"copy.flip": RANGES["copy.flip"]}
+
 
 @pytest.fixture(autouse=True)
 def two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,6 +36,7 @@ def test_the_document_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert predictor_to_json(predictor_from_json(output.read_bytes())) == predictor_to_json(predictor)
 
 
+@pytest.mark.full
 def test_the_table_stands_beside_the_papers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--quick"]) == 0
     captured = capsys.readouterr()
@@ -49,6 +52,7 @@ def test_the_table_stands_beside_the_papers(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upriver.profile.latency.calibration.RANGES", ONE_KIND)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     with on_terminal(monkeypatch) as shown:
@@ -61,6 +65,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_no_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", os.devnull)
+    monkeypatch.setattr("upriver.profile.latency.calibration.RANGES", ONE_KIND)
     assert main(["calibrate", "--quick", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["kept"] is None

@@ -187,6 +187,7 @@ def test_process_with_a_variable_takes_the_place_of_a_server(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_process_with_other_threads_takes_the_place_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     code, document = found_by(capsys, *MODEL, "--threads", 1, "--against-threads", 2)
     assert document["threads"] == {"here": 1, "there": 2} and torch.get_num_threads() == 1

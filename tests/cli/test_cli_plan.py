@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
+from tests.examples import examples
 from tests.planning import alexnet, cluster, stage
 from upriver.cli import main
 from upriver.cli.options import parse_sweep
@@ -249,7 +250,7 @@ def test_rates(text: str, rate: float) -> None:
 
 
 @given(st.text(max_size=12))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_text_is_a_rate_or_is_refused(text: str) -> None:
     try:
         assert 0 < parse_rate(text) < float("inf")

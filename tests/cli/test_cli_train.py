@@ -181,7 +181,11 @@ def test_kept_features_change_no_loss(folder: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    "more", ['epochs = 2\nautocast = "bfloat16"\ngranularity = "op"', 'epochs = 2\nprefix = "bf16"']
+    "more",
+    [
+        'epochs = 2\nautocast = "bfloat16"\ngranularity = "op"',
+        pytest.param('epochs = 2\nprefix = "bf16"', marks=pytest.mark.full),
+    ],
 )
 def test_near_the_data_gives_the_same_file(
     more: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -229,6 +233,7 @@ def test_it_goes_on_where_it_was_interrupted(folder: Path, capsys: pytest.Captur
     assert not (folder / "parts.st.checkpoint").exists()
 
 
+@pytest.mark.full
 def test_interrupted_at_every_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,7 +323,7 @@ def test_an_evaluation_that_fails_costs_no_epoch(folder: Path, capsys: pytest.Ca
     assert epochs[0]["bytes"] > 0
 
 
-@pytest.mark.parametrize("ended", [1, 2])
+@pytest.mark.parametrize("ended", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_an_interrupted_evaluation_costs_no_epoch(
     ended: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

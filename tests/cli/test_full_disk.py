@@ -107,6 +107,8 @@ PRINTING: dict[str, list[str]] = {
     "a wrong option": ["index", "--nothing"],
     "an error": ["index", "ftp://nowhere"],
 }
+DEAR = ("calibrate", "coldstart", "train")
+"""Commands whose lines beside the result are looked at by `make test-full` alone."""
 
 
 @contextmanager
@@ -144,7 +146,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     return [part.format(folder=tmp_path) for part in PRINTING[request.param]]
 
 
-@pytest.mark.parametrize("options", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--json"], marks=pytest.mark.full)], ids=["text", "json"]
+)
 @pytest.mark.parametrize("command", PRINTING, indirect=True)
 def test_a_result_that_does_not_fit_is_one_line_and_no_success(
     command: list[str],
@@ -169,8 +173,14 @@ def test_a_result_that_does_not_fit_is_one_line_and_no_success(
     assert code == 141 if "error: " not in err else code == 2
 
 
-@pytest.mark.parametrize("options", [[], ["--json", "--debug"]], ids=["text", "json"])
-@pytest.mark.parametrize("command", PRINTING, indirect=True)
+@pytest.mark.parametrize(
+    "options", [pytest.param([], marks=pytest.mark.full), ["--json", "--debug"]], ids=["text", "json"]
+)
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(name, marks=pytest.mark.full) if name in DEAR else name for name in PRINTING],
+    indirect=True,
+)
 def test_what_is_said_beside_a_result_may_be_lost(
     command: list[str],
     options: list[str],

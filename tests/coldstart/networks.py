@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +11,6 @@ import torch
 from torch import nn
 
 from upriver._torchvision import ensure_torchvision
-
-ensure_torchvision()
-
-import timm  # noqa: E402
-import torchvision  # noqa: E402
-import transformers  # noqa: E402
 
 Network = tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]
 """A constructor of the model, and a constructor of the arguments of a call."""
@@ -82,8 +77,25 @@ class Tied(nn.Module):
 
 def _transformer(kind: str, **values: Any) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        made = getattr(transformers, kind)
+        made = getattr(importlib.import_module("transformers"), kind)
         model: nn.Module = made(made.config_class(**values))
+        return model
+
+    return build
+
+
+def _vision(kind: str, *given: Any, **values: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        model: nn.Module = getattr(ensure_torchvision().models, kind)(*given, **values)
+        return model
+
+    return build
+
+
+def _timm(name: str) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        ensure_torchvision()
+        model: nn.Module = importlib.import_module("timm").create_model(name)
         return model
 
     return build
@@ -92,15 +104,15 @@ def _transformer(kind: str, **values: Any) -> Callable[[], nn.Module]:
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
 NETWORKS: Mapping[str, Network] = {
-    "resnet18": (torchvision.models.resnet18, image),
-    "mobilenet_v3_small": (torchvision.models.mobilenet_v3_small, image),
-    "shufflenet": (torchvision.models.shufflenet_v2_x0_5, image),
-    "squeezenet": (torchvision.models.squeezenet1_1, image),
-    "regnet": (torchvision.models.regnet_y_400mf, image),
-    "densenet": (lambda: torchvision.models.DenseNet(8, (2, 2), 16, num_classes=10), image),
-    "efficientnet": (lambda: timm.create_model("test_efficientnet"), lambda: image(160)),
-    "vit": (lambda: timm.create_model("test_vit"), lambda: image(160)),
-    "convnext": (lambda: timm.create_model("test_convnext"), lambda: image(160)),
+    "resnet18": (_vision("resnet18"), image),
+    "mobilenet_v3_small": (_vision("mobilenet_v3_small"), image),
+    "shufflenet": (_vision("shufflenet_v2_x0_5"), image),
+    "squeezenet": (_vision("squeezenet1_1"), image),
+    "regnet": (_vision("regnet_y_400mf"), image),
+    "densenet": (_vision("DenseNet", 8, (2, 2), 16, num_classes=10), image),
+    "efficientnet": (_timm("test_efficientnet"), lambda: image(160)),
+    "vit": (_timm("test_vit"), lambda: image(160)),
+    "convnext": (_timm("test_convnext"), lambda: image(160)),
     "gpt2": (
         _transformer("GPT2LMHeadModel", vocab_size=90, n_embd=32, n_layer=2, n_head=4, n_positions=32),
         ids,

@@ -238,6 +238,7 @@ def test_a_process_may_end_while_a_weight_is_copied(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
+@pytest.mark.full
 def test_what_the_first_call_shows_outlives_a_process_that_ends_then(tmp_path: Path) -> None:
     torch.manual_seed(0)
     save_file(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict(), tmp_path / "model.safetensors")

@@ -22,6 +22,7 @@ from torch import nn
 from tests.coldstart.leaving import threads
 from tests.coldstart.networks import EACH, NETWORKS, Bare, Encoder, Tied, all_made_up, answer
 from tests.coldstart.ordered import Ordered, hesitating, published
+from tests.examples import examples
 from tests.server.running import wait_for
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.format.access_order import publish_model
@@ -76,7 +77,7 @@ def test_the_first_answer_is_that_of_the_loaded_model(name: str, whole: dict[str
 
 
 @pytest.mark.parametrize("name", EACH)
-@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shuffle=st.integers(0, 2**32 - 1))
 def test_whatever_order_weights_come_in(
     name: str, whole: dict[str, nn.Module], monkeypatch: pytest.MonkeyPatch, shuffle: int

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from upriver.control import admission_queue as lines
 from upriver.control.admission_queue import (
     Admission,
@@ -533,7 +534,7 @@ def test_the_adaptive_way_fills_memory_and_takes_smaller_batches_when_it_is_shor
     assert sum(taken) <= 100 and len(taken) == 4 and sum(taken) >= 96, taken
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.tuples(st.integers(1, 100), st.integers(0, 2), st.booleans()), min_size=1, max_size=25),
     st.sampled_from([static, adaptive]),

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from tests.examples import examples, seeds
 from upriver.control.batch_adaptation import (
     MOST_SAMPLES,
     POLICIES,
@@ -104,7 +105,7 @@ def asked(draw: st.DrawFn, *, at_most: int, per_sample: int, span: int) -> list[
 loaded_programs = st.frozensets(st.sampled_from(list(PROGRAMS)))
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(asks=asked(at_most=4, per_sample=60, span=5), free=st.integers(-1, 1500), loaded=loaded_programs)
 def test_adaptive_is_within_a_hundredth_of_the_best_choice(
     asks: list[Ask], free: int, loaded: frozenset[str]
@@ -119,7 +120,7 @@ def test_adaptive_is_within_a_hundredth_of_the_best_choice(
         assert data_bytes(taken, [grant.batch for grant in grants]) >= (1 - WITHIN) * best
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(data=st.data())
 def test_few_large_requests_in_little_room(data: st.DataObject) -> None:
     """Allow one sample at least: little is guaranteed, and only a handful of steps fit."""
@@ -183,7 +184,7 @@ def solved(asks: Sequence[Ask], room: int) -> float:
     return -float(found.fun)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_adaptive_is_within_a_hundredth_of_a_solver(seed: int) -> None:
     draw = random.Random(seed)
     asks = []
@@ -344,7 +345,7 @@ def test_a_size_need_not_be_the_least() -> None:
 # ------------------------------------------------------------------------------------- several devices
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(asks=asked(at_most=8, per_sample=60, span=4), free=st.tuples(st.integers(0, 900), st.integers(0, 900)))
 def test_two_memory_pools_are_filled_each_by_itself(asks: list[Ask], free: tuple[int, int]) -> None:
     hands = asks[::2], asks[1::2]

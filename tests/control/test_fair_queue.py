@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from upriver.control.fair_queue import LEAST_S, FairQueue, Turn
 
 ROUNDING = 1e-6
@@ -295,7 +296,7 @@ weights = st.floats(0.1, 10)
 passers_by = st.lists(st.tuples(st.integers(0, 40), st.floats(0.01, 10), weights), max_size=8)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     first=lengths, second=lengths, by=st.tuples(weights, weights), others=passers_by, slots=st.integers(1, 3)
 )
@@ -330,7 +331,7 @@ def test_tenants_that_wait_all_the_time_get_the_same_for_their_weight(
     assert max(ahead) - min(ahead) <= bound + ROUNDING
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     queues=st.lists(st.tuples(lengths, weights), min_size=1, max_size=4),
     steps=st.integers(0, 20),
@@ -361,7 +362,7 @@ def test_a_newcomer_waits_for_its_share_and_one_turn_of_each_other(
 step = st.tuples(st.sampled_from(["ask", "ask", "end", "end", "give up"]), st.integers(0, 11))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(steps=st.lists(step, max_size=60), slots=st.integers(1, 3), one_each=st.booleans())
 def test_every_turn_comes_or_is_given_up(steps: list[tuple[str, int]], slots: int, one_each: bool) -> None:
     desk, gone = Desk(slots, one_each=one_each), set[int]()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.examples import seeds
 from upriver.control.partition import (
     BEHIND,
     ESTIMATES,
@@ -108,7 +109,7 @@ def choice_for(profile: Profile, offers: Any, **rule: Any) -> CutChoice:
     return choose(PartitionRule(**rule), local, len(profile.stages), offers)
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", seeds(300))
 def test_the_choice_is_the_least_of_all_cuts_and_the_last_of_equals(seed: int) -> None:
     rng = random.Random(seed)
     profile, now = drawn(rng, rng.randint(1, 9)), now_of(rng)
@@ -121,7 +122,7 @@ def test_the_choice_is_the_least_of_all_cuts_and_the_last_of_equals(seed: int) -
     assert (found.server is None) == (found.cut == len(profile.stages))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_it_is_what_the_policies_plan_from_the_same_numbers(seed: int) -> None:
     rng = random.Random(seed)
     profile, now = drawn(rng, rng.randint(1, 9)), now_of(rng)
@@ -137,7 +138,7 @@ def test_it_is_what_the_policies_plan_from_the_same_numbers(seed: int) -> None:
     assert choice_for(profile, offers, policy="neurosurgeon").cut == planned
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_of_several_servers_the_one_with_the_least_seconds_is_asked(seed: int) -> None:
     rng = random.Random(seed)
     stages = rng.randint(1, 6)
@@ -168,7 +169,7 @@ def test_of_several_servers_the_one_with_the_least_seconds_is_asked(seed: int) -
         assert by_hand(profiles[found.server], found.cut, states[found.server]) == pytest.approx(min(seconds))
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_a_request_is_kept_away_from_servers_that_would_be_asked_if_they_were_free(seed: int) -> None:
     rng = random.Random(seed)
     profile, states = drawn(rng, rng.randint(1, 6)), [now_of(rng) for _ in range(2)]
@@ -188,7 +189,7 @@ def test_a_request_is_kept_away_from_servers_that_would_be_asked_if_they_were_fr
             assert kept_away(rule, choice, offers) == []
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_a_request_is_kept_away_by_links_over_which_servers_would_be_asked_were_they_wide(
     seed: int,
 ) -> None:
@@ -236,7 +237,7 @@ def test_a_cut_that_is_asked_for_is_taken_on_the_best_server() -> None:
         assert choose(rule, 4.0, 4, [slow, fast]) == CutChoice(cut=4, server=None, seconds=4.0)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_no_server_is_asked_that_would_be_late(seed: int) -> None:
     rng = random.Random(seed)
     profile, now = drawn(rng, rng.randint(1, 9)), now_of(rng)
@@ -441,7 +442,7 @@ def test_a_server_that_lost_is_not_tried_at_once_where_another_one_serves() -> N
         assert choose(PartitionRule(), 2.0, 2, [(FAR, lost), (other, FAST)]).server == server
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_a_trial_is_never_behind_full_offload_however_busy_the_server_is(seed: int) -> None:
     rng = random.Random(seed)
     profile, now = drawn(rng, rng.randint(1, 9)), replace(now_of(rng), misses=1)

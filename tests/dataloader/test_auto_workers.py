@@ -256,6 +256,7 @@ def test_none_is_needed(fleets: list[LocalFleet], reference: list[list[Any]]) ->
     assert loader.offloading is None
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_one_that_has_died_is_replaced(fleets: list[LocalFleet], reference: list[list[Any]]) -> None:
     loader = loader_of(Watched(number=1, most=1), offload=Offloading(candidate="p2"))

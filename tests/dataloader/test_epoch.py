@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from tests.dataloader.toy_datasets import Divided, Noisy, same
+from tests.examples import examples
 from upriver.dataloader import epoch as epoch_module
 from upriver.dataloader import pending_batch as batch_module
 from upriver.dataloader import prefetch_limit as ahead
@@ -129,7 +130,7 @@ def check(batches: list[tuple[int, ...]], **arguments: Any) -> list[Task]:
     return made
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 7), max_size=12),
     order=st.permutations(range(90)),
@@ -174,7 +175,7 @@ def test_what_comes_back_at_any_time_is_made_where_nothing_is_made_ahead(
             )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 7), max_size=12),
     order=st.permutations(range(90)),
@@ -209,7 +210,15 @@ def test_the_same_with_loader_processes_where_the_share_changes(whole: bool) -> 
     assert 30 < sum(len(task.indices) for task in made) < 90
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(0.0, marks=pytest.mark.full),
+        pytest.param(0.3, marks=pytest.mark.full),
+        0.9,
+        pytest.param(1.0, marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("failing", [0.0, 0.4])
 def test_the_same_with_loader_processes(share: float, failing: float) -> None:
     batches = batches_of([4] * 20, list(range(80)))
@@ -288,7 +297,7 @@ class Interrupting:
         return self.trace
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     at=st.integers(0, 3500),
     whole=st.booleans(),

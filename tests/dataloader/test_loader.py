@@ -38,6 +38,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "one by one, shuffled": {"batch_size": None, "sampler": RandomSampler(range(23))},
     "collated by the user": {"batch_size": 4, "collate_fn": list},
 }
+OFTEN = ("shuffled", "batches of several sizes", "one by one, shuffled", "collated by the user")
+"""Those that `make test` tries with loader processes."""
 
 
 class Drawing(Buckets):
@@ -51,9 +53,16 @@ def epochs(loader: Any, count: int = 2) -> list[list[Any]]:
     return [list(loader) for _ in range(count)]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=list(ARGUMENTS))
-def test_the_batches_of_pytorchs_loader_in_its_order(arguments: dict[str, Any], num_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_workers"),
+    [
+        *((name, 0) for name in ARGUMENTS),
+        *((name, 2) for name in ARGUMENTS if name in OFTEN),
+        *(pytest.param(name, 2, marks=pytest.mark.full) for name in ARGUMENTS if name not in OFTEN),
+    ],
+)
+def test_the_batches_of_pytorchs_loader_in_its_order(name: str, num_workers: int) -> None:
+    arguments = ARGUMENTS[name]
     torch.manual_seed(7)
     theirs = epochs(TorchLoader(Plain(), num_workers=num_workers, **arguments))
     after = torch.rand(1)
@@ -73,7 +82,9 @@ def test_a_generator_of_the_users_decides_as_in_pytorchs_loader() -> None:
     assert same(shuffled(DataLoader), shuffled(TorchLoader))
 
 
-@pytest.mark.parametrize("dataset", [Noisy(), Divided()], ids=["one step", "divided"])
+@pytest.mark.parametrize(
+    "dataset", [pytest.param(Noisy(), marks=pytest.mark.full), Divided()], ids=["one step", "divided"]
+)
 def test_what_is_drawn_belongs_to_the_sample(dataset: Any) -> None:
     def made(**arguments: Any) -> list[list[Any]]:
         torch.manual_seed(11)

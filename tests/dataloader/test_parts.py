@@ -155,6 +155,7 @@ def test_pytorchs_own_loader_has_the_samples_of_ours_in_its_first_epoch(
         assert same(list(plain), wanted)
 
 
+@pytest.mark.full
 def test_pytorchs_own_loader_reads_a_far_store_in_processes_that_it_spawns(data: Dataset) -> None:
     with S3Server() as server:
         keys = {"access_key_id": "KEY", "secret_access_key": "SECRET"}

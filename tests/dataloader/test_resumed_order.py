@@ -158,7 +158,7 @@ def test_loader_resumed_at_any_step_gives_the_uninterrupted_order(kind: str, mod
         assert after == whole[stop[0] :], stop
 
 
-@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.parametrize("kind", ["late", *(pytest.param(kind, marks=pytest.mark.full) for kind in LATE[1:])])
 def test_loader_resumed_with_draws_between_the_models_is_exact_or_refused(kind: str) -> None:
     """The sampler's draws depend on the model's, unless all were drawn ahead; a digest tells."""
     whole, _ = script(kind, model=True)
@@ -177,7 +177,14 @@ def test_loader_resumed_with_draws_between_the_models_is_exact_or_refused(kind: 
     assert refused
 
 
-@pytest.mark.parametrize("kind", ["shuffled", "late", "shuffled by its own"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("shuffled", marks=pytest.mark.full),
+        "late",
+        pytest.param("shuffled by its own", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize("persistent", [False, True])
 def test_loader_resumed_with_processes_gives_the_uninterrupted_order(kind: str, persistent: bool) -> None:
     more = {"num_workers": 2, "persistent_workers": persistent}
@@ -212,8 +219,8 @@ def epochs_of(loader: DataLoader, count: int) -> list[Any]:
     return [batch for _ in range(count) for batch in loader]
 
 
-@pytest.mark.parametrize("sampler", ["eager", "shuffled"])
-@pytest.mark.parametrize("before", PROCESSES)
+@pytest.mark.parametrize("sampler", ["eager", pytest.param("shuffled", marks=pytest.mark.full)])
+@pytest.mark.parametrize("before", ["none", pytest.param("each epoch", marks=pytest.mark.full), "persistent"])
 def test_loader_resumed_with_other_processes_gives_the_uninterrupted_samples(
     before: str, sampler: str
 ) -> None:
@@ -485,7 +492,7 @@ class Backwards(BatchSampler):
 
 @pytest.mark.parametrize("sampler", [Hidden, Turning, lambda: BatchSampler(Hidden(), 5, False)])
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("after", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_loader_resumed_between_epochs_goes_on_behind_what_its_sampler_hides(
     caplog: pytest.LogCaptureFixture, sampler: Callable[[], Any], num_workers: int, after: int
 ) -> None:

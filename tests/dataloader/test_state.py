@@ -24,6 +24,7 @@ from torch.utils.data import (
 )
 
 from tests.dataloader.toy_datasets import Broken, Buckets, Noisy, Plain, same
+from tests.examples import examples
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
 from upriver.rpc.local_server import EmbeddedServer
@@ -80,7 +81,7 @@ def drawn() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(stop=st.integers(0, 20), again=st.integers(0, 5), seed=st.integers(0, 99))
 def test_what_is_left_comes_as_it_would_have(kind: str, stop: int, again: int, seed: int) -> None:
     """This holds for a second interruption, and for any other draws in between."""
@@ -136,7 +137,7 @@ def test_an_epoch_that_is_over_is_not_begun_again() -> None:
     [
         pytest.param("in order", marks=pytest.mark.full),
         "shuffled",
-        "shuffled by its own",
+        pytest.param("shuffled by its own", marks=pytest.mark.full),
         pytest.param("by weight", marks=pytest.mark.full),
         pytest.param("one by one", marks=pytest.mark.full),
     ],
@@ -272,7 +273,9 @@ def test_a_generator_that_is_seeded_after_loading_a_state_is_left_so() -> None:
     assert same(list(there), list(here))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(
+    "share", [pytest.param(0.0, marks=pytest.mark.full), 0.4, pytest.param(1.0, marks=pytest.mark.full)]
+)
 def test_other_workers_and_another_share_go_on_with_the_same_order(share: float) -> None:
     data = dataset("tests.dataloader.toy_datasets:Divided", count=40)
     set_all(2)
@@ -383,7 +386,7 @@ def test_the_state_of_another_loader_is_refused(change: dict[str, Any], said: st
             loader.load_state_dict(nothing)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize("before", [0, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("after", [0, 2])
 def test_a_sampler_that_draws_as_soon_as_it_is_begun_goes_on_with_other_processes(
     before: int, after: int
@@ -479,8 +482,10 @@ class Counting(DistributedSampler[int]):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", [0, 3])
-@pytest.mark.parametrize("before", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stop", [pytest.param(0, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize(
+    "before", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]
+)
 def test_a_sampler_whose_state_is_how_far_it_is_goes_on_too(before: int, stop: int, num_workers: int) -> None:
     """This holds a second time, too, and in the epoch after."""
 

@@ -47,7 +47,7 @@ def reference() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("offload", ["auto", "always", Offloading(candidate="p2", ratio=0.3)], ids=str)
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_the_same_losses(worker: EmbeddedServer, reference: Any, offload: Any, num_workers: int) -> None:
     loader, losses, weights = trained(workers=[worker.url], offload=offload, num_workers=num_workers)
     assert len(losses) == EPOCHS * COUNT / 4 and len(set(map(float, losses))) > EPOCHS
@@ -91,7 +91,11 @@ def test_a_ratio_that_is_steered_changes_no_batch(
 
 @pytest.mark.parametrize(
     ("num_workers", "policy"),
-    [(0, "upriver"), pytest.param(1, "upriver", marks=pytest.mark.full), (1, "fastflow")],
+    [
+        (0, "upriver"),
+        pytest.param(1, "upriver", marks=pytest.mark.full),
+        pytest.param(1, "fastflow", marks=pytest.mark.full),
+    ],
 )
 def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
     worker: EmbeddedServer, num_workers: int, policy: str

@@ -28,6 +28,7 @@ from torch.utils.data import SubsetRandomSampler
 
 from tests.dataloader.leaving import nothing_left
 from tests.dataloader.toy_datasets import STEPS, VICTIM, same
+from tests.examples import examples
 from tests.rpc.scripted_http import Exchange, scripted
 from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, Offloading, dataset
@@ -292,7 +293,7 @@ def test_what_a_sample_raises_is_raised_here(workers: list[EmbeddedServer]) -> N
     assert next(iterator)[1].tolist() == [6, 7]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_what_a_sample_raises_carries_where_it_was_raised_there(
     num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +474,7 @@ def kill_at_work(victim: EmbeddedServer, folder: Path) -> None:
     os.kill(victim.pid, signal.SIGKILL)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(
     reads=st.lists(st.sampled_from(sorted(STEPS)), max_size=3),
     computes=st.lists(st.sampled_from(sorted(STEPS)), max_size=4),

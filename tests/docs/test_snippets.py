@@ -19,7 +19,7 @@ from tests.docs.pages import BadPage, Page, blocks, environment
 from upriver._torchvision import ensure_torchvision
 
 ROOT = Path(__file__).parents[2]
-OFTEN = ("README.md", "docs/guides/dataloader.md", "docs/guides/finetune.md")
+OFTEN = ("README.md", "docs/guides/dataloader.md")
 """Pages that `make test` runs. The others run the same commands and prove larger models."""
 
 PAGES = [

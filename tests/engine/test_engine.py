@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import upriver
+from tests.examples import examples
 from tests.finetune.training import STAGES, png
 from tests.program.nets import frozen_small
 from upriver.engine.clock import Clock
@@ -47,7 +48,7 @@ def whole() -> torch.Tensor:
     return engine().advance(batch, END).tensors[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cuts=st.lists(st.integers(CHAIN.start, END), max_size=4).map(sorted))
 def test_any_pieces_give_the_bits_of_the_whole(cuts: list[int]) -> None:
     batch = engine().begin(BLOBS, IDS, stop=cuts[0] if cuts else END, **HOW)

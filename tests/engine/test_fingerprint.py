@@ -31,9 +31,9 @@ def test_equal_in_another_process_and_named_in_text():
 @pytest.mark.parametrize(
     "environment",
     [
-        {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        pytest.param({"ONEDNN_MAX_CPU_ISA": "AVX2"}, marks=pytest.mark.full),
         {"ATEN_CPU_CAPABILITY": "default"},
-        {"NPY_DISABLE_CPU_FEATURES": "FMA3"},
+        pytest.param({"NPY_DISABLE_CPU_FEATURES": "FMA3"}, marks=pytest.mark.full),
     ],
 )
 def test_a_choice_of_kernels_shows(environment):

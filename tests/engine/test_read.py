@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from upriver.engine import read
 from upriver.engine.read import plan_gets, read_samples, read_samples_async
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError
@@ -165,7 +166,7 @@ def test_views_look_into_what_was_fetched(dataset: Dataset, reader: Reader) -> N
     assert all(view.readonly for view in views)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     spans=st.lists(
         st.tuples(st.sampled_from("ab"), st.integers(0, 40_000), st.integers(0, 9_000)), max_size=30

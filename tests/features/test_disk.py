@@ -13,6 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.examples import examples
 from tests.features.keeping import (
     PLENTY,
     assert_kept,
@@ -144,7 +145,7 @@ def test_disk_clock_that_jumps_changes_the_order_alone(
     assert [entry.rows for entry in features.entries()] != []
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     budget=st.integers(0, 8 * SHARD),
     steps=st.lists(

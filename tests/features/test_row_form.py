@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.features.keeping import assert_same, bits
 from upriver.errors import ConfigError, Damaged
 from upriver.features.row_form import (
@@ -54,7 +55,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
     return batch, draw(st.integers(0, len(shape) - 1))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(batches())
 def test_row_of_any_batch_concatenates_to_what_its_slices_do(made: tuple[torch.Tensor, int]) -> None:
     batch, dim = made
@@ -69,7 +70,7 @@ def test_row_of_any_batch_concatenates_to_what_its_slices_do(made: tuple[torch.T
     assert bits(whole) == bits(wanted)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     shape=st.lists(st.integers(0, 3), min_size=4, max_size=5),
     strides=st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 9, 12, 27, 81]), min_size=5, max_size=5),

@@ -1,8 +1,8 @@
 """One rank of a distributed run, started by the tests as a process of its own.
 
-``python -m tests.finetune.ddp_run FOLDER RANK NUM_RANKS SERVER_URL`` trains a small network in each of the
-ways listed in ``WAYS`` and writes the results to ``FOLDER/rank-RANK.json``. Numbers are written as text that
-keeps every bit.
+``python -m tests.finetune.ddp_run FOLDER RANK NUM_RANKS SERVER_URL WRAPPED`` trains a small network the plain
+way and near the data, with the wrapper around what ``WRAPPED`` names, ``model`` or ``tail``, and writes the
+results to ``FOLDER/WRAPPED-RANK.json``. Numbers are written as text that keeps every bit.
 """
 
 from __future__ import annotations
@@ -85,27 +85,26 @@ def around_the_tail(near: upriver.Near, data: upriver.Dataset, **more: object) -
         return train(job, DistributedDataParallel(job.tail), model)
 
 
-def main(folder: Path, rank: int, num_ranks: int, url: str) -> None:
+def main(folder: Path, rank: int, num_ranks: int, url: str, around: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        init_method=f"file://{folder}/rendezvous-{around}",
         rank=rank,
         world_size=num_ranks,
         timeout=PATIENCE,
     )
     data = upriver.index(upriver.Store.open((folder / "store").as_uri()), "photos", stages=STAGES)
     plain, near = upriver.connect(), upriver.connect(url)
+    run = wrapped if around == "model" else around_the_tail
     results = {
-        "plain": wrapped(plain, data, policy="nosplit"),
-        "near": wrapped(near, data, policy="freeze"),
-        "plain, around the tail": around_the_tail(plain, data, policy="nosplit"),
-        "near, around the tail": around_the_tail(near, data, policy="freeze"),
+        "plain": run(plain, data, policy="nosplit"),
+        "near": run(near, data, policy="freeze"),
     }
     near.close()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(results))
+    (folder / f"{around}-{rank}.json").write_text(json.dumps(results))
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])

@@ -72,6 +72,7 @@ def test_held_out_data_in_another_store_is_read_from_here(
     assert samples == {"local": 30}
 
 
+@pytest.mark.full
 def test_a_store_of_another_name_is_another_store(data: Dataset, near: upriver.Near) -> None:
     store = upriver.Store.open(data.store.uri, name="heldout")
     held_out = upriver.index(store, "photos", stages=SHORT)
@@ -98,7 +99,9 @@ def test_a_store_that_cannot_be_written_is_read_from_here(near: upriver.Near, tm
     assert torch.equal(outputs, plainly(data, held_out))
 
 
-@pytest.mark.parametrize(("first", "second"), [(SHORT, LONG), (LONG, SHORT)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(SHORT, LONG), pytest.param(LONG, SHORT, marks=pytest.mark.full)]
+)
 def test_input_cuts_of_another_chain_are_made_here(
     near: upriver.Near,
     few: upriver.Store,
@@ -121,6 +124,7 @@ def test_the_same_chain_keeps_its_input_cuts(near: upriver.Near, few: upriver.St
     assert samples["local"] == 0.2 * HELD_OUT
 
 
+@pytest.mark.full
 def test_a_plan_that_pushes_nothing_down_asks_no_server_about_a_longer_chain(
     near: upriver.Near, few: upriver.Store
 ) -> None:
@@ -145,7 +149,14 @@ def test_what_evaluating_reads_from_the_store_is_counted(data: Dataset, tmp_path
         assert near.meter.total_bytes - before == stored
 
 
-@pytest.mark.parametrize("absent", ["class0", "class2", "class4"])
+@pytest.mark.parametrize(
+    "absent",
+    [
+        pytest.param("class0", marks=pytest.mark.full),
+        "class2",
+        pytest.param("class4", marks=pytest.mark.full),
+    ],
+)
 def test_held_out_data_without_a_class_keeps_the_targets_of_others(
     data: Dataset, near: upriver.Near, few: upriver.Store, absent: str
 ) -> None:

@@ -132,6 +132,7 @@ def test_a_server_that_answers_later_decides_before_its_first_answer_counts(
         assert ISA in job.exactness
 
 
+@pytest.mark.full
 def test_a_resumed_job_keeps_its_mode(data: Dataset, plain: Reference, alike: str, other: str) -> None:
     with begun(data, other) as (job, _):
         next(iter(job))

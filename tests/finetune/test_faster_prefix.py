@@ -77,7 +77,7 @@ def first_features(data: Dataset, **options: Any) -> tuple[torch.Tensor, Any]:
         return features, job
 
 
-@pytest.mark.parametrize("kind", PREFIXES)
+@pytest.mark.parametrize("kind", QUICK_KINDS)
 def test_a_faster_prefix_states_the_error_that_its_features_have(data: Dataset, kind: Any) -> None:
     written, _ = first_features(data)
     faster, job = first_features(data, prefix=kind)
@@ -91,7 +91,9 @@ def test_a_faster_prefix_states_the_error_that_its_features_have(data: Dataset, 
     assert job.report.exact == "numeric"
 
 
-@pytest.mark.parametrize("kind", QUICK_KINDS)
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "int8" else pytest.param(kind, marks=pytest.mark.full) for kind in PREFIXES]
+)
 def test_servers_give_what_the_plain_way_gives_with_the_same_prefix(
     near: upriver.Near, data: Dataset, kind: Any
 ) -> None:
@@ -106,7 +108,8 @@ def test_servers_give_what_the_plain_way_gives_with_the_same_prefix(
             assert same(there[:2], here[:2])
 
 
-@pytest.mark.parametrize("kind", [each for each in QUICK_KINDS if each != "int8"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", [each for each in PREFIXES if each != "int8"])
 def test_a_faster_convolutional_prefix_trains_nearly_as_the_model_as_it_is_written(
     near: upriver.Near, data: Dataset, plain: Reference, kind: Any
 ) -> None:
@@ -124,13 +127,13 @@ def test_features_in_bfloat16_take_half_the_bytes_of_the_link(near: upriver.Near
 
 def test_the_plan_counts_features_as_they_cross(near: upriver.Near, data: Dataset) -> None:
     def crossing(kind: Any) -> float:
-        job = ran(near, data, prefix=kind)[2]
-        return float(next(row.bytes_per_sample for row in job.plan.table if row.cut == job.split.freeze))
+        with near.finetune(frozen_tokens(), data, **OPTIONS, prefix=kind) as job:
+            return float(next(row.bytes_per_sample for row in job.plan.table if row.cut == job.split.freeze))
 
     assert crossing("bf16") == crossing(None) / 2
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", ["bf16", pytest.param("int8", marks=pytest.mark.full)])
 def test_a_resumed_job_gives_the_bits_of_one_that_was_not_interrupted(data: Dataset, kind: Any) -> None:
     whole = ran(upriver.connect(), data, prefix=kind, policy="nosplit")
     options = {**OPTIONS, "batch_size": BATCH, "policy": "nosplit", "prefix": kind}

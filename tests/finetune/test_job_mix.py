@@ -25,9 +25,13 @@ MIXES = {
     "a single input cut": {-3: 1.0},
     "the model's input": {0: 1.0},
 }
+OFTEN = ("here and there", "among the input stages")
+"""Mixes that `make test` runs."""
 
 
-@pytest.mark.parametrize("name", MIXES)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in MIXES]
+)
 def test_losses_and_weights_are_those_of_the_plain_way(
     data: Dataset, plain: Reference, near: upriver.Near, name: str
 ) -> None:
@@ -42,6 +46,7 @@ def test_losses_and_weights_are_those_of_the_plain_way(
     assert placed.keys() <= shares.keys()
 
 
+@pytest.mark.full
 def test_samples_arrive_once_and_in_order(data: Dataset, near: upriver.Near) -> None:
     seen = []
     for options in ({"policy": "nosplit"}, {"cut": MIXES["among the input stages"]}):
@@ -53,6 +58,7 @@ def test_samples_arrive_once_and_in_order(data: Dataset, near: upriver.Near) -> 
     assert sorted(target for step in seen[0] for target in step) == sorted(data.targets.tolist())
 
 
+@pytest.mark.full
 def test_the_policy_of_mixes_runs_what_it_plans(data: Dataset, plain: Reference, near: upriver.Near) -> None:
     losses, model, job = run(near, data, policy="upriver", replanning=upriver.Replanning(enabled=False))
     assert same((losses, model), plain)
@@ -129,6 +135,7 @@ def test_resuming_deals_the_rest_as_before(data: Dataset, near: upriver.Near) ->
         assert routes[each.index] == (each.source == "local", each.cut)
 
 
+@pytest.mark.full
 def test_a_mix_is_replayed_at_its_own_cuts(data: Dataset, near: upriver.Near) -> None:
     losses, _, first = run(near, data, cut={-4: 0.3, 2: 0.3, -2: 0.4}, epochs=1)
     again, _, second = run(near, data, splitting=upriver.Splitting(replay=first.placed), epochs=1)
@@ -148,7 +155,7 @@ def test_a_mix_is_replayed_at_its_own_cuts(data: Dataset, near: upriver.Near) ->
         ({1: float("nan")}, r"cut\[1\] must be a finite number"),
         ({"1": 1.0}, "cut must be a whole number, a mapping"),
         ({True: 1.0}, "cut must be a whole number, a mapping"),
-        (-5, "cut must lie in -4..6"),
+        pytest.param(-5, "cut must lie in -4..6", marks=pytest.mark.full),
         ("3", "cut must be a whole number, a mapping"),
     ],
 )

@@ -28,7 +28,15 @@ from upriver.rpc.local_server import EmbeddedServer
 from upriver.types import Plan, Timings
 
 
-@pytest.mark.parametrize("options", [{"policy": "freeze"}, {"policy": "min"}, {"cut": 1}, {"cut": 4}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "freeze"},
+        pytest.param({"policy": "min"}, marks=pytest.mark.full),
+        {"cut": 1},
+        pytest.param({"cut": 4}, marks=pytest.mark.full),
+    ],
+)
 def test_losses_and_weights_are_those_of_the_plain_way_at_any_cut(
     data: Dataset, plain: Reference, near: upriver.Near, options: dict[str, object]
 ) -> None:
@@ -69,6 +77,7 @@ def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
     assert "not used for now" not in job.plan.why
 
 
+@pytest.mark.full
 def test_a_policy_decides_and_the_plan_explains_itself(
     data: Dataset, plain: Reference, near: upriver.Near
 ) -> None:
@@ -90,6 +99,7 @@ def test_bytes_over_the_link_are_those_of_the_frames(data: Dataset, near: uprive
     assert plain <= MICRO * 2 * data.stored_bytes  # only the canary was read directly
 
 
+@pytest.mark.full
 def test_evaluating_goes_through_the_server(data: Dataset, near: upriver.Near) -> None:
     held_out = data.with_stages((upriver.Decode(), upriver.CenterCrop(16), upriver.Normalize()))
 
@@ -351,7 +361,7 @@ def test_another_number_of_threads_is_none_of_a_job_that_is_computed_here(data: 
             torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("policy", ["freeze", "nosplit"])
+@pytest.mark.parametrize("policy", ["freeze", pytest.param("nosplit", marks=pytest.mark.full)])
 def test_a_job_under_another_default_device_and_type_yields_the_same(
     data: Dataset, near: upriver.Near, policy: str
 ) -> None:

@@ -100,7 +100,15 @@ def test_rows_of_a_part_are_what_pytorch_would_ask_for(data: Dataset, name: str)
     assert list(rows_of(part)) == rows == [asked[at] for at in range(len(asked))]
 
 
-@pytest.mark.parametrize("name", ["from the end", "again and again", "a random split", "two subsets"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("from the end", marks=pytest.mark.full),
+        "again and again",
+        pytest.param("a random split", marks=pytest.mark.full),
+        pytest.param("two subsets", marks=pytest.mark.full),
+    ],
+)
 def test_job_over_a_part_has_the_losses_of_the_loaders_batches(
     data: Dataset, near: upriver.Near, name: str
 ) -> None:
@@ -162,7 +170,7 @@ def test_ranks_share_the_rows_of_a_part(data: Dataset) -> None:
     assert sorted(seen) == sorted(part.indices)
 
 
-@pytest.mark.parametrize("options", [{"policy": "nosplit"}, {"cut": 3}])
+@pytest.mark.parametrize("options", [{"policy": "nosplit"}, pytest.param({"cut": 3}, marks=pytest.mark.full)])
 def test_job_is_judged_on_the_other_split_of_its_dataset(
     data: Dataset, near: upriver.Near, options: dict[str, Any]
 ) -> None:

@@ -97,7 +97,7 @@ def test_full_disk_is_said_once_and_changes_no_bit(
     assert len([record for record in caplog.records if "kept" in record.getMessage()]) <= 1
 
 
-@pytest.mark.parametrize("how", ["removed", "truncated"])
+@pytest.mark.parametrize("how", ["removed", pytest.param("truncated", marks=pytest.mark.full)])
 def test_disk_that_is_lost_in_mid_epoch_changes_no_bit(tmp_path: Path, how: str) -> None:
     data, folder = still_photos(tmp_path / "store"), tmp_path / "kept"
     keep = upriver.Keep(memory=0, disk="64 MB", folder=folder)

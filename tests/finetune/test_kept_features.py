@@ -77,7 +77,14 @@ def test_job_with_kept_features_computes_each_sample_once(tmp_path: Path) -> Non
     assert job.report.samples == {"local": COUNT, "kept": 2 * COUNT}
 
 
-@pytest.mark.parametrize("where", [{"memory": 0}, {"disk": 0}, {"memory": 0, "disk": 0}])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param({"memory": 0}, marks=pytest.mark.full),
+        pytest.param({"disk": 0}, marks=pytest.mark.full),
+        {"memory": 0, "disk": 0},
+    ],
+)
 def test_job_with_kept_features_in_one_place_only_gives_equal_losses(
     tmp_path: Path, where: dict[str, Any]
 ) -> None:
@@ -313,6 +320,7 @@ def test_numeric_job_keeps_nothing_and_says_so(tmp_path: Path) -> None:
     assert "kept" not in job.report.samples
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", [7, pytest.param(2, marks=pytest.mark.full)])
 def test_job_that_moves_over_keeps_the_rows_from_before_for_later_jobs(
     tmp_path: Path, at: int, monkeypatch: pytest.MonkeyPatch

@@ -98,6 +98,7 @@ def test_planning_goes_on_without_a_server_that_does_not_answer(
         assert job.report.samples == {"local": 24}
 
 
+@pytest.mark.full
 def test_a_silent_server_keeps_no_job_from_the_other_one(tmp_path: Path) -> None:
     """The job still waits for both servers: the other server may be busy, too."""
     data = photos(tmp_path, 24)

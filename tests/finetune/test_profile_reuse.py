@@ -196,6 +196,7 @@ def test_the_canary_still_keeps_a_server_out(
     assert all(torch.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.full
 def test_with_no_cache_every_job_measures(
     data: Dataset, near: upriver.Near, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

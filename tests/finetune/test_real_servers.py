@@ -196,6 +196,7 @@ def test_only_server_is_killed_and_restarted_in_mid_epoch(job):
     assert report.samples[LOCAL] >= 3 * MICRO_BATCH
 
 
+@pytest.mark.full
 def test_one_of_two_servers_is_killed(job, server):
     sources: list[str] = []
     got: list[MicroBatch] = []
@@ -214,6 +215,7 @@ def test_one_of_two_servers_is_killed(job, server):
     assert LOCAL not in sources
 
 
+@pytest.mark.full
 def test_a_stopped_server_is_left_and_used_again_when_it_goes_on(job, server):
     sources: list[str] = []
     got: list[MicroBatch] = []

@@ -218,6 +218,7 @@ def test_a_link_that_becomes_thin_changes_the_plan_and_no_bit(
         assert switch.after * 1.1 < switch.before
 
 
+@pytest.mark.full
 def test_what_was_noted_at_the_start_stays_when_the_plan_changes(
     tmp_path_factory: pytest.TempPathFactory, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

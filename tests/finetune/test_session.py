@@ -51,6 +51,7 @@ def test_an_embedded_server_that_died_is_replaced(tmp_path: Path) -> None:
     assert not server.running
 
 
+@pytest.mark.full
 def test_a_connection_lets_go_of_what_a_closed_job_held(tmp_path: Path) -> None:
     data = photos(tmp_path)
     with upriver.connect(server_threads=1) as near:
@@ -131,6 +132,7 @@ class Names:
         exchange.plain(200, msgspec.json.encode(listing))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_job_uses_the_servers_that_a_directory_names_as_they_come_and_go(tmp_path: Path) -> None:
     data = photos(tmp_path, 200)

@@ -315,6 +315,7 @@ def as_dealt(job: FinetuneJob, epoch: int) -> bool:
     return placed == [hand.cut for hand in deal(job.plan.routes, len(placed), start=-4)]
 
 
+@pytest.mark.full
 def test_a_store_that_stalls_is_named_servers_make_its_share_and_it_is_used_again(
     apart: Apart, plain: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

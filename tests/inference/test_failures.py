@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import upriver
+from tests.examples import often
 from tests.inference.asking import (
     SELDOM,
     Chain,
@@ -116,7 +117,9 @@ WAYS_TO_FAIL = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS_TO_FAIL)
+@pytest.mark.parametrize(
+    "way", often(WAYS_TO_FAIL, "hangs", "breaks off", "garbage", "more tensors", "500", "an error")
+)
 def test_a_server_that_fails_costs_no_answer(way: str, between: Proxy) -> None:
     model, x = chain(), torch.randn(2, 64)
     with asking(between.url, model, deadline_s=30.0) as answer:
@@ -553,6 +556,7 @@ def test_a_worker_that_is_killed_comes_back_and_costs_none(tmp_path: Any, short_
         wait_for(back)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_server_that_is_started_again_is_sent_the_program_again(tmp_path: Any, short_pauses: None) -> None:
     model, x = chain(), torch.randn(2, 64)

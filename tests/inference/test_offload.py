@@ -64,6 +64,10 @@ def calls_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return example.args, dict(example.kwargs)
 
 
+SIDES = {"alexnet": 64, "squeezenet1_1": 48, "resnet18": 32, "mobilenet_v3_small": 32}
+"""Sides of the images for networks of torchvision. They are made where they run: the largest takes 240 MB."""
+
+
 def networks() -> list[Any]:
     torch.manual_seed(0)
     cases: list[Any] = [
@@ -73,15 +77,16 @@ def networks() -> list[Any]:
         ),
         pytest.param(chain(), {"x": torch.randn(1, 64)}, id="chain"),
     ]
-    for name, side in (("alexnet", 64), ("squeezenet1_1", 48), ("resnet18", 32), ("mobilenet_v3_small", 32)):
-        model, _ = load_model(f"torchvision:{name}")
-        marks = [] if name == "resnet18" else [pytest.mark.full]
-        cases.append(pytest.param(model, torch.randn(1, 3, side, side), id=name, marks=marks))
-    return cases
+    return cases + [
+        pytest.param(name, torch.randn(1, 3, side, side), id=name, marks=pytest.mark.full)
+        for name, side in SIDES.items()
+    ]
 
 
 @pytest.mark.parametrize(("model", "inputs"), networks())
-def test_every_cut_gives_the_models_own_bits(model: nn.Module, inputs: Any, server: Running) -> None:
+def test_every_cut_gives_the_models_own_bits(model: nn.Module | str, inputs: Any, server: Running) -> None:
+    if isinstance(model, str):
+        model, _ = load_model(f"torchvision:{model}")
     args, kwargs = calls_of(inputs)
     wanted = here(model, *args, **kwargs)
     with upriver.offload(
@@ -418,6 +423,7 @@ def test_a_server_without_the_program_is_an_error_where_it_is_not_to_be_sent(
         assert answer.last is not None and answer.last.server == other.url
 
 
+@pytest.mark.full
 def test_a_form_that_a_server_has_not_leaves_the_others_to_it(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

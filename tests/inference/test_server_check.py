@@ -200,7 +200,7 @@ ABSURD: list[dict[str, Any]] = [
 """Statements that a server may make about itself."""
 
 
-@pytest.mark.parametrize("when", ["from the start", "later"])
+@pytest.mark.parametrize("when", [pytest.param("from the start", marks=pytest.mark.full), "later"])
 @pytest.mark.parametrize("said", ABSURD, ids=str)
 def test_no_number_of_a_server_s_keeps_a_request_from_its_answer(
     said: dict[str, Any], when: str, front: Between, cache: Path

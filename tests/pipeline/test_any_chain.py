@@ -9,6 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.pipeline.every_stage import EXAMPLES
 from tests.pipeline.making import encoded, npy, pixels, tone, wav
 from upriver.pipeline import (
@@ -95,7 +96,7 @@ def run(
     return chain.run(value, sample=sample, epoch=epoch, seed=3, start=start, stop=stop)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(
     chain=chains(),
     at=st.floats(0, 1),
@@ -122,7 +123,7 @@ def test_a_chain_cut_anywhere_gives_the_same_bits(
     assert torch.equal(value, stored_tensor(STORED[chain.stages[0].name][which]))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(chain=chains(), sample=st.integers(0, 2**40), which=st.integers(0, 2))
 def test_what_a_chain_says_of_itself_is_so(chain: InputChain, sample: int, which: int) -> None:
     value = stored_tensor(STORED[chain.stages[0].name][which])

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.pipeline.making import encoded, npy, pixels, tone, wav
 from upriver.errors import ConfigError, DatasetError
 from upriver.pipeline import (
@@ -52,7 +53,7 @@ def run(sample: int, *, epoch: int = 0, seed: int = 0, chain: InputChain = TRAIN
     return chain.run(value, sample=sample, epoch=epoch, seed=seed, start=chain.start, stop=0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     cuts=st.lists(st.integers(TRAIN.start, 0), max_size=3).map(sorted),
     sample=st.integers(0, 2**40),

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.planning import cluster, clusters, profiles, stage
 from tests.policies.keeping import (
     DISK,
@@ -391,7 +392,7 @@ def test_chain_of_a_thousand_stages_keeps_the_last_position() -> None:
 kept_shares = st.sampled_from([0.0, 0.2, 0.5])
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     profile=profiles(), machines=clusters(), disk=kept_shares, store=kept_shares, read_s=st.floats(0, 1e-6)
 )

@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
+from tests.examples import examples
 from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
 from upriver.cost import Array, CostModel, evaluate
 from upriver.policies import POLICIES
@@ -120,7 +121,7 @@ def solved(busy: Array) -> tuple[MixProgram, float]:
     return program, program.shortest()
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(busy=st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=4))
 def test_the_linear_program_against_a_fine_grid(busy: list[tuple[float, float, float]]) -> None:
     matrix = np.array(busy).T
@@ -136,7 +137,7 @@ def test_the_linear_program_against_a_fine_grid(busy: list[tuple[float, float, f
     assert best <= shortest + len(busy) * matrix.max() / steps + 1e-9
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(busy=st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=4), slack=st.floats(0.0, 0.5))
 def test_sparing_the_storage_tier_against_a_fine_grid(
     busy: list[tuple[float, float, float]], slack: float

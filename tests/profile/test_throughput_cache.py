@@ -530,7 +530,7 @@ def test_jobs_that_are_killed_while_they_save_leave_whole_files(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("halt", ["Path.write_text", "os.replace"])
+@pytest.mark.parametrize("halt", [pytest.param("Path.write_text", marks=pytest.mark.full), "os.replace"])
 def test_what_a_killed_job_leaves_half_written_is_cleared_up(folder, halt):
     store = MetricsStore(folder)
     store.save(KEY, ALL)

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, assume, event, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.examples import examples
 from tests.program.random_networks import MICRO_BATCH, Block, Description, Do, Freeze, Net, descriptions
 from tests.program.random_oracle import Expected, expect
 from upriver.errors import ModelError
@@ -39,7 +40,7 @@ EXAMPLES = int(os.environ.get("UPRIVER_EXAMPLES", "0"))
 CAPS = Caps(payload_bytes=1 << 20, header_bytes=1 << 16, tensors=64, dims=8, samples=MICRO_BATCH)
 
 networks = settings(
-    max_examples=EXAMPLES or 24,
+    max_examples=EXAMPLES or examples(24),
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.examples import examples
 from upriver.errors import (
     AccessDenied,
     BadSample,
@@ -236,7 +237,7 @@ def test_a_stream_that_breaks_off_is_an_error(cut):
         read(wire(BATCH)[:cut])
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     message=st.sampled_from([BATCH, REQUEST, Timings(phases={"a": 1.0}), WorkerCrashed("x")]),
     edits=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=8),
@@ -257,7 +258,7 @@ _NUMBERS = st.one_of(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(
     tensor=st.integers(0, 2),
     field=st.sampled_from(["shape", "strides", "storage", "offset", "nbytes", "skew"]),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.examples import examples
 from upriver.errors import ProtocolError
 from upriver.program.graph.alignment import as_shipped
 from upriver.protocol import Caps, aligned_empty, encode, lay_out, read_frame
@@ -177,7 +178,7 @@ def dense_bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(high - low + 63 + 64 for low, high in used.values())  # and a skew and padding for each
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(tensors())
 def test_tensors_cross_any_number_of_tiers_unchanged(sent: list[torch.Tensor]) -> None:
     once = hop(sent)
@@ -188,7 +189,7 @@ def test_tensors_cross_any_number_of_tiers_unchanged(sent: list[torch.Tensor]) -
     assert lay_out(once).checksum() == lay_out(twice).checksum()
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(tensors())
 def test_no_more_than_the_used_range_crosses_and_the_caps_say_exactly_how_much(
     sent: list[torch.Tensor],
@@ -208,7 +209,7 @@ def _unhidden(tensor: torch.Tensor) -> int:
     return torch.Size(max(size, 1) for size in tensor.shape).numel() * tensor.itemsize
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(tensors(), st.integers(0, 5))
 def test_writing_into_one_tensor_shows_in_those_that_share_it(sent: list[torch.Tensor], number: int) -> None:
     got = hop(sent)
@@ -222,7 +223,7 @@ def test_writing_into_one_tensor_shows_in_those_that_share_it(sent: list[torch.T
         assert torch.equal(bits(one), bits(other))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(tensors(numbers))
 def test_kernels_give_the_same_bits_on_both_sides(sent: list[torch.Tensor]) -> None:
     for one, other in zip(hop(sent), sent, strict=True):
@@ -234,7 +235,7 @@ def test_kernels_give_the_same_bits_on_both_sides(sent: list[torch.Tensor]) -> N
             assert torch.equal(bits(one @ one.mT), bits(other @ other.mT))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(tensors(), tensors(numbers))
 def test_what_a_proof_takes_for_sent_is_what_a_frame_gives(
     some: list[torch.Tensor], others: list[torch.Tensor]

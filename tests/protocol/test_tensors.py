@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from tests.examples import examples
 from upriver.errors import ProtocolError
 from upriver.protocol import Caps, FrameDecoder, aligned_empty, encode, lay_out, read_frame
 from upriver.tensor_memory import ITEM_NBYTES
@@ -86,7 +87,7 @@ def distances(tensors):
     ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(batches(), st.integers(1, 5000))
 def test_round_trip(batch, chunk):
     body = wire(batch)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.planning import alexnet, cluster, clusters, profiles, workloads
 from tests.report.asking import plans, points
 from upriver.policies import POLICIES
@@ -117,14 +118,14 @@ def test_bars_are_as_long_as_the_seconds() -> None:
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_every_question_has_a_page(profile: Profile, cluster: Cluster, workload: Workload) -> None:
     sweep = points(profile, cluster, (1e5, 1e9), workload)
     Page(page(plans(profile, cluster, workload), points=sweep))
 
 
 @given(name=st.text(alphabet=st.sampled_from("<>&\"'/=ab \n"), max_size=30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_names_are_text_and_nothing_else(name: str) -> None:
     odd = alexnet()
     odd = replace(odd, model=name, stages=(replace(odd.stages[0], name=name), *odd.stages[1:]))

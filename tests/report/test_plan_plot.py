@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
 from tests.report.asking import EPOCH, plans, points
 from upriver.policies import POLICIES
@@ -74,7 +75,7 @@ def test_the_legend_names_what_there_is() -> None:
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_every_question_has_a_picture(profile: Profile, cluster: Cluster, workload: Workload) -> None:
     sweep = points(profile, cluster, (1e5, 1e9), workload)
     figure = plot_plans(plans(profile, cluster, workload), title="random", points=sweep)

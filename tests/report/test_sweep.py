@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from hypothesis import given, settings
 
+from tests.examples import examples
 from tests.planning import alexnet, cluster, clusters, profiles, workloads
 from tests.report.asking import EPOCH, points
 from upriver.policies import POLICIES
@@ -21,7 +22,7 @@ from upriver.types import Cluster, ComputeTier, Link, Plan, Profile, StorageTier
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_each_point_is_what_a_fresh_question_answers(
     profile: Profile, cluster: Cluster, workload: Workload
 ) -> None:
@@ -33,7 +34,7 @@ def test_each_point_is_what_a_fresh_question_answers(
 
 
 @given(profile=profiles(), cluster=clusters(), workload=workloads)
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_every_sweep_can_be_written(profile: Profile, cluster: Cluster, workload: Workload) -> None:
     sweep = points(profile, cluster, (1e4, 1e6, 1e9), workload)
     document = json.loads(json.dumps(sweep_to_dict(sweep), allow_nan=False))

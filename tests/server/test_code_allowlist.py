@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.server import allowing
 from upriver.errors import CodeFailed, Forbidden, UpriverError
 from upriver.protocol import CodeRef
@@ -149,7 +150,7 @@ NEAR += [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     module=st.lists(st.sampled_from(NEAR), min_size=1, max_size=4),
     path=st.lists(st.sampled_from(NEAR), min_size=1, max_size=4),

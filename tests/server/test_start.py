@@ -108,6 +108,7 @@ def test_a_server_whose_workers_never_start_gives_up(world, python):
     assert (done.returncode, done.stdout, python.starts) == (2, "", 3)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_server_of_many_workers_ends_while_they_are_starting(world, python):
     python.wait()

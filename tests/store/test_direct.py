@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer, _Faulty
 from tests.store.s3_server import _etag
@@ -109,7 +110,7 @@ def read(store: Store, start: int = 0, nbytes: int = len(BIG), num: int = 1, **o
 # --------------------------------------------------------------------------------------- placement of bytes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     sizes=st.lists(st.sampled_from([0, 1, 7, ROOM_BYTES - 1, ROOM_BYTES, SCRATCH_BYTES + 3]), max_size=8),

@@ -188,6 +188,7 @@ def test_a_sweep_is_of_the_knobs_that_there_are(tmp_path: Path) -> None:
 RUNS = [run for way in WAYS for run in (way, way + PLAIN)]
 
 
+@pytest.mark.full
 def test_a_record_of_a_copy_is_of_the_same_code(tmp_path: Path) -> None:
     copy = Versions(copied(tmp_path), PACKAGES)
     assert [copy.of("run", run) for run in RUNS] == [VERSIONS.of("run", run) for run in RUNS]
@@ -196,11 +197,15 @@ def test_a_record_of_a_copy_is_of_the_same_code(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text", "aged"),
     [
-        ("benchmarks/cold_start/models.py", "ONE = 1", set(WAYS)),
-        ("benchmarks/cold_start/ways.py", "# a remark", set()),
+        pytest.param("benchmarks/cold_start/models.py", "ONE = 1", set(WAYS), marks=pytest.mark.full),
+        pytest.param("benchmarks/cold_start/ways.py", "# a remark", set(), marks=pytest.mark.full),
         ("src/upriver/store/more.py", "ONE = 1", {*STREAMED, "sequential"}),
-        ("src/upriver/coldstart/model/construction.py", "ONE = 1", set(WAYS)),
-        ("src/upriver/coldstart/model/weight_barrier.py", "ONE = 1", set(WAYS)),
+        pytest.param(
+            "src/upriver/coldstart/model/construction.py", "ONE = 1", set(WAYS), marks=pytest.mark.full
+        ),
+        pytest.param(
+            "src/upriver/coldstart/model/weight_barrier.py", "ONE = 1", set(WAYS), marks=pytest.mark.full
+        ),
         ("src/upriver/server/more.py", "ONE = 1", set()),
     ],
 )

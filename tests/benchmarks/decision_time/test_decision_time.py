@@ -50,6 +50,7 @@ def test_the_page_judges_the_median_and_names_who_missed(median: float, said: st
     assert said in text and "| Algorithm 1 alone | 2.0 (1.0 to 900.0) |" in text
 
 
+@pytest.mark.full
 def test_the_script_writes_its_page(tmp_path: Path) -> None:
     command = module_command("decision_time", "--decisions", "3")
     done = subprocess.run([*command, "--out", tmp_path], capture_output=True, text=True, timeout=300)

@@ -34,6 +34,9 @@ MIXES: dict[str, dict[str, float]] = {
 }
 """Seconds of a sample here and there, and of a batch."""
 
+OFTEN = ("equal sides", "loader processes", "a model that both can feed")
+"""Worlds that `make test` simulates: a side at a time is late, or neither."""
+
 
 def make(mix: str, **other: float) -> World:
     return World(**{**MIXES[mix], **other})  # type: ignore[arg-type]
@@ -52,7 +55,9 @@ def decided(ratio: float, candidate: str = "p2") -> TunerMeasurements:
 
 
 @pytest.mark.parametrize("candidate", ["p2", pytest.param("p3", marks=pytest.mark.full)])
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize(
+    "mix", [mix if mix in OFTEN else pytest.param(mix, marks=pytest.mark.full) for mix in MIXES]
+)
 def test_a_job_that_measures_itself_gets_within_5_percent_of_the_best_ratio(mix: str, candidate: str) -> None:
     world, measured = make(mix), TunerMeasurements()
     times = world.train(world.auto(1100, measured, candidates=(candidate,)), measured)
@@ -63,7 +68,13 @@ def test_a_job_that_measures_itself_gets_within_5_percent_of_the_best_ratio(mix:
 
 @pytest.mark.parametrize("ratio", [0.05, pytest.param(0.5, marks=pytest.mark.full), 0.95])
 @pytest.mark.parametrize(
-    "mix", ["equal sides", "slow workers", "loader processes", "loader processes, fast workers"]
+    "mix",
+    [
+        pytest.param("equal sides", marks=pytest.mark.full),
+        pytest.param("slow workers", marks=pytest.mark.full),
+        "loader processes",
+        pytest.param("loader processes, fast workers", marks=pytest.mark.full),
+    ],
 )
 def test_a_ratio_that_is_far_off_is_put_right(mix: str, ratio: float) -> None:
     world, measured = make(mix), decided(ratio)
@@ -87,7 +98,15 @@ def speed_up_here(world: World) -> None:
     world.here /= 3
 
 
-@pytest.mark.parametrize("change", [halve_workers, speed_up_workers, slow_down_here, speed_up_here])
+@pytest.mark.parametrize(
+    "change",
+    [
+        halve_workers,
+        pytest.param(speed_up_workers, marks=pytest.mark.full),
+        pytest.param(slow_down_here, marks=pytest.mark.full),
+        speed_up_here,
+    ],
+)
 @pytest.mark.parametrize("mix", ["equal sides", pytest.param("loader processes", marks=pytest.mark.full)])
 def test_speeds_that_change_are_followed(mix: str, change: Callable[[World], None]) -> None:
     def changed() -> World:
@@ -170,7 +189,9 @@ SHARED: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("hold", [0.7, pytest.param(4.1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("mix", SHARED)
+@pytest.mark.parametrize(
+    "mix", [mix if mix in OFTEN else pytest.param(mix, marks=pytest.mark.full) for mix in SHARED]
+)
 def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ratio(
     mix: str, whole: bool, hold: float
 ) -> None:
@@ -188,7 +209,7 @@ def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ra
 
 
 @pytest.mark.parametrize("candidate", [pytest.param("p2", marks=pytest.mark.full), "p3"])
-@pytest.mark.parametrize("mix", ["equal sides", "loader processes"])
+@pytest.mark.parametrize("mix", [pytest.param("equal sides", marks=pytest.mark.full), "loader processes"])
 def test_where_nobody_takes_anything_the_ratio_falls_and_rises_when_they_are_back(
     mix: str, candidate: str
 ) -> None:

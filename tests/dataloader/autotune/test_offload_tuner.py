@@ -252,6 +252,7 @@ def test_workers_that_are_away_for_a_while_are_measured_for_what_was_left_out(po
     assert measured.decision is not None and "not" not in measured.decision.why.split(";")[-1]
 
 
+@pytest.mark.full
 def test_workers_that_come_and_fail_each_time_are_measured_ever_more_rarely():
     class Flapping(World):
         """Run out of memory soon after each start."""

@@ -31,6 +31,7 @@ from tests.dataloader.keeping.world import (
 )
 from tests.dataloader.leaving import shared
 from tests.dataloader.toy_datasets import Plain, same
+from tests.examples import examples
 from tests.pipeline.making import encoded, pixels, write
 from tests.pipeline.test_any_chain import STORED, chains
 from tests.server.running import wait_for
@@ -86,7 +87,10 @@ def test_epochs_with_kept_samples_are_those_without(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("arguments", [{"batch_size": None, "shuffle": False}, {"collate_fn": list}])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param({"batch_size": None, "shuffle": False}, marks=pytest.mark.full), {"collate_fn": list}],
+)
 def test_batches_that_are_written_to_leave_kept_samples_alone(
     data: Dataset, num_workers: int, arguments: dict[str, Any]
 ) -> None:
@@ -100,7 +104,7 @@ def test_batches_that_are_written_to_leave_kept_samples_alone(
                 value.fill_(7)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=list(HealthCheck))
 @given(chain=chains(), views=st.none() | st.integers(1, 2), batch_size=st.integers(1, 5))
 def test_any_chain_gives_the_same_with_kept_samples(
     tmp_path_factory: pytest.TempPathFactory, chain: Any, views: int | None, batch_size: int

@@ -303,7 +303,7 @@ class Deadly:
         return index
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_process_that_is_killed_is_told_and_nobody_waits_for_it(
     num_workers: int, persistent: bool, tmp_path: Path
@@ -356,7 +356,7 @@ def ended(told: BaseException) -> int | None:
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_dataset_that_exits_ends_its_process_and_loses_no_batch_before(
     num_workers: int, persistent: bool, code: int
 ) -> None:
@@ -382,7 +382,7 @@ def stopped(code: int) -> None:
     raise (KeyboardInterrupt, Stopped("by hand"), asyncio.CancelledError)[code]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
     ("code", "said"), list(enumerate(["KeyboardInterrupt", "Stopped: by hand", "CancelledError"]))
 )

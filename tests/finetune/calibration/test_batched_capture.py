@@ -382,6 +382,7 @@ def test_a_server_runs_several_micro_batches_at_once_and_they_come_as_ever(
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_server_that_adapts_nothing_is_offered_it_in_vain(data: Dataset, near: upriver.Near) -> None:
     bitwise = {"batch_size": 16, "policy": "nosplit", "epochs": 1}

@@ -107,6 +107,7 @@ def test_stages_are_measured_at_two_sizes_on_both_tiers(
     assert job.plan.feasible
 
 
+@pytest.mark.full
 def test_measuring_leaves_no_trace(data: Dataset, near: upriver.Near) -> None:
     model = frozen_small()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -159,6 +160,7 @@ def test_the_second_job_has_the_lines_of_the_first(
     assert [stage.seconds for stage in again.profile.stages] == [s.seconds for s in first.profile.stages]
 
 
+@pytest.mark.full
 def test_a_batch_larger_than_the_epoch_takes_the_memory_of_the_epoch(
     data: Dataset, near: upriver.Near
 ) -> None:
@@ -173,6 +175,7 @@ def test_a_batch_larger_than_the_epoch_takes_the_memory_of_the_epoch(
         assert [len(targets) for _, targets in job] == [200]
 
 
+@pytest.mark.full
 def test_a_kept_profile_of_one_size_gets_its_lines_when_the_budget_allows(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,7 +355,7 @@ def dear_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("dear_calls")
-@pytest.mark.parametrize("options", [{"policy": "freeze"}, {"cut": 4}])
+@pytest.mark.parametrize("options", [{"policy": "freeze"}, pytest.param({"cut": 4}, marks=pytest.mark.full)])
 def test_a_chosen_size_has_the_bits_of_that_size(
     data: Dataset, near: upriver.Near, options: dict[str, Any]
 ) -> None:

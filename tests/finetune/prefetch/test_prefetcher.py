@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.rpc.scripted_transport import BATCH_BYTES, ScriptedServer, Step, make_batch, request_for
 from upriver.control.delivery_table import MAX_REMOTE_ATTEMPTS, DealtRoute, PrefetchWindow, Way
 from upriver.control.server_choice import Health
@@ -114,7 +115,9 @@ STEPS = st.builds(
 SCRIPTS = st.lists(STEPS, max_size=8)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     num=st.integers(0, 24),
     scripts=st.lists(SCRIPTS, max_size=3),

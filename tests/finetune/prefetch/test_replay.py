@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.finetune.prefetch.test_prefetcher import check, epoch, locally, pool_of, remote
 from tests.rpc.scripted_transport import ScriptedServer, Step
 from upriver.control.delivery_table import Pin, Way
@@ -106,7 +107,7 @@ def test_what_is_no_list_of_routes_is_named(given: object, named: str) -> None:
         Routes(given)  # type: ignore[arg-type]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(num=st.integers(1, 20), seed=st.integers(0, 99), refusals=st.integers(0, 3), free=st.integers(0, 3))
 def test_each_micro_batch_comes_from_its_place(num: int, seed: int, refusals: int, free: int) -> None:
     """Two servers, one of which refuses for a while; the last few micro-batches may come from anywhere."""

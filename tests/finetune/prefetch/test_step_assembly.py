@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from upriver.finetune.prefetch.sampler import EpochOrder, EpochWork, epoch_order
 from upriver.finetune.prefetch.step_assembly import steps
 from upriver.types import MicroBatch
@@ -87,7 +88,7 @@ def numbers(values: Values | None) -> list[float]:
     return values[0][0].tolist()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(**SIZES, seed=st.integers(0, 9), epoch=st.integers(0, 3), drop_last=st.booleans(), data=st.data())
 def test_steps_take_every_sample_once_and_in_order(
     num_samples: int,
@@ -164,7 +165,7 @@ def test_an_order_is_the_same_in_every_version() -> None:
 PINNED = (8, 3, 7, 6, 1, 4, 0, 9, 2, 5)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(**SIZES, num_ranks=st.integers(1, 5), shuffle=st.booleans(), drop_last=st.booleans())
 def test_the_ranks_shards_are_one_epoch_dealt_out(
     num_samples: int, batch_size: int, micro_batch: int, num_ranks: int, shuffle: bool, drop_last: bool

@@ -144,7 +144,7 @@ def losses_of(
 
 
 @pytest.mark.parametrize("made", [Draws, Counts, Branches])
-@pytest.mark.parametrize("asked_before", [2, NEVER])
+@pytest.mark.parametrize("asked_before", [2, pytest.param(NEVER, marks=pytest.mark.full)])
 def test_what_a_model_does_before_its_frozen_part_ends_is_done_once_a_step(
     data: Dataset, near: upriver.Near, at_step: type[AtStep], made: Callable[[], nn.Module], asked_before: int
 ) -> None:
@@ -163,6 +163,7 @@ def test_a_frozen_part_that_turns_out_to_mix_samples_ends_the_job(
     assert losses_of(near, data, Mixes, policy="freeze", in_background=False) == wanted
 
 
+@pytest.mark.full
 def test_a_program_with_other_bits_is_not_used_without_servers_either(
     data: Dataset, plain: Reference, at_step: type[AtStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import upriver
+from tests.examples import examples
 from tests.finetune.conftest import Reference
 from tests.finetune.moving import AtStep
 from tests.finetune.training import BATCH, MICRO, grouped, optimizer_of, run, same, train
@@ -27,7 +28,7 @@ ASKED = EPOCHS * (STEPS + 1)
 """Times that a job of these epochs asks whether its preparation is done."""
 
 FEW = settings(
-    max_examples=12 if settings().max_examples > 25 else 2,
+    max_examples=examples(12),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
@@ -74,6 +75,7 @@ def test_no_step_is_one_at_which_moving_over_changes_a_bit(
     assert same((losses, model), plain)
 
 
+@pytest.mark.full
 @FEW
 @given(at=st.integers(0, ASKED))
 def test_autocast_is_the_same_on_both_sides_of_the_move(
@@ -114,6 +116,7 @@ def test_a_job_resumes_before_at_and_after_the_move(
     assert same((losses, model), plain)
 
 
+@pytest.mark.full
 def test_a_replay_needs_its_servers_at_once_and_is_prepared_before_the_first_batch(
     data: Dataset, plain: Reference, near: upriver.Near
 ) -> None:
@@ -158,6 +161,7 @@ def test_settings_that_change_meanwhile_are_noticed(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.full
 def test_evaluation_before_and_after_the_move_gives_the_same(data: Dataset, near: upriver.Near) -> None:
     def metric(outputs: torch.Tensor, targets: torch.Tensor) -> float:
         return float(torch.nn.functional.cross_entropy(outputs, targets))

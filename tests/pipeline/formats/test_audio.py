@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.pipeline.making import tone
 from upriver.errors import ConfigError
 from upriver.pipeline import (
@@ -114,7 +115,7 @@ def test_noise_is_that_of_the_draw() -> None:
 RATES = [(1, 2), (2, 1), (3, 2), (441, 160), (160, 441), (7, 5), (24, 1), (1, 24)]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(samples=st.integers(1, 3000), channels=st.integers(1, 3), rates=st.sampled_from(RATES))
 def test_the_length_is_in_proportion_and_rounded_up(
     samples: int, channels: int, rates: tuple[int, int]
@@ -272,7 +273,7 @@ def test_standardize_is_its_formula(dtype: torch.dtype) -> None:
     assert got.double().std(unbiased=False).item() == pytest.approx(1, abs=1e-5)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 @given(number=st.floats(width=32, allow_nan=False, allow_infinity=False), count=st.integers(1, 5000))
 def test_a_constant_becomes_zeros(number: float, count: int) -> None:
     assert torch.equal(apply(Standardize(), torch.full((1, count), number)), torch.zeros(1, count))

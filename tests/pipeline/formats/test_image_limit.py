@@ -188,7 +188,12 @@ for changes in ([], sys.argv[3:]):
         pytest.param("PNG", "P", {"compress_level": 1, "exif": TURNED}, marks=pytest.mark.full),
         pytest.param("WEBP", "RGB", {"method": 0}, marks=pytest.mark.full),
         pytest.param("WEBP", "RGBA", {"method": 0, "exif": TURNED}, marks=pytest.mark.full),
-        ("WEBP", "RGB", {"method": 0, "lossless": True, "quality": 0, "exif": TURNED}),
+        pytest.param(
+            "WEBP",
+            "RGB",
+            {"method": 0, "lossless": True, "quality": 0, "exif": TURNED},
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_no_image_takes_more_than_was_asked_for(

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.examples import examples, seeds
 from tests.pipeline.making import pixels
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import ConfigError, TooLarge
@@ -91,7 +92,7 @@ def test_the_operations_are_torchvisions_and_in_its_order() -> None:
     assert [THEIR_NAMES[name] for name in OPERATIONS] == list(space)
 
 
-@pytest.mark.parametrize("sample", range(60))
+@pytest.mark.parametrize("sample", seeds(60))
 def test_rand_augment_is_torchvisions_for_the_same_draws(
     sample: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +145,7 @@ def test_every_step_is_torchvisions(name: str, theirs: Any, shape: tuple[int, in
         assert torch.equal(got, as_tensor(theirs(Image.fromarray(array), amount)))
 
 
-@pytest.mark.parametrize("sample", range(30))
+@pytest.mark.parametrize("sample", seeds(30))
 @pytest.mark.parametrize(
     "fields",
     [
@@ -228,7 +229,7 @@ def test_bad_values(make: Any, problem: str) -> None:
 
 @pytest.mark.parametrize("shape", [(40, 60), (33, 33), (17, 90)])
 @pytest.mark.parametrize(("size", "padding"), [(17, 0), ((5, 30), 0), (33, 8), ((17, 33), 40), (1, 3)])
-@pytest.mark.parametrize("sample", range(12))
+@pytest.mark.parametrize("sample", seeds(12))
 def test_a_random_crop_is_torchvisions_for_the_same_draws(
     shape: tuple[int, int], size: Any, padding: int, sample: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +242,7 @@ def test_a_random_crop_is_torchvisions_for_the_same_draws(
     assert got.is_contiguous()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     height=st.integers(1, 40),
     width=st.integers(1, 40),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.examples import examples, seeds
 from tests.pipeline.making import encoded, pixels
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import ConfigError, DatasetError
@@ -117,7 +118,7 @@ class Feed:
 
 
 @pytest.mark.parametrize("shape", [(40, 60), (3, 200), (200, 3), (1, 1)])
-@pytest.mark.parametrize("sample", range(20))
+@pytest.mark.parametrize("sample", seeds(20))
 def test_a_random_crop_is_torchvisions_for_the_same_draws(
     shape: tuple[int, int], sample: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +130,7 @@ def test_a_random_crop_is_torchvisions_for_the_same_draws(
     assert torch.equal(got, as_tensor(theirs))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(
     height=st.integers(1, 300),
     width=st.integers(1, 300),

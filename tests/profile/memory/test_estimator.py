@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
 
+from tests.examples import examples
 from upriver.errors import ConfigError, ModelError
 from upriver.profile.memory import libraries
 from upriver.profile.memory.estimator import (
@@ -143,7 +144,7 @@ def network(names: list[str], skips: list[bool]) -> nn.Module:
 networks = st.lists(st.tuples(st.sampled_from(sorted(LAYERS)), st.booleans()), min_size=1, max_size=5)
 
 
-@settings(max_examples=8, derandomize=True)
+@settings(max_examples=examples(8), derandomize=True)
 @given(networks)
 def test_no_run_of_a_random_network_takes_more_than_the_high_end_or_less_than_the_low(
     steps: list[tuple[str, bool]],
@@ -165,7 +166,7 @@ def trained(steps: list[tuple[str, bool]]) -> nn.Module:
     return network([name for name, _ in steps], [skip for _, skip in steps])
 
 
-@settings(max_examples=6, derandomize=True)
+@settings(max_examples=examples(6), derandomize=True)
 @given(networks)
 def test_no_training_of_a_random_network_takes_more_than_the_high_end_or_less_than_the_low(
     steps: list[tuple[str, bool]],
@@ -265,7 +266,7 @@ TAILS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", TAILS)
 @pytest.mark.usefixtures("_libraries_keep_nothing")
 def test_the_line_of_an_estimate_is_never_under(name: str, threads: int) -> None:
@@ -278,7 +279,7 @@ def test_the_line_of_an_estimate_is_never_under(name: str, threads: int) -> None
         torch.set_num_threads(before)
 
 
-@settings(max_examples=6, derandomize=True)
+@settings(max_examples=examples(6), derandomize=True)
 @given(networks)
 @pytest.mark.usefixtures("_libraries_keep_nothing")
 def test_the_line_of_a_random_tail_is_never_under(steps: list[tuple[str, bool]]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.examples import often
 from tests.profile.memory.test_estimator import allocated_at_most
 from upriver.errors import ModelError
 from upriver.finetune.planning.plan_builder import STATES_PER_WEIGHT, measure_tail, time_tail
@@ -117,7 +118,7 @@ def training_peak(model: nn.Module, parts: Split, features: torch.Tensor) -> int
     return allocated_at_most(iteration) + states + features.nbytes
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", often(MODELS, "images"))
 def test_training_the_tail_takes_no_more_at_any_batch_than_the_profile_says(name: str) -> None:
     make, freeze, shape = MODELS[name]
     model = make()
@@ -135,8 +136,10 @@ def test_training_the_tail_takes_no_more_at_any_batch_than_the_profile_says(name
         assert profile.param_bytes >= weights
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", often(MODELS, "images"))
+@pytest.mark.parametrize(
+    "layout", [pytest.param(torch.contiguous_format, marks=pytest.mark.full), torch.channels_last]
+)
 def test_a_batch_of_any_size_is_laid_out_as_the_loop_lays_it_out(
     name: str, layout: torch.memory_format
 ) -> None:
@@ -154,7 +157,7 @@ def test_a_batch_of_any_size_is_laid_out_as_the_loop_lays_it_out(
         assert tail_memory(model, parts, features, samples=MICRO, batch_size=batch) == wanted
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", often(MODELS, "images"))
 def test_a_huge_batch_takes_no_longer_to_work_out(name: str) -> None:
     make, freeze, shape = MODELS[name]
     model = make()

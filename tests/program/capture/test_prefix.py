@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from tests.examples import often
 from tests.program.nets import CallCount, Shared, Small, frozen_small
 from upriver._torchvision import ensure_torchvision
 from upriver.errors import CaptureError, ConfigError, ProgramError
@@ -42,9 +43,7 @@ def whole(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return answer
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.full] * (n == "densenet121")) for n in sorted(PUBLISHED)]
-)
+@pytest.mark.parametrize("name", often(sorted(PUBLISHED), "alexnet", "resnet18"))
 def test_published_networks_have_the_stages_the_papers_count(name: str) -> None:
     models = pytest.importorskip("torchvision", reason="torchvision").models if ensure_torchvision() else None
     assert models is not None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.examples import often
 from upriver._torchvision import ensure_torchvision
 from upriver.program.capture.prefix import capture
 from upriver.program.eval_mode import in_eval, no_fast_path
@@ -468,8 +469,16 @@ def tiny(name: str) -> tuple[nn.Module, Inputs]:
             return transformers.T5EncoderModel(config), text
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("name", ["bert", "llama", "vit", "t5"])
+@pytest.mark.parametrize("autocast", [None, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert",
+        pytest.param("llama", marks=pytest.mark.full),
+        pytest.param("vit", marks=pytest.mark.full),
+        "t5",
+    ],
+)
 def test_whole_transformers_models(name: str, autocast: torch.dtype | None) -> None:
     model, given = tiny(name)
     program = capture(model, given, autocast=autocast)
@@ -484,7 +493,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(LAYERS))
+@pytest.mark.parametrize("name", often(sorted(LAYERS), "bert"))
 def test_a_transformer_is_cut_after_each_layer_with_its_mask_beside_the_states(name: str) -> None:
     model, given = tiny(name)
     program = capture(model, given)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from upriver.program.graph.alignment import as_shipped
 from upriver.protocol.tensors import build_tensors, lay_out
 from upriver.tensor_memory import aligned_empty
@@ -67,7 +68,7 @@ def test_only_what_is_used_is_copied_and_each_storage_once() -> None:
     assert second[0] == -2.0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     views=st.lists(
         st.tuples(

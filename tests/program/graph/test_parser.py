@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.examples import examples
 from upriver.errors import ProgramError
 from upriver.program.capture.prefix import capture
 from upriver.program.graph import weights_file
@@ -445,7 +446,7 @@ def chain(length: int, reads: Callable[[int], list[int]]) -> tuple[list[Value], 
     return [Value(name="v0", spec=spec)], nodes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data(), length=st.integers(1, 12))
 def test_lifetimes_are_what_their_definition_says(data: st.DataObject, length: int) -> None:
     drawn = [data.draw(st.lists(st.integers(0, n), max_size=3)) for n in range(length)]
@@ -571,7 +572,7 @@ FLAT = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_siz
 JSON = FLAT | st.lists(FLAT, max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(path=st.sampled_from(leaves(GRAPH)[1:]), value=JSON)
 def test_a_mutated_graph_gives_a_typed_error_or_a_program(path: tuple[Any, ...], value: Any) -> None:
     graph = json.loads(PROGRAM.graph_bytes)
@@ -585,7 +586,7 @@ def test_a_mutated_graph_gives_a_typed_error_or_a_program(path: tuple[Any, ...],
         return
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(place=st.integers(0, len(PROGRAM.weights_bytes) - 1), byte=st.integers(0, 255), cut=st.booleans())
 def test_a_mutated_weights_file_gives_a_typed_error_or_tensors(place: int, byte: int, cut: bool) -> None:
     data = bytearray(PROGRAM.weights_bytes)

@@ -107,7 +107,7 @@ def test_squeezenet_has_the_papers_cuts_at_5_and_39_and_ends_at_99() -> None:
         # relu, sep, bn, pool = 8, plus a shortcut of conv and bn, plus add = 11. Blocks 2, 3 and 12 begin
         # with a relu = 12 each. Blocks 4 to 11: 3 x (relu, sep, bn) and add = 13 each. 2 x (sep, bn, relu) =
         # 8; average, flatten, linear = 4: 6 + 11 + 2 x 12 + 8 x 13 + 12 + 8 + 4.
-        ("timm:legacy_xception", 169, [14, 26, 38, 154, 166]),
+        pytest.param("timm:legacy_xception", 169, [14, 26, 38, 154, 166], marks=pytest.mark.full),
     ],
 )
 def test_the_other_networks(name: str, count: int, poolings: list[int]) -> None:

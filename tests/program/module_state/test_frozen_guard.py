@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from tests.examples import often
 from upriver.errors import FrozenChanged
 from upriver.program.eval_mode import no_fast_path
 from upriver.program.freeze import fold, freeze_to, keep_in_eval
@@ -164,7 +165,18 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    "change",
+    often(
+        CHANGES,
+        "another configuration",
+        "a tensor in place",
+        "a forward",
+        "another parameter",
+        "a hook of a frozen module",
+        "a list in a configuration",
+    ),
+)
 def test_guard_what_changes_in_the_frozen_part_is_named(change: str, cut: tuple[Net, Split]) -> None:
     apply, named = CHANGES[change]
     model, parts = cut

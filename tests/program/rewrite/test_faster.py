@@ -16,6 +16,7 @@ from torch import nn
 from torch._inductor import config as inductor
 from torch.nn import functional
 
+from tests.examples import examples
 from tests.program.nets import Small, frozen_small
 from tests.program.random_networks import Description, descriptions
 from upriver.errors import CaptureError, ConfigError, ModelError, ProgramError
@@ -31,7 +32,7 @@ from upriver.rpc.tolerance import tolerance_of
 EXAMPLES = int(os.environ.get("UPRIVER_EXAMPLES", "0"))
 
 networks = settings(
-    max_examples=EXAMPLES or 24,
+    max_examples=EXAMPLES or examples(24),
     derandomize=not EXAMPLES,
     deadline=None,
     database=None,
@@ -177,7 +178,7 @@ def test_a_mask_of_the_least_float32_stays_finite_in_bfloat16() -> None:
     check_cuts(faster, example.tensors)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(30), deadline=None, derandomize=True, database=None)
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 12), st.booleans(), st.integers(0, 99))
 def test_a_linear_layer_in_int8_gives_the_products_of_rounded_rows(
     rows: int, inputs: int, outputs: int, bias: bool, seed: int

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from tests.dataloader.toy_datasets import Divided, Noisy, Plain, same
+from tests.examples import examples
 from tests.server import workloads
 from tests.server.running import (
     answering,
@@ -174,7 +175,7 @@ def test_samples_are_those_that_would_be_made_here(client, kind):
     assert same([build(batch.tree, batch.tensors) for batch, _ in answer], here(kind(23), request))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     micro_batches=st.lists(
         st.lists(st.integers(0, 22), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3

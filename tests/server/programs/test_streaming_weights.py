@@ -145,6 +145,7 @@ def test_only_the_weights_between_the_cuts_are_read(s3: GatedServer, start: int,
         assert s3.weights_asked() < 1.1 * program.weight_nbytes
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("at_once")
 def test_two_callers_and_a_cut_that_moves(s3: GatedServer) -> None:
     program = wide()
@@ -189,6 +190,7 @@ def test_whole_means_that_nothing_runs_before_the_digest_is_right(s3: GatedServe
     assert not any("manifest" in path for method, path, _ in s3.requests if method != "PUT")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("manifest", [pytest.param(None, marks=pytest.mark.full), b"no manifest"])
 def test_weights_without_a_manifest_of_theirs_are_read_whole(s3: GatedServer, manifest: bytes | None) -> None:
     program = wide()
@@ -363,6 +365,7 @@ def test_a_worker_that_dies_while_it_waits_is_replaced(s3: GatedServer, waiting:
         assert same(answer.result(), here(program))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("at_once")
 def test_a_client_that_goes_leaves_a_program_that_others_can_use(s3: GatedServer, waiting: list[int]) -> None:
     program = wide()
@@ -423,6 +426,7 @@ def test_weights_replaced_while_read_whole_are_a_conflict(
 # ------------------------------------------------------------------------------------------ uploads
 
 
+@pytest.mark.full
 def test_what_is_uploaded_can_be_streamed_afterwards(s3: GatedServer) -> None:
     program = wide()
     graph, weights = program.graph_bytes, bytes(program.weights_bytes)

@@ -309,7 +309,7 @@ def test_bubblewrap_changes_no_bit(boxed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("outside", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_bubblewrap_ends_with_its_worker_and_its_worker_with_it(boxed, outside):
     with worker(boxed) as (handle, _):
         pid = inner(handle.pid)

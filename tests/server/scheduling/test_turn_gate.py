@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from upriver.control.fair_queue import FairQueue
 from upriver.server.scheduling.turn_gate import TurnGate
 
@@ -165,7 +166,7 @@ async def test_a_turn_ends_with_its_block_however_that_ends() -> None:
 step = st.tuples(st.sampled_from(["ask", "ask", "end", "end", "cancel", "pass", "pass"]), st.integers(0, 11))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps=st.lists(step, max_size=60), slots=st.integers(1, 3))
 def test_every_turn_comes_or_is_given_up(steps: list[tuple[str, int]], slots: int) -> None:
     async def main() -> None:
