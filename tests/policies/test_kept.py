@@ -155,6 +155,27 @@ def test_epoch_from_which_keeping_pays_is_the_first_with_the_shorter_sum(questio
         assert found.why.startswith("Nothing is kept: ")
 
 
+def test_better_cuts_alone_are_not_called_keeping() -> None:
+    nothing = stage("small", 0.0, storage=0.0, compute=0.0)
+    profile = Profile(
+        model="one costly input stage",
+        freeze=0,
+        input=InputProfile(stored_bytes=0.0, tensor_bytes=0.0),
+        stages=(nothing,),
+        input_stages=(nothing, stage("costly", 0.0, storage=1 / 16, compute=1 / 16)),
+    )
+    question = Question(
+        profile=profile,
+        cluster=cluster(1e4),
+        workload=Workload(batch_size=1, num_samples=2),
+        keeping=KeepingTiers(tiers={MEMORY: KeepRoom(budget_bytes=0.0)}, positions={-2: 1}),
+        epochs=1,
+    )
+    found = plan(question.model, question.keeping, routes=single(profile, -2), epochs=1)
+    assert found.pays_from is None
+    assert found.why.startswith("Nothing is kept: ")
+
+
 @given(question=questions(), times=st.sampled_from([1.5, 4.0, math.inf]))
 def test_larger_budget_is_never_slower(question: Question, times: float) -> None:
     tiers = {

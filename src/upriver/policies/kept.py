@@ -79,7 +79,8 @@ def plan(
     require_finite("epochs", epochs, at_least=1)
     without_s = model.evaluate(routes).epoch_s
     search = KeptSearch(model, keeping, routes, epochs, cuts)
-    found = [each for each in search.answers() if each.total_s <= (1 - SLACK) * epochs * without_s]
+    enough_s = (1 - SLACK) * epochs * without_s
+    found = [each for each in search.answers() if each.total_s <= enough_s and _keeps(each, search.costs)]
     if not found:
         return _nothing_kept(routes, epochs, without_s, _why_nothing(search, keeping, epochs))
     most = (1 + SLACK) * min(answer.judged_s for answer in found)
@@ -140,6 +141,12 @@ def _mixes(busy: Array) -> Iterator[dict[int, float]]:
         program = MixProgram(np.minimum(busy, WORST * scale) / scale)
         program.shortest()
         yield {column: float(share) for column, share in enumerate(program.shares) if share > NOTHING}
+
+
+def _keeps(answer: KeptAnswer, costs: SourceCosts) -> bool:
+    """Return whether rows are read or written, and not only computed over better cuts."""
+    sources = {source for life in answer.lives for source in life if source != OPEN}
+    return any(costs.place(source) is not None for source in sources)
 
 
 def _plan_of(answer: KeptAnswer, costs: SourceCosts, without_s: float) -> KeepPlan:
