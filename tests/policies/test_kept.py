@@ -156,22 +156,27 @@ def test_epoch_from_which_keeping_pays_is_the_first_with_the_shorter_sum(questio
 
 
 def test_better_cuts_alone_are_not_called_keeping() -> None:
-    nothing = stage("small", 0.0, storage=0.0, compute=0.0)
-    profile = Profile(
-        model="one costly input stage",
-        freeze=0,
-        input=InputProfile(stored_bytes=0.0, tensor_bytes=0.0),
-        stages=(nothing,),
-        input_stages=(nothing, stage("costly", 0.0, storage=1 / 16, compute=1 / 16)),
-    )
+    """A cut for each of two samples halves the epoch, and no row is read or written."""
+    free, costly = (stage("s", 0.0, storage=each, compute=each) for each in (0.0, 1 / 16))
     question = Question(
-        profile=profile,
-        cluster=cluster(1e4),
+        profile=Profile(
+            model="one costly input stage",
+            freeze=0,
+            input=InputProfile(stored_bytes=0.0, tensor_bytes=0.0),
+            stages=(free,),
+            input_stages=(free, free, costly),
+        ),
+        cluster=cluster(1e4, micro_batch=2, request_samples=1),
         workload=Workload(batch_size=1, num_samples=2),
-        keeping=KeepingTiers(tiers={MEMORY: KeepRoom(budget_bytes=0.0)}, positions={-2: 1}),
+        keeping=KeepingTiers(
+            tiers={MEMORY: KeepRoom(budget_bytes=0.0)},
+            positions={-3: 1},
+            there={(-3, MEMORY): 0.1},
+            row_bytes={-3: 0.0},
+        ),
         epochs=1,
     )
-    found = plan(question.model, question.keeping, routes=single(profile, -2), epochs=1)
+    found = question.plan()
     assert found.pays_from is None
     assert found.why.startswith("Nothing is kept: ")
 
