@@ -87,7 +87,7 @@ def test_second_job_is_answered_from_the_store(served: Served) -> None:
     assert served.rows("written") == COUNT
     assert served.server.metric("upriver_forward_rows_sum") - forward <= CHECKED  # the canary
     assert job.report.samples == {served.server.url: 2 * COUNT}
-    assert f"features kept near the data: of {COUNT} samples" in job.plan.why
+    assert f"features kept near the data when this pass began: of {COUNT} samples" in job.plan.why
 
 
 def test_rows_of_the_store_are_kept_here_too(served: Served) -> None:

@@ -39,7 +39,8 @@ class StoredFeatures:
     def remark(self) -> str:
         """Return in words what servers keep, for the plan; empty before the first question."""
         full = f"; no more are kept: {self.why_not}" if self.why_not else ""
-        return "" if self.found is None else f"features kept near the data: of {self.found} samples{full}"
+        there = f"features kept near the data when this pass began: of {self.found} samples"
+        return "" if self.found is None else there + full
 
     def find(
         self, pool: ServerPool, question: JobRequirements, ids: Sequence[int], *, cut: int, epoch: int
@@ -57,6 +58,7 @@ class StoredFeatures:
                     self.why_not = answer.why_not
             except UpriverError as error:
                 log.info("features near the data are not used in this pass: %s", error)
+                self.found, self.why_not = 0, str(error)
                 return frozenset()
             self.found = len(found)
         return frozenset(found)

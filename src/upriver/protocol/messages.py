@@ -201,6 +201,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                 raise ProtocolError(f"a micro-batch has 1 to {self.micro_batch} samples, got {len(ids)}")
         if self.code is None and self.micro_batch > caps.tensors:  # before the model, each sample is a tensor
             raise ProtocolError(f"micro_batch must be at most {caps.tensors}, got {self.micro_batch}")
+        if self.keep and self.stop == self.start:
+            raise ProtocolError(f"rows are kept after a stage, got keep with stop at start {self.start}")
         if self.keep and (self.dataset is None or self.given or self.larger):
             raise ProtocolError(
                 "only rows of samples that the server reads are kept, without larger programs; got keep with "

@@ -129,6 +129,7 @@ class Front:
             caps=config.caps,
             hold=lambda nbytes: self.units.hold_index(nbytes),
             metrics=self.metrics,
+            wording=self.wording,
         )
         self._load = LoadMeter(
             config.workers * len(config.devices),
@@ -355,7 +356,7 @@ class Front:
         async def look(rows: RequestRows, ids: Sequence[int]) -> FeaturesFound:
             return FeaturesFound(ids=tuple(await rows.found(ids)), why_not=rows.why_not)
 
-        return await self._features(request, look)
+        return await self._features(request, look, kind="features")
 
     async def remove_features(self, request: Request) -> Response:
         """Remove the kept rows of a run request's stages."""
@@ -364,14 +365,18 @@ class Front:
             await rows.clear()
             return FeaturesFound(ids=())
 
-        return await self._features(request, remove)
+        return await self._features(request, remove, kind="features_removed")
 
     async def _features(
-        self, request: Request, act: Callable[[RequestRows, Sequence[int]], Awaitable[FeaturesFound]]
+        self,
+        request: Request,
+        act: Callable[[RequestRows, Sequence[int]], Awaitable[FeaturesFound]],
+        *,
+        kind: str,
     ) -> Response:
-        """Read a run request with ``keep``, and answer with what ``act`` finds; with nothing without rows."""
-        tenant, found = tenant_of(request), FeaturesFound(ids=())
-        entry, outcome = AuditEntry(self.audit, tenant.name, logs.request_id(), kind="features"), "ok"
+        """Read a run request with ``keep``, and answer with what ``act`` finds in its rows."""
+        tenant = tenant_of(request)
+        entry, outcome = AuditEntry(self.audit, tenant.name, logs.request_id(), kind=kind), "ok"
         try:
             self._check_open()
             self._check_ready()
@@ -380,9 +385,8 @@ class Front:
             async with AsyncExitStack() as stack:
                 asked = await runner.read(self._body(request, entry), stack, tenant, on_request=entry.about)
                 async with until(asked.deadline):
-                    rows = await runner.rows_for(asked) if asked.request.keep else None
-                    if rows is not None:
-                        found = await act(rows, [i for batch in asked.request.micro_batches for i in batch])
+                    rows = await runner.rows_for(asked)
+                    found = await act(rows, [i for batch in asked.request.micro_batches for i in batch])
         except BaseException as error:
             outcome = code_of(error)
             raise

@@ -23,7 +23,7 @@ from upriver.control.memory_budget import MemoryBudget
 from upriver.control.service_costs import ServiceCosts
 from upriver.engine.clock import Clock
 from upriver.engine.read import read_samples_async
-from upriver.errors import Overloaded, QuotaExceeded, StoreError, UpriverError, bare
+from upriver.errors import Overloaded, ProtocolError, QuotaExceeded, StoreError, UpriverError, bare
 from upriver.protocol import KEPT, PREFIX_NBYTES, End, RunRequest, data_head, encode, lay_out
 from upriver.server.code_allowlist import check_code
 from upriver.server.config import ServerConfig
@@ -226,7 +226,7 @@ class RunHandler:
                 work = _kind(known.key, asked.request, admitted.size)
                 program = await self._come(asked.tenant, known, stretch, self._costs.of(work))
             in_rows = stretch is None or stretch.rows
-            rows = await self.rows_for(asked) if asked.request.keep and in_rows else None
+            rows = await self._rows_of(asked) if asked.request.keep and in_rows else None
         self._metrics.admitted(asked.tenant.name)
         return AdmittedRequest(
             asked=asked,
@@ -240,18 +240,30 @@ class RunHandler:
             rows=rows,
         )
 
-    async def rows_for(self, asked: ResolvedRequest) -> RequestRows | None:
-        """Return the kept rows that a request names; None if it names no dataset, or the store fails."""
-        if asked.dataset is None or self._pool.hello is None:
-            return None
+    async def rows_for(self, asked: ResolvedRequest) -> RequestRows:
+        """Return the kept rows that a request with ``keep`` names.
+
+        Raises:
+            ProtocolError: If the request does not ask to keep rows.
+            Overloaded: If no worker is ready yet, whose processor they depend on.
+            StoreError: If the store cannot be listed.
+        """
+        if asked.dataset is None or not asked.request.keep:
+            raise ProtocolError("a question about kept rows is a run request with keep, got one without")
+        if self._pool.hello is None:
+            raise Overloaded(self._pool.why)
+        return await self._features.rows_for(
+            asked.request,
+            asked.dataset,
+            asked.tenant,
+            fingerprint=self._pool.hello.fingerprint,
+            num_threads=self._config.threads_per_worker,
+        )
+
+    async def _rows_of(self, asked: ResolvedRequest) -> RequestRows | None:
+        """Return the same for a run, which needs none: None if the store fails."""
         try:
-            return await self._features.rows_for(
-                asked.request,
-                asked.dataset,
-                asked.tenant,
-                fingerprint=self._pool.hello.fingerprint,
-                num_threads=self._config.threads_per_worker,
-            )
+            return await self.rows_for(asked)
         except StoreError as error:  # the samples may be readable all the same
             log.warning("kept features of tenant %s cannot be listed: %s", asked.tenant.name, error)
             return None

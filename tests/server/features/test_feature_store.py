@@ -56,6 +56,11 @@ def until_kept(server, request, headers=None) -> None:
     wait_for(lambda: found(server, request, headers) == ids)
 
 
+def why_not(server, request):
+    body = ask(server, "POST", "/v1/features", body_of(request))[2]
+    return decode_versioned(body, FeaturesFound, "features").why_not
+
+
 def answered(server):
     return server.metric("upriver_feature_rows_total", 'what="found"')
 
@@ -149,18 +154,27 @@ def test_replaced_object_has_no_rows(kept):
 def test_quota_of_storage_counts_kept_rows(tmp_path):
     store = Store.open(tmp_path.as_uri())
     asked = request_for(dataset_in(store, "photos"))
-    with running(tmp_path.as_uri(), stored_bytes=1000) as server:
+    with running(tmp_path.as_uri(), stored_bytes=4000) as server:
         plain = run(server, changed(asked, keep=False))
         assert same_batches(run(server, asked), plain)
-
-        def why_not():
-            body = ask(server, "POST", "/v1/features", body_of(asked))[2]
-            return decode_versioned(body, FeaturesFound, "features").why_not
-
-        assert "stored_bytes" in wait_for(why_not)
+        assert "stored_bytes" in wait_for(lambda: why_not(server, asked))
         assert same_batches(run(server, asked), plain)
-    assert not features_in(tmp_path)
+        assert 0 < len(found(server, asked)) < 6
+    assert 0 < sum(path.stat().st_size for path in features_in(tmp_path)) <= 4000
     assert not list(store.list(".upriver/uploads"))
+
+
+@pytest.mark.parametrize("blocked", ["features", "used"])
+def test_store_that_cannot_be_written_is_said_without_its_location(tmp_path, blocked):
+    store = Store.open(tmp_path.as_uri())
+    asked = request_for(dataset_in(store, "photos"))
+    store.put(f".upriver/{blocked}", b"a file in place of a folder")
+    with running(tmp_path.as_uri()) as server:
+        plain = run(server, changed(asked, keep=False))
+        assert same_batches(run(server, asked), plain)
+        reason = wait_for(lambda: why_not(server, asked))
+        assert "store default" in reason and str(tmp_path) not in reason
+        assert same_batches(run(server, asked), plain)
 
 
 def test_removing_takes_the_rows_of_one_stretch_alone(kept):
@@ -173,6 +187,17 @@ def test_removing_takes_the_rows_of_one_stretch_alone(kept):
     assert ask(server, "POST", "/v1/features/remove", body_of(first))[0] == 200
     assert found(server, first) == ()
     assert len(found(server, second)) == 6
+
+
+def test_removing_takes_rows_that_wait_to_be_written(kept):
+    _, store, server = kept
+    data = dataset_in(store, "waiting")
+    run(server, request_for(data))
+    assert ask(server, "POST", "/v1/features/remove", body_of(request_for(data)))[0] == 200
+    later = request_for(data, (6, 7))
+    run(server, later)
+    until_kept(server, later)
+    assert found(server, request_for(data)) == ()
 
 
 def test_skipped_samples_are_never_kept(kept):
@@ -203,9 +228,17 @@ def test_keep_where_nothing_can_be_kept_is_refused(world, server):
 
 
 @pytest.mark.parametrize("path", ["/v1/features", "/v1/features/remove"])
-def test_question_that_is_no_request_is_refused(server, path):
-    status, error = refused(server, b"no frame", path)
+def test_question_that_is_no_request_with_keep_is_refused(world, server, path):
+    for body in (b"no frame", b"", body_of(world.request((0, 1))), body_of(world.request((99,), keep=True))):
+        status, error = refused(server, body, path)
+        assert (status, error["code"]) == (400, "protocol")
+
+
+def test_keep_without_a_stage_is_refused(world, server):
+    start = world.dataset.chain.start
+    status, error = refused(server, body_of(world.request((0, 1), stop=start, keep=True)))
     assert (status, error["code"]) == (400, "protocol")
+    assert "rows are kept after a stage" in error["message"]
 
 
 # ------------------------------------------------------------------------------------------ tenants

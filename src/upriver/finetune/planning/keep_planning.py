@@ -32,7 +32,9 @@ def keep_plan(
     views: int | None,
     epochs: int | None,
 ) -> KeepPlan | None:
-    """Return the decision about rows at the freeze point. None if they are new in each epoch.
+    """Return the decision about rows at the freeze point that are kept on the compute tier.
+
+    None if rows are new in each epoch, or have no room here.
 
     Args:
         routes: Routes of an epoch in which nothing is kept.
@@ -40,7 +42,7 @@ def keep_plan(
         epochs: Number of epochs; None if unknown.
     """
     draws = chain.first_draw is not None
-    if draws and views is None:
+    if (draws and views is None) or not (keep.memory_bytes or keep.disk_bytes):
         return None
     tiers = {KeepTier.MEMORY: KeepRoom(budget_bytes=keep.memory_bytes)}
     if disk_bytes := keep.disk_bytes:

@@ -27,9 +27,18 @@ from upriver.coldstart.garbage_collection import (
 )
 from upriver.control.memory_budget import MemoryHold
 from upriver.engine.read import CONCURRENCY
-from upriver.errors import ConfigError, DoesNotFit, ObjectNotFound, Overloaded, StorageFull, StoreError
+from upriver.errors import (
+    ConfigError,
+    DoesNotFit,
+    ObjectNotFound,
+    Overloaded,
+    StorageFull,
+    StoreError,
+    UpriverError,
+)
 from upriver.imports import imported
 from upriver.protocol import Caps, RunRequest
+from upriver.server.http.errors import ErrorWording
 from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.programs.quota import check_stored
 from upriver.server.programs.registry import own_prefix
@@ -78,7 +87,9 @@ class _Open:
         listed_s: Time of the last listing, by the monotonic clock.
         noted_s: Time at which its use was last noted in the store.
         closed_s: Time until which no row is taken, after a failed write.
-        why_not: Reason for that, for the user.
+        why_not: Reason for that, in words for a client.
+        full: Set when there is enough to write.
+        writes: Held while rows are written or removed.
     """
 
     tenant: Tenant
@@ -95,6 +106,7 @@ class _Open:
     holds: list[MemoryHold] = field(default_factory=list)
     nbytes: int = 0
     full: asyncio.Event = field(default_factory=asyncio.Event)
+    writes: asyncio.Lock = field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
 
     def taken(self) -> tuple[dict[bytes, Row], list[MemoryHold]]:
@@ -112,6 +124,7 @@ class FeatureStore:
         prefix: The operator's prefix, in every store.
         stored_bytes: Bytes that a tenant without a limit of its own may store, programs included.
         hold: Holds memory, or raises `Overloaded` or `DoesNotFit`.
+        wording: Words errors for clients.
     """
 
     def __init__(
@@ -123,11 +136,14 @@ class FeatureStore:
         caps: Caps,
         hold: Callable[[int], MemoryHold],
         metrics: ServerMetrics,
+        wording: ErrorWording,
     ) -> None:
+        self._wording = wording
         self._stores, self._prefix, self._stored_bytes = stores, prefix, stored_bytes
         self._caps, self._hold, self._metrics = caps, hold, metrics
         self._open: OrderedDict[tuple[str, str, str], _Open] = OrderedDict()
         self._held: Counter[str] = Counter()
+        self._busy: set[_Open] = set()
         self._closed = False
         self._threads = {
             name: ThreadPoolExecutor(WRITERS, thread_name_prefix="upriver-features") for name in stores
@@ -156,9 +172,9 @@ class FeatureStore:
     async def close(self) -> None:
         """Write the rows that wait."""
         self._closed = True
-        for entry in self._open.values():
+        for entry in self._busy:
             entry.full.set()
-        await asyncio.gather(*(entry.task for entry in self._open.values() if entry.task is not None))
+        await asyncio.gather(*(entry.task for entry in self._busy if entry.task is not None))
         for executor in self._threads.values():
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -245,6 +261,7 @@ class FeatureStore:
         if entry.nbytes >= SHARD_BYTES:
             entry.full.set()
         if entry.task is None:
+            self._busy.add(entry)
             entry.task = asyncio.create_task(self._write_soon(entry))
 
     async def _write_soon(self, entry: _Open) -> None:
@@ -255,26 +272,57 @@ class FeatureStore:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(entry.full.wait(), COLLECT_S)
                     entry.full.clear()
-                await self._write(entry)
+                async with entry.writes:
+                    await self._write(entry)
         finally:
             entry.task = None
+            self._busy.discard(entry)
+
+    async def clear(self, entry: _Open) -> None:
+        """Remove all rows, also those that wait to be written.
+
+        Raises:
+            StoreError: If the store cannot be read or written.
+        """
+        async with entry.writes:
+            self.release(entry, entry.taken()[1])
+            await self._run(entry, entry.rows.clear)
+        log.info(
+            "kept features %s of tenant %s were removed, as a job asked", entry.rows.digest, entry.tenant.name
+        )
 
     async def _write(self, entry: _Open) -> None:
         rows, holds = entry.taken()
         entry.writing = rows
         entry.noted_s = time.monotonic()  # a shard's write notes the use
         try:
-            await self._run(entry, partial(entry.rows.append, rows, writing=partial(self._writing, entry)))
-            self._metrics.features("written", entry.tenant.name, len(rows))
-        except (StoreError, ConfigError) as error:
-            entry.closed_s, entry.why_not = time.monotonic() + RETRY_S, str(error)
-            level = logging.INFO if isinstance(error, StorageFull) else logging.WARNING
-            log.log(level, "features of tenant %s are not kept for now: %s", entry.tenant.name, error)
-        else:
-            entry.why_not = ""
+            count, error = await self._run(entry, partial(self._append, entry, rows))
+            self._metrics.features("written", entry.tenant.name, count)
+            entry.why_not = "" if error is None else str(self._wording.of(error))
+            if error is not None:
+                entry.closed_s = time.monotonic() + RETRY_S
+                log.warning("features of tenant %s are not kept for now: %s", entry.tenant.name, error)
         finally:
             entry.writing = {}
             self.release(entry, holds)
+
+    def _append(self, entry: _Open, rows: Mapping[bytes, Row]) -> tuple[int, UpriverError | None]:
+        """Write rows, as many as there is room for. Runs in a thread.
+
+        Returns:
+            Number of rows written, and the reason why others were not.
+        """
+        full: UpriverError | None = None
+        try:
+            entry.rows.refresh()  # for rows that another server has written meanwhile
+            while rows:
+                try:
+                    return entry.rows.append(rows, writing=partial(self._writing, entry)), full
+                except StorageFull as error:
+                    full, rows = full or error, dict(list(rows.items())[: len(rows) // 2])
+        except (StoreError, ConfigError) as error:
+            return 0, error
+        return 0, full
 
     @contextmanager
     def _writing(self, entry: _Open, path: str, nbytes: int) -> Iterator[None]:
@@ -376,8 +424,7 @@ class RequestRows:
         Raises:
             StoreError: If the store cannot be read or written.
         """
-        self._owner.release(self._entry, self._entry.taken()[1])
-        await self._owner._run(self._entry, self._entry.rows.clear)
+        await self._owner.clear(self._entry)
 
     async def _keys(self, refs: Sequence[SampleRef], ids: Sequence[int]) -> list[bytes]:
         batches = await imported("upriver.server.features.row_batches")

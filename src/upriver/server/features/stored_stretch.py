@@ -17,7 +17,7 @@ from upriver.errors import Damaged, ObjectChanged, ObjectNotFound, StoreError
 from upriver.features import Row
 from upriver.features.listing import shard_name
 from upriver.features.row_form import RowBuffer
-from upriver.features.shard import OtherVersion, ShardIndex, pack
+from upriver.features.shard import INDEX_NBYTES, OtherVersion, ShardIndex, pack
 from upriver.pipeline import SampleRef
 from upriver.store import ObjectInfo, Store
 
@@ -61,7 +61,11 @@ class StoredStretch:
             StoreError: If the store cannot be read.
         """
         infos = {info.path: info for info in self.store.list(self.folder, on_unreachable=lambda entry: None)}
-        listed = {path: int(match[1]) for path in infos if (match := _SHARD.fullmatch(self._name(path)))}
+        listed = {
+            path: min(int(match[1]), info.size // INDEX_NBYTES)
+            for path, info in infos.items()
+            if (match := _SHARD.fullmatch(self._name(path)))
+        }
         admit(INDEX_BYTES_PER_ROW * sum(listed.values()))
         with self._lock:
             for path in self._shards.keys() - listed.keys():
@@ -102,11 +106,14 @@ class StoredStretch:
 
     def append(
         self, rows: Mapping[bytes, Row], *, writing: Callable[[str, int], AbstractContextManager[object]]
-    ) -> None:
+    ) -> int:
         """Write rows that are not there yet as one shard, whole or not at all. Blocks.
 
         Args:
             writing: Returns a context for the write, from the shard's path and bytes.
+
+        Returns:
+            Number of rows written.
 
         Raises:
             StoreError: If the store cannot be written.
@@ -114,11 +121,12 @@ class StoredStretch:
         """
         shard = pack(self.digest, {key: row for key, row in rows.items() if key not in self._places})
         if not shard.keys:
-            return
+            return 0
         path = f"{self.folder}/{shard_name(len(shard.keys), secrets.token_hex(8))}"
         with writing(path, shard.nbytes):
             self.store.put(path, b"".join(shard.pieces()), private=True)
         self._add(self.store.head(path))
+        return len(shard.keys)
 
     def clear(self) -> None:
         """Remove all rows. Blocks.

@@ -101,7 +101,7 @@ class AuditLog:
         """Record the end of a run request.
 
         Args:
-            kind: ``run``, or ``features`` for a question about its kept rows, or their removal.
+            kind: ``run``; ``features`` for a question about its kept rows; ``features_removed``.
             request_id: Id of the request, as in the other logs.
             dataset: Digest of the dataset, or name of the code; None if the client sent tensors.
             program: Digest of the program that ran.
