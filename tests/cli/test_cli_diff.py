@@ -113,6 +113,7 @@ def assert_convolution_is_first(document: dict[str, Any], *, cut: int) -> None:
     assert document["tolerance"] == {"rtol": 1e-3, "atol": 1e-4, "excess": ""}
 
 
+@pytest.mark.full
 def test_servers_of_equal_bits_differ_in_nothing(same: Running, capsys: pytest.CaptureFixture[str]) -> None:
     code, document = found_by(capsys, *MODEL, "--server", same.url)
     assert code == 0 and document["equal"] and document["schema"] == "upriver.diff/1"
@@ -173,6 +174,7 @@ def test_part_before_the_first_convolution_is_equal(
     assert [line["field"] for line in document["fingerprint"]] == ["onednn_max_cpu_isa"]
 
 
+@pytest.mark.full
 def test_process_with_a_variable_takes_the_place_of_a_server(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -285,6 +285,7 @@ def test_a_server_that_does_not_answer_is_said_and_costs_nothing(
     assert "Not asked: http://127.0.0.1:9" in found["why"]
 
 
+@pytest.mark.full
 def test_a_program_that_was_pushed_is_found(
     tmp_path: Path, x: torch.Tensor, capsys: pytest.CaptureFixture[str]
 ) -> None:

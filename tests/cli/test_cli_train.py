@@ -187,6 +187,7 @@ def test_kept_features_change_no_loss(folder: Path, capsys: pytest.CaptureFixtur
         pytest.param('epochs = 2\nprefix = "bf16"', marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_near_the_data_gives_the_same_file(
     more: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -353,6 +353,7 @@ except upriver.UpriverError as error:
 class TestOfOurOwn:
     pytestmark = with_ray
 
+    @pytest.mark.full
     def test_a_cluster_that_ends_with_the_process(self) -> None:
         steps = """
 loader = loader_of(upriver.ray_workers(1, address=address), offload="always")

@@ -214,6 +214,7 @@ def test_a_process_ends_that_nobody_gives_an_answer(what: str, tmp_path: Path) -
     assert ended.returncode == 1 and ended.stderr.endswith("TypeError: mine\n")
 
 
+@pytest.mark.full
 def test_a_process_may_end_while_a_weight_is_copied(tmp_path: Path) -> None:
     """Python stops threads where they are, which inside a torch operator aborts the process."""
     save_file(nn.Linear(4, 4).state_dict(), tmp_path / "model.safetensors")

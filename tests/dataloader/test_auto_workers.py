@@ -217,6 +217,7 @@ def ours(thread: threading.Thread) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_it_grows_while_training_goes_on(fleets: list[LocalFleet], reference: list[list[Any]]) -> None:
     before = set(threading.enumerate())
     loader = loader_of(Watched(number=None, most=2), stalls=True)

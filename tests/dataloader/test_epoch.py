@@ -158,6 +158,7 @@ def test_the_same_batches_whatever_the_share_and_who_fails(
 @pytest.mark.parametrize("reads_here", [False, True])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("share", [0.5, 0.9])
+@pytest.mark.full
 def test_what_comes_back_at_any_time_is_made_where_nothing_is_made_ahead(
     reads_here: bool, whole: bool, share: float
 ) -> None:

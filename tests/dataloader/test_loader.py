@@ -375,6 +375,7 @@ def test_every_epoch_has_the_order_of_pytorchs_loader_where_processes_persist(nu
 
 @pytest.mark.parametrize(("num_workers", "persistent"), [(0, False), (2, False), (2, True)])
 @pytest.mark.parametrize("single", [False, True])
+@pytest.mark.full
 def test_the_order_of_pytorchs_loader_where_a_sampler_draws_as_soon_as_it_is_begun(
     num_workers: int, persistent: bool, single: bool
 ) -> None:

@@ -221,6 +221,7 @@ def epochs_of(loader: DataLoader, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("sampler", ["eager", pytest.param("shuffled", marks=pytest.mark.full)])
 @pytest.mark.parametrize("before", ["none", pytest.param("each epoch", marks=pytest.mark.full), "persistent"])
+@pytest.mark.full
 def test_loader_resumed_with_other_processes_gives_the_uninterrupted_samples(
     before: str, sampler: str
 ) -> None:

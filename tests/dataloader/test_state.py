@@ -142,6 +142,7 @@ def test_an_epoch_that_is_over_is_not_begun_again() -> None:
         pytest.param("one by one", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_the_state_at_the_end_of_an_epoch_goes_on_with_the_next(
     kind: str, num_workers: int, persistent: bool, before: int, over: bool
 ) -> None:

@@ -64,6 +64,7 @@ def promise_too_much(loader: DataLoader) -> None:
     found.ocycles = dict.fromkeys(found.rthp, 0.01)
 
 
+@pytest.mark.full
 def test_a_ratio_that_is_steered_changes_no_batch(
     worker: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,7 @@ def test_a_ratio_that_is_steered_changes_no_batch(
         pytest.param(1, "fastflow", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_job_that_waits_for_its_samples_has_some_made_elsewhere(
     worker: EmbeddedServer, num_workers: int, policy: str
 ) -> None:

@@ -112,6 +112,7 @@ def test_always_is_whole_batches_and_single_samples_where_nobody_there_can_colla
 
 
 @pytest.mark.parametrize("candidate", CANDIDATES)
+@pytest.mark.full
 def test_batches_of_many_samples(workers: list[EmbeddedServer], candidate: Any) -> None:
     """They have more tensors than one response may hold."""
     data = dataset("tests.dataloader.toy_datasets:Divided", count=2100)
@@ -361,6 +362,7 @@ def as_many(rows: list[Any]) -> list[torch.Tensor]:
         (True, as_many, "at most 1024 tensors"),
     ],
 )
+@pytest.mark.full
 def test_workers_that_cannot_make_batches_make_samples(
     workers: list[EmbeddedServer], allowed: bool, collate: Any, says: str
 ) -> None:
@@ -535,6 +537,7 @@ def test_where_none_can_be_made_here_nobody_is_asked_and_that_is_said(workers: l
     assert "no sample could be made here" in loader.report.why_not[workers[0].url]
 
 
+@pytest.mark.full
 def test_workers_on_this_machine_for_a_try(reference: list[list[Any]]) -> None:
     loader = DataLoader(named(), batch_size=7, seed=3, workers=2, offload="always")
     assert same([list(loader) for _ in range(2)], reference)
@@ -610,6 +613,7 @@ for number, batch in enumerate(loader):
         ),
     ],
 )
+@pytest.mark.full
 def test_a_job_that_is_interrupted_ends_also_where_a_worker_hangs(where: str, num_workers: int) -> None:
     worker = EmbeddedServer.start_worker(ALLOW, workers=1)
     try:

@@ -27,6 +27,7 @@ from upriver.rpc.link_meter import LinkMeter
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_demo_both_ways_give_the_same(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()

@@ -88,6 +88,7 @@ def test_training_and_heldout_crops_share_no_pixel() -> None:
         assert demo._tile(numbered, (row, column)).getextrema() == (10 * row + column,) * 2
 
 
+@pytest.mark.full
 def test_same_seed_same_bytes_and_the_cache_is_used(
     made: tuple[demo.DemoData, list[tuple[int, int]]], tmp_path: Path
 ) -> None:

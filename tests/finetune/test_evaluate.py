@@ -81,6 +81,7 @@ def test_a_store_of_another_name_is_another_store(data: Dataset, near: upriver.N
     assert samples == {"local": 200}
 
 
+@pytest.mark.full
 def test_a_store_that_cannot_be_written_is_read_from_here(near: upriver.Near, tmp_path: Path) -> None:
     store = images(tmp_path, 50)
     data = upriver.index(store, "photos", stages=SHORT)
@@ -102,6 +103,7 @@ def test_a_store_that_cannot_be_written_is_read_from_here(near: upriver.Near, tm
 @pytest.mark.parametrize(
     ("first", "second"), [(SHORT, LONG), pytest.param(LONG, SHORT, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_input_cuts_of_another_chain_are_made_here(
     near: upriver.Near,
     few: upriver.Store,

@@ -92,6 +92,7 @@ def test_another_number_of_threads_is_another_fingerprint(data: Dataset) -> None
             assert "threads 2 there, 1 here" in job.exactness
 
 
+@pytest.mark.full
 def test_one_server_with_the_same_bits_keeps_the_others_out(
     data: Dataset, plain: Reference, alike: str, other: str
 ) -> None:

@@ -119,6 +119,7 @@ def test_a_faster_convolutional_prefix_trains_nearly_as_the_model_as_it_is_writt
     torch.testing.assert_close(torch.stack(losses), torch.stack(plain[0]), rtol=rtol, atol=1e-3)
 
 
+@pytest.mark.full
 def test_features_in_bfloat16_take_half_the_bytes_of_the_link(near: upriver.Near, data: Dataset) -> None:
     jobs = [ran(near, data, prefix=kind, policy="freeze")[2] for kind in (None, "bf16")]
     wide, narrow = (job.report.epoch_bytes[0] for job in jobs)
@@ -134,6 +135,7 @@ def test_the_plan_counts_features_as_they_cross(near: upriver.Near, data: Datase
 
 
 @pytest.mark.parametrize("kind", ["bf16", pytest.param("int8", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_resumed_job_gives_the_bits_of_one_that_was_not_interrupted(data: Dataset, kind: Any) -> None:
     whole = ran(upriver.connect(), data, prefix=kind, policy="nosplit")
     options = {**OPTIONS, "batch_size": BATCH, "policy": "nosplit", "prefix": kind}
@@ -170,6 +172,7 @@ def test_a_state_of_another_prefix_is_refused(data: Dataset) -> None:
                 job.load_state_dict({**job.state_dict(), "program": None, "prefix": "int8"})
 
 
+@pytest.mark.full
 def test_a_faster_prefix_is_prepared_before_the_first_batch(data: Dataset) -> None:
     options = {**OPTIONS, "prefix": "bf16", "splitting": upriver.Splitting(in_background=True)}
     with upriver.connect() as near, near.finetune(frozen_tokens(), data, **options) as job:
@@ -259,6 +262,7 @@ def test_the_prefix_at_another_size_is_as_fast_and_has_the_same_weights(data: Da
     assert tolerance_of(other) is INT8
 
 
+@pytest.mark.full
 def test_servers_run_several_micro_batches_at_once_with_a_faster_prefix(
     near: upriver.Near, data: Dataset
 ) -> None:
@@ -328,6 +332,7 @@ with upriver.connect() as near:
 """
 
 
+@pytest.mark.full
 def test_without_a_compiler_the_job_says_so_and_goes_on_with_what_is_folded(tmp_path: Path) -> None:
     environment = {
         **os.environ,

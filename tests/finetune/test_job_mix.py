@@ -67,6 +67,7 @@ def test_the_policy_of_mixes_runs_what_it_plans(data: Dataset, plain: Reference,
     assert job.plan.predicted is None or job.plan.predicted.epoch_s > 0
 
 
+@pytest.mark.full
 def test_a_job_that_goes_on_planning_runs_what_it_planned(
     data: Dataset, plain: Reference, near: upriver.Near
 ) -> None:
@@ -108,6 +109,7 @@ def test_killing_the_server_in_mid_epoch_changes_no_bit(data: Dataset, plain: Re
     assert report.samples["local"] > 0.3 * 400
 
 
+@pytest.mark.full
 def test_resuming_deals_the_rest_as_before(data: Dataset, near: upriver.Near) -> None:
     shares = {-4: 0.3, 5: 0.7}
     whole, _, first = run(near, data, cut=shares, epochs=1)
@@ -164,6 +166,7 @@ def test_shares_that_are_none(data: Dataset, near: upriver.Near, cut: object, me
         near.finetune(frozen_small(), data, batch_size=BATCH, micro_batch=MICRO, cut=cut)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_a_memory_that_fits_no_cut_is_an_error_that_names_what_is_missing(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -192,6 +192,7 @@ def test_what_would_be_missed_is_noticed(data: Dataset, caplog: pytest.LogCaptur
             next(iter(job))
 
 
+@pytest.mark.full
 def test_cuts_between_operators_are_taken_too(url: str, data: Dataset, plain_small: Trained) -> None:
     """Inside a residual block two tensors cross."""
     options: dict[str, Any] = {"splitting": upriver.Splitting(granularity="op")}
@@ -263,6 +264,7 @@ def test_autocast_reaches_both_parts(url: str, data: Dataset, plain_small: Train
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+@pytest.mark.full
 def test_peft_adapters_cap_the_cut(url: str, data: Dataset) -> None:
     ensure_torchvision()
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -305,6 +307,7 @@ def tokens(root: Path) -> Dataset:
     return upriver.index(store, "text", stages=(upriver.LoadTensor("npy"),))
 
 
+@pytest.mark.full
 def test_a_text_model_takes_numbers_of_words(tmp_path: Path) -> None:
     ensure_torchvision()
     transformers = pytest.importorskip("transformers")
@@ -366,6 +369,7 @@ def test_the_tail_is_compiled_once_and_once_more_for_a_shorter_batch(
     assert set(model.state_dict()) == set(plain_small[1].state_dict())
 
 
+@pytest.mark.full
 def test_a_compiled_model_is_taken_apart_and_its_tail_compiled(
     url: str, data: Dataset, plain_small: Trained, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -385,6 +389,7 @@ def test_a_compiled_model_is_taken_apart_and_its_tail_compiled(
     torch.testing.assert_close(torch.stack(losses), torch.stack(plain_small[0]))
 
 
+@pytest.mark.full
 def test_a_model_compiled_in_place_is_traced_as_written(
     data: Dataset, plain_small: Trained, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,6 +48,7 @@ def test_losses_and_weights_are_those_of_the_plain_way_at_any_cut(
     assert count == 400
 
 
+@pytest.mark.full
 def test_a_cut_that_takes_more_memory_than_a_server_has_gives_way_to_another(
     data: Dataset, plain: Reference, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -295,6 +296,7 @@ def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(data: Dataset,
     assert "033.png" in seen[0][0]
 
 
+@pytest.mark.full
 def test_skipping_on_the_server_is_skipping_on_the_plain_way(data: Dataset, near: upriver.Near) -> None:
     broken = photos(root_of(data), 40, folder="two-bad", bad={33: png(3)[:150], 2: b"."})
     runs = [
@@ -362,6 +364,7 @@ def test_another_number_of_threads_is_none_of_a_job_that_is_computed_here(data: 
 
 
 @pytest.mark.parametrize("policy", ["freeze", pytest.param("nosplit", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_job_under_another_default_device_and_type_yields_the_same(
     data: Dataset, near: upriver.Near, policy: str
 ) -> None:

@@ -46,6 +46,7 @@ def closed_port() -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_lost_its_server_can_be_had_again(
     data: Dataset, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

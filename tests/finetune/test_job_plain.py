@@ -94,6 +94,7 @@ def test_a_vanilla_loop_agrees_within_tolerance(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_two_runs_are_equal_and_another_seed_is_not(tmp_path: Path) -> None:
     data = photos(tmp_path)
     first = run(upriver.connect(), data, policy="nosplit")

@@ -118,6 +118,7 @@ def test_the_second_job_does_not_measure_stages(data: Dataset, near: upriver.Nea
     assert same((losses, model), (second_losses, second_model))
 
 
+@pytest.mark.full
 def test_what_was_kept_decides(data: Dataset, near: upriver.Near, seen: Seen, tmp_path: Path) -> None:
     """One profile makes the model almost free at the server and very costly here; another is its opposite."""
     again(near, data, seen)
@@ -137,6 +138,7 @@ def test_what_was_kept_decides(data: Dataset, near: upriver.Near, seen: Seen, tm
     assert cuts[1] <= 0
 
 
+@pytest.mark.full
 def test_a_tier_that_is_slower_than_it_was_kept_is_planned_with_as_it_is(
     data: Dataset, near: upriver.Near, seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from upriver.rpc.client import ServerClient
 from upriver.rpc.discovery import LISTING_PATH, Listed, Listing
 
 
+@pytest.mark.full
 def test_an_embedded_server_that_died_is_replaced(tmp_path: Path) -> None:
     data = photos(tmp_path)
     plain = run(upriver.connect(), data, policy="nosplit", epochs=1)

@@ -171,6 +171,7 @@ def without_room(server_url: str, refused: Callable[[], bool]) -> Iterator[str]:
         yield url
 
 
+@pytest.mark.full
 def test_a_server_that_has_no_room_for_a_while_is_named_by_log_and_plan(
     data: Dataset, plain: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -385,6 +386,7 @@ def test_a_job_goes_on_when_store_and_server_have_both_stalled_and_come_back(
     assert same((losses, model), plain)
 
 
+@pytest.mark.full
 def test_where_neither_answers_it_is_an_error(apart: Apart) -> None:
     model = frozen_small()
 

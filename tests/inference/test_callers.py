@@ -198,6 +198,7 @@ def of_export(model: nn.Module, *, strict: bool = False) -> nn.Module:
     ],
     ids=["export", "strict", "unflattened", "inside another", "fx", "jit", "compiled"],
 )
+@pytest.mark.full
 def test_offload_of_a_model_that_torch_has_recorded_gives_its_answer(
     model: nn.Module, make: Callable[[nn.Module], nn.Module]
 ) -> None:

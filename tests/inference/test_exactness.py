@@ -103,6 +103,7 @@ def test_a_tolerance_that_was_asked_for_needs_no_reason(model: Small, other: str
 
 
 @pytest.mark.parametrize("exact", ["auto", "bitwise"])
+@pytest.mark.full
 def test_one_server_with_the_same_bits_keeps_the_others_out(
     exact: str, model: Small, server: Running, other: str
 ) -> None:

@@ -514,6 +514,7 @@ def test_what_is_wrong_with_the_input_is_raised_and_no_servers_fault(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_server_killed_at_a_random_moment_in_500_requests_costs_none(seed: int, tmp_path: Any) -> None:
     model, rng = chain(), random.Random(seed)
     inputs = [torch.randn(2, 64) for _ in range(20)]

@@ -402,6 +402,7 @@ def test_calls_are_under_autocast_as_the_capture_was(server: Running) -> None:
 # ---------------------------------------------------------------------------------------- programs
 
 
+@pytest.mark.full
 def test_a_server_without_the_program_is_an_error_where_it_is_not_to_be_sent(
     tmp_path_factory: pytest.TempPathFactory, server: Running
 ) -> None:

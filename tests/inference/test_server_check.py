@@ -153,6 +153,7 @@ def test_what_a_busy_server_shows_is_not_kept_and_is_measured_anew_when_it_is_fr
 
 
 @pytest.mark.parametrize(("first_s", "believed_s"), [(0.03, 0.01), (0.002, 0.002)])
+@pytest.mark.full
 def test_the_first_run_there_counts_only_until_its_stages_can_be_measured(
     first_s: float, believed_s: float, front: Between, cache: Path
 ) -> None:

@@ -40,6 +40,7 @@ INF = float("inf")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's high-water mark")
+@pytest.mark.full
 def test_no_stage_and_no_micro_batch_takes_more_than_it_says() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.pipeline.high_water"],

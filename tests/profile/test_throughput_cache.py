@@ -531,6 +531,7 @@ def test_jobs_that_are_killed_while_they_save_leave_whole_files(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("halt", [pytest.param("Path.write_text", marks=pytest.mark.full), "os.replace"])
+@pytest.mark.full
 def test_what_a_killed_job_leaves_half_written_is_cleared_up(folder, halt):
     store = MetricsStore(folder)
     store.save(KEY, ALL)
@@ -563,6 +564,7 @@ def test_what_a_killed_job_leaves_half_written_is_cleared_up(folder, halt):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_jobs_that_save_at_once_lose_nothing_of_each_others(folder):
     done = run(
         folder,

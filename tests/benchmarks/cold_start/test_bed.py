@@ -129,6 +129,7 @@ def test_peers_that_are_not_installed_are_left_out_if_that_is_asked_for(
         peers.check()
 
 
+@pytest.mark.full
 def test_nothing_begins_without_peers_but_by_an_option(tmp_path: Path) -> None:
     command = module_command("cold_start", "--out", tmp_path)
     done = subprocess.run(

@@ -208,6 +208,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.full
 def test_every_way_has_the_same_losses(trainer: Trainer, reference: dict[str, Any], way: str) -> None:
     trainer.open(way, num_workers=0)
     told = trainer.epoch(way, number=1, wait_s=0.0)
@@ -409,6 +410,7 @@ def with_peer(records: Records, setting: Setting, name: str, **changed: Any) -> 
     return key
 
 
+@pytest.mark.full
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     setting = Setting(workload="R", stall=0.5, batches=10, repeats=1, ratios=(0.5,), peers=("ray", "tfdata"))
     empty = Records(tmp_path / "none.jsonl")

@@ -136,6 +136,7 @@ class Bed:
         self.done.append("check")
 
 
+@pytest.mark.full
 def test_the_link_is_checked_at_each_rate_before_it_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

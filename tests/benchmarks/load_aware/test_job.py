@@ -166,6 +166,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
 
 
 @pytest.mark.parametrize("way", [*RULES, "cut 2"])
+@pytest.mark.full
 def test_every_way_gives_the_local_models_answer(device: Device, way: str) -> None:
     for number in range(5):
         told = device.request(way, number)

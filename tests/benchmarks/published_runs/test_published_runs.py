@@ -357,6 +357,7 @@ def test_hapi_splits_alexnet_where_the_server_keeps_the_model_only(alexnet: Netw
 
 
 @pytest.mark.parametrize("slower", [1.0, 2.0, 4.0])
+@pytest.mark.full
 def test_hapi_does_not_split_vgg11_where_each_request_loads_the_model(vgg11: Network, slower: float) -> None:
     """Section 5.6, batches of 512: four requests at once, and each loads 0.5 GB of weights."""
     question = asked("vgg11", vgg11, batch=512, reuse=False, split=11, slower_there=slower)

@@ -246,6 +246,7 @@ def test_counters_are_summed_over_labels() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_an_order_that_took_too_long_is_no_answer_to_the_next_one() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, Generator() as generator:
         nobody: Any = SimpleNamespace(

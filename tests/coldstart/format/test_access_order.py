@@ -497,6 +497,7 @@ FIRST_AND_LAST = {
 
 
 @pytest.mark.parametrize("name", sorted(FIRST_AND_LAST))
+@pytest.mark.full
 def test_models_are_recorded_alike_without_and_with_data(name: str) -> None:
     model, args, kwargs = build(name)
     touched = both_ways(model, args, kwargs)

@@ -108,6 +108,7 @@ def speed_up_here(world: World) -> None:
     ],
 )
 @pytest.mark.parametrize("mix", ["equal sides", pytest.param("loader processes", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_speeds_that_change_are_followed(mix: str, change: Callable[[World], None]) -> None:
     def changed() -> World:
         world = make(mix)
@@ -192,6 +193,7 @@ SHARED: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize(
     "mix", [mix if mix in OFTEN else pytest.param(mix, marks=pytest.mark.full) for mix in SHARED]
 )
+@pytest.mark.full
 def test_where_speeds_come_and_go_evening_out_is_no_worse_than_the_best_fixed_ratio(
     mix: str, whole: bool, hold: float
 ) -> None:
@@ -262,6 +264,7 @@ def test_nothing_is_measured_anew_where_nothing_has_changed() -> None:
         assert max(spent) == spent[-1] and not measured.anew
 
 
+@pytest.mark.full
 def test_a_promise_that_is_broken_is_looked_into_less_often_each_time_nothing_comes_of_it() -> None:
     world, measured = make("loader processes"), TunerMeasurements()
     list_of = world.auto(9000, measured, candidates=("p2",))

@@ -181,6 +181,7 @@ def test_workers_that_come_later_are_measured_as_soon_as_they_are_there(policy: 
     assert measured.rthp == {name: pytest.approx(20, rel=0.1) for name in ("p2", "p3")}
 
 
+@pytest.mark.full
 def test_workers_that_are_there_and_do_nothing_are_measured_anew_after_a_while():
     measured = TunerMeasurements()
     world = Faulty(lambda number: number < 30)

@@ -69,6 +69,7 @@ def job(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_second_job_measures_nothing(worker: EmbeddedServer, tmp_path: Path) -> None:
     first = job(worker, tmp_path, whole=True)
     assert not first["at_once"] and "MB/s" in first["why"]
@@ -89,6 +90,7 @@ def kept(cache: Path) -> list[set[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["nobody listens", "a wrong path", "not allowed"])
+@pytest.mark.full
 def test_where_no_worker_could_be_used_that_is_said_and_nothing_of_it_is_kept(
     fault: str, worker: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

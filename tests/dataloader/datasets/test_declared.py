@@ -197,6 +197,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("candidate", "ratio", "count", "num_workers"), WAYS)
+@pytest.mark.full
 def test_any_stretch_may_run_elsewhere(
     data: Dataset,
     reference: list[list[Any]],
@@ -315,6 +316,7 @@ def test_with_a_collate_function_of_ones_own(data: Dataset, servers: list[Embedd
             epochs(data, collate_fn=list, workers=[servers[0].url], offload=Offloading(candidate=candidate))
 
 
+@pytest.mark.full
 def test_a_server_that_dies_loses_its_share(data: Dataset, reference: list[list[Any]]) -> None:
     with EmbeddedServer.start({"default": data.store.uri}, workers=1, threads=1) as server:
         loader = DataLoader(
@@ -358,6 +360,7 @@ def test_a_bad_sample_is_named(tmp_path: Path) -> None:
                 next(iterator)
 
 
+@pytest.mark.full
 def test_bad_and_missing_objects_cost_their_batches_and_no_help(tmp_path: Path) -> None:
     files = {f"a/{each:02}.jpg": encoded(pixels(20, 20, each)) for each in range(30)}
     files.update({f"a/{each:02}.jpg": files["a/00.jpg"][:100] for each in (4, 6, 9, 11, 12)})

@@ -170,6 +170,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("candidate", "ratio", "num_workers"), WAYS)
+@pytest.mark.full
 def test_any_share_elsewhere_gives_the_same_with_kept_samples(
     data: Dataset, server: EmbeddedServer, candidate: str, ratio: float, num_workers: int
 ) -> None:

@@ -359,6 +359,7 @@ def adapting(size: int, **others: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_runs_several_micro_batches_at_once_and_they_come_as_ever(
     data: Dataset, adaptive: Running
 ) -> None:

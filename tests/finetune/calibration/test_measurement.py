@@ -123,6 +123,7 @@ def test_measuring_leaves_no_trace(data: Dataset, near: upriver.Near) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.full
 def test_a_profile_has_the_memory_of_stages_as_runs_without_data_show_it(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +357,7 @@ def dear_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("dear_calls")
 @pytest.mark.parametrize("options", [{"policy": "freeze"}, pytest.param({"cut": 4}, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_chosen_size_has_the_bits_of_that_size(
     data: Dataset, near: upriver.Near, options: dict[str, Any]
 ) -> None:
@@ -417,6 +419,7 @@ def test_a_model_that_does_not_split_at_the_chosen_size_stays_at_the_default(
 
 
 @pytest.mark.usefixtures("dear_calls")
+@pytest.mark.full
 def test_a_state_is_taken_up_with_the_size_that_was_chosen(data: Dataset, near: upriver.Near) -> None:
     _, job = measured_by(near, data, micro_batch="auto", batch_size=64, policy="freeze")
     state = job.state_dict()

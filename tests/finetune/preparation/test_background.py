@@ -118,6 +118,7 @@ def test_a_model_that_does_not_pickle_is_prepared_before_the_first_batch(
     assert same((losses, model), plain)
 
 
+@pytest.mark.full
 def test_a_memory_store_and_an_emulated_link_are_prepared_before_the_first_batch(
     tmp_path: Path, data: Dataset
 ) -> None:

@@ -282,6 +282,7 @@ def test_the_line_of_an_estimate_is_never_under(name: str, threads: int) -> None
 @settings(max_examples=examples(6), derandomize=True)
 @given(networks)
 @pytest.mark.usefixtures("_libraries_keep_nothing")
+@pytest.mark.full
 def test_the_line_of_a_random_tail_is_never_under(steps: list[tuple[str, bool]]) -> None:
     check_line(trained(steps), (3, 12, 12))
 

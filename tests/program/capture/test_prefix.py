@@ -44,6 +44,7 @@ def whole(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", often(sorted(PUBLISHED), "alexnet", "resnet18"))
+@pytest.mark.full
 def test_published_networks_have_the_stages_the_papers_count(name: str) -> None:
     models = pytest.importorskip("torchvision", reason="torchvision").models if ensure_torchvision() else None
     assert models is not None

@@ -479,6 +479,7 @@ def tiny(name: str) -> tuple[nn.Module, Inputs]:
         "t5",
     ],
 )
+@pytest.mark.full
 def test_whole_transformers_models(name: str, autocast: torch.dtype | None) -> None:
     model, given = tiny(name)
     program = capture(model, given, autocast=autocast)

@@ -110,6 +110,7 @@ def test_squeezenet_has_the_papers_cuts_at_5_and_39_and_ends_at_99() -> None:
         pytest.param("timm:legacy_xception", 169, [14, 26, 38, 154, 166], marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_the_other_networks(name: str, count: int, poolings: list[int]) -> None:
     if name.startswith("timm:"):
         pytest.importorskip("timm")

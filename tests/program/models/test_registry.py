@@ -38,6 +38,7 @@ def run(name: str, *, batch: int = 2) -> tuple[nn.Module, Example]:
         ("transformers:WhisperEncoder", (2, 80, 3000)),
     ],
 )
+@pytest.mark.full
 def test_one_input_is_a_tensor(name: str, shape: tuple[int, ...]) -> None:
     _, inputs = load_model(name)
     example = inputs.example(2)

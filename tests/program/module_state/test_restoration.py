@@ -283,6 +283,7 @@ TAILS: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.full
 def test_splitting_and_measuring_leave_the_model_as_it_was(tail: str) -> None:
     torch.manual_seed(0)
     model = pairs(TAILS[tail]()).train()
