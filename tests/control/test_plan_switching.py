@@ -75,7 +75,7 @@ def test_ten_iterations_after_the_link_changed_the_plan_is_a_fresh_one(policy: s
 
 
 @pytest.mark.parametrize("policy", ADAPTIVE)
-@pytest.mark.parametrize("mbit", [20, 60, 200])
+@pytest.mark.parametrize("mbit", [60, *(pytest.param(each, marks=pytest.mark.full) for each in (20, 200))])
 def test_jitter_around_a_bandwidth_switches_nothing(policy: str, mbit: float) -> None:
     job = Job(policy, mbit * MBIT)
     generator = torch.Generator().manual_seed(0)

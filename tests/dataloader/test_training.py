@@ -46,7 +46,17 @@ def reference() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return trained()[1:]
 
 
-@pytest.mark.parametrize("offload", ["auto", "always", Offloading(candidate="p2", ratio=0.3)], ids=str)
+@pytest.mark.parametrize(
+    "offload",
+    [
+        "always",
+        *(
+            pytest.param(each, marks=pytest.mark.full)
+            for each in ("auto", Offloading(candidate="p2", ratio=0.3))
+        ),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("num_workers", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_the_same_losses(worker: EmbeddedServer, reference: Any, offload: Any, num_workers: int) -> None:
     loader, losses, weights = trained(workers=[worker.url], offload=offload, num_workers=num_workers)

@@ -70,9 +70,9 @@ def reference() -> list[list[Any]]:
     return epochs()
 
 
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
+@pytest.mark.parametrize("ratio", [0.3, pytest.param(1.0, marks=pytest.mark.full)])
 @pytest.mark.parametrize("candidate", CANDIDATES)
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_the_same_batches_whatever_is_offloaded(
     workers: list[EmbeddedServer], reference: list[list[Any]], candidate: Any, ratio: float, count: int
 ) -> None:

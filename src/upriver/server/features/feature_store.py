@@ -363,9 +363,14 @@ class RequestRows:
 
     async def found(self, ids: Sequence[int]) -> list[int]:
         """Return the samples whose rows are kept."""
-        keys = await self._keys(self._dataset.locate(ids), ids)
-        there = self._entry.rows.keys
-        return [sample for sample, key in zip(ids, keys, strict=True) if key in there]
+        batches = await imported("upriver.server.features.row_batches")
+
+        def look() -> list[int]:
+            keys = batches.row_keys(self._stretch, self._dataset.locate(ids), ids)
+            there = self._entry.rows.keys
+            return [sample for sample, key in zip(ids, keys, strict=True) if key in there]
+
+        return await asyncio.to_thread(look)  # a question may name many thousand samples
 
     async def frame(
         self, refs: Sequence[SampleRef], ids: Sequence[int], *, micro_batch: int, room: Callable[[int], bool]
@@ -413,10 +418,13 @@ class RequestRows:
             rows: dict[bytes, Row] = await asyncio.to_thread(
                 batches.rows_of, frame[0], frame[1], keys, self._owner.caps
             )
-        except BaseException:
+        except BaseException as error:
             self._owner.release(self._entry, [hold])
-            raise
-        self._owner.take(self._entry, rows, hold)
+            if not isinstance(error, UpriverError):
+                raise
+            log.warning("features of tenant %s are not kept: %s", self._entry.tenant.name, error)
+        else:
+            self._owner.take(self._entry, rows, hold)
 
     async def clear(self) -> None:
         """Remove all rows of the stretch from the tenant's folder.
