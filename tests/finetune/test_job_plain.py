@@ -324,6 +324,7 @@ def test_frozen_parameters_that_change_under_a_job_are_an_error(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("exact", ["bitwise", "numeric"])
+@pytest.mark.full
 def test_a_numerics_flag_that_changes_under_a_job_is_an_error_where_low_bits_count(
     tmp_path: Path, exact: str
 ) -> None:

@@ -168,6 +168,7 @@ def take_quick_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_link_that_becomes_thin_changes_the_plan_and_no_bit(
     tmp_path_factory: pytest.TempPathFactory, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

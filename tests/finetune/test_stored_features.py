@@ -186,6 +186,7 @@ def forge(path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["flipped", pytest.param("truncated", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_damaged_rows_change_no_bit(alone: Served, how: str) -> None:
     data = alone.photos()
     alone.store(data)
@@ -216,6 +217,7 @@ def test_server_that_is_killed_while_it_writes_leaves_only_right_rows(alone: Ser
         assert same(got, reference(data, epochs=2))
 
 
+@pytest.mark.full
 def test_full_storage_changes_no_bit(tmp_path: Path) -> None:
     with running(tmp_path.as_uri(), stored_bytes=200_000) as server:
         served = Served(tmp_path, server.wait_ready(), "photos")

@@ -78,6 +78,7 @@ def misbehave(how: str, target: str, files: Files) -> None:
         pytest.param("takes memory", "failed", "more memory than the caps allow", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_reader_that_misbehaves_once_is_seen(how: str, outcome: str, told: str, tmp_path: Path) -> None:
     wrong = make(3, 5, seeds()).files
     reader = partial(misbehave, how, digest(wrong))

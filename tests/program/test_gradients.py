@@ -113,6 +113,7 @@ def words() -> torch.Tensor:
         (segments_again, "blocks.1"),
     ],  # first: each block runs twice
 )
+@pytest.mark.full
 def test_layers_that_run_again_are_trained_where_a_hook_asks_for_a_gradient(run: Any, boundary: str) -> None:
     model = frozen(Layers(run), "embed", "blocks.0", "blocks.1")
     model.embed.register_forward_hook(make_inputs_require_grads)
@@ -345,6 +346,7 @@ def _text(transformers: Any, name: str) -> tuple[nn.Module, torch.Tensor, tuple[
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "vit"])
+@pytest.mark.full
 def test_transformers_with_activation_checkpointing_train_what_they_train_whole(
     name: str, reentrant: bool
 ) -> None:

@@ -44,6 +44,7 @@ QUICK = ("torchvision:resnet18", "own_models:early_exit", "own_models:centred")
 
 
 @pytest.mark.parametrize("only", [("--only", *QUICK), pytest.param((), marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_part_of_the_table_comes_out_the_same_again(only: tuple[str, ...]) -> None:
     done = run("--check", *only)
     assert done.returncode == 0, done.stdout + done.stderr

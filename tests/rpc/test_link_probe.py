@@ -99,6 +99,7 @@ def test_a_probe_of_a_link_that_has_stopped_is_no_error_and_keeps_nobody_waiting
         rig.pool.close()
 
 
+@pytest.mark.full
 def test_a_job_probes_when_everything_has_crossed(
     data: Dataset, plain: Reference, near: upriver.Near, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -143,6 +143,7 @@ def test_search_names_exactly_the_operator_that_is_off(data: st.DataObject, name
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
+@pytest.mark.full
 def test_every_operator_that_is_off_is_found_where_nothing_hides_it(name: str) -> None:
     """A cut lies behind each operator, so no later one hides a difference."""
     x, programs = captured(name)

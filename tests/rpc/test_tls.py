@@ -143,6 +143,7 @@ def test_what_would_be_of_no_use_is_refused(files: Path, urls: tuple[str, ...]) 
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_job_over_tls_with_a_certificate_has_the_bits_of_the_plain_way(
     files: Path, data: Dataset, plain: Reference
 ) -> None:

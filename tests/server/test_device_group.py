@@ -135,6 +135,7 @@ def test_a_device_without_memory_is_told_with_its_numbers(monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_two_memory_pools_admit_each_by_itself(world: Any) -> None:
     """Each pool admits one request, so both run only if they are on two devices."""
     settings = {"memory_budget_bytes": 1 << 30, "max_admitted": 1, "caps": CAPS}

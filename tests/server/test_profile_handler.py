@@ -199,6 +199,7 @@ def meanwhile(*calls):
         thread.join()
 
 
+@pytest.mark.full
 def test_one_profile_at_a_time(one_worker, sizes):
     digests = [program.digest for program in sizes]
     with ServerClient(one_worker.url) as client, contextlib.ExitStack() as later:

@@ -194,6 +194,7 @@ def refuse_pidfds(monkeypatch, numbers):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_that_cannot_watch_its_workers_gives_up_and_leaves_none(world, monkeypatch):
     def listening(found):
         raise AssertionError(f"it says it works: {found}")
@@ -224,6 +225,7 @@ def test_a_later_worker_that_cannot_be_watched_is_replaced(world, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_front_loads_pytorch_for_tensors_alone_and_a_worker_no_http(world):
     """Check the front's libraries before and after a request that sends tensors, and both requests' bits."""
     program = make_program(11)
@@ -260,6 +262,7 @@ def test_a_front_loads_pytorch_for_tensors_alone_and_a_worker_no_http(world):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_front_answers_while_many_first_requests_wait_for_pytorch(world, tmp_path):
     program, begun, gate = make_program(12), tmp_path / "begun", tmp_path / "gate"
     (tmp_path / "store").mkdir()

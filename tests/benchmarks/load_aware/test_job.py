@@ -178,6 +178,7 @@ def test_every_way_gives_the_local_models_answer(device: Device, way: str) -> No
     assert device.open(way) == {"new": False}
 
 
+@pytest.mark.full
 def test_a_device_tells_of_its_network_and_of_likely_cuts(device: Device) -> None:
     facts = device.facts()
     assert facts["stages"] == device.program.num_stages and facts["device_s"] > 0 < facts["server_s"]

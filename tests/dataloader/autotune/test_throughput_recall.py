@@ -113,6 +113,7 @@ def test_where_no_worker_could_be_used_that_is_said_and_nothing_of_it_is_kept(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_is_measured_beside_a_worker_that_is_not_there_is_of_the_other_one(
     worker: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

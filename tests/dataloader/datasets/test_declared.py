@@ -224,6 +224,7 @@ def test_any_stretch_may_run_elsewhere(
     assert sum(made.values()) == 2 * COUNT and abs(there - 2 * COUNT * ratio) <= 14, loader.report
 
 
+@pytest.mark.full
 def test_numbers_of_any_type(data: Dataset, servers: list[EmbeddedServer]) -> None:
     order = np.random.default_rng(2).permutation(COUNT)
     here = list(DataLoader(data, batch_size=7, seed=SEED, sampler=order.tolist()))

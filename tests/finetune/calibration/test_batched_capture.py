@@ -394,6 +394,7 @@ def test_a_server_that_adapts_nothing_is_offered_it_in_vain(data: Dataset, near:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_size_that_a_server_does_not_give_near_enough_is_told_of(
     data: Dataset, adaptive: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from upriver.pipeline import Dataset
 from upriver.types import Cost, Plan, Tier, Timings
 
 
+@pytest.mark.full
 def test_a_window_of_a_single_byte_changes_no_bit(data: Dataset, plain: Reference, near: Any) -> None:
     losses, model, job = run(
         near, data, cut={-4: 0.3, 2: 0.3, 5: 0.4}, prefetch=upriver.Prefetch(window_bytes=1)

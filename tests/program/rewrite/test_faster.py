@@ -248,6 +248,7 @@ def test_the_model_stays_as_it_is() -> None:
     assert before.getvalue() == after.getvalue()
 
 
+@pytest.mark.full
 def test_compiled_stages_give_nearly_the_same_at_every_cut_and_are_timed() -> None:
     model, x = frozen_small().eval(), torch.randn(4, 3, 16, 16)
     program = capture(model, x, outputs=[TensorSource(path="block2")])

@@ -181,6 +181,7 @@ def test_a_freeze_point_that_is_never_reached_is_an_error() -> None:
         survey(model, (X, X.clone()), freeze_to="unused")
 
 
+@pytest.mark.full
 def test_a_cache_that_layers_share_allows_no_cut_behind_the_first() -> None:
     ensure_torchvision()
     transformers = pytest.importorskip("transformers")

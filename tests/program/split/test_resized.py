@@ -25,6 +25,7 @@ def split_small(size: int, granularity: Granularity = "module") -> Split:
 
 
 @pytest.mark.parametrize("granularity", ["module", "op"])
+@pytest.mark.full
 def test_it_is_the_program_of_a_split_at_that_size(granularity: Granularity) -> None:
     parts = split_small(8, granularity)
     assert parts.program is not None

@@ -246,6 +246,7 @@ def test_of_rows_of_a_large_tensor_no_more_is_sent_than_they_are(worker):
     assert server.metric("upriver_bytes_out_total") - before < 64 << 10
 
 
+@pytest.mark.full
 def test_a_worker_says_what_it_allows(worker, server):
     allowed, none = (decode_info(ask(each, "GET", "/v1/info")[2]) for each in (worker[0], server))
     assert (allowed.allow, allowed.stores, allowed.worker_network) == (OURS, (), True)
@@ -458,6 +459,7 @@ def test_a_dataset_that_kills_its_process_takes_nothing_with_it(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_sample_that_takes_for_ever_is_given_up():
     with working(workers=2, job_timeout_s=6) as (server, client):  # one worker is ready for the second try
         request = asking("Slow", (0, 1), arguments={"seconds": 3600, "only": [1]})

@@ -108,6 +108,7 @@ def test_a_job_whose_worker_is_killed_is_done_again_to_the_bit(busy):
         assert restarts(server, "crash") == server.metric("upriver_worker_restarts_total") == 1
 
 
+@pytest.mark.full
 def test_a_job_that_takes_two_workers_with_it_is_refused_with_its_reason(busy):
     uri, request = busy
     with running(uri) as server:
@@ -128,6 +129,7 @@ def test_a_job_that_takes_two_workers_with_it_is_refused_with_its_reason(busy):
         assert server.metric("upriver_worker_restarts_total") == 2
 
 
+@pytest.mark.full
 def test_a_server_without_a_worker_refuses_what_would_wait_for_one_that_may_die_soon(busy):
     """Its clients use another server, or compute locally."""
     uri, request = busy

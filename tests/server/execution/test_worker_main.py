@@ -130,6 +130,7 @@ def test_an_answer_that_finds_no_room_ends_the_worker_too(worker, slot, whole):
         assert worker.ended()[0] == 1
 
 
+@pytest.mark.full
 def test_a_worker_without_memory_for_a_slot_is_replaced_and_everyone_gets_their_own_answer(tmp_path):
     """A decoder ignores bytes after an image's end, and these bytes make the slot of its job large."""
     own = make_world(tmp_path, 6, padding=bytes(8 << 20))

@@ -76,6 +76,7 @@ def enclosure(request):
     return Enclosure(sandbox=found)
 
 
+@pytest.mark.full
 def test_a_worker_foretells_by_the_models_of_its_device(enclosure, models):
     assert predicted_s(enclosure)[0] == {}, "nothing is kept"
     keep(models)

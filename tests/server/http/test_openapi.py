@@ -144,6 +144,7 @@ def test_the_page_on_the_protocol_has_the_same_statuses_and_codes() -> None:
         assert (status, kind.code) in written, kind.__name__
 
 
+@pytest.mark.full
 def test_the_server_hands_it_out(server: Any) -> None:
     status, headers, body = ask(server, "GET", "/openapi.json")
     assert (status, headers["content-type"]) == (200, "application/json")

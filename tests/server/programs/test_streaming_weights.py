@@ -181,6 +181,7 @@ def test_an_answer_up_to_a_cut_needs_nothing_that_another_asks_for(
         assert same(answer.result(), here(program))
 
 
+@pytest.mark.full
 def test_whole_means_that_nothing_runs_before_the_digest_is_right(s3: GatedServer) -> None:
     program = wide()
     store = published(s3, program)
@@ -278,6 +279,7 @@ def memories(nbytes: int) -> int:
 @pytest.mark.parametrize(
     "what", ["part", *(pytest.param(what, marks=pytest.mark.full) for what in ("whole", "damaged"))]
 )
+@pytest.mark.full
 def test_what_is_let_go_of_takes_no_memory(s3: GatedServer, what: str) -> None:
     program = wide()
     published(s3, program)
@@ -351,6 +353,7 @@ def test_many_small_weights_are_read_whole(s3: GatedServer, monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("at_once")
+@pytest.mark.full
 def test_a_worker_that_dies_while_it_waits_is_replaced(s3: GatedServer, waiting: list[int]) -> None:
     program = wide()
     published(s3, program)
@@ -397,6 +400,7 @@ def test_a_server_that_ends_while_weights_come_leaves_nothing(s3: GatedServer, w
 
 
 @pytest.mark.parametrize("route", ["upload", "profile"])
+@pytest.mark.full
 def test_weights_replaced_while_read_whole_are_a_conflict(
     s3: GatedServer, route: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,6 +453,7 @@ def test_what_is_uploaded_can_be_streamed_afterwards(s3: GatedServer) -> None:
     assert 0 < s3.weights_asked() < program.weight_nbytes // 2
 
 
+@pytest.mark.full
 def test_an_upload_leaves_stored_weights_as_they_are(tmp_path: Path) -> None:
     """Check that an upload changes no stored weights: others may be reading them, by their ETag."""
     program, larger = wide(), wide(0, 2 * ROWS)

@@ -122,6 +122,7 @@ def test_a_job_that_takes_too_much_fails_and_the_worker_goes_on():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_a_job_took_goes_back_to_the_system():
     """Use tensors of a few MiB: a process tends to keep these, and never keeps larger ones."""
 
