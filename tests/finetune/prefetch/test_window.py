@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 import upriver
 from tests.finetune.conftest import Reference
 from tests.finetune.training import BATCH, MICRO, optimizer_of, run, same, train
