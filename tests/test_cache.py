@@ -46,6 +46,7 @@ from upriver.program.graph.executor import Program
 from upriver.program.split.freeze_point import CrossingTensor, FreezePoint
 from upriver.program.split.module_trace import Shape
 from upriver.program.split.proof_cache import is_proven, remember
+from upriver.program.split.remembered_programs import remember_program, remembered_program
 from upriver.store import Store
 
 pytestmark = pytest.mark.timeout(60)  # a read from a pipe would wait for ever
@@ -159,6 +160,10 @@ KEPT = {
     "proofs": Kept(
         save=lambda: remember("ab" * 32, program(), ASKING),
         load=lambda: is_proven("ab" * 32, program(), POINT),
+    ),
+    "programs": Kept(
+        save=lambda: remember_program("cd" * 32, program()),
+        load=lambda: remembered_program("cd" * 32),
     ),
     "profiles": Kept(
         save=lambda: save_profile(KEY, profile(), CLUSTER),
