@@ -13,9 +13,9 @@ import torch
 
 from upriver._threads.closing import close_later
 from upriver.engine.fingerprint import fingerprint
-from upriver.features import DiskFeatures, MemoryFeatures, Row, StretchFolder, row_key
+from upriver.features import DiskFeatures, MemoryFeatures, Row, StretchFolder
 from upriver.features.keep import Keep
-from upriver.features.stretch import stretch_of
+from upriver.features.stretch import row_keys, stretch_of
 from upriver.features.writer import FeatureWriter
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.tensor_layouts import same_bits
@@ -37,6 +37,11 @@ class ProgramName(Protocol):
     @property
     def num_stages(self) -> int:
         """Number of its stages."""
+
+
+def same_row(a: Row, b: Row) -> bool:
+    """Return whether two rows are equal to the bit."""
+    return len(a) == len(b) and all(map(same_bits, a, b))
 
 
 class RowsLost(Exception):
@@ -245,8 +250,7 @@ class KeptStretch:
             kept = self.read(dataset, list(again))
         except RowsLost:
             return False
-        pairs = zip(kept, again.values(), strict=True)
-        self.trusted = all(len(a) == len(b) and all(map(same_bits, a, b)) for a, b in pairs)
+        self.trusted = all(map(same_row, kept, again.values()))
         if not self.trusted:
             log.warning("kept features differ from those that are computed now: all of them are dropped")
             self._owner.memory.clear(self._name)
@@ -326,5 +330,4 @@ class KeptStretch:
         return disk.open(stretch, saved_s=owner.saved_s())
 
     def _keys(self, dataset: Dataset, ids: Sequence[int]) -> list[bytes]:
-        refs, drawn = dataset.locate(ids), self._view is not None
-        return [row_key(ref, sample if drawn else None) for ref, sample in zip(refs, ids, strict=True)]
+        return row_keys(dataset.locate(ids), ids, drawn=self._view is not None)

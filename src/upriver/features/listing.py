@@ -30,8 +30,8 @@ LEFT_BEHIND_S = 60.0
 """Age at which an unfinished ``stretch.json`` has lost its writer. A write takes milliseconds."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SHARD = re.compile(r"rows-([0-9]{1,9})-[0-9a-f]{16}\.safetensors")
-_UNFINISHED = re.compile(rf"\.(?:({_SHARD.pattern})|{re.escape(STRETCH_FILE)})-[^#]+#[0-9]+")
+SHARD_FILE = re.compile(r"rows-([0-9]{1,9})-[0-9a-f]{16}\.safetensors")
+_UNFINISHED = re.compile(rf"\.(?:({SHARD_FILE.pattern})|{re.escape(STRETCH_FILE)})-[^#]+#[0-9]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +185,7 @@ def _listed(
     shards, unfinished = list[ShardFile](), list[Path]()
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
-            match, left = _SHARD.fullmatch(entry.name), _UNFINISHED.fullmatch(entry.name)
+            match, left = SHARD_FILE.fullmatch(entry.name), _UNFINISHED.fullmatch(entry.name)
             if match is None and left is None and entry.name not in (STRETCH_FILE, LOCK_FILE):
                 continue
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -117,3 +117,12 @@ def row_key(ref: SampleRef, sample: int | None) -> bytes:
     key = hashlib.blake2b(digest_size=KEY_NBYTES, person=b"upriver.row/1")
     key.update(b"".join((numbers, name, etag, drawn)))
     return key.digest()
+
+
+def row_keys(refs: Sequence[SampleRef], samples: Sequence[int], *, drawn: bool) -> list[bytes]:
+    """Return the keys of several samples' rows.
+
+    Args:
+        drawn: Whether the stretch has a view.
+    """
+    return [row_key(ref, sample if drawn else None) for ref, sample in zip(refs, samples, strict=True)]

@@ -222,12 +222,9 @@ class FeatureSource:
             yield loader
 
     def dealt(self, plan: Plan, given: PassWork) -> tuple[DealtRoute, ...]:
-        """Return the route of each micro-batch of a pass over the training data."""
-        return self._hands(plan, given, start=given.dataset.chain.start)
-
-    def _hands(self, plan: Plan, given: PassWork, *, start: int) -> tuple[DealtRoute, ...]:
-        """Return the routes: those whose rows servers have go there, the others as the plan says."""
+        """Return the route of each micro-batch: to servers that have its rows, else as the plan says."""
         stored, count, cut = given.work.stored, len(given.work.micro_batches), given.store_cut
+        start = self._chain.start
         if cut is None or not stored:
             return deal(plan.routes, count, start=start)
         routes = besides(plan.routes, cut=cut, share=len(stored) / count)
@@ -242,7 +239,7 @@ class FeatureSource:
         it. Micro-batches with such a cut are made locally.
         """
         chain = given.dataset.chain
-        hands = self._hands(plan, given, start=self._chain.start)
+        hands = self.dealt(plan, given)
         first = self._chain.start if chain == self._chain else 0
         here = DealtRoute(way=Way.LOCAL, cut=chain.start)
         return tuple(hand if servers and hand.cut >= first else here for hand in hands)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 
 from upriver.errors import UpriverError
 from upriver.features import Row
+from upriver.features.kept import same_row
 from upriver.finetune.calibration.server_gate import JobRequirements
-from upriver.program.tensor_layouts import same_bits
 from upriver.protocol import DEFAULT_CAPS, KEPT
 from upriver.types import MicroBatch
 
@@ -99,11 +99,7 @@ class StoredFeatures:
         Returns:
             Whether all came and are equal, so that they may be used.
         """
-        equal = all(
-            len(again[each]) == len(row) and all(map(same_bits, again[each], row))
-            for each, row in kept.items()
-        )
-        if equal:
+        if all(same_row(again[each], row) for each, row in kept.items()):
             if kept.keys() == again.keys():
                 self._trusted.add(_stretch(question, cut, epoch))
             return kept.keys() == again.keys()

@@ -139,7 +139,7 @@ class FeatureStore:
         wording: ErrorWording,
     ) -> None:
         self._wording = wording
-        self._stores, self._prefix, self._stored_bytes = stores, prefix, stored_bytes
+        self._prefix, self._stored_bytes = prefix, stored_bytes
         self._caps, self._hold, self._metrics = caps, hold, metrics
         self._open: OrderedDict[tuple[str, str, str], _Open] = OrderedDict()
         self._held: Counter[str] = Counter()
@@ -366,7 +366,7 @@ class RequestRows:
         batches = await imported("upriver.server.features.row_batches")
 
         def look() -> list[int]:
-            keys = batches.row_keys(self._stretch, self._dataset.locate(ids), ids)
+            keys = batches.keys_of(self._stretch, self._dataset.locate(ids), ids)
             there = self._entry.rows.keys
             return [sample for sample, key in zip(ids, keys, strict=True) if key in there]
 
@@ -436,7 +436,7 @@ class RequestRows:
 
     async def _keys(self, refs: Sequence[SampleRef], ids: Sequence[int]) -> list[bytes]:
         batches = await imported("upriver.server.features.row_batches")
-        keys: list[bytes] = batches.row_keys(self._stretch, refs, ids)
+        keys: list[bytes] = batches.keys_of(self._stretch, refs, ids)
         return keys
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from upriver.features import Row, row_key
-from upriver.features.stretch import Stretch, stretch_of
+from upriver.features import Row
+from upriver.features.stretch import Stretch, row_keys, stretch_of
 from upriver.pipeline import Dataset, SampleRef
 from upriver.protocol import (
     PREFIX_NBYTES,
@@ -35,10 +35,9 @@ def stretch_of_request(
     )
 
 
-def row_keys(stretch: Stretch, refs: Sequence[SampleRef], ids: Sequence[int]) -> list[bytes]:
+def keys_of(stretch: Stretch, refs: Sequence[SampleRef], ids: Sequence[int]) -> list[bytes]:
     """Return the keys of samples within a stretch."""
-    drawn = stretch.view is not None
-    return [row_key(ref, sample if drawn else None) for ref, sample in zip(refs, ids, strict=True)]
+    return row_keys(refs, ids, drawn=stretch.view is not None)
 
 
 def rows_of(head: bytes, payload: memoryview, keys: Mapping[int, bytes], caps: Caps) -> dict[bytes, Row]:

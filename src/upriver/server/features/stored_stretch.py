@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
-from typing import Final
 
 from upriver.engine.read import read_samples_async
 from upriver.errors import Damaged, ObjectChanged, ObjectNotFound, StoreError
 from upriver.features import Row
-from upriver.features.listing import shard_name
+from upriver.features.listing import SHARD_FILE, shard_name
 from upriver.features.row_form import RowBuffer
 from upriver.features.shard import INDEX_NBYTES, OtherVersion, ShardIndex, pack
 from upriver.pipeline import SampleRef
@@ -25,8 +23,6 @@ log = logging.getLogger(__name__)
 
 INDEX_BYTES_PER_ROW = 250
 """Memory of a row in an index: some 200 bytes measured."""
-
-_SHARD: Final = re.compile(r"rows-([0-9]{1,9})-[0-9a-f]{16}\.safetensors")
 
 
 class StoredStretch:
@@ -64,7 +60,7 @@ class StoredStretch:
         listed = {
             path: min(int(match[1]), info.size // INDEX_NBYTES)
             for path, info in infos.items()
-            if (match := _SHARD.fullmatch(self._name(path)))
+            if (match := SHARD_FILE.fullmatch(self._name(path)))
         }
         admit(INDEX_BYTES_PER_ROW * sum(listed.values()))
         with self._lock:

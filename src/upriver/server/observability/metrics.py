@@ -58,7 +58,7 @@ PHASES = ("receive", "queue", "read", "input", "weights", "forward", "encode", "
 """Phases of a micro-batch, in order. Workers report most of them, and a worker may be compromised."""
 
 FEATURES = ("found", "written")
-"""What may happen to kept rows: they answer a request, or are written."""
+"""Events of kept rows: they answer a request, or are written."""
 
 STORE_ERRORS = ("store", "not_found", "object_changed")
 """Codes of the errors with which a store's reads end."""
