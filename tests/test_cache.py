@@ -44,9 +44,9 @@ from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import TensorSource
 from upriver.program.graph.executor import Program
 from upriver.program.split.freeze_point import CrossingTensor, FreezePoint
+from upriver.program.split.frozen_name import frozen_name, known_name
 from upriver.program.split.module_trace import Shape
 from upriver.program.split.proof_cache import is_proven, remember
-from upriver.program.split.remembered_programs import remember_program, remembered_program
 from upriver.store import Store
 
 pytestmark = pytest.mark.timeout(60)  # a read from a pipe would wait for ever
@@ -161,9 +161,9 @@ KEPT = {
         save=lambda: remember("ab" * 32, program(), ASKING),
         load=lambda: is_proven("ab" * 32, program(), POINT),
     ),
-    "programs": Kept(
-        save=lambda: remember_program("cd" * 32, program()),
-        load=lambda: remembered_program("cd" * 32),
+    "names": Kept(
+        save=lambda: frozen_name("cd" * 32),
+        load=lambda: known_name("cd" * 32),
     ),
     "profiles": Kept(
         save=lambda: save_profile(KEY, profile(), CLUSTER),

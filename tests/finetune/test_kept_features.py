@@ -17,10 +17,10 @@ from tests.finetune.moving import AtStep
 from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
 from tests.program.nets import Small, frozen_small
 from upriver.errors import ConfigError, ObjectChanged
-from upriver.finetune import session
+from upriver.finetune import feature_source, session
 from upriver.finetune.prefetch.sampler import epoch_order
 from upriver.pipeline import Dataset
-from upriver.program.split.remembered_programs import RememberedProgram
+from upriver.program.split.frozen_name import FrozenName
 
 COUNT = 50
 STILL = (upriver.Decode(), upriver.Resize(16), upriver.CenterCrop(16), upriver.Normalize())
@@ -355,22 +355,34 @@ def test_job_that_begins_at_once_finds_the_rows_of_an_earlier_one_before_it_is_c
     assert job.report.samples == {"kept": 2 * COUNT}
 
 
-def test_program_that_was_remembered_wrongly_costs_rows_and_no_bit(
+def test_job_that_is_never_captured_leaves_rows_for_later_jobs_with_other_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = still_photos(tmp_path / "store")
     room = upriver.Keep(memory="64 MB", disk="64 MB", folder=tmp_path / "kept")
-    wrong = RememberedProgram(digest="0" * 64, num_stages=3)
-    monkeypatch.setattr(session, "remembered_program", lambda digest: wrong)
     monkeypatch.setattr(session, "Preparation", AtStep)
-    AtStep.asked_before = 7
+    AtStep.asked_before = 1000
     options: dict[str, Any] = {"splitting": upriver.Splitting(in_background=True), "keep": room}
     with upriver.connect(server_threads=1) as servers:
-        losses, model, _ = run(servers, data, epochs=3, policy="freeze", **options)
-    assert same((losses, model), reference(data))
-    got, later = kept_run(data, tmp_path / "kept", epochs=1)
-    assert same(got, reference(data, epochs=1))
-    assert later.report.samples["kept"] > 0
+        run(servers, data, epochs=1, **options)
+        wider = frozen_small()
+        wider.head = torch.nn.Linear(wider.head.in_features, 7)
+        _, _, job = run(servers, data, epochs=1, model=wider, **options)
+    assert job.report.samples == {"kept": COUNT}
+
+
+def test_name_of_another_frozen_part_costs_rows_and_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = still_photos(tmp_path / "store")
+    name = FrozenName(digest="0" * 64, num_stages=3)
+    monkeypatch.setattr(feature_source, "frozen_name", lambda outlined, program: name)
+    other = frozen_small(seed=1)
+    run(near(), data, epochs=1, policy="nosplit", model=other, keep=upriver.Keep(folder=tmp_path / "kept"))
+    got, job = kept_run(data, tmp_path / "kept")
+    assert same(got, reference(data))
+    assert "all of them are dropped" in caplog.text
+    assert job.report.samples == {"local": COUNT, "kept": 2 * COUNT}
 
 
 def in_memory(name: str, first: int) -> Dataset:

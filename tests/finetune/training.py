@@ -106,10 +106,10 @@ def train(
 
 
 def run(
-    near: Any, data: Dataset, *, epochs: int = 2, **options: Any
+    near: Any, data: Dataset, *, epochs: int = 2, model: Small | None = None, **options: Any
 ) -> tuple[list[torch.Tensor], Small, FinetuneJob]:
-    """Run a whole job from seeded weights; return the losses, the trained model and the closed job."""
-    model = frozen_small()
+    """Run a whole job, from seeded weights by default; return losses, trained model and closed job."""
+    model = model or frozen_small()
     options = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, **options}
     with near.finetune(model, data, **options) as job:
         losses = train(job, model, optimizer_of(model), epochs=epochs)

@@ -13,6 +13,7 @@ import torch
 
 from upriver._threads.closing import close_later
 from upriver.engine.fingerprint import fingerprint
+from upriver.errors import CaptureError
 from upriver.features import DiskFeatures, MemoryFeatures, Row, StretchFolder
 from upriver.features.keep import Keep
 from upriver.features.stretch import row_keys, stretch_of
@@ -24,15 +25,15 @@ from upriver.text import bytes_text
 log = logging.getLogger("upriver")
 
 CHECKED_ROWS = 16
-"""Kept rows of a stretch that a job computes anew before it uses any."""
+"""About so many kept rows of a stretch are computed anew before a job uses any."""
 
 
-class ProgramName(Protocol):
-    """The name of a program, and where its stages end."""
+class FrozenName(Protocol):
+    """The name of a frozen part, and where its stages end."""
 
     @property
     def digest(self) -> str:
-        """Digest that names the program."""
+        """Digest that names it."""
 
     @property
     def num_stages(self) -> int:
@@ -81,24 +82,24 @@ class KeptFeatures:
         self.writer = FeatureWriter(keep.buffer_bytes) if self.disk is not None else None
         waiting = 2 * keep.buffer_bytes if self.disk is not None else 0
         self.memory = MemoryFeatures(max(0, keep.memory_bytes - waiting))
-        self._program: ProgramName | None = None
+        self._frozen: FrozenName | None = None
         self._stretches: dict[str, KeptStretch] = {}
         self._lock = threading.Lock()
         if self.writer is not None:
             close_later(self, self.writer.close, at_exit=True)
 
     @property
-    def program(self) -> ProgramName | None:
-        """Program that gives the rows at the freeze point; None until it is known."""
-        return self._program
+    def frozen(self) -> FrozenName | None:
+        """Name of the frozen part that gives the rows at the freeze point; None until it is known."""
+        return self._frozen
 
-    @program.setter
-    def program(self, program: ProgramName | None) -> None:
-        changed = self._program is not None and program is not None and self._program.digest != program.digest
-        self._program = program
+    @frozen.setter
+    def frozen(self, name: FrozenName | None) -> None:
+        changed = self._frozen is not None and name is not None and self._frozen.digest != name.digest
+        self._frozen = name
         for stretch in self._all() if changed else ():
             if stretch.position is None:
-                stretch.forget()
+                stretch.reopen()
 
     def stretch(self, dataset: Dataset, *, position: int | None, view: int | None) -> KeptStretch:
         """Return the rows that a stretch gives, of this dataset and others with the same input stages.
@@ -134,12 +135,12 @@ class KeptFeatures:
     def stop(self, why: str) -> None:
         """Keep nothing from now on, and use nothing that was kept."""
         if not self.why_not:
-            log.warning("features are not kept: %s", why)
+            log.info("features are not kept: %s", why)
             self.why_not = why
             self.close()
 
     def flush(self, *, wait: bool = False) -> None:
-        """Write rows that are in memory alone, such as those from before the program was captured.
+        """Write rows that are in memory alone, such as those from before the frozen part had a name.
 
         Args:
             wait: Wait until they are written.
@@ -193,7 +194,7 @@ class KeptStretch:
         self.position, self.trusted = position, False
         self._owner, self._name, self._chain, self._view = owner, name, chain, view
         self._found: StretchFolder | None = None
-        self._on_disk, self._opened = on_disk, not on_disk
+        self._on_disk, self._opened, self._inherited = on_disk, not on_disk, False
         self._lock = threading.Lock()
 
     @property
@@ -245,18 +246,25 @@ class KeptStretch:
 
         Returns:
             Whether they are equal, and so may be used.
+
+        Raises:
+            CaptureError: If they differ at the freeze point, and this job computed all of them.
         """
         try:
             kept = self.read(dataset, list(again))
         except RowsLost:
             return False
         self.trusted = all(map(same_row, kept, again.values()))
-        if not self.trusted:
-            log.warning("kept features differ from those that are computed now: all of them are dropped")
-            self._owner.memory.clear(self._name)
-            if (folder := self._folder) is not None:
-                folder.empty()
-        return self.trusted
+        if self.trusted:
+            return True
+        self._owner.memory.clear(self._name)
+        if (folder := self._folder) is not None:
+            folder.empty()
+        if self.position is None and not self._inherited:
+            raise CaptureError("a sample's features depend on its place, or on the others, in a micro-batch")
+        log.warning("kept features differ from those that are computed now: all of them are dropped")
+        self._inherited = False
+        return False
 
     def keep(self, dataset: Dataset, rows: Mapping[int, Row], *, patience_s: float = 0.0) -> None:
         """Keep the rows of samples, as far as there is room.
@@ -286,11 +294,14 @@ class KeptStretch:
     def refresh(self) -> None:
         """Look for rows that another job has written meanwhile."""
         if (folder := self._folder) is not None:
+            before = folder.keys
             folder.refresh()
+            self._inherited |= not folder.keys <= before
 
-    def forget(self) -> None:
-        """Begin anew: the program is another one than the rows were looked for by."""
-        self.close()
+    def reopen(self) -> None:
+        """Look for rows on disk by the present name. What is in memory stays."""
+        if self._found is not None:
+            self._found.close()
         with self._lock:
             self._found, self._opened, self.trusted = None, not self._on_disk, False
 
@@ -308,23 +319,24 @@ class KeptStretch:
 
     @property
     def _folder(self) -> StretchFolder | None:
-        """The rows on disk. None without a disk, and until the program is known that gives the rows."""
+        """The rows on disk. None without a disk, and until the frozen part has a name."""
         owner = self._owner
         with self._lock:
-            known = self.position is not None or owner.program is not None
+            known = self.position is not None or owner.frozen is not None
             if owner.disk is not None and known and not self._opened:
                 self._opened = True
                 self._found = self._open(owner.disk)
+                self._inherited = bool(self._found.keys)
             return self._found
 
     def _open(self, disk: DiskFeatures) -> StretchFolder:
-        owner, program = self._owner, self._owner.program if self.position is None else None
+        owner, frozen = self._owner, self._owner.frozen if self.position is None else None
         stretch = stretch_of(
             self._chain,
-            cut=program.num_stages if program is not None else self.position or 0,
-            program=program.digest if program is not None else None,
+            cut=frozen.num_stages if frozen is not None else self.position or 0,
+            program=frozen.digest if frozen is not None else None,
             view=(owner.seed, self._view) if self._view is not None else None,
-            micro_batch=owner.micro_batch if program is not None else 1,
+            micro_batch=owner.micro_batch if frozen is not None else 1,
             fingerprint=owner.fingerprint(self._chain, self.position),
         )
         return disk.open(stretch, saved_s=owner.saved_s())

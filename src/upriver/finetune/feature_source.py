@@ -34,14 +34,17 @@ from upriver.finetune.report import JobTally
 from upriver.finetune.stored_features import StoredFeatures
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.freeze import fold
+from upriver.program.split.frozen_name import frozen_name
 from upriver.program.split.split import Split
-from upriver.program.tensor_layouts import same_bits
 from upriver.protocol import KEPT, RunRequest
 from upriver.rpc.link_meter import LinkMeter
 from upriver.rpc.server_pool import ServerPool
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")
+
+NOBODY = -1
+"""Number in the place of a sample that no dataset has."""
 
 Form = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Digest of a tensor's values, its type, shape and strides."""
@@ -138,16 +141,26 @@ class FeatureSource:
         self.places = PlacementLog()
         self.eager_s: float | None = None
         self.canary: tuple[Form, ...] | None = None
+        self._outlined: str | None = None
         self.adopt(split, planned)
+
+    def outlined(self, digest: str) -> None:
+        """Find kept rows by the digest of the outline that the job begins with."""
+        self._outlined = digest
+        self._name_rows()
+
+    def _name_rows(self) -> None:
+        program = self._split.captured
+        if self.kept is not None and (self._outlined is not None or program is not None):
+            self.kept.frozen = frozen_name(self._outlined, program)
 
     def adopt(self, split: Split, planned: PlannedJob) -> None:
         """Go on with the program and the servers of a split that was prepared meanwhile."""
         self._split = split
         self._pool, self._replanner, self._larger = planned.pool, planned.replanner, planned.offers
         self._agreement, self._plan, self._model = planned.agreement, planned.plan, planned.model
-        if self.kept is not None:
-            self.kept.program = split.program or self.kept.program
-            self._may_keep(self.kept)
+        if self.kept is not None and self._may_keep(self.kept):
+            self._name_rows()
 
     def take_servers(self, loader: Prefetcher, plan: Plan, given: PassWork) -> None:
         """Let the servers take part in an epoch of training that began without them."""
@@ -492,7 +505,7 @@ class FeatureSource:
         found = self.stored.find(pool, question, ids, cut=cut, epoch=drawn)
         if not found or self.stored.is_trusted(question, cut=cut, epoch=drawn):
             return found
-        some, kept = _some(found), dict[int, Row]()
+        some, kept = self._some(found), dict[int, Row]()
         try:
             again = self._anew(None, dataset, some, drawn)
             for batch in self.stored.fetch(pool, question, some, cut=cut, epoch=drawn):
@@ -533,7 +546,7 @@ class FeatureSource:
             return found
         try:
             if not stretch.trusted:
-                again = self._anew(stretch.position, dataset, _some(found), drawn)
+                again = self._anew(stretch.position, dataset, self._some(found), drawn)
                 if not stretch.check(dataset, again):
                     return frozenset()
             return found & unchanged(dataset, sorted(found))
@@ -546,39 +559,45 @@ class FeatureSource:
             return frozenset()
 
     def _anew(self, position: int | None, dataset: Dataset, ids: Sequence[int], drawn: int) -> dict[int, Row]:
-        """Return rows of samples, computed in other micro-batches than before.
+        """Return rows of samples, computed in other places of other micro-batches than before.
 
         Args:
             position: Cut at which the rows stand; None for the freeze point.
         """
         rows: dict[int, Row] = {}
-        size, source = self._options.micro_batch, self._local(dataset, drawn, remote=False)
-        for at in range(0, len(ids), size):
-            some = tuple(ids[at : at + size])
+        source, at_once = self._local(dataset, drawn, remote=False), self._checked_at_once
+        for at in range(0, len(ids), at_once):
+            some = tuple(reversed(ids[at : at + at_once]))
             if position is None:
                 batch, _ = source(some)
-                rows |= self._rows_alone(batch, dataset)
+                rows |= self._rows_of(self._resume(self._moved(batch), dataset, self._split, 0, Clock()))
             else:
                 batch = source.begun(some, position, Clock())
                 rows |= {sample: (value,) for sample, value in zip(some, batch.tensors, strict=True)}
         return rows
 
-    def _rows_alone(self, batch: MicroBatch, dataset: Dataset) -> dict[int, Row]:
-        """Return the rows of a micro-batch at the model's input, if none depends on its place or on others.
+    def _some(self, found: frozenset[int]) -> list[int]:
+        """Return the samples whose kept rows are computed anew before any is used, in whole micro-batches."""
+        passes = max(1, CHECKED_ROWS // self._options.micro_batch)
+        count = min(len(found), passes * self._checked_at_once)
+        return sorted(found)[:: max(1, len(found) // max(1, count))][:count]
 
-        Raises:
-            CaptureError: If a row does.
+    @property
+    def _checked_at_once(self) -> int:
+        """Samples that are computed anew in a micro-batch: one place is left for a row of zeros."""
+        return max(1, self._options.micro_batch - 1)
+
+    def _moved(self, batch: MicroBatch) -> MicroBatch:
+        """Return a micro-batch at the model's input whose rows stand a place later, after a row of zeros.
+
+        So no row has its old place, or its old neighbours. If its bits depend on either, they differ now.
         """
-        rows = self._rows_of(self._resume(batch, dataset, self._split, 0, Clock()))
-        [given], count = batch.tensors, 3 * len(batch.ids) // 4
+        if self._options.micro_batch == 1:
+            return batch
+        [given], count = batch.tensors, len(batch.ids)
         moved = torch.zeros_like(given)
-        moved[1 : count + 1], moved[0] = given[:count], given[len(batch.ids) - 1]
-        other = replace(batch, ids=batch.ids[-1:] + batch.ids[:count], tensors=(moved,), skipped=())
-        again = self._rows_of(self._resume(other, dataset, self._split, 0, Clock()))
-        for sample in batch.ids[:count]:
-            if sample in rows and not all(map(same_bits, rows[sample], again[sample])):
-                raise CaptureError("the features of a sample depend on its place in the micro-batch")
-        return rows
+        moved[1 : count + 1] = given[:count]
+        return replace(batch, ids=(NOBODY, *batch.ids), tensors=(moved,), skipped=(NOBODY, *batch.skipped))
 
     def _rows_of(self, batch: MicroBatch) -> dict[int, Row]:
         """Return the row of each sample of a micro-batch at the freeze point."""
@@ -714,8 +733,3 @@ class FeatureSource:
             DealtRoute(way=Way.REMOTE, cut=cut): size for cut, size in sizes.items()
         }
         return remote | {Way.LOCAL: sizes[0]}
-
-
-def _some(found: frozenset[int]) -> list[int]:
-    """Return the samples whose kept rows are computed anew before any is used."""
-    return sorted(found)[:: max(1, len(found) // CHECKED_ROWS)][:CHECKED_ROWS]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
@@ -43,6 +44,7 @@ from upriver.finetune.prefetch.replay import Placed
 from upriver.finetune.prefetch.sampler import EpochOrder
 from upriver.finetune.prefetch.step_assembly import Values
 from upriver.finetune.preparation.background import Preparation
+from upriver.finetune.preparation.snapshot import NoSnapshot
 from upriver.finetune.replanner import StepClock, Switch
 from upriver.finetune.report import Report
 from upriver.finetune.unavailable import Availability
@@ -85,6 +87,9 @@ ADVICE = {
 
 OF_THE_SPLIT = ("program", "freeze_point", "frozen")
 """Fields that are None where they are not known, and then equal any value."""
+
+PACED_STEPS = 2
+"""Training steps after which their pace is known. The first one waits for its samples."""
 
 LOST = "some kept features cannot be read any more: they are computed anew"
 
@@ -146,6 +151,7 @@ class FinetuneJob:
         self._quiet: QuietLink | None = None
         self._waits: IdleWaits | None = None
         self._preparation: Preparation | None = None
+        self._may_prepare: tuple[Callable[[], Preparation], Callable[[float], bool]] | None = None
         self._resumed_mode: Mode | None = None
         self._resumed_program: str | None = None
         self._ready = split.program is not None
@@ -185,6 +191,32 @@ class FinetuneJob:
         """Move over to the program and the servers of a preparation once it has ended, between two steps."""
         self._preparation = preparation
 
+    def may_expect(self, prepare: Callable[[], Preparation], *, pays: Callable[[float], bool]) -> None:
+        """Start a preparation after `PACED_STEPS` if it then pays, or when the caller waits for it.
+
+        Args:
+            pays: Returns whether the preparation pays if an epoch takes so many seconds.
+        """
+        self._may_prepare = prepare, pays
+
+    def _start_if_it_pays(self, epoch_s: float) -> None:
+        """Start the preparation that may be expected if it pays with epochs of so many seconds."""
+        if self._may_prepare is None or not self._may_prepare[1](epoch_s):
+            return
+        (prepare, _), self._may_prepare = self._may_prepare, None
+        try:
+            self.expect(prepare())
+        except NoSnapshot as error:
+            log.info("the job goes on as it began: %s", error)
+
+    def _stop_preparing(self, why: str) -> None:
+        """Go on as the job began: nothing is left for a program or for servers to compute."""
+        self._may_prepare = None
+        if self._preparation is not None:
+            self._preparation.close()
+            self._preparation = None
+            self._plan = replace(self._plan, why=f"the job goes on as it began: {why}")
+
     def wait_until_split(self, timeout_s: float | None = None) -> bool:
         """Wait until the job is prepared: from then on its frozen part may run on servers.
 
@@ -202,6 +234,7 @@ class FinetuneJob:
             NotExact: As :meth:`Near.finetune`.
         """
         self._check_open()
+        self._start_if_it_pays(math.inf)
         if self._preparation is not None:
             self._preparation.wait(timeout_s)
             self._adopt()
@@ -368,7 +401,7 @@ class FinetuneJob:
         self._guard.check_values()
         began, bytes_before = time.perf_counter(), self._link_bytes()
         whole = self._step == 0
-        order = self._order(self._epoch)
+        order, steps_s = self._order(self._epoch), list[float]()
         with contextlib.closing(self._steps(order)) as steps:
             for features, targets in tracing.each("step", steps, first=self._step, epoch=self._epoch):
                 self._step += 1
@@ -378,6 +411,9 @@ class FinetuneJob:
                 self._check_flags()
                 self._adopt()
                 self._replan(self._clock.end(len(targets)))
+                steps_s.append(time.perf_counter())
+                if len(steps_s) == PACED_STEPS:
+                    self._start_if_it_pays((steps_s[-1] - steps_s[-2]) * order.num_steps)
         self._guard.check_values()
         if self._feed.kept is not None:
             self._feed.kept.flush()
@@ -431,6 +467,8 @@ class FinetuneJob:
         while True:
             self.close_loader()
             given = self._feed.work(self._dataset, order, epoch=self._epoch, step=self._step)
+            if not given.work.micro_batches:
+                self._stop_preparing("the features of all samples are kept")
             try:
                 yield from self._steps_of(given)
             except RowsLost:

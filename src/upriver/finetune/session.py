@@ -26,6 +26,7 @@ from upriver.finetune.job import FinetuneJob
 from upriver.finetune.model_wrapper import TailRunner, WrappedModel, uncompiled, unwrap
 from upriver.finetune.options import JobOptions, MicroBatchSize, Prefetch, Sampling, Splitting
 from upriver.finetune.planner import PlannedJob, Planner, agreement_for
+from upriver.finetune.planning.keep_planning import computing_epochs
 from upriver.finetune.planning.plan_builder import unsplit_plan
 from upriver.finetune.preparation.background import Preparation
 from upriver.finetune.preparation.horizon import Horizon
@@ -36,7 +37,7 @@ from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.rewrite.faster import PrefixKind
-from upriver.program.split.remembered_programs import outline_digest, remember_program, remembered_program
+from upriver.program.split.frozen_name import outline_digest
 from upriver.program.split.split import Split, outline, split
 from upriver.progress import named_steps
 from upriver.rpc import validation
@@ -331,11 +332,18 @@ class Near:
         seconds = time.thread_time() - began
         if parts is None or (options.in_background is None and seconds < WORTH_A_PROCESS_S):
             return None
+        row_bytes = sum(each.shape.num_bytes(1) for each in parts.tail.values.ships)
         horizon = Horizon.of(
             seconds,
             micro_batch=options.micro_batch,
             micro_batches=len(options.order(0).micro_batches),
-            epochs=options.epochs,
+            epochs=computing_epochs(
+                options.keep if options.exact != "numeric" else None,
+                chain=dataset.chain,
+                views=options.sampling.views,
+                epochs=options.epochs,
+                num_bytes=len(options.rows) * row_bytes,
+            ),
         )
         # An explicit cut is for a comparison, so it is carried out.
         too_short = horizon.too_short if options.shares is None and not options.in_background else ""
@@ -359,18 +367,15 @@ class Near:
             parts=parts.parts,
         )
         job = self._job(wrapped, direct, parts, options, planned)
-        feed, known_as = job.feed, ""
+        feed = job.feed
         if feed.kept is not None:
-            known_as = outline_digest(
-                model, parts, example, autocast=options.autocast, granularity=options.granularity
+            feed.outlined(
+                outline_digest(
+                    model, parts, example, autocast=options.autocast, granularity=options.granularity
+                )
             )
-            feed.kept.program = remembered_program(known_as)
-        if too_short:
-            return job
 
         def carry_out(split: Split, prepared: Prepared) -> PlannedJob:
-            if known_as and split.captured is not None:
-                remember_program(known_as, split.captured)
             planner = Planner(
                 self.servers,
                 model,
@@ -386,16 +391,21 @@ class Near:
             self.meter.add(prepared.num_bytes)
             return planned
 
-        job.expect(
-            Preparation(
-                task,
-                parts,
-                niceness=horizon.niceness,
-                servers=lambda: self._addresses(dataset),
-                pace=lambda: feed.eager_s,
-                carry_out=carry_out,
-            )
-        )
+        def prepare() -> Preparation:
+            with uncompiled(model):
+                return Preparation(
+                    task,
+                    parts,
+                    niceness=horizon.niceness,
+                    servers=lambda: self._addresses(dataset),
+                    pace=lambda: feed.eager_s,
+                    carry_out=carry_out,
+                )
+
+        if too_short:
+            job.may_expect(prepare, pays=horizon.repaid_by)
+        else:
+            job.expect(prepare())
         return job
 
     def _addresses(self, dataset: Dataset) -> list[str]:

@@ -61,6 +61,32 @@ def keep_plan(
     )
 
 
+def computing_epochs(
+    keep: Keep | None,
+    *,
+    chain: InputChain,
+    views: int | None,
+    epochs: int | None,
+    num_bytes: float,
+) -> int | None:
+    """Return the number of epochs in which rows at the freeze point are computed; None if it is unknown.
+
+    After them every row is found on the compute tier, if all have room there.
+
+    Args:
+        keep: Room for rows. Servers that keep rows in the store compute them for other jobs, too.
+        views: Number of sets of random draws; None if every epoch draws anew.
+        epochs: Number of epochs of the job; None if unknown.
+        num_bytes: Bytes of the rows of all samples, once.
+    """
+    sets = 1 if chain.first_draw is None else views
+    if keep is None or keep.store or sets is None:
+        return epochs
+    if sets * num_bytes > keep.memory_bytes + keep.disk_bytes:
+        return epochs
+    return sets if epochs is None else min(epochs, sets)
+
+
 def stored_share(
     model: CostModel, routes: Sequence[Route], *, cut: int, stored: float, here: float = 0.0
 ) -> float:

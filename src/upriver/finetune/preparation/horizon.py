@@ -13,6 +13,9 @@ FORWARDS = 12
 TRACED_SAMPLES = 10
 """Samples that an outline runs through the model: five in traces, two in training, three in comparisons."""
 
+REPAID = 2
+"""Times of its own work that a preparation must leave of the training: servers at best halve the rest."""
+
 SHARE = 0.05
 """Part of the training that a preparation at the higher priority may take."""
 
@@ -28,7 +31,7 @@ class Horizon:
     Attributes:
         epoch_s: Seconds of an epoch's micro-batches through the frozen part.
         preparation_s: Seconds of work of the preparation.
-        epochs: Number of epochs; None if unknown.
+        epochs: Number of epochs in which the frozen part is computed; None if unknown.
     """
 
     epoch_s: float
@@ -42,6 +45,7 @@ class Horizon:
         Args:
             micro_batch: Samples of a micro-batch.
             micro_batches: Micro-batches of an epoch.
+            epochs: As the attribute.
         """
         pace_s = outline_s / TRACED_SAMPLES * micro_batch
         return cls(epoch_s=micro_batches * pace_s, preparation_s=START_S + FORWARDS * pace_s, epochs=epochs)
@@ -49,12 +53,16 @@ class Horizon:
     @property
     def too_short(self) -> str:
         """Reason why the preparation cannot be repaid; empty if it can, or if the length is unknown."""
-        if self.epochs is None or self.epochs * self.epoch_s > self.preparation_s:
+        if self.epochs is None or self.repaid_by(self.epoch_s):
             return ""
         return (
-            f"preparing takes about {self.preparation_s:.0f} s of work, and the frozen part of {self.epochs} "
-            f"epoch{'s' * (self.epochs > 1)} about {self.epochs * self.epoch_s:.0f} s"
+            f"preparing takes about {self.preparation_s:.0f} s of work, and the {self.epochs} "
+            f"epoch{'s' * (self.epochs > 1)} of the frozen part about {self.epochs * self.epoch_s:.0f} s"
         )
+
+    def repaid_by(self, epoch_s: float) -> bool:
+        """Return whether the preparation pays if an epoch takes that long, its reads included."""
+        return self.epochs is None or self.epochs * epoch_s > REPAID * self.preparation_s
 
     @property
     def niceness(self) -> int:

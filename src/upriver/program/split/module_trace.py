@@ -7,6 +7,7 @@ a skipped module's result is known for any number of samples.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -73,6 +74,10 @@ class Shape:
     def at(self, samples: int) -> tuple[int, ...]:
         """Return the shape for a number of samples."""
         return tuple(b + s * samples for b, s in zip(self.base, self.slope, strict=True))
+
+    def num_bytes(self, samples: int) -> int:
+        """Return the bytes of the tensor for a number of samples."""
+        return math.prod(self.at(samples)) * self.dtype.itemsize
 
     @property
     def batched(self) -> bool:

@@ -19,7 +19,7 @@ import inspect
 import os
 import platform
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -108,16 +108,27 @@ def model_facts(
         ships: Tensors that cross the freeze point.
         skipped: What the tail does not call.
     """
-    yield f"{upriver.__version__} {torch.__version__} {platform.machine()} {torch.get_num_threads()}"
-    yield f"{torch.backends.cpu.get_cpu_capability()} {_device_name(device)} {autocast}"
+    yield from machine_facts(device=device, autocast=autocast)
     yield str([(str(ship.source), str(ship.shape), ship.overwritten) for ship in ships])
     yield str(skipped)
     yield repr(model)
-    yield from (_settings(module) for module in model.modules())
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield f"{name} {tuple(parameter.shape)} {parameter.dtype} {parameter.requires_grad}"
         yield _fold(list((parameter._backward_hooks or {}).values()), _DEPTH)
-    classes = {type(module) for module in model.modules()}
+    yield from code_facts(dict(model.named_modules()))
+
+
+def machine_facts(*, device: torch.device, autocast: torch.dtype | None) -> Iterator[str]:
+    """Yield what decides low bits besides a model: versions, processor and threads, as text."""
+    yield f"{upriver.__version__} {torch.__version__} {platform.machine()} {torch.get_num_threads()}"
+    yield f"{torch.backends.cpu.get_cpu_capability()} {_device_name(device)} {autocast}"
+
+
+def code_facts(modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield the settings of modules, by name, and the source of their classes, as text."""
+    for path, module in modules.items():
+        yield f"{path} {type(module).__module__}.{type(module).__qualname__} {_settings(module)}"
+    classes = {type(module) for module in modules.values()}
     for module_class in sorted(classes, key=lambda kind: (kind.__module__, kind.__qualname__)):
         yield f"{module_class.__module__}.{module_class.__qualname__} {_source(module_class)}"
 

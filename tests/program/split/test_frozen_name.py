@@ -1,4 +1,4 @@
-"""Check that an outline names the program that it becomes: by code, settings and frozen weights alone."""
+"""Check that a frozen part has one name, before and after its capture: by code, settings and weights."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.program.nets import Small, frozen_small
-from upriver.program.split import remembered_programs
-from upriver.program.split.remembered_programs import outline_digest, remember_program, remembered_program
+from upriver.program.graph.executor import Program
+from upriver.program.split import frozen_name as module
+from upriver.program.split.frozen_name import FrozenName, frozen_name, outline_digest
 from upriver.program.split.split import outline, split
 
 EXAMPLE = torch.zeros(4, 3, 16, 16)
@@ -28,16 +29,39 @@ def named(model: Small, example: torch.Tensor = EXAMPLE) -> str:
     return outline_digest(model, found, example, autocast=None, granularity="module")
 
 
-def test_program_is_known_after_it_was_remembered() -> None:
-    model = frozen_small()
-    captured = split(model, EXAMPLE)
-    assert captured.program is not None
-    digest = named(model)
-    assert remembered_program(digest) is None
-    remember_program(digest, captured.program)
-    found = remembered_program(named(frozen_small()))
-    assert found is not None
-    assert (found.digest, found.num_stages) == (captured.program.digest, captured.program.num_stages)
+def captured(model: Small) -> Program:
+    program = split(model, EXAMPLE).program
+    assert program is not None
+    return program
+
+
+def test_a_frozen_part_keeps_the_name_that_it_was_first_known_by() -> None:
+    program = captured(frozen_small())
+    first = frozen_name(named(frozen_small()))
+    assert first == FrozenName(digest=named(frozen_small()), num_stages=1)
+    assert frozen_name(named(frozen_small()), program) == first
+    assert frozen_name(None, program) == first
+    assert frozen_name("0" * 64, program) == first  # a script that was edited since
+    assert frozen_name("0" * 64) == first
+
+
+def test_a_program_that_was_never_outlined_has_its_own_name() -> None:
+    program = captured(frozen_small())
+    first = frozen_name(None, program)
+    assert first == FrozenName(digest=program.digest, num_stages=program.num_stages)
+    assert frozen_name(named(frozen_small()), program) == first
+    assert frozen_name(named(frozen_small())) == first
+
+
+def test_a_name_needs_an_outline_or_a_program() -> None:
+    with pytest.raises(ValueError, match="by its outline or its program"):
+        frozen_name(None)
+
+
+def test_heads_of_other_forms_do_not_count() -> None:
+    wider = frozen_small()
+    wider.head = torch.nn.Sequential(torch.nn.Linear(8, 17), torch.nn.ReLU(), torch.nn.Linear(17, 9))
+    assert named(wider) == named(frozen_small())
 
 
 def test_head_does_not_count_and_frozen_weights_code_and_form_do() -> None:
@@ -66,5 +90,5 @@ def test_head_does_not_count_and_frozen_weights_code_and_form_do() -> None:
 
 @pytest.mark.parametrize("text", ["", "{}", '{"digest": "../x", "num_stages": 3}', "[" * 100_000])
 def test_damaged_file_counts_as_missing(cache: Path, text: str) -> None:
-    remembered_programs._REMEMBERED.save("0" * 64, text)
-    assert remembered_program("0" * 64) is None
+    module._NAMES.save("0" * 64, text)
+    assert frozen_name("0" * 64) == FrozenName(digest="0" * 64, num_stages=1)

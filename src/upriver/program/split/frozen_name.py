@@ -1,0 +1,141 @@
+"""Name the frozen part of a model, so that every job finds the rows that an earlier one has kept.
+
+Before the frozen part is captured, a digest of its code, settings, values and input names it. Afterwards its
+program does. A small file for each of the two remembers the name that rows were first kept under. A lost file
+costs the rows, which are computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+import torch
+import xxhash
+from torch import nn
+
+from upriver.cache import Cache
+from upriver.program.graph.artifact_paths import DIGEST
+from upriver.program.graph.executor import Program
+from upriver.program.graph.liveness import Granularity
+from upriver.program.split.proof_cache import code_facts, machine_facts
+from upriver.program.split.split import Split
+from upriver.program.tensor_layouts import stored_parts
+
+SCHEMA: Literal["upriver.frozen-name/1"] = "upriver.frozen-name/1"
+
+_NAMES = Cache("names")
+
+
+class FrozenName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The name of a frozen part.
+
+    Attributes:
+        digest: Digest of the outline or of the program that it was first known by.
+        num_stages: Number of its stages then; 1 of an outline.
+    """
+
+    digest: str
+    num_stages: int
+    schema: Literal["upriver.frozen-name/1"] = SCHEMA
+
+
+def frozen_name(outlined: str | None, program: Program | None = None) -> FrozenName:
+    """Return the name of a frozen part, and remember it for later jobs.
+
+    Args:
+        outlined: Result of :func:`outline_digest`; None if no outline was made.
+        program: The captured program; None before it is known.
+
+    Raises:
+        ValueError: If neither is given.
+    """
+    digests = [*([program.digest] if program is not None else []), *([outlined] if outlined else [])]
+    if not digests:
+        raise ValueError("a frozen part is named by its outline or its program")
+    known = {digest: known_name(digest) for digest in digests}
+    # The outline's name may be of this very job. The program's is older, where a script was edited since.
+    found = next((name for name in known.values() if name is not None), None)
+    if found is None:
+        by_outline = outlined is not None
+        num_stages = 1 if by_outline or program is None else program.num_stages
+        found = FrozenName(digest=digests[-1], num_stages=num_stages)
+    for digest, name in known.items():
+        if name != found:
+            _NAMES.save(digest, msgspec.json.encode(found).decode() + "\n")
+    return found
+
+
+def known_name(digest: str) -> FrozenName | None:
+    """Return the name that is remembered for the digest of an outline or a program; None if there is none."""
+
+    def decode(data: bytes) -> FrozenName:
+        found = msgspec.json.decode(data, type=FrozenName)
+        if not DIGEST.fullmatch(found.digest) or found.num_stages < 1:
+            raise ValueError("it names no frozen part")
+        return found
+
+    return _NAMES.load(digest, decode)
+
+
+def outline_digest(
+    model: nn.Module,
+    outline: Split,
+    example: torch.Tensor,
+    *,
+    autocast: torch.dtype | None,
+    granularity: Granularity,
+) -> str:
+    """Return the digest of all that decides the features of an outlined model.
+
+    Modules that only the tail calls do not count, so jobs with other heads have the same digest.
+
+    Args:
+        example: A micro-batch of inputs.
+    """
+    folded = hashlib.sha256()
+    for fact in _facts(model, outline, example, autocast=autocast, granularity=granularity):
+        folded.update(fact.encode())
+        folded.update(b"\0")
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    for name in sorted(outline.reads):
+        tensor = tensors[name].detach()
+        folded.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.stride()}\0".encode())
+        for part in stored_parts(tensor):
+            raw = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            folded.update(xxhash.xxh3_128_digest(raw))
+    return folded.hexdigest()
+
+
+def _facts(
+    model: nn.Module,
+    outline: Split,
+    example: torch.Tensor,
+    *,
+    autocast: torch.dtype | None,
+    granularity: Granularity,
+) -> Iterator[str]:
+    yield SCHEMA
+    yield granularity
+    yield from machine_facts(device=_device(model), autocast=autocast)
+    yield f"{tuple(example.shape)} {example.dtype}"
+    yield str((outline.boundary, outline.in_eval, outline.prefix_units, outline.skipped))
+    yield str([(str(each.source), str(each.shape), each.overwritten) for each in outline.tail.values.ships])
+    yield from code_facts(
+        {path: module for path, module in model.named_modules() if _counts(path, outline.skipped)}
+    )
+
+
+def _counts(path: str, skipped: tuple[str, ...]) -> bool:
+    """Return whether a module lies in a frozen one, or around it."""
+    inside = any(f"{path}.".startswith(f"{each}.") for each in skipped)
+    around = path == "" or any(each.startswith(f"{path}.") for each in skipped)
+    return inside or around
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((each.device for each in model.parameters()), torch.device("cpu"))
