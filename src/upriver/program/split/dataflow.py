@@ -128,7 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._places: dict[object, int] = {}
         self._tensors: list[torch.Tensor] = []  # kept alive, so that no identity is reused
         self._made_at: list[int] = []
-        self._writers: dict[int, int] = {}
+        self._writers: dict[int, list[int]] = {}  # operations, in order, by storage
         self._owners: dict[int, str] = {}
         for each in held:
             origin = Origin(kind=each.kind, name=each.name, trained=each.tensor.requires_grad)
@@ -172,8 +172,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def value(self, tensor: torch.Tensor) -> TensorVersion:
         """Return the current version of a tensor."""
         number = self._number(tensor)
-        writer = self._writers.get(_storage(tensor), -1)
+        *_, writer = self._writers.get(_storage(tensor), [-1])
         return TensorVersion(number, writer if writer > self._made_at[number] else -1)
+
+    @property
+    def num_operations(self) -> int:
+        """Number of operations so far."""
+        return len(self._operations)
+
+    def calls_that_wrote(self, tensor: torch.Tensor, *, since: int) -> frozenset[int]:
+        """Return the module calls in which operators wrote into a tensor.
+
+        Args:
+            since: Number of operations before the first that counts.
+        """
+        written = self._writers.get(_storage(tensor), [])
+        return frozenset(self._operations[index].call for index in written if index >= since)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -216,7 +230,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_in(result):
             if id(tensor) not in self._numbers:
                 self._makers[self._number(tensor, made_at=index)] = index
-        self._writers |= dict.fromkeys(self._written, index)
+        for storage in self._written:
+            self._writers.setdefault(storage, []).append(index)
         return result
 
     def _known(self, tensors: list[torch.Tensor]) -> Iterator[TensorVersion]:
@@ -262,7 +277,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if id(tensor) not in self._numbers:
                 self._makers[self._number(tensor, made_at=index)] = index
         for tensor in written:
-            self._writers[_storage(tensor)] = index
+            self._writers.setdefault(_storage(tensor), []).append(index)
 
     def _originate(self, tensor: torch.Tensor, origin: Origin) -> None:
         if origin.kind == "tensor" and _place(tensor) in self._places:

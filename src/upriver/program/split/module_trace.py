@@ -41,7 +41,8 @@ class ModuleCall:
         form: Structure of the result. Only tensors may fill it: a class may inspect its fields.
         values: The tensors of its result, in order, as they were when it ended.
         opaque: Reason why no stub can return its result, such as the type of a part. Usually empty.
-        overwritten: True if an operator wrote into its result in place afterwards.
+        overwritten_in: Calls in which an operator wrote into its result in place afterwards. A write that no
+            operator shows counts as the model's own.
     """
 
     path: str
@@ -54,7 +55,12 @@ class ModuleCall:
     form: pytree.TreeSpec
     values: tuple[TensorVersion, ...] = ()
     opaque: str = ""
-    overwritten: bool = False
+    overwritten_in: frozenset[int] = frozenset()
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether an operator wrote into its result in place afterwards."""
+        return bool(self.overwritten_in)
 
     def sources(self) -> list[TensorSource]:
         """Return the names of the tensors in the call's result."""
@@ -225,7 +231,7 @@ class _Pass:
         self._numbers: dict[str, int] = {}
         self._begun = 0
         self._events = 0
-        self._results: list[list[tuple[torch.Tensor, int]]] = []
+        self._results: list[list[tuple[torch.Tensor, int, int]]] = []
         self._inside: dict[str, str] = {}  # modules called by an operator's functions, and its name
 
     def run(self) -> None:
@@ -244,12 +250,18 @@ class _Pass:
         self.calls = [
             replace(
                 call,
-                overwritten=any(tensor._version != version for tensor, version in kept),
+                overwritten_in=frozenset[int]().union(*(self._overwritten_in(*each) for each in kept)),
                 opaque=self._inside.get(call.path, call.opaque),
             )
             for call, kept in zip(self.calls, self._results, strict=True)
         ]
         self._results.clear()
+
+    def _overwritten_in(self, result: torch.Tensor, version: int, since: int) -> frozenset[int]:
+        """Return the calls that wrote into a result after so many operations, when it had that version."""
+        if result._version == version:
+            return frozenset()
+        return self.recorder.calls_that_wrote(result, since=since) or frozenset({0})
 
     def _watched(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -342,7 +354,9 @@ class _Pass:
                 opaque=opaque,
             )
         )
-        self._results.append([(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()])
+        since = self.recorder.num_operations
+        known = (tensor for tensor in tensors if not tensor.is_inference())
+        self._results.append([(tensor, tensor._version, since) for tensor in known])
         self._events += 1
 
 

@@ -44,7 +44,11 @@ class _Given:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Poison:
-    """Placeholder in a stub's result for a tensor that the tail must not read."""
+    """Placeholder in a stub's result for a tensor that the tail must not read.
+
+    Attributes:
+        dense: True if an operator outside skipped calls writes into it, which needs memory.
+    """
 
     shape: Shape
     dense: bool = False
@@ -337,7 +341,7 @@ class _Recipe:
         self.skipped = set(point.skipped)
         self.paths = {module: path for path, module in model.named_modules()}
         self.results: dict[str, list[Any]] = {}
-        owner = ForwardPass(calls.calls, calls.flow).enclosing(self.skipped)
+        self._owner = owner = ForwardPass(calls.calls, calls.flow).enclosing(self.skipped)
         for call in sorted(calls.calls, key=lambda call: call.index):
             if owner[call.parent] < 0:  # calls inside a skipped call do not run
                 result = self._result(call) if call.index in self.skipped else None
@@ -352,7 +356,8 @@ class _Recipe:
                 made.append(leaf)
                 continue
             index = self.given.get(next(values))
-            made.append(_Poison(shape=leaf, dense=call.overwritten) if index is None else _Given(index=index))
+            dense = any(self._owner[writer] < 0 for writer in call.overwritten_in)
+            made.append(_Poison(shape=leaf, dense=dense) if index is None else _Given(index=index))
         return made, call.form
 
     def make(self) -> _Cloned:
