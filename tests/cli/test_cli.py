@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.examples import some
 from tests.pipeline.making import tone, wav, write
 from upriver.cli import main
 from upriver.cli.app import app
@@ -262,7 +263,7 @@ def test_interruption_ends_with_130(
 WITHOUT_WORK = [["--help"], ["plan", "--help"], ["--version"]]
 
 
-@pytest.mark.parametrize("arguments", WITHOUT_WORK, ids=" ".join)
+@pytest.mark.parametrize("arguments", some(1, WITHOUT_WORK), ids=" ".join)
 def test_output_that_cannot_be_written_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -271,7 +272,7 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_code_2(arguments: li
     assert (done.returncode, done.stderr) == (2, "error: cannot write to stdout: No space left on device\n")
 
 
-@pytest.mark.parametrize("arguments", WITHOUT_WORK, ids=" ".join)
+@pytest.mark.parametrize("arguments", some(1, WITHOUT_WORK), ids=" ".join)
 def test_a_reader_that_has_gone_is_no_error(arguments: list[str]) -> None:
     ours, theirs = os.pipe()
     os.close(ours)

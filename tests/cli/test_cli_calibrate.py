@@ -51,6 +51,7 @@ def test_the_table_stands_beside_the_papers(capsys: pytest.CaptureFixture[str]) 
     assert len(relu) == len(flip) == 13
 
 
+@pytest.mark.full
 def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("upriver.profile.latency.calibration.RANGES", ONE_KIND)
     monkeypatch.setenv("TERM", "xterm")
@@ -61,6 +62,7 @@ def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPat
     assert int(last[0]) <= int(last[1])
 
 
+@pytest.mark.full
 def test_a_folder_that_cannot_be_written_is_said_and_no_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

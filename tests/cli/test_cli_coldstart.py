@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.examples import some
 from tests.program.nets import Small
 from upriver.cli import main
 from upriver.coldstart import publish_model
@@ -46,7 +47,7 @@ def asked(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return found
 
 
-@pytest.mark.parametrize("grouping", ["upriver", "pisel", "layer_by_layer"])
+@pytest.mark.parametrize("grouping", some(1, ["upriver", "pisel", "layer_by_layer"]))
 def test_the_answer_is_that_of_the_plain_way(
     grouping: str, stored: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -226,7 +227,7 @@ def pushed(name: str, tmp_path: Path) -> str:
     return f"{tmp_path.as_uri()}/.upriver/programs/{made(name).digest}"
 
 
-@pytest.mark.parametrize("grouping", ["upriver", "pisel", "layer_by_layer"])
+@pytest.mark.parametrize("grouping", some(1, ["upriver", "pisel", "layer_by_layer"]))
 @pytest.mark.parametrize("name", MADE)
 def test_a_program_answers_as_it_does_the_plain_way(
     name: str, grouping: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

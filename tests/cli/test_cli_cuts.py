@@ -62,6 +62,7 @@ def rows_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[st
     return rows
 
 
+@pytest.mark.full
 def test_alexnet_has_the_stages_and_bytes_that_are_published(capsys: pytest.CaptureFixture[str]) -> None:
     rows = rows_of(capsys, "torchvision:alexnet", "--micro-batch", "1")
     assert [row["cut"] for row in rows] == list(range(22))
@@ -145,6 +146,7 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(json.loads(capsys.readouterr().out)) == 4
 
 
+@pytest.mark.full
 def test_cuts_draws_the_bytes_of_a_stored_sample(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "cuts.svg"
@@ -152,6 +154,7 @@ def test_cuts_draws_the_bytes_of_a_stored_sample(tmp_path: Path) -> None:
     assert "<!-- a stored sample: 20 B -->" in picture.read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_a_picture_that_cannot_be_written_is_one_line_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

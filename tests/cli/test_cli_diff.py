@@ -151,6 +151,7 @@ def test_other_instruction_set_shows_in_a_convolution(
     assert "gives float32 (4, 16, 16, 16)." in text and text.endswith("of the largest, and takes it.")
 
 
+@pytest.mark.full
 def test_operators_as_stages_show_the_same_operator(
     other: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,7 @@ def test_several_inputs_come_by_name(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert torch.equal(answers["output_1"], wanted["sum"])
 
 
+@pytest.mark.full
 def test_positional_inputs_may_be_named_as_the_models_forward_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +223,7 @@ def test_inputs_that_leave_one_out_are_an_error_that_names_them(
     assert "the model takes x; " in err and "holds x, y" in err
 
 
+@pytest.mark.full
 def test_inputs_are_named_as_forward_does_without_an_example_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,6 +259,7 @@ def test_what_a_model_does_not_take_is_named_with_its_file(
     assert said.format(path=path) in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_sample_without_a_batch_and_in_double_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

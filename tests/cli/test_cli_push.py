@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.examples import some
 from upriver.cli import main
 from upriver.coldstart import load, loading
 from upriver.coldstart import load_program as programs
@@ -109,6 +110,7 @@ def test_weights_have_their_manifest_beside_them(tmp_path: Path, capsys: pytest.
         assert coming is None or coming.wait(60)
 
 
+@pytest.mark.full
 def test_what_it_prints_is_what_a_cold_start_takes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +123,8 @@ def test_what_it_prints_is_what_a_cold_start_takes(
         assert coming is None or coming.wait(60)
 
 
-@pytest.mark.parametrize("damaged", ["weights", "graph"])
+@pytest.mark.full
+@pytest.mark.parametrize("damaged", some(1, ["weights", "graph"]))
 def test_what_is_damaged_is_written_anew(
     damaged: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.examples import some
 from tests.server.running import wait_for
 from upriver.cli import app, main
 from upriver.cli.serve.options import leave, split_store
@@ -116,6 +117,7 @@ def test_token_from_the_environment_or_a_file(tmp_path: Path, where: str) -> Non
         assert get(said["listening"], "/v1/info", token="sesame")[0] == 200
 
 
+@pytest.mark.full
 def test_a_file_and_options_together(tmp_path: Path) -> None:
     config = tmp_path / "server.toml"
     uri = tmp_path.as_uri()
@@ -144,14 +146,17 @@ def test_refuses_to_listen_to_others_without_a_token(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("option", "value", "said"),
-    [
-        ("--threads", "0", "threads must be a whole number >= 1, got 0"),
-        ("--workers", "0", "workers must be a whole number >= 1, got 0"),
-        ("--workers", "-1", "workers must be a whole number >= 1, got -1"),
-        ("--device", "cuda:99", "device 'cuda:99' is not available here; torch sees: cpu"),
-        ("--device", "toaster", "device 'toaster' is none that torch knows; it sees here: cpu"),
-        ("--threads", str(2**40), "threads are at most "),
-    ],
+    some(
+        2,
+        [
+            ("--threads", "0", "threads must be a whole number >= 1, got 0"),
+            ("--workers", "0", "workers must be a whole number >= 1, got 0"),
+            ("--workers", "-1", "workers must be a whole number >= 1, got -1"),
+            ("--device", "cuda:99", "device 'cuda:99' is not available here; torch sees: cpu"),
+            ("--device", "toaster", "device 'toaster' is none that torch knows; it sees here: cpu"),
+            ("--threads", str(2**40), "threads are at most "),
+        ],
+    ),
 )
 def test_what_can_never_work_is_one_line_and_no_server(
     tmp_path: Path, option: str, value: str, said: str
@@ -217,6 +222,7 @@ def test_sigterm_is_an_end_and_no_interruption_before_the_options_are_read(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("second", "code"), [ENDS[0], pytest.param(*ENDS[1], marks=pytest.mark.full)], ids=["TERM", "INT"]
 )
@@ -233,6 +239,7 @@ def test_a_second_signal_while_somebody_is_served_ends_it_quietly(
         assert process.returncode == code
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code"), [ENDS[0], pytest.param(*ENDS[1], marks=pytest.mark.full)], ids=["TERM", "INT"]
 )

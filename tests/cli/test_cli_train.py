@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.conftest import fill
+from tests.examples import some
 from upriver import files
 from upriver.cli import main
 from upriver.cli.train import checkpoint
@@ -256,6 +257,7 @@ def test_interrupted_at_every_step(
     assert whole["resumed"] is False
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_keeps_the_micro_batch_it_chose(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +307,7 @@ def assert_undisturbed(parts: dict[str, object], whole: dict[str, object]) -> No
     assert parts["output_sha256"] == whole["output_sha256"]
 
 
+@pytest.mark.full
 def test_an_evaluation_that_fails_costs_no_epoch(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = trained(capsys, config(folder, output="whole.st", more="epochs = 2"))
     path = config(folder, output="parts.st", more="epochs = 2")
@@ -324,6 +327,7 @@ def test_an_evaluation_that_fails_costs_no_epoch(folder: Path, capsys: pytest.Ca
     assert epochs[0]["bytes"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("ended", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_an_interrupted_evaluation_costs_no_epoch(
     ended: int, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -359,6 +363,7 @@ def last_of_first_epoch(folder: Path) -> tuple[int, Path]:
     return order.ids[-1], folder / dataset.locate(order.ids[-1:])[0].object
 
 
+@pytest.mark.full
 def test_a_store_that_fails_costs_no_step(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -384,6 +389,7 @@ def test_a_store_that_fails_costs_no_step(
     assert parts["samples"] == {"local": 8 + 6 + 20 + 6}
 
 
+@pytest.mark.full
 def test_a_failure_after_the_last_step_trains_no_epoch_twice(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +412,7 @@ def test_a_failure_after_the_last_step_trains_no_epoch_twice(
     assert parts["samples"] == {"local": 6 + 20 + 6}
 
 
+@pytest.mark.full
 def test_a_run_that_failed_at_a_sample_goes_on_as_one_that_skips(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -435,11 +442,14 @@ def interrupted_once(capsys: pytest.CaptureFixture[str], path: str, *options: st
 
 @pytest.mark.parametrize(
     ("then", "now", "named"),
-    [
-        ('on_bad_sample = "skip"', 'on_bad_sample = "fail"', "its on_bad_sample is 'skip', here 'fail'"),
-        ('exact = "bitwise"', 'exact = "numeric"', "its exact is 'bitwise', this job's 'numeric'"),
-        ('prefix = "bf16"', "", "its prefix is 'bf16', here None"),
-    ],
+    some(
+        1,
+        [
+            ('on_bad_sample = "skip"', 'on_bad_sample = "fail"', "its on_bad_sample is 'skip', here 'fail'"),
+            ('exact = "bitwise"', 'exact = "numeric"', "its exact is 'bitwise', this job's 'numeric'"),
+            ('prefix = "bf16"', "", "its prefix is 'bf16', here None"),
+        ],
+    ),
 )
 def test_what_changes_the_training_is_refused(
     then: str, now: str, named: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -472,6 +482,7 @@ def test_how_servers_are_reached_is_checked_before_anything_is_trained(
     assert not list(folder.glob("trained.safetensors*.checkpoint"))
 
 
+@pytest.mark.full
 def test_what_only_says_where_servers_are_may_change(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -480,6 +491,7 @@ def test_what_only_says_where_servers_are_may_change(
     assert trained(capsys, config(folder, more=more))["resumed"] is True
 
 
+@pytest.mark.full
 def test_fewer_epochs_than_have_begun_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(folder, more="epochs = 3")
     for _ in range(5):
@@ -489,6 +501,7 @@ def test_fewer_epochs_than_have_begun_are_refused(folder: Path, capsys: pytest.C
     assert len(losses(trained(capsys, config(folder, more="epochs = 2")))) == 8
 
 
+@pytest.mark.full
 def test_train_with_held_out_samples_of_fewer_classes_matches_names_and_reports_what_it_leaves_out(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -506,6 +519,7 @@ def test_train_with_held_out_samples_of_fewer_classes_matches_names_and_reports_
     assert "heldout 'heldout' has other classes than the training samples: class 'other' is none of" in line
 
 
+@pytest.mark.full
 def test_other_data_is_named_and_changes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(folder)
     interrupted_once(capsys, path)
@@ -520,6 +534,7 @@ def test_other_data_is_named_and_changes_nothing(folder: Path, capsys: pytest.Ca
     assert (folder / "trained.safetensors.checkpoint").read_bytes() == before
 
 
+@pytest.mark.full
 def test_only_the_words_of_a_checkpoint_are_read_for_its_state(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,6 +564,7 @@ def told(monkeypatch: pytest.MonkeyPatch, after: dict[int, Callable[[], object]]
     monkeypatch.setattr(train, "_tell", telling)
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_at_a_checkpoint_ends_no_training(
     folder: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -573,6 +589,7 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_no_training(
     assert sorted(os.listdir(small_disk)) == ["out.st", "out.st.toml"]
 
 
+@pytest.mark.full
 def test_a_disk_that_is_full_at_the_end_costs_no_epoch(
     folder: Path, small_disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import fill
+from tests.examples import often
 from tests.finetune.training import images
 from upriver.cli import main
 from upriver.cli.demo import BarWatcher
@@ -57,7 +58,7 @@ def disk(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return small_disk
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", often(COMMANDS, "push", "push weights", "index"))
 def test_a_full_disk_is_one_line_and_nothing_is_lost(
     disk: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -107,7 +108,7 @@ PRINTING: dict[str, list[str]] = {
     "a wrong option": ["index", "--nothing"],
     "an error": ["index", "ftp://nowhere"],
 }
-DEAR = ("calibrate", "coldstart", "train")
+DEAR = ("calibrate", "coldstart", "infer", "push", "train")
 """Commands whose lines beside the result are looked at by `make test-full` alone."""
 
 
@@ -149,7 +150,9 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
 @pytest.mark.parametrize(
     "options", [[], pytest.param(["--json"], marks=pytest.mark.full)], ids=["text", "json"]
 )
-@pytest.mark.parametrize("command", PRINTING, indirect=True)
+@pytest.mark.parametrize(
+    "command", often(PRINTING, "cuts", "index", "plan", "push", "help", "an error"), indirect=True
+)
 def test_a_result_that_does_not_fit_is_one_line_and_no_success(
     command: list[str],
     options: list[str],

@@ -157,6 +157,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
         raise AssertionError("it started")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_server_ends_with_its_replica_however_that_dies(tmp_path: Path) -> None:
     script = (

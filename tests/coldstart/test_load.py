@@ -22,7 +22,7 @@ from torch import nn
 from tests.coldstart.leaving import threads
 from tests.coldstart.networks import EACH, NETWORKS, Bare, Encoder, Tied, all_made_up, answer
 from tests.coldstart.ordered import Ordered, hesitating, published
-from tests.examples import examples
+from tests.examples import examples, some
 from tests.server.running import wait_for
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.format.access_order import publish_model
@@ -60,7 +60,7 @@ def is_left_alone(model: nn.Module, kind: type[nn.Module]) -> bool:
 # ---------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", some(3, EACH))
 def test_the_first_answer_is_that_of_the_loaded_model(name: str, whole: dict[str, nn.Module]) -> None:
     build, arguments = NETWORKS[name]
     store = published(whole[name], name)
@@ -76,7 +76,7 @@ def test_the_first_answer_is_that_of_the_loaded_model(name: str, whole: dict[str
         assert torch.equal(model.state_dict()[key], value)
 
 
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", some(3, EACH))
 @settings(max_examples=examples(5), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(shuffle=st.integers(0, 2**32 - 1))
 def test_whatever_order_weights_come_in(

@@ -23,6 +23,7 @@ from torch import nn
 
 from tests.coldstart.leaving import threads
 from tests.coldstart.ordered import Ordered
+from tests.examples import often, some
 from tests.program.nets import Shared, Small
 from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
@@ -191,7 +192,9 @@ def is_left_alone(program: Program, coming: Arriving) -> bool:
 # ----------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize("name", ["small", "bfloat16", "shared", "words", "turned"])
+@pytest.mark.parametrize(
+    "name", often(["small", "bfloat16", "shared", "words", "turned"], "small", "shared", "words")
+)
 def test_every_cut_whatever_order_weights_come_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, program, inputs = published(name)
     count, stages, chance = len(program.weight_tensors), program.num_stages, random.Random(8)
@@ -221,7 +224,7 @@ def test_every_cut_whatever_order_weights_come_in(name: str, monkeypatch: pytest
         assert bytes(cold.weights_bytes) == bytes(program.weights_bytes)
 
 
-@pytest.mark.parametrize("name", ["small", "bfloat16", "shared", "words"])
+@pytest.mark.parametrize("name", some(1, ["small", "bfloat16", "shared", "words"]))
 def test_a_stage_waits_for_what_it_reads_and_for_nothing_else(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +282,7 @@ def test_through_a_real_stream(name: str) -> None:
         assert bytes(cold.weights_bytes) == bytes(program.weights_bytes)
 
 
+@pytest.mark.full
 def test_programs_of_one_network_share_weights_that_some_do_not_read() -> None:
     torch.manual_seed(1)
     model = Words().eval()
@@ -317,7 +321,7 @@ def asked(server: S3Server, ending: str) -> list[range]:
     return found
 
 
-@pytest.mark.parametrize("name", ["small", "words"])
+@pytest.mark.parametrize("name", some(1, ["small", "words"]))
 def test_nothing_behind_the_cut_is_downloaded(name: str, server: S3Server) -> None:
     program, inputs = made(name)
     store = connected(server)
@@ -591,6 +595,7 @@ def test_a_program_that_is_dropped_ends_its_load(monkeypatch: pytest.MonkeyPatch
     assert file() is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("num_days", [15, pytest.param(40, marks=pytest.mark.full)])
 def test_a_store_on_a_bad_day_gives_the_right_answer_or_a_typed_error(num_days: int) -> None:
     program, inputs = made("small")

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
+from tests.examples import some
 from tests.store.s3_server import S3Server
 from upriver.coldstart import load_model, publish_model
 from upriver.coldstart import load_program as cold_programs
@@ -108,7 +109,7 @@ def test_a_larger_one_is_grouped_for_the_link(
     assert grouping_cache.kept(find(store, "net"))
 
 
-@pytest.mark.parametrize("grouping_name", GROUPINGS)
+@pytest.mark.parametrize("grouping_name", some(1, GROUPINGS))
 def test_a_group_of_more_than_may_be_in_flight_comes_in_parts(
     grouping_name: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +132,7 @@ def _each_alone(source: WeightSource, *options: Any) -> RequestPlan:
     return replace(plan_requests(source, *options), groups=alone, groupings={})
 
 
-@pytest.mark.parametrize("kind", ["model", "program"])
+@pytest.mark.parametrize("kind", some(1, ["model", "program"]))
 def test_ours_asks_for_groups_that_follow_each_other_together_and_the_others_do_not(
     kind: str, server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

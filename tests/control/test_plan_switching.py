@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.examples import often
 from tests.planning import alexnet, cluster
 from upriver.control.plan_switching import PROOF_REST_S, PlanSwitcher
 from upriver.errors import NotExact, ServerUnavailable, UpriverError
@@ -74,7 +75,7 @@ def test_ten_iterations_after_the_link_changed_the_plan_is_a_fresh_one(policy: s
     assert (job.switcher.plan.routes != job.first.routes) == (policy != "neurosurgeon")
 
 
-@pytest.mark.parametrize("policy", ADAPTIVE)
+@pytest.mark.parametrize("policy", often(ADAPTIVE, "neurosurgeon", "upriver"))
 @pytest.mark.parametrize("mbit", [60, *(pytest.param(each, marks=pytest.mark.full) for each in (20, 200))])
 def test_jitter_around_a_bandwidth_switches_nothing(policy: str, mbit: float) -> None:
     job = Job(policy, mbit * MBIT)
@@ -132,7 +133,7 @@ def test_what_a_meter_shows_while_a_link_changes_makes_no_plan(
     assert job.switcher.plan.routes == job.fresh(after * MBIT).routes
 
 
-@pytest.mark.parametrize("policy", ADAPTIVE)
+@pytest.mark.parametrize("policy", often(ADAPTIVE, "neurosurgeon", "upriver"))
 @pytest.mark.parametrize("planned", [pytest.param(0.8, marks=pytest.mark.full), 1.2])
 def test_jitter_is_no_other_link_even_where_the_plan_was_made_at_its_edge(
     policy: str, planned: float

@@ -95,6 +95,7 @@ def test_jobs_get_within_5_percent_of_the_best_ratio() -> None:
     assert fmean(swing for _, swing in found) < 0.1
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(SPEEDS, st.floats(0.4, 2.5), st.floats(0.4, 2.5))
 def test_speeds_that_change_are_followed(speeds: Speeds, here: float, there: float) -> None:
@@ -108,6 +109,7 @@ def test_speeds_that_change_are_followed(speeds: Speeds, here: float, there: flo
     assert throughput >= NEARLY * best_throughput(plant.speeds)
 
 
+@pytest.mark.full
 @settings(deadline=None)
 @given(SPEEDS)
 def test_workers_that_come_and_go_are_used_while_they_are_there(speeds: Speeds) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples import some
 from upriver.dataloader.epoch import Epoch
 from upriver.dataloader.local.workers import SampleMaker
 from upriver.dataloader.offload_stretch import OffloadStretch
@@ -675,7 +676,7 @@ def test_what_waits_for_somebody_who_turns_out_not_to_do_it_comes_back(bed: Bed)
 # ------------------------------------------------------------------------------- several loaders at once
 
 
-@pytest.mark.parametrize("most", [20, 12, 8, 5])
+@pytest.mark.parametrize("most", some(1, [20, 12, 8, 5]))
 def test_two_loaders_that_ask_for_more_than_there_are_places_keep_it_busy(bed: Bed, most: int) -> None:
     """Each loader is told that it may have 16 tasks there at once."""
     server = bed.server(0.5, processes=8, most=most)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from tests.dataloader.toy_datasets import Divided, Noisy, same
-from tests.examples import examples
+from tests.examples import examples, some
 from upriver.dataloader import epoch as epoch_module
 from upriver.dataloader import pending_batch as batch_module
 from upriver.dataloader import prefetch_limit as ahead
@@ -198,7 +198,7 @@ def test_the_same_batches_where_the_share_changes_with_every_batch(
     )
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", some(1, [False, True]))
 def test_the_same_with_loader_processes_where_the_share_changes(whole: bool) -> None:
     made = check(
         batches_of([4] * 30, list(range(120))),
@@ -220,7 +220,7 @@ def test_the_same_with_loader_processes_where_the_share_changes(whole: bool) -> 
         pytest.param(1.0, marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("failing", [0.0, 0.4])
+@pytest.mark.parametrize("failing", some(1, [0.4, 0.0]))
 def test_the_same_with_loader_processes(share: float, failing: float) -> None:
     batches = batches_of([4] * 20, list(range(80)))
     for whole in (False, True):
@@ -665,7 +665,7 @@ def test_a_thread_that_computes_alone_leaves_others_as_many_threads_as_they_had(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("share", some(1, [0.5, 0.0, 1.0]))
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("reads_here", [False, True])
 def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(

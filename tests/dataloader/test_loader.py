@@ -38,7 +38,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "one by one, shuffled": {"batch_size": None, "sampler": RandomSampler(range(23))},
     "collated by the user": {"batch_size": 4, "collate_fn": list},
 }
-OFTEN = ("shuffled", "batches of several sizes", "one by one, shuffled", "collated by the user")
+OFTEN = ("shuffled", "one by one, shuffled")
 """Those that `make test` tries with loader processes."""
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from tests.dataloader.toy_datasets import Noisy, same
+from tests.examples import some
 from upriver.dataloader import DataLoader
 from upriver.dataloader.resumed_order import GeneratorState, OrderGenerators, TwisterState, set_generators
 from upriver.errors import ConfigError
@@ -89,6 +90,8 @@ KINDS: dict[str, Callable[[], dict[str, Any]]] = {
     "one by one": lambda: {"batch_size": None, "sampler": RandomSampler(range(COUNT))},
 }
 LATE = ("late", "late batches", "by the shared one, given")
+OFTEN = {("shuffled", False), ("shuffled", True), ("by weight", True), ("late", False), ("early", False)}
+"""Kinds of loaders, with a model that draws or without, that `make test` resumes at any step."""
 
 
 def draw() -> None:
@@ -141,7 +144,12 @@ def stops(kind: str) -> Iterator[tuple[int, int | None]]:
 
 @pytest.mark.parametrize(
     ("kind", "model"),
-    [*((kind, False) for kind in KINDS), *((kind, True) for kind in KINDS if kind not in LATE)],
+    [
+        pytest.param(kind, model, marks=() if (kind, model) in OFTEN else pytest.mark.full)
+        for model in (False, True)
+        for kind in KINDS
+        if not (model and kind in LATE)
+    ],
 )
 def test_loader_resumed_at_any_step_gives_the_uninterrupted_order(kind: str, model: bool) -> None:
     """The script alone seeds everything again, and restores no generator.
@@ -185,7 +193,7 @@ def test_loader_resumed_with_draws_between_the_models_is_exact_or_refused(kind: 
         pytest.param("shuffled by its own", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", some(1, [True, False]))
 def test_loader_resumed_with_processes_gives_the_uninterrupted_order(kind: str, persistent: bool) -> None:
     more = {"num_workers": 2, "persistent_workers": persistent}
     model = kind not in LATE
@@ -491,7 +499,7 @@ class Backwards(BatchSampler):
         return (batch[::-1] for batch in super().__iter__())
 
 
-@pytest.mark.parametrize("sampler", [Hidden, Turning, lambda: BatchSampler(Hidden(), 5, False)])
+@pytest.mark.parametrize("sampler", some(1, [Hidden, Turning, lambda: BatchSampler(Hidden(), 5, False)]))
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("after", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_loader_resumed_between_epochs_goes_on_behind_what_its_sampler_hides(

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from tests.dataloader.toy_datasets import Broken, Buckets, Noisy, Plain, same
-from tests.examples import examples
+from tests.examples import examples, some
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
 from upriver.rpc.local_server import EmbeddedServer
@@ -307,6 +307,7 @@ def test_other_workers_and_another_share_go_on_with_the_same_order(share: float)
         assert same(found + list(other), here)
 
 
+@pytest.mark.full
 def test_every_rank_has_its_part_and_goes_on_with_it() -> None:
     data = dataset("tests.dataloader.toy_datasets:Divided", count=41)
 
@@ -482,7 +483,7 @@ class Counting(DistributedSampler[int]):
         self.left_out = state["given"]
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", some(1, [0, 2]))
 @pytest.mark.parametrize("stop", [pytest.param(0, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(
     "before", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full)]

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from tests.examples import some
 from upriver.cli import main
 from upriver.demo.bench import same_state
 from upriver.demo.data import VERSION
@@ -117,7 +118,7 @@ class Told:
         pass
 
 
-@pytest.mark.parametrize("nowhere", [os.devnull, os.devnull + "/nowhere"])
+@pytest.mark.parametrize("nowhere", some(1, [os.devnull, os.devnull + "/nowhere"]))
 def test_where_nothing_can_be_kept_images_go_with_the_run(
     nowhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +132,7 @@ def test_where_nothing_can_be_kept_images_go_with_the_run(
     assert nowhere in line and "for this run alone" in line
 
 
+@pytest.mark.full
 def test_few_images_set_the_batch_statistics_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("UPRIVER_CACHE", "relative")

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "finetune.py"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_finetune_example_learns() -> None:
     done = subprocess.run(

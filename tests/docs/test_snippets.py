@@ -19,7 +19,7 @@ from tests.docs.pages import BadPage, Page, blocks, environment
 from upriver._torchvision import ensure_torchvision
 
 ROOT = Path(__file__).parents[2]
-OFTEN = ("README.md", "docs/guides/dataloader.md")
+OFTEN = ("README.md",)
 """Pages that `make test` runs. The others run the same commands and prove larger models."""
 
 PAGES = [
@@ -116,6 +116,7 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_blocks_share_files_names_and_servers(tmp_path: Path, open_page: Callable[[Path], Page]) -> None:
     text = """
 ```python

@@ -28,6 +28,7 @@ def test_equal_in_another_process_and_named_in_text():
     assert all(type(value) is str for value in here.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "environment",
     [

@@ -314,6 +314,7 @@ def until(condition: Callable[[], bool], epoch: Callable[[], None]) -> None:
         epoch()
 
 
+@pytest.mark.full
 def test_a_server_without_room_for_a_canary_at_another_cut_is_named_by_the_plan(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

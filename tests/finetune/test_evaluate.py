@@ -63,6 +63,7 @@ def plainly(data: Dataset, held_out: Dataset) -> torch.Tensor:
     return outputs
 
 
+@pytest.mark.full
 def test_held_out_data_in_another_store_is_read_from_here(
     data: Dataset, near: upriver.Near, tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def test_what_evaluating_reads_from_the_store_is_counted(data: Dataset, tmp_path
         assert near.meter.total_bytes - before == stored
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "absent",
     [

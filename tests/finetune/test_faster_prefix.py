@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import upriver
+from tests.examples import some
 from tests.finetune.conftest import Reference
 from tests.finetune.training import BATCH, MICRO, grouped, optimizer_of, run, same, train
 from tests.program.nets import frozen_small
@@ -77,7 +78,7 @@ def first_features(data: Dataset, **options: Any) -> tuple[torch.Tensor, Any]:
         return features, job
 
 
-@pytest.mark.parametrize("kind", QUICK_KINDS)
+@pytest.mark.parametrize("kind", some(1, QUICK_KINDS))
 def test_a_faster_prefix_states_the_error_that_its_features_have(data: Dataset, kind: Any) -> None:
     written, _ = first_features(data)
     faster, job = first_features(data, prefix=kind)
@@ -126,6 +127,7 @@ def test_features_in_bfloat16_take_half_the_bytes_of_the_link(near: upriver.Near
     assert 0.4 < narrow / wide < 0.7
 
 
+@pytest.mark.full
 def test_the_plan_counts_features_as_they_cross(near: upriver.Near, data: Dataset) -> None:
     def crossing(kind: Any) -> float:
         with near.finetune(frozen_tokens(), data, **OPTIONS, prefix=kind) as job:
@@ -255,6 +257,7 @@ def test_a_model_that_runs_unsplit_says_that_the_prefix_changes_nothing(data: Da
         assert len(train(job, model, optimizer_of(model))) == len(job)
 
 
+@pytest.mark.full
 def test_the_prefix_at_another_size_is_as_fast_and_has_the_same_weights(data: Dataset) -> None:
     _, job = first_features(data, prefix="int8")
     other = resized(frozen_tokens(), job.split, torch.randn(2 * MICRO, 3, 16, 16))
@@ -288,6 +291,7 @@ def test_stages_are_measured_at_two_sizes_as_they_run(
     assert "one size" in str(near.measured)  # another one would have to be compiled
 
 
+@pytest.mark.full
 def test_a_job_may_choose_its_micro_batch_with_a_faster_prefix(near: upriver.Near, data: Dataset) -> None:
     options = {"batch_size": 32, "micro_batch": "auto", "prefix": "bf16"}
     with near.finetune(frozen_tokens(), data, **options) as job:
@@ -296,6 +300,7 @@ def test_a_job_may_choose_its_micro_batch_with_a_faster_prefix(near: upriver.Nea
         assert job.report.prefix_error > 0
 
 
+@pytest.mark.full
 def test_held_out_samples_are_judged_alike_on_servers_and_here(near: upriver.Near, data: Dataset) -> None:
     def judged(connection: Any, **options: Any) -> float:
         given = {**OPTIONS, "prefix": "bf16", **options}
@@ -305,6 +310,7 @@ def test_held_out_samples_are_judged_alike_on_servers_and_here(near: upriver.Nea
     assert judged(near, policy="freeze") == judged(upriver.connect(), policy="nosplit")
 
 
+@pytest.mark.full
 def test_an_attribute_that_changes_without_effect_leaves_the_job_going(data: Dataset) -> None:
     model = frozen_tokens()
     options = {**OPTIONS, "policy": "nosplit", "prefix": "bf16"}

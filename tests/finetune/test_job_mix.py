@@ -25,7 +25,7 @@ MIXES = {
     "a single input cut": {-3: 1.0},
     "the model's input": {0: 1.0},
 }
-OFTEN = ("here and there", "among the input stages")
+OFTEN = ("here and there",)
 """Mixes that `make test` runs."""
 
 

@@ -236,6 +236,7 @@ def tricky() -> nn.Module:
     return model
 
 
+@pytest.mark.full
 def test_batchnorm_dropout_checkpointing_and_hooks_train_as_ever(url: str, data: Dataset) -> None:
     job, model = near_as_plain(url, tricky, data)
     assert job._split.boundary == "block1"
@@ -419,7 +420,11 @@ def test_a_model_compiled_in_place_is_traced_as_written(
         ({"compile_tail": 1}, "compile_tail must be True, False or a mapping"),
         ({"compile_tail": "inductor"}, "compile_tail must be"),
         ({"compile_tail": {"backends": "x"}}, r"compile_tail takes backend, mode, .* got \['backends'\]"),
-        ({"compile_tail": {"backend": "no such thing"}, "policy": "nosplit"}, "torch.compile does not take"),
+        pytest.param(
+            {"compile_tail": {"backend": "no such thing"}, "policy": "nosplit"},
+            "torch.compile does not take",
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             {"compile_tail": {"mode": "fast"}}, "torch.compile does not take", marks=pytest.mark.full
         ),

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import upriver
+from tests.examples import some
 from tests.finetune.conftest import Reference
 from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, png, root_of, run, same, train
 from tests.program.nets import frozen_small
@@ -30,12 +31,15 @@ from upriver.types import Plan, Timings
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"policy": "freeze"},
-        pytest.param({"policy": "min"}, marks=pytest.mark.full),
-        {"cut": 1},
-        pytest.param({"cut": 4}, marks=pytest.mark.full),
-    ],
+    some(
+        1,
+        [
+            {"policy": "freeze"},
+            pytest.param({"policy": "min"}, marks=pytest.mark.full),
+            {"cut": 1},
+            pytest.param({"cut": 4}, marks=pytest.mark.full),
+        ],
+    ),
 )
 def test_losses_and_weights_are_those_of_the_plain_way_at_any_cut(
     data: Dataset, plain: Reference, near: upriver.Near, options: dict[str, object]
@@ -255,6 +259,7 @@ def test_two_servers_share_the_work_and_one_may_die(data: Dataset, plain: Refere
     assert all(report.samples.get(server.url, 0) > 0 for server in servers)
 
 
+@pytest.mark.full
 def test_samples_arrive_once_and_in_order_through_a_server(data: Dataset, near: upriver.Near) -> None:
     with near.finetune(
         frozen_small(),
@@ -273,6 +278,7 @@ def test_samples_arrive_once_and_in_order_through_a_server(data: Dataset, near: 
     assert placed == [(0, index, job.plan.cut) for index in range(25)]
 
 
+@pytest.mark.full
 def test_a_bad_sample_on_the_server_is_the_error_of_the_plain_way(data: Dataset, near: upriver.Near) -> None:
     broken = photos(root_of(data), 40, folder="one-bad", bad={33: png(3)[:150]})
     seen = []

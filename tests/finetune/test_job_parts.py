@@ -211,6 +211,7 @@ def test_only_classes_of_the_part_that_is_judged_need_a_match(data: Dataset, tmp
     assert names == [other.classes[other.targets[row]] for row in rows]
 
 
+@pytest.mark.full
 def test_job_over_a_part_goes_on_and_refuses_the_state_of_another(data: Dataset) -> None:
     options: dict[str, Any] = {"batch_size": 4, "micro_batch": MICRO, "seed": 7, "policy": "nosplit"}
 

@@ -58,6 +58,7 @@ def test_features_are_those_of_the_engine_for_each_micro_batch(tmp_path: Path) -
     assert torch.equal(features, torch.cat(wanted))
 
 
+@pytest.mark.full
 def test_a_vanilla_loop_agrees_within_tolerance(tmp_path: Path) -> None:
     """The vanilla loop has the same frozen part in eval, full batches, and PyTorch's own DataLoader."""
     data = photos(tmp_path)
@@ -293,6 +294,7 @@ class Set(nn.Module):
         return self.small(x * 2 if getattr(self, "doubled", False) else x)
 
 
+@pytest.mark.full
 def test_an_attribute_that_comes_to_the_same_under_a_job_is_no_error_and_another_is_named(
     tmp_path: Path,
 ) -> None:
@@ -357,7 +359,7 @@ def test_a_numerics_flag_that_changes_under_a_job_is_an_error_where_low_bits_cou
         ({"exact": "nearly"}, "exact must be auto, bitwise, numeric"),
         ({"seed": -1}, "seed"),
         ({"on_bad_sample": "ignore"}, "fail or skip"),
-        ({"cut": 99}, "cut"),
+        pytest.param({"cut": 99}, "cut", marks=pytest.mark.full),
         ({"num_workers": 0}, "num_workers"),
         ({"num_workers": 10**6}, r"num_workers must be a whole number in 1\.\.256, got 1000000"),
         ({"connections": 10**6}, "connections"),
@@ -428,6 +430,7 @@ class Computing:
         return self.value
 
 
+@pytest.mark.full
 def test_evaluate_with_a_metric_that_gives_no_number_names_it_and_what_it_gave(tmp_path: Path) -> None:
     data = photos(tmp_path, 16)
     with upriver.connect().finetune(

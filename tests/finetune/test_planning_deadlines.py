@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import upriver
+from tests.examples import some
 from tests.finetune.training import BATCH, MICRO, photos
 from tests.program.nets import frozen_small
 from tests.rpc.scripted_http import Exchange, scripted
@@ -70,7 +71,7 @@ def friendly_until(path: str) -> contextlib.AbstractContextManager[str]:
 
 
 @pytest.mark.parametrize(
-    "server", [silent, lambda: friendly_until("/v1/info"), lambda: friendly_until("/v1/run")]
+    "server", some(1, [silent, lambda: friendly_until("/v1/info"), lambda: friendly_until("/v1/run")])
 )
 def test_planning_goes_on_without_a_server_that_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: object

@@ -94,6 +94,7 @@ def stage_seconds(profile: Profile) -> list[Any]:
     return [stage.seconds for stage in (*profile.input_stages, *profile.stages)]
 
 
+@pytest.mark.full
 def test_the_second_job_does_not_measure_stages(data: Dataset, near: upriver.Near, seen: Seen) -> None:
     losses, model, job = again(near, data, seen)
     assert USED not in seen.told
@@ -183,6 +184,7 @@ def test_another_job_measures_for_itself(data: Dataset, near: upriver.Near, seen
     assert USED not in seen.told
 
 
+@pytest.mark.full
 def test_the_canary_still_keeps_a_server_out(
     data: Dataset, near: upriver.Near, seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

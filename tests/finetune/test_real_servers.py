@@ -172,6 +172,7 @@ def test_bytes_are_counted_for_both_ways(job, server):
 # ------------------------------------------------------------------------------------ kill and restart
 
 
+@pytest.mark.full
 def test_only_server_is_killed_and_restarted_in_mid_epoch(job):
     sources: list[str] = []
     got: list[MicroBatch] = []
@@ -244,6 +245,7 @@ def test_a_stopped_server_is_left_and_used_again_when_it_goes_on(job, server):
 # --------------------------------------------------------------------------------------------- errors
 
 
+@pytest.mark.full
 def test_bad_samples_fail_in_their_place_or_are_skipped(tmp_path):
     members = samples(24)
     members[2 * 9 + 1] = ("000009.jpg", b"no image")
@@ -274,6 +276,7 @@ def test_bad_samples_fail_in_their_place_or_are_skipped(tmp_path):
 # -------------------------------------------------------------------------------------------- embedded
 
 
+@pytest.mark.full
 def test_token_cores_and_end_of_an_embedded_server(job):
     core = min(os.sched_getaffinity(0))
     before = os.sched_getaffinity(0)

@@ -88,6 +88,7 @@ LASTING = {"upriver-server-stderr", "upriver-closing"}
 """Threads that outlive a job: one reads a server's output, one closes what is no longer used."""
 
 
+@pytest.mark.full
 def test_no_thread_outlives_a_closed_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe and a canary are running, and end shortly after the pool has closed."""
     data, before = photos(tmp_path, 16), set(threading.enumerate())

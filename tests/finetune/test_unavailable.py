@@ -39,6 +39,7 @@ from upriver.types import Plan
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_a_server_that_stops_is_named_by_the_plan(
     data: Dataset, plain: Reference, sign: signal.Signals, caplog: pytest.LogCaptureFixture

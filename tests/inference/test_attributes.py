@@ -281,6 +281,7 @@ def test_offload_an_attribute_that_was_read_and_changes_is_named_until_it_is_as_
     assert torch.equal(answer(x), wanted)
 
 
+@pytest.mark.full
 def test_offload_what_no_forward_reads_and_equal_values_are_no_change() -> None:
     torch.manual_seed(0)
     model, x = Odd().eval(), torch.randn(3, 8)

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import upriver
+from tests.examples import often
 from tests.inference.asking import SELDOM, chain, here
 from tests.server.running import Running
 from upriver.errors import ConfigError
@@ -64,7 +65,7 @@ def test_offload_called_while_another_thread_exports_answers(
         assert torch.equal(answer(X), model(X))
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", often(["eager", "aot_eager"], "eager"))
 @pytest.mark.parametrize("far", [False, True], ids=["device", "server"])
 def test_offload_called_by_compiled_code_answers(
     answer: Offload, remote: Offload, model: nn.Module, backend: str, far: bool

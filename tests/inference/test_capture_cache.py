@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import upriver
+from tests.examples import some
 from tests.inference.asking import Two, chain, here
 from upriver.errors import ConfigError
 from upriver.inference import capture_cache as forms_module
@@ -39,6 +40,7 @@ def answer(forms: CaptureCache, *args: Any, **kwargs: Any) -> Any:
     return network.captured.answer(program.run(tensors, 0, program.num_stages))
 
 
+@pytest.mark.full
 def test_other_shapes_are_captured_once() -> None:
     model = chain()
     forms, made = forms_of(model, torch.randn(1, 64))
@@ -86,22 +88,33 @@ def test_the_caller_may_do_what_it_likes_with_the_example() -> None:
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "said"),
-    [
-        ((torch.randn(2, 9),), {"other": torch.randn(2, 5)}, r"argument 0 must be float32 of shape \(2, 8\)"),
-        (
-            (torch.randn(2, 8).double(),),
-            {"other": torch.randn(2, 5)},
-            "argument 0 must be float32 .* got float64",
-        ),
-        (
-            (torch.randn(2, 8),),
-            {"other": torch.randn(2, 6)},
-            r"argument 'other' must be .*\(2, 5\).* got .*\(2, 6\)",
-        ),
-        ((torch.randn(2, 8),), {"other": np.zeros((2, 5))}, "argument 'other' must be a tensor, a number"),
-        ((), {}, r"a call must have the arguments of example_inputs \(argument 0, argument 'other'\)"),
-        ((torch.randn(2, 8),), {"others": torch.randn(2, 5)}, "a call must have the arguments"),
-    ],
+    some(
+        2,
+        [
+            (
+                (torch.randn(2, 9),),
+                {"other": torch.randn(2, 5)},
+                r"argument 0 must be float32 of shape \(2, 8\)",
+            ),
+            (
+                (torch.randn(2, 8).double(),),
+                {"other": torch.randn(2, 5)},
+                "argument 0 must be float32 .* got float64",
+            ),
+            (
+                (torch.randn(2, 8),),
+                {"other": torch.randn(2, 6)},
+                r"argument 'other' must be .*\(2, 5\).* got .*\(2, 6\)",
+            ),
+            (
+                (torch.randn(2, 8),),
+                {"other": np.zeros((2, 5))},
+                "argument 'other' must be a tensor, a number",
+            ),
+            ((), {}, r"a call must have the arguments of example_inputs \(argument 0, argument 'other'\)"),
+            ((torch.randn(2, 8),), {"others": torch.randn(2, 5)}, "a call must have the arguments"),
+        ],
+    ),
 )
 def test_a_call_that_is_none_is_an_error_that_names_the_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], said: str
@@ -159,6 +172,7 @@ def test_constants_are_told_apart_by_their_bits() -> None:
     assert len(made) == 4
 
 
+@pytest.mark.full
 def test_there_are_not_many_forms() -> None:
     forms, made = forms_of(chain(), torch.randn(1, 64))
     for rows in range(2, MOST_FORMS + 1):

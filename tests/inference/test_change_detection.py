@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import upriver
+from tests.examples import some
 from tests.inference.asking import SELDOM, Chain, chain, cut_at, here
 from tests.program.nets import Small
 from tests.server.running import Running
@@ -46,7 +47,7 @@ def average(model: Chain) -> None:
         model.layers.last.bias.mul_(0.9).add_(chain(seed=1).layers.last.bias, alpha=0.1)
 
 
-@pytest.mark.parametrize("change", [load_others, step, average])
+@pytest.mark.parametrize("change", some(1, [load_others, step, average]))
 def test_weights_that_are_written_to_are_an_error_at_every_cut(
     change: Callable[[Chain], None], model: Chain, answer: Offload
 ) -> None:
@@ -76,7 +77,7 @@ def fused(model: Chain) -> None:
     torch.optim.Adam(model.parameters(), lr=0.1, fused=True).step()
 
 
-@pytest.mark.parametrize("change", [data, fused])
+@pytest.mark.parametrize("change", some(1, [data, fused]))
 def test_writes_that_move_no_version_are_seen_by_their_values(
     change: Callable[[Chain], None], model: Chain, answer: Offload
 ) -> None:
@@ -107,7 +108,7 @@ def test_one_weight_is_looked_at_in_its_turn_and_kept_in_mind(model: Chain, answ
     assert len(seen) > turns and all("'layers.last.weight'" in each for each in seen)
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", some(2, range(6)))
 def test_one_value_of_a_small_model_is_seen_with_the_next_request(number: int) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), torch.randn(2, 8)
@@ -129,6 +130,7 @@ def test_as_many_values_are_compared_at_once_as_there_is_room_for() -> None:
     assert len(together) <= 11
 
 
+@pytest.mark.full
 def test_weights_that_come_to_lie_in_shared_memory_are_no_change(model: Chain, answer: Offload) -> None:
     x = torch.randn(2, 64)
     wanted = here(model, x)
@@ -138,6 +140,7 @@ def test_weights_that_come_to_lie_in_shared_memory_are_no_change(model: Chain, a
         assert torch.equal(answer(x), wanted)
 
 
+@pytest.mark.full
 def test_a_tensor_in_the_place_of_another_one_is_no_change_if_its_values_are_none(
     model: Chain, answer: Offload
 ) -> None:
@@ -156,6 +159,7 @@ def test_a_tensor_in_the_place_of_another_one_is_no_change_if_its_values_are_non
             answer(x)
 
 
+@pytest.mark.full
 def test_another_type_is_a_change_and_back_without_a_loss_is_none(model: Chain, answer: Offload) -> None:
     x = torch.randn(2, 64)
     wanted = here(model, x)
@@ -218,6 +222,7 @@ def test_other_modules_and_hooks_are_an_error_at_every_cut_until_they_are_as_the
     assert torch.equal(answer(x[:1]), here(model, x[:1]))
 
 
+@pytest.mark.full
 def test_hooks_of_a_capture_are_nobodys(model: Chain, answer: Offload) -> None:
     """Meanwhile requests of the captured forms go on."""
     x, wrong = torch.randn(2, 64), []
@@ -241,7 +246,7 @@ def test_hooks_of_a_capture_are_nobodys(model: Chain, answer: Offload) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("how", ["data", "assign"])
+@pytest.mark.parametrize("how", some(1, ["data", "assign"]))
 def test_another_form_is_captured_with_the_same_weights_or_not_at_all(
     how: str, model: Chain, answer: Offload
 ) -> None:
@@ -291,6 +296,7 @@ def statistics() -> Statistics:
     return Statistics()
 
 
+@pytest.mark.full
 def test_a_forward_in_training_is_an_error_with_the_next_request_at_every_cut(
     statistics: Statistics, server: Running
 ) -> None:
@@ -327,6 +333,7 @@ def test_a_counter_that_moves_before_its_statistics_do_is_kept_in_mind(statistic
             answer(x)
 
 
+@pytest.mark.full
 def test_what_comes_in_a_statistics_place_is_watched_with_their_counter(statistics: Statistics) -> None:
     x = torch.randn(4, 64)
     with upriver.offload(statistics, example_inputs=x) as answer:
@@ -372,6 +379,7 @@ def test_what_no_program_reads_need_not_have_values() -> None:
         unchanged.check()
 
 
+@pytest.mark.full
 def test_a_change_beside_a_request_is_seen(model: Chain, answer: Offload) -> None:
     x, run = torch.randn(2, 64), answer.program.run
 

@@ -89,12 +89,14 @@ def test_equal_bits_that_no_server_gives_are_an_error_that_names_the_field(model
         asking(model, other, exact="bitwise")
 
 
+@pytest.mark.full
 def test_equal_bits_are_no_error_while_some_server_does_not_answer(model: Small, other: str) -> None:
     with asking(model, other, f"http://127.0.0.1:{free_port()}", exact="bitwise") as answer:
         assert asked(answer) == ""
         assert answer.exactness == "bit for bit" and f"Not asked: {other} computes with" in answer.why
 
 
+@pytest.mark.full
 def test_a_tolerance_that_was_asked_for_needs_no_reason(model: Small, other: str) -> None:
     with asking(model, other, exact="numeric") as answer:
         torch.testing.assert_close(answer(X), here(model, X), rtol=FLOAT32.rtol, atol=FLOAT32.atol)
@@ -156,6 +158,7 @@ def test_what_was_within_a_tolerance_takes_servers_with_equal_bits(
         assert torch.equal(answer(X), here(model, X)) and answer.exactness == said
 
 
+@pytest.mark.full
 def test_other_threads_than_at_the_capture_do_not_matter_within_a_tolerance(model: Small, other: str) -> None:
     with asking(model, other) as answer:
         torch.set_num_threads(2)
@@ -165,6 +168,7 @@ def test_other_threads_than_at_the_capture_do_not_matter_within_a_tolerance(mode
             torch.set_num_threads(1)
 
 
+@pytest.mark.full
 def test_another_number_of_threads_is_another_fingerprint(model: Small, server: Running) -> None:
     torch.set_num_threads(2)
     try:

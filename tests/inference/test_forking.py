@@ -54,6 +54,7 @@ def test_children_that_ask_at_once_get_their_own_answers(hedge_s: float | None, 
         assert mine and answer.counts["gave_up"] == 0
 
 
+@pytest.mark.full
 def test_until_a_server_is_let_in_there_the_device_answers(server: Running) -> None:
     model, x, four = chain(), torch.randn(1, 64), torch.randn(4, 64)
     with upriver.offload(model, example_inputs=x, servers=[server.url], cut=2, **SELDOM) as answer:
@@ -109,6 +110,7 @@ def test_what_was_closed_stays_closed_there(server: Running) -> None:
     assert ended(fork(child)) == 0
 
 
+@pytest.mark.full
 def test_an_answer_to_another_request_is_not_taken(server: Running) -> None:
     """The response repeats identifiers that this request does not have."""
     model, inputs, kept = chain(), [torch.randn(1, 64) for _ in range(2)], list[bytes]()

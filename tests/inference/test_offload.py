@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import upriver
+from tests.examples import some
 from tests.inference.asking import (
     RARELY,
     SELDOM,
@@ -108,6 +109,7 @@ def test_every_cut_gives_the_models_own_bits(model: nn.Module | str, inputs: Any
         }
 
 
+@pytest.mark.full
 def test_other_values_than_the_examples_are_computed_too(server: Running) -> None:
     model = Small()
     with upriver.offload(
@@ -130,6 +132,7 @@ def test_without_a_server_the_device_answers() -> None:
     assert model.training
 
 
+@pytest.mark.full
 def test_a_policy_without_choice_does_as_it_is_told(server: Running) -> None:
     model, x = chain(), torch.randn(1, 64)
     for policy, where in (("local", ""), ("remote", server.url)):
@@ -241,6 +244,7 @@ def test_a_deadline_that_a_server_would_miss_keeps_all_on_the_device(asked: Offl
     assert asked.decide().cut == 3
 
 
+@pytest.mark.full
 def test_a_policy_can_be_blind_to_the_load(server: Running, slow_device: None) -> None:
     x = torch.randn(100, 64)
     for policy, moves in (("loadpart", True), ("neurosurgeon", False)):
@@ -254,6 +258,7 @@ def test_a_policy_can_be_blind_to_the_load(server: Running, slow_device: None) -
             assert (answer.decide().cut > 0) == moves
 
 
+@pytest.mark.full
 def test_of_two_servers_the_better_one_is_asked(server: Running, slow_device: None) -> None:
     model, x = chain(), torch.randn(100, 64)
     with (
@@ -290,6 +295,7 @@ def test_requests_tell_the_link_and_the_load(server: Running) -> None:
         assert 9_600 in far.link._requests
 
 
+@pytest.mark.full
 def test_a_thread_asks_for_what_no_request_brings(server: Running) -> None:
     often = OffloadTuning(probe_s=0.05, load_s=0.05)
     with upriver.offload(
@@ -303,6 +309,7 @@ def test_a_thread_asks_for_what_no_request_brings(server: Running) -> None:
         assert answer.why.count("Not asked") == 0
 
 
+@pytest.mark.full
 def test_a_server_that_requests_are_kept_away_from_is_asked_whether_it_is_free(
     server: Running, slow_device: None
 ) -> None:
@@ -320,6 +327,7 @@ def test_a_server_that_requests_are_kept_away_from_is_asked_whether_it_is_free(
         assert far._wait_s < 1e6 and answer.decide().server == server.url
 
 
+@pytest.mark.full
 def test_a_real_answer_tells_of_a_load_that_k_does_not_know(server: Running, slow_device: None) -> None:
     model, x = chain(), torch.randn(100, 64)
     with upriver.offload(model, example_inputs=x, servers=[server.url], tuning=RARELY) as answer:
@@ -349,12 +357,15 @@ def conv(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "put", "before", "other"),
-    [
-        ("matmul_precision", torch.set_float32_matmul_precision, "highest", "medium"),
-        ("mkldnn", torch._C._set_mkldnn_enabled, True, False),
-        ("conv_precision", tf32, True, False),
-        ("conv_precision", conv, "none", "bf16"),
-    ],
+    some(
+        1,
+        [
+            ("matmul_precision", torch.set_float32_matmul_precision, "highest", "medium"),
+            ("mkldnn", torch._C._set_mkldnn_enabled, True, False),
+            ("conv_precision", tf32, True, False),
+            ("conv_precision", conv, "none", "bf16"),
+        ],
+    ),
 )
 def test_a_server_is_not_asked_while_a_flag_of_this_process_is_another_one(
     name: str, put: Callable[[Any], None], before: Any, other: Any, server: Running
@@ -488,6 +499,7 @@ def stuck(server: Running, seed: int, others: torch.Tensor) -> Iterator[tuple[Of
         yield answer, may_go
 
 
+@pytest.mark.full
 def test_every_form_that_has_come_is_waited_for(server: Running) -> None:
     four = torch.randn(4, 64)
     with stuck(server, 81, four) as (answer, may_go):
@@ -502,6 +514,7 @@ def test_every_form_that_has_come_is_waited_for(server: Running) -> None:
         assert answer.last.server == url
 
 
+@pytest.mark.full
 def test_closing_while_a_form_is_sent_ends_the_wait_and_is_no_servers_fault(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -513,6 +526,7 @@ def test_closing_while_a_form_is_sent_ends_the_wait_and_is_no_servers_fault(
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closes", [True, False])
 def test_what_nobody_thought_of_is_said_unless_it_is_the_end(
     closes: bool, server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -537,6 +551,7 @@ def test_what_nobody_thought_of_is_said_unless_it_is_the_end(
     assert bool(said) is not closes
 
 
+@pytest.mark.full
 def test_warm_runs_the_likely_cuts_on_both_sides(server: Running) -> None:
     x = torch.randn(1, 64)
     with (
@@ -598,6 +613,7 @@ def test_nothing_is_left_after_the_end(server: Running) -> None:
             call()
 
 
+@pytest.mark.full
 def test_nor_when_nobody_has_it_any_more(server: Running) -> None:
     x = torch.randn(1, 64)
     before = threads()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.examples import some
 from tests.inference.asking import bitwise, chain
 from upriver.control.partition import ServerConditions
 from upriver.errors import (
@@ -497,7 +498,7 @@ def test_a_server_that_lost_is_tried_at_once_when_its_machine_becomes_free(
     assert misses(far, captured) == 3, "it was free before"
 
 
-@pytest.mark.parametrize("became", [1 / 14, 14.0])
+@pytest.mark.parametrize("became", some(1, [1 / 14, 14.0]))
 def test_two_probes_that_change_a_choice_are_believed(became: float, far: RemoteServer, there: There) -> None:
     captured = capture_whole(chain(), Example.of(torch.randn(16, 64)))
     if became > 1:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import upriver
+from tests.examples import some
 from tests.inference.asking import RARELY, SELDOM, chain, far_of, here
 from tests.inference.between import Between, between
 from tests.server.running import Running, wait_for
@@ -41,6 +42,7 @@ def asking(front: Between, **options: Any) -> Offload:
 # ------------------------------------------------------------------------- another process at the address
 
 
+@pytest.mark.full
 def test_an_answer_of_a_process_that_was_not_let_in_is_not_taken(
     front: Between, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +129,7 @@ def test_what_was_kept_is_used_as_long_as_it_is_so(front: Between, cache: Path) 
     assert front.count(PROFILE) == 3
 
 
-@pytest.mark.parametrize("requests", [False, True])
+@pytest.mark.parametrize("requests", some(1, [False, True]))
 def test_what_a_busy_server_shows_is_not_kept_and_is_measured_anew_when_it_is_free(
     requests: bool, front: Between, cache: Path
 ) -> None:
@@ -202,7 +204,7 @@ ABSURD: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("when", [pytest.param("from the start", marks=pytest.mark.full), "later"])
-@pytest.mark.parametrize("said", ABSURD, ids=str)
+@pytest.mark.parametrize("said", some(3, ABSURD), ids=str)
 def test_no_number_of_a_server_s_keeps_a_request_from_its_answer(
     said: dict[str, Any], when: str, front: Between, cache: Path
 ) -> None:
@@ -226,7 +228,7 @@ def test_no_number_of_a_server_s_keeps_a_request_from_its_answer(
 # ------------------------------------------------------------------------------------------------ programs
 
 
-@pytest.mark.parametrize(("skipped", "level"), [(0, "op"), (1, "module"), (2, None)])
+@pytest.mark.parametrize(("skipped", "level"), some(1, [(0, "op"), (1, "module"), (2, None)]))
 def test_a_server_that_has_not_the_program_is_to_be_pushed_that_one(
     skipped: int, level: Any, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

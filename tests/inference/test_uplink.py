@@ -77,6 +77,7 @@ def test_probes_to_several_servers_never_overlap(
         assert overlapped == [0]  # once one of them is closed, nothing waits any more
 
 
+@pytest.mark.full
 def test_a_let_in_probes_alone_and_is_waited_for_by_the_probes_of_others(
     captured: CapturedModel, server: Running
 ) -> None:

@@ -98,6 +98,7 @@ def exact(
     return [*split, sum(f, Fraction(0))]
 
 
+@pytest.mark.full
 def test_a_thousand_random_chains_with_ties_against_brute_force() -> None:
     """Numbers are whole sixteenths and rates are powers of two: floats are exact, and ties are ties."""
     draw = random.Random(1)

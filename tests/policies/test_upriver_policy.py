@@ -137,6 +137,7 @@ def test_the_linear_program_against_a_fine_grid(busy: list[tuple[float, float, f
     assert best <= shortest + len(busy) * matrix.max() / steps + 1e-9
 
 
+@pytest.mark.full
 @settings(max_examples=examples(60))
 @given(busy=st.lists(st.tuples(seconds, seconds, seconds), min_size=2, max_size=4), slack=st.floats(0.0, 0.5))
 def test_sparing_the_storage_tier_against_a_fine_grid(

@@ -501,6 +501,7 @@ def run(folder, script):
     )
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_jobs_that_are_killed_while_they_save_leave_whole_files(folder):
     MetricsStore(folder).save(KEY, replace(ALL, candidates=(replace(P1, rthp=1, ocycle=0.5),)))

@@ -12,6 +12,7 @@ from torch._higher_order_ops.map import map as map_rows
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+from tests.examples import often
 from upriver.errors import CaptureError
 from upriver.profile.memory.estimator import tail_peak
 from upriver.program.capture.whole_model import capture_whole
@@ -143,7 +144,7 @@ def _same(a: dict[str, torch.Tensor | None], b: dict[str, torch.Tensor | None]) 
     )
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", often(WAYS, "map", "flex_attention", "compiled modules", "vmap"))
 def test_split_of_a_model_that_runs_functions_gives_what_the_whole_one_gives(way: str) -> None:
     boundary = WAYS[way][1]
     model, other, x = Net(way), Net(way), torch.randn(4, 5, WIDTH)
@@ -160,7 +161,7 @@ def test_split_of_a_model_that_runs_functions_gives_what_the_whole_one_gives(way
         assert _same(gradients, _trained(plain, whole))
 
 
-@pytest.mark.parametrize("way", ["compiled", "compiled before", "compiled modules"])
+@pytest.mark.parametrize("way", often(["compiled", "compiled before", "compiled modules"], "compiled"))
 def test_split_of_a_model_with_compiled_code_leaves_it_compiled(way: str) -> None:
     model, x = Net(way), torch.randn(4, 5, WIDTH)
     split(model, x)
@@ -180,7 +181,7 @@ def test_capture_of_a_model_that_runs_functions_is_refused_and_leaves_it_whole(w
         assert torch.equal(model(x), model(x))
 
 
-@pytest.mark.parametrize("way", ["cond", "compiled"])
+@pytest.mark.parametrize("way", often(["cond", "compiled"], "compiled"))
 def test_memory_of_a_tail_that_runs_functions_is_known_and_leaves_it_whole(way: str) -> None:
     model, x = Net(way), torch.randn(4, 5, WIDTH)
     assert tail_peak(model, [x], samples=4).low_bytes > x.nbytes

@@ -11,6 +11,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
+from tests.examples import some
 from tests.program.nets import freeze
 from upriver._torchvision import ensure_torchvision
 from upriver.finetune.model_wrapper import TailRunner, WrappedModel
@@ -122,12 +123,14 @@ def test_layers_that_run_again_are_trained_where_a_hook_asks_for_a_gradient(run:
     assert {"blocks.2.0.weight", "blocks.3.0.weight", "head.weight"} <= trained
 
 
+@pytest.mark.full
 def test_layers_that_run_again_without_a_gradient_in_front_stay_without_one() -> None:
     parts, trained = same_gradients(frozen(Layers(each_again), "embed", "blocks.0"), words())
     assert parts.boundary == "blocks.0"
     assert trained == {"head.weight", "head.bias"}  # as the whole model does, with torch's own warning
 
 
+@pytest.mark.full
 def test_a_hook_on_a_trained_layer_that_asks_for_a_gradient_works_as_ever() -> None:
     model = frozen(Layers(tail_again), "embed", "blocks.0")
 
@@ -168,7 +171,7 @@ class Needing(nn.Module):
         return Kept.apply(x, self.weight)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("asks", some(1, [True, False]))
 def test_a_function_that_asks_who_needs_a_gradient_gets_the_same_answer(asks: bool) -> None:
     model = frozen(Layers(in_turn), "embed", "blocks.0")
     model.blocks[1] = Needing()
@@ -179,6 +182,7 @@ def test_a_function_that_asks_who_needs_a_gradient_gets_the_same_answer(asks: bo
     assert ("blocks.1.weight" in trained) == asks
 
 
+@pytest.mark.full
 def test_a_loss_that_only_a_hook_makes_trains_what_it_trains_whole() -> None:
     model = frozen(Layers(in_turn), "embed", "blocks.0")
     beside = nn.Linear(8, 1)
@@ -201,6 +205,7 @@ def test_backward_hooks_of_the_tail_run_and_change_gradients_as_ever() -> None:
     assert "blocks.1.0.weight" in trained
 
 
+@pytest.mark.full
 def test_an_optimizer_that_steps_in_backward_takes_no_step_before_the_first() -> None:
     model = frozen(Layers(in_turn), "embed", "blocks.0")
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -235,7 +240,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}, {}])
+@pytest.mark.parametrize("options", some(1, [{"static_graph": True}, {"find_unused_parameters": True}, {}]))
 def test_a_model_in_distributed_data_parallel_goes_through_its_first_steps_as_ever(
     options: dict[str, Any],
 ) -> None:
@@ -270,6 +275,7 @@ def test_gradients_that_were_there_before_stay() -> None:
         assert bool((kept[name] == 7).all())
 
 
+@pytest.mark.full
 def test_a_table_with_a_norm_in_the_tail_is_trained_as_ever() -> None:
     class Added(nn.Module):
         def __init__(self) -> None:
@@ -289,6 +295,7 @@ def test_a_table_with_a_norm_in_the_tail_is_trained_as_ever() -> None:
     same_gradients(model, torch.randn(4, 3))
 
 
+@pytest.mark.full
 def test_a_compiled_tail_is_given_features_that_ask_for_a_gradient() -> None:
     model = frozen(Layers(in_turn), "embed", "blocks.0")
     model.embed.register_forward_hook(make_inputs_require_grads)
@@ -303,6 +310,7 @@ def test_a_compiled_tail_is_given_features_that_ask_for_a_gradient() -> None:
     assert asked == [True]
 
 
+@pytest.mark.full
 def test_what_a_proof_found_of_gradients_is_remembered_with_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, rnn
 
 import upriver
+from tests.examples import some
 from upriver.errors import ModelError
 from upriver.program.example_inputs import tensors_in
 from upriver.program.split.cut_survey import survey
@@ -217,7 +218,7 @@ def answers(model: nn.Module, parts: Split, x: torch.Tensor) -> tuple[list[torch
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("make, boundary, reason", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("make, boundary, reason", some(6, CASES.values()), ids=CASES)
 def test_split_of_a_model_that_cannot_be_followed_cuts_before_that_and_says_why(
     make: Callable[[], nn.Module], boundary: str, reason: str
 ) -> None:
@@ -374,7 +375,7 @@ KINDS: dict[str, Callable[[], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", some(2, KINDS.values()), ids=KINDS)
 def test_split_of_a_model_that_only_holds_an_unusual_tensor_is_right(
     kind: Callable[[], torch.Tensor],
 ) -> None:

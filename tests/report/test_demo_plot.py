@@ -6,6 +6,8 @@ import io
 
 import pytest
 
+from tests.examples import some
+
 pytest.importorskip("matplotlib")
 
 from PIL import Image
@@ -57,7 +59,10 @@ def test_plot_demo_has_both_colours_and_all_formats() -> None:
     assert encoded(figure, "pdf").startswith(b"%PDF")
 
 
-@pytest.mark.parametrize(("seconds", "epochs", "steps"), [(30.0, 3, 21), (0.0, 1, 1), (1234.5, 40, 500)])
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("seconds", "epochs", "steps"), some(1, [(30.0, 3, 21), (0.0, 1, 1), (1234.5, 40, 500)])
+)
 def test_plot_demo_of_few_and_many_epochs_is_legible(seconds: float, epochs: int, steps: int) -> None:
     both = (curve(label, seconds, epochs=epochs, steps=steps) for label in ("plain", "near-data"))
     title = "Fine-tuning ResNet-18: 25% at -4 (as stored), 75% at 11 (layer4.0), " * 3

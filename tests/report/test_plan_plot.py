@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from tests.examples import examples
+from tests.examples import examples, some
 from tests.planning import alexnet, cluster, clusters, profiles, stage, workloads
 from tests.report.asking import EPOCH, plans, points
 from upriver.policies import POLICIES
@@ -82,8 +82,8 @@ def test_every_question_has_a_picture(profile: Profile, cluster: Cluster, worklo
     figure.draw_without_rendering()
 
 
-@pytest.mark.parametrize("count", [1, MOST_NAMES, 300])
-@pytest.mark.parametrize("machines", [small(), cluster(4e6)], ids=["small", "slow"])
+@pytest.mark.parametrize("count", some(2, [1, MOST_NAMES, 300]))
+@pytest.mark.parametrize("machines", some(1, [small(), cluster(4e6)]), ids=["small", "slow"])
 def test_plot_plans_of_short_and_long_chains_is_legible(count: int, machines: Cluster) -> None:
     names = [f"encoder.layers.{k}.attention.output.dropout.0" for k in range(count)]
     stages = tuple(stage(name, 1000 + k, storage=1e-5) for k, name in enumerate(names))
@@ -91,12 +91,14 @@ def test_plot_plans_of_short_and_long_chains_is_legible(count: int, machines: Cl
     assert_legible(plot_plans(plans(long, machines), title="Where to cut " + "a/long/name" * 20))
 
 
+@pytest.mark.full
 def test_plot_plans_with_a_sweep_is_legible() -> None:
     for rates in ((1e6,), (1e6, 1.1e6, 1.2e6), logarithmic(1e4, 1e9)):
         sweep = points(alexnet(storage_s=6e-5), small(), rates)
         assert_legible(plot_plans(plans(alexnet(storage_s=6e-5), small()), title="alexnet", points=sweep))
 
 
+@pytest.mark.full
 def test_plot_plans_of_zero_seconds_is_legible() -> None:
     free = replace(
         alexnet(storage_s=0, compute_s=0, stored_bytes=0),
@@ -115,6 +117,7 @@ def test_names_are_no_formulas_and_need_no_font() -> None:
     assert encoded(plot_plans(asked, title="$\\sum_$ 网"), "png").startswith(PNG)
 
 
+@pytest.mark.full
 def test_nothing_that_fits_is_drawn_all_the_same() -> None:
     tiny = replace(cluster(), compute=ComputeTier(memory_bytes=0), storage=StorageTier(memory_bytes=0))
     assert_legible(plot_plans(plans(alexnet(), tiny), title="none", points=points(alexnet(), tiny)))
@@ -125,6 +128,7 @@ def test_a_plan_without_cuts_has_an_empty_picture() -> None:
     assert_legible(plot_plans({"hapi": bare}, title="unsplit"))
 
 
+@pytest.mark.full
 def test_other_forms_of_picture() -> None:
     figure = plot_plans({"hapi": POLICIES["hapi"](alexnet(), cluster(), EPOCH)}, title="a")
     assert b"<svg" in encoded(figure, "svg")

@@ -78,6 +78,7 @@ def test_traffic_of_either_kind_keeps_probes_away(server: EmbeddedServer) -> Non
         assert rig.meter.total_bytes == 5
 
 
+@pytest.mark.full
 def test_a_probe_of_a_link_that_has_stopped_is_no_error_and_keeps_nobody_waiting(tmp_path: Path) -> None:
     with EmbeddedServer.start({"default": tmp_path.as_uri()}, threads=1) as server:
         rig = Rig(server)

@@ -120,6 +120,7 @@ def real_nodes(program: Program) -> list[int]:
     ]
 
 
+@pytest.mark.full
 @given(data=st.data(), name=st.sampled_from(sorted(NETS)), by=st.sampled_from([1.0, -0.5, 1e-3]))
 def test_search_names_exactly_the_operator_that_is_off(data: st.DataObject, name: str, by: float) -> None:
     x, programs = captured(name)

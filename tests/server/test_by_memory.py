@@ -114,6 +114,7 @@ def small(heavy, needs):
         yield server
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_many_requests_in_little_memory_are_all_answered_right(heavy, small, needs):
     expected = [heavy.here(ids, 3) for ids in BATCHES]

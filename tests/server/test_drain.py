@@ -264,6 +264,7 @@ def test_what_is_in_the_way_of_the_end_is_left_behind(world):
             process.kill()
 
 
+@pytest.mark.full
 def test_nothing_is_left_whatever_killed_a_server(long, tmp_path, monkeypatch):
     uri, request, _ = long
     monkeypatch.setenv("TMPDIR", str(tmp_path))

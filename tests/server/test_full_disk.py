@@ -46,6 +46,7 @@ def listed(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full
 def test_a_server_goes_on_with_store_audit_log_and_log_on_a_full_disk(tmp_path, small_disk):
     world = make_world(small_disk / "store")
     audit, log = small_disk / "audit", small_disk / "log"

@@ -97,6 +97,7 @@ def test_a_worker_sees_no_network_and_no_secrets(server):
         assert len(spaces) == 1
 
 
+@pytest.mark.full
 def test_a_restarted_server_finds_the_program_in_the_store(own):
     request = own.request((0, 1, 2, 3), (4, 5), stop=2)
     answers = []
@@ -133,6 +134,7 @@ def test_programs_beyond_the_budget_go_and_come_back(own):
         assert server.metric("upriver_program_requests_total", 'found="read"') >= 3
 
 
+@pytest.mark.full
 def test_a_reader_that_stalls_holds_back_the_work_and_others_are_told_to_come_back(tmp_path):
     """Answers are 64 times 4 MB: the work computed ahead is bounded, and so are the admitted requests."""
     rng = np.random.default_rng(0)

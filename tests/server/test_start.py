@@ -127,6 +127,7 @@ def test_a_server_of_many_workers_ends_while_they_are_starting(world, python):
             process.kill()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_python_that_is_not_there_is_named(world, tmp_path):
     done = subprocess.run(
@@ -296,6 +297,7 @@ def test_a_front_answers_while_many_first_requests_wait_for_pytorch(world, tmp_p
             process.kill()
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_what_a_worker_prints_is_passed_on_and_stdout_stays_clean(world, python):
     python.greet("warning of a library")

@@ -48,6 +48,7 @@ def ready(server):
     wait_for(lambda: ask(server, "GET", "/readyz")[0] == 200)
 
 
+@pytest.mark.full
 def test_a_quota_counts_what_is_stored_whoever_took_it_and_until_it_is_removed(programs):
     first, second, third = programs
     with S3Server() as s3:

@@ -194,6 +194,7 @@ def test_a_record_of_a_copy_is_of_the_same_code(tmp_path: Path) -> None:
     assert [copy.of("run", run) for run in RUNS] == [VERSIONS.of("run", run) for run in RUNS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "text", "aged"),
     [
@@ -223,6 +224,7 @@ def test_a_record_is_of_the_code_that_it_depends_on(
         assert plain == aged & {*STREAMED, "sequential"}, "who constructs by itself needs nothing of ours"
 
 
+@pytest.mark.full
 def test_a_peers_record_is_of_its_own_class_and_packages(tmp_path: Path) -> None:
     code = copied(tmp_path)
     path = code / "benchmarks" / "cold_start" / "ways.py"
@@ -236,6 +238,7 @@ def test_a_peers_record_is_of_its_own_class_and_packages(tmp_path: Path) -> None
     assert VERSIONS.of("parts", "sequential") != VERSIONS.of("run", "sequential")
 
 
+@pytest.mark.full
 def test_versions_name_all_that_constructs_for_everybody() -> None:
     script = (
         "import sys\n"
@@ -276,6 +279,7 @@ def test_forward_passes_are_compared_once_a_model() -> None:
     assert sorted(compared) == sorted([*MAIN, *SMALL])
 
 
+@pytest.mark.full
 def test_no_setting_begins_when_time_is_up(tmp_path: Path) -> None:
     with pytest.raises(TimeIsUp):
         cold_start.run_all(

@@ -46,6 +46,7 @@ def usual(setting: Setting, number: int, run: str) -> float:
     return 5 + number / 3 + ("boto3" in run) * 0.5 + run.endswith(PLAIN) * ("boto3" in run) * 0.1
 
 
+@pytest.mark.full
 def test_imports_as_usual_are_left_as_they_are(tmp_path: Path) -> None:
     found = several(tmp_path, usual)
     imports = even_imports(found)

@@ -101,6 +101,7 @@ def test_no_grouping_beats_the_bound(
 # ------------------------------------------------------------------------------------------- the report
 
 
+@pytest.mark.full
 def test_who_is_ahead_is_told_by_turns(tmp_path: Path) -> None:
     records, _ = measured(tmp_path, seconds={OURS: 1.02, "pisel": 1.0})
     for number, factor in enumerate((1.0, 3.0, 2.0)):  # the machine is slower in some turns

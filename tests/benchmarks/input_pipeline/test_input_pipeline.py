@@ -220,6 +220,7 @@ def test_every_way_has_the_same_losses(trainer: Trainer, reference: dict[str, An
     trainer.close(way)
 
 
+@pytest.mark.full
 def test_another_epoch_is_another_one_and_comes_again(trainer: Trainer, reference: dict[str, Any]) -> None:
     other = trainer.epoch(HERE, number=2, wait_s=0.0)
     assert other["losses"] != reference["losses"]
@@ -455,6 +456,7 @@ def test_a_setting_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
         Setting(**{"workload": "R", "stall": 0.5, **wrong})
 
 
+@pytest.mark.full
 def test_no_setting_begins_when_time_is_up(tmp_path: Path) -> None:
     with pytest.raises(TimeIsUp):
         run_all([SETTING], Records(tmp_path / "r.jsonl"), Deadline(0), files=1)

@@ -113,6 +113,7 @@ def test_a_report_says_what_is_met_and_what_is_missed() -> None:
     assert "lower quartiles:\nmissed for alexnet; met for vgg16; not judged for" in bad
 
 
+@pytest.mark.full
 def test_what_was_measured_stands_in_records_and_is_not_measured_again(
     scripted: list[str], tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_what_was_measured_stands_in_records_and_is_not_measured_again(
     assert len(scripted) == count > 0
 
 
+@pytest.mark.full
 def test_time_that_is_up_leaves_the_rest_for_the_next_start(scripted: list[str], tmp_path: Path) -> None:
     records = Records(tmp_path / "records.jsonl")
     with pytest.raises(TimeIsUp):
@@ -134,6 +136,7 @@ def test_time_that_is_up_leaves_the_rest_for_the_next_start(scripted: list[str],
     assert len(records.rows) == 2 * OCCASIONS
 
 
+@pytest.mark.full
 def test_other_configurations_are_timed_anew(scripted: list[str], tmp_path: Path) -> None:
     records = Records(tmp_path / "records.jsonl")
     run(records)

@@ -38,6 +38,7 @@ class Clock:
 # ---------------------------------------------------------------------------------------------- networks
 
 
+@pytest.mark.full
 def test_the_cuts_that_the_paper_names_are_found() -> None:
     model, x = model_of("alexnet")
     program = capture(model, x, granularity="op")

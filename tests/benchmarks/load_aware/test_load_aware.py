@@ -484,6 +484,7 @@ def test_a_goal_is_not_met_before_all_that_it_speaks_of_has_been_run(tmp_path: P
     assert "**missed**, met in 0 of 1" in verdict("mean", [bad, *left[1:]])
 
 
+@pytest.mark.full
 def test_the_page_and_its_pictures_say_what_there_is(tmp_path: Path) -> None:
     records = recorded(tmp_path, wrong=("cut 3",))
     found, _ = measured(LINK)

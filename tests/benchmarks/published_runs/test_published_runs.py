@@ -364,6 +364,7 @@ def test_hapi_does_not_split_vgg11_where_each_request_loads_the_model(vgg11: Net
     assert POLICIES["hapi"](*question).cut == 0
 
 
+@pytest.mark.full
 def test_hapi_splits_vgg11_at_11_where_the_server_keeps_the_model(vgg11: Network) -> None:
     """Section 5.6, batches of 512, on machines that are slower than when the runs were published.
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from tests.coldstart.leaving import num_descriptors, threads
 from tests.coldstart.scripted import WAIT_S, Memory, ScriptedStore, feed, lying, published
+from tests.examples import some
 from tests.store.faulty_server import FaultyServer
 from upriver.coldstart.fetch import weight_stream as stream_module
 from upriver.coldstart.fetch.concurrency import ConcurrencySearch
@@ -774,7 +775,7 @@ def test_a_stream_that_is_over_holds_no_sink_and_nobody_holds_it(
     assert gone() is None
 
 
-@pytest.mark.parametrize("fault", ["cut", "reset", "stalled", "silent", 503, 500])
+@pytest.mark.parametrize("fault", some(3, ["cut", "reset", "stalled", "silent", 503, 500]))
 def test_what_a_store_mends_is_not_noticed(server: FaultyServer, fault: int | str) -> None:
     source = publish(connect(server))
     for before in (0, 3):
@@ -854,6 +855,7 @@ def test_a_bit_that_is_wrong_in_the_store_is_damage(server: FaultyServer) -> Non
     assert 5 not in sink.got
 
 
+@pytest.mark.full
 def test_a_checksum_over_more_than_a_request_is_held_too(tmp_path: Path) -> None:
     store = Store.open(f"memory://{tmp_path.name}")
     source = publish(store)
@@ -970,6 +972,7 @@ def test_several_requests_at_once_share_what_one_has_in_pieces() -> None:
 FAULTS = ("cut", "reset", "stalled", "silent", "flipped", "short", "changed", 503, 404, "cancel")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_runs", "least"),
     [
@@ -1020,6 +1023,7 @@ def test_whatever_happens_the_bytes_are_right_or_there_is_one_error(
     assert len(found) >= least
 
 
+@pytest.mark.full
 def test_no_descriptor_is_left() -> None:
     def loads() -> None:
         with FaultyServer() as server:

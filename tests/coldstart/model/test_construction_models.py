@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 from tests.coldstart.same import assert_same_but_unread, assert_same_outputs, globals_now
+from tests.examples import some
 from upriver.coldstart.model.construction import construct
 from upriver.program.example_inputs import Example
 from upriver.program.models.registry import load_model
@@ -183,7 +184,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("build", SMALL, ids=lambda build: build.model)
+@pytest.mark.parametrize("build", some(6, SMALL), ids=lambda build: build.model)
 def test_small_transformers(build: _Small) -> None:
     torch.manual_seed(3)
     plain = build()

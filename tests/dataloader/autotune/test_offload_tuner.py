@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.dataloader.world import BATCH, World, part
+from tests.examples import some
 from upriver.dataloader.autotune.offload_tuner import (
     LEAST_STEPS,
     PREPARED,
@@ -214,7 +215,7 @@ class Booting(World):
         return self.look(task) and super().give(task, raw)
 
 
-@pytest.mark.parametrize("refused", range(1, 40, 3))
+@pytest.mark.parametrize("refused", some(4, range(1, 40, 3)))
 def test_a_worker_that_begins_late_has_all_its_tries(refused: int):
     """The worker may arrive during any of its tries."""
     world, measured = Booting(refused), TunerMeasurements()
@@ -223,6 +224,7 @@ def test_a_worker_that_begins_late_has_all_its_tries(refused: int):
     assert measured.decision is not None and measured.decision.offload
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("policy", ["upriver", "fastflow"])
 def test_workers_that_are_away_for_a_while_are_measured_for_what_was_left_out(policy: str):
     measured = TunerMeasurements()

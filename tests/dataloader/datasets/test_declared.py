@@ -252,6 +252,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[str, 
         server.close()
 
 
+@pytest.mark.full
 @settings(max_examples=examples(15), deadline=None, suppress_health_check=list(HealthCheck))
 @given(chain=chains(), batch_size=st.integers(1, 5), data=st.data())
 def test_any_chain_at_any_place(
@@ -336,10 +337,12 @@ def test_a_server_that_dies_loses_its_share(data: Dataset, reference: list[list[
         assert loader.report.made["here"] > 0
 
 
+@pytest.mark.full
 def test_one_on_this_machine_for_a_try(data: Dataset, reference: list[list[Any]]) -> None:
     assert same(epochs(data, workers=1, offload="always"), reference)
 
 
+@pytest.mark.full
 def test_a_server_without_the_store_says_so(data: Dataset, tmp_path: Path) -> None:
     with EmbeddedServer.start({"other": tmp_path.as_uri()}, workers=1, threads=1) as server:
         loader = DataLoader(data, batch_size=7, workers=[server.url], offload="always")
@@ -348,6 +351,7 @@ def test_a_server_without_the_store_says_so(data: Dataset, tmp_path: Path) -> No
         assert "no store 'default'" in loader.report.why_not[server.url]
 
 
+@pytest.mark.full
 def test_a_bad_sample_is_named(tmp_path: Path) -> None:
     files = {f"a/{each}.jpg": encoded(pixels(20, 20, each)) for each in range(6)}
     files["a/4.jpg"] = files["a/4.jpg"][:100]

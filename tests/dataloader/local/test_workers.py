@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import default_collate, get_worker_info
 
+from tests.examples import some
 from tests.server.running import wait_for
 from upriver.dataloader import DataLoader, dataset
 from upriver.dataloader.local import shared_memory
@@ -87,7 +88,7 @@ def run(
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("given_first", [0, 5, 60])
+@pytest.mark.parametrize("given_first", some(2, [0, 5, 60]))
 def test_every_result_and_every_error_is_that_of_its_task(num_workers: int, given_first: int) -> None:
     tasks = [task(number, RAW if number % 3 else DONE) for number in range(60)]
     found = {arrival.number: arrival for arrival in run(tasks, num_workers, given_first)}
@@ -304,7 +305,7 @@ class Deadly:
 
 
 @pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.full), 2])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", some(1, [False, True]))
 def test_a_process_that_is_killed_is_told_and_nobody_waits_for_it(
     num_workers: int, persistent: bool, tmp_path: Path
 ) -> None:
@@ -355,7 +356,7 @@ def ended(told: BaseException) -> int | None:
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", some(1, [False, True]))
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_dataset_that_exits_ends_its_process_and_loses_no_batch_before(
     num_workers: int, persistent: bool, code: int

@@ -414,6 +414,7 @@ def test_a_size_that_a_server_does_not_give_near_enough_is_told_of(
         assert sum(len(targets) for _, targets in job) == 200
 
 
+@pytest.mark.full
 def test_without_servers_nothing_is_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         batched_capture, "resized", lambda *args, **kwargs: pytest.fail("captured for nobody")

@@ -191,6 +191,7 @@ def test_a_kept_profile_of_one_size_gets_its_lines_when_the_budget_allows(
     assert len(asked.calls) == 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "failure",
     [
@@ -209,6 +210,7 @@ def test_a_server_that_does_not_measure_leaves_one_size(
     assert job.plan.feasible
 
 
+@pytest.mark.full
 def test_a_server_that_tells_of_other_stages_leaves_one_size(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +226,7 @@ def test_a_server_that_tells_of_other_stages_leaves_one_size(
     assert not has_lines(measured_by(near, data)[0].profile)
 
 
+@pytest.mark.full
 def test_a_model_that_cannot_be_captured_at_the_other_size_leaves_one(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +262,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
     monkeypatch.setattr(ServerClient, "load", load)
 
 
+@pytest.mark.full
 def test_a_busy_server_is_planned_with_as_slower(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +277,7 @@ def test_a_busy_server_is_planned_with_as_slower(
     assert ranks.cluster.storage.load == 2.0  # the waits are known already
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_tell_its_load_counts_as_idle(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +306,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, error: UpriverError, times: int) -
     return asked
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Overloaded, pytest.param(QuotaExceeded, marks=pytest.mark.full)])
 def test_a_job_that_begins_waits_for_room(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch, kind: type[Overloaded]
@@ -325,6 +331,7 @@ def test_it_does_not_wait_for_ever(
     assert len(asked) == 1
 
 
+@pytest.mark.full
 def test_a_job_that_may_not_ask_goes_on_plainly_and_says_why(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +386,7 @@ def test_a_fixed_size_is_told_and_kept(data: Dataset, near: upriver.Near) -> Non
     assert "it changes low bits, so it is not done by itself" in job.plan.why
 
 
+@pytest.mark.full
 def test_where_nothing_is_known_of_calls_the_default_is_chosen(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +409,7 @@ def test_without_a_server_the_default_is_chosen(data: Dataset, near: upriver.Nea
                 assert connection.measured is None
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("dear_calls")
 def test_a_model_that_does_not_split_at_the_chosen_size_stays_at_the_default(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch

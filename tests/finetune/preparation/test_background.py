@@ -104,6 +104,7 @@ def test_frozen_weights_that_change_meanwhile_end_the_job(data: Dataset, near: u
             train(job, model, optimizer_of(model))
 
 
+@pytest.mark.full
 def test_a_model_that_does_not_pickle_is_prepared_before_the_first_batch(
     data: Dataset, plain: Reference, near: upriver.Near
 ) -> None:
@@ -131,6 +132,7 @@ def test_a_memory_store_and_an_emulated_link_are_prepared_before_the_first_batch
         assert job.plan.cut == 6
 
 
+@pytest.mark.full
 def test_a_small_model_is_prepared_before_the_first_batch_unless_it_is_asked_for(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +208,7 @@ def test_a_model_of_torchvision_is_prepared_in_another_process(data: Dataset, ne
         assert job.plan.cut > 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_preparing_process_ends_with_the_process_that_trains(tmp_path: Path) -> None:
     photos(tmp_path, 60)

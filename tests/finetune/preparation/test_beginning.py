@@ -188,6 +188,7 @@ def test_a_program_with_other_bits_is_not_used_without_servers_either(
     assert "gives other bits than the model as it is written" in job.plan.why
 
 
+@pytest.mark.full
 def test_a_job_may_be_iterated_in_another_thread(
     data: Dataset, plain: Reference, near: upriver.Near, at_step: type[AtStep]
 ) -> None:
@@ -233,6 +234,7 @@ def test_a_resumed_job_notices_a_changed_attribute(
             train(job, model, optimizer_of(model), after_step=change)
 
 
+@pytest.mark.full
 def test_a_state_of_another_program_is_refused_when_the_program_is_known(
     data: Dataset, near: upriver.Near, at_step: type[AtStep]
 ) -> None:
@@ -294,6 +296,7 @@ def test_closing_a_job_does_not_wait_for_servers(
         closed.set()
 
 
+@pytest.mark.full
 def test_a_model_is_prepared_first_where_there_is_no_shared_memory(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

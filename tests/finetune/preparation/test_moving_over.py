@@ -85,6 +85,7 @@ def test_autocast_is_the_same_on_both_sides_of_the_move(
     assert same((losses, model), half)
 
 
+@pytest.mark.full
 @FEW
 @given(at=st.integers(0, STEPS + 1), left=st.integers(1, STEPS), again=st.integers(0, STEPS + 1))
 def test_a_job_resumes_before_at_and_after_the_move(
@@ -145,6 +146,7 @@ def test_a_program_with_other_bits_is_never_used(
     assert "gives other bits than the model as it is written" in job.plan.why
 
 
+@pytest.mark.full
 def test_settings_that_change_meanwhile_are_noticed(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

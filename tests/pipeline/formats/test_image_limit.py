@@ -184,7 +184,7 @@ for changes in ([], sys.argv[3:]):
         pytest.param("JPEG", "RGB", {}, marks=pytest.mark.full),
         ("JPEG", "RGB", {"progressive": True, "subsampling": 0, "exif": TURNED}),
         pytest.param("JPEG", "CMYK", {"exif": TURNED}, marks=pytest.mark.full),
-        ("PNG", "RGBA", {"compress_level": 1, "exif": TURNED}),
+        pytest.param("PNG", "RGBA", {"compress_level": 1, "exif": TURNED}, marks=pytest.mark.full),
         pytest.param("PNG", "P", {"compress_level": 1, "exif": TURNED}, marks=pytest.mark.full),
         pytest.param("WEBP", "RGB", {"method": 0}, marks=pytest.mark.full),
         pytest.param("WEBP", "RGBA", {"method": 0, "exif": TURNED}, marks=pytest.mark.full),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy.io import wavfile as scipy_wavfile
 
+from tests.examples import some
 from tests.pipeline.making import as_stored, chunk, fmt, riff, tone, wav
 from upriver.pipeline import DecodeWav, Draw, SampleError, stored_tensor
 from upriver.pipeline.formats.audio import MAX_BYTES, MAX_CHANNELS
@@ -142,7 +143,7 @@ def unknown(chunks: bytes, samples: bytes, *, riff: int | None, data: int) -> by
     ],
 )
 @pytest.mark.parametrize(
-    ("bits", "channels", "tail"), [(16, 1, 0), (16, 1, 1), (24, 2, 5), (32, 3, 11), (8, 1, 0)]
+    ("bits", "channels", "tail"), some(2, [(16, 1, 0), (16, 1, 1), (24, 2, 5), (32, 3, 11), (8, 1, 0)])
 )
 @pytest.mark.parametrize("before", [b"", chunk(b"LIST", b"odd")])
 def test_sizes_that_were_not_known_end_with_the_file(

@@ -72,10 +72,9 @@ class Feed:
     ("magnitude", "bins"),
     [
         (9, 31),
-        (1, 2),
         *(
             pytest.param(*each, marks=pytest.mark.full)
-            for each in [(0, 31), (1, 31), (15, 31), (30, 31), (3, 4)]
+            for each in [(1, 2), (0, 31), (1, 31), (15, 31), (30, 31), (3, 4)]
         ),
     ],
 )

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from tests.examples import some
 from upriver.errors import ConfigError
 from upriver.profile.latency.benchmark_configs import RANGES, sample
 from upriver.profile.latency.calibration import (
@@ -32,7 +33,7 @@ def bench() -> OpBenchmark:
     return OpBenchmark("cpu")
 
 
-@pytest.mark.parametrize("kind", RANGES)
+@pytest.mark.parametrize("kind", some(12, RANGES))
 def test_each_kind_has_configurations_that_can_be_timed(kind: str, bench: OpBenchmark) -> None:
     calls = sample(kind, FEWEST)
     assert len({call.signature for call in calls}) == FEWEST
@@ -92,6 +93,7 @@ def test_each_configuration_is_timed_again_and_the_shortest_time_counts() -> Non
     assert seen == [("copy.flip", number, 9) for number in range(1, 10)]
 
 
+@pytest.mark.full
 def test_a_small_calibration() -> None:
     done: list[int] = []
     kinds = ["activation.relu", "copy.cat"]

@@ -250,6 +250,7 @@ def test_an_unknown_operator_is_measured_and_never_nothing(predictor: Predictor)
     assert measure_unknown(graph_with(nn.ReLU()), predictor) == {}
 
 
+@pytest.mark.full
 def test_an_operator_of_another_type_is_unknown(predictor: Predictor) -> None:
     class Half(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -275,6 +276,7 @@ def test_what_is_no_model_is_refused(predictor: Predictor) -> None:
         predictor.node_seconds(graph_with(), model="theirs")  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_timing_leaves_chance_as_it_was(predictor: Predictor) -> None:
     graph, before = graph_with(Sum()), torch.get_rng_state()
     measure_unknown(graph, predictor, timing=BRIEF)

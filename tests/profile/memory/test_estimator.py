@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
 
-from tests.examples import examples
+from tests.examples import examples, some
 from upriver.errors import ConfigError, ModelError
 from upriver.profile.memory import libraries
 from upriver.profile.memory.estimator import (
@@ -89,7 +89,7 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", some(2, CHAINS))
 def test_of_a_plain_chain_it_is_exact_for_every_stretch(name: str) -> None:
     make, shape = CHAINS[name]
     program = capture(make().eval(), torch.randn(shape), granularity="op")
@@ -102,7 +102,7 @@ def test_of_a_plain_chain_it_is_exact_for_every_stretch(name: str) -> None:
             assert 0 <= estimate.high_bytes - estimate.reserve_bytes - exact <= 64
 
 
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", some(1, CHAINS))
 def test_the_largest_stage_of_a_stretch_has_room_for_all_of_it(name: str) -> None:
     make, shape = CHAINS[name]
     program = capture(make().eval(), torch.randn(shape), granularity="op")
@@ -144,6 +144,7 @@ def network(names: list[str], skips: list[bool]) -> nn.Module:
 networks = st.lists(st.tuples(st.sampled_from(sorted(LAYERS)), st.booleans()), min_size=1, max_size=5)
 
 
+@pytest.mark.full
 @settings(max_examples=examples(8), derandomize=True)
 @given(networks)
 def test_no_run_of_a_random_network_takes_more_than_the_high_end_or_less_than_the_low(
@@ -177,6 +178,7 @@ def test_no_training_of_a_random_network_takes_more_than_the_high_end_or_less_th
     assert estimate.low_bytes <= exact <= estimate.high_bytes - estimate.reserve_bytes
 
 
+@pytest.mark.full
 def test_training_of_a_transformer_layer_is_met_closely() -> None:
     model = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, dropout=0.0)
     x = torch.randn(8, 50, 64)
@@ -184,6 +186,7 @@ def test_training_of_a_transformer_layer_is_met_closely() -> None:
     assert exact <= estimate.high_bytes - estimate.reserve_bytes <= 1.1 * exact
 
 
+@pytest.mark.full
 def test_steps_by_lists_of_parameters_take_more_and_are_met_closely() -> None:
     model, x = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))), torch.randn(8, 64)
     listed = tail_peak(model, [x], samples=8, optimizer=lambda given: torch.optim.Adam(given, foreach=True))
@@ -267,7 +270,7 @@ TAILS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("name", some(2, TAILS))
 @pytest.mark.usefixtures("_libraries_keep_nothing")
 def test_the_line_of_an_estimate_is_never_under(name: str, threads: int) -> None:
     make, shape = TAILS[name]

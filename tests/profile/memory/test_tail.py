@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.examples import often
+from tests.examples import often, some
 from tests.profile.memory.test_estimator import allocated_at_most
 from upriver.errors import ModelError
 from upriver.finetune.planning.plan_builder import STATES_PER_WEIGHT, measure_tail, time_tail
@@ -136,6 +136,7 @@ def test_training_the_tail_takes_no_more_at_any_batch_than_the_profile_says(name
         assert profile.param_bytes >= weights
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", often(MODELS, "images"))
 @pytest.mark.parametrize(
     "layout", [pytest.param(torch.contiguous_format, marks=pytest.mark.full), torch.channels_last]
@@ -157,6 +158,7 @@ def test_a_batch_of_any_size_is_laid_out_as_the_loop_lays_it_out(
         assert tail_memory(model, parts, features, samples=MICRO, batch_size=batch) == wanted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", often(MODELS, "images"))
 def test_a_huge_batch_takes_no_longer_to_work_out(name: str) -> None:
     make, freeze, shape = MODELS[name]
@@ -170,7 +172,7 @@ def test_a_huge_batch_takes_no_longer_to_work_out(name: str) -> None:
         assert huge.high_bytes <= huge.fixed_bytes + huge.growing_bytes * batch
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", often(RANDOM, "dropout"))
 def test_a_tail_handed_over_in_eval_takes_what_it_takes_in_training(name: str) -> None:
     make, freeze, shape = RANDOM[name]
     model = make()
@@ -190,7 +192,7 @@ def test_a_tail_handed_over_in_eval_takes_what_it_takes_in_training(name: str) -
     assert found[1][0].low_bytes <= exact <= found[1][0].high_bytes - found[1][0].reserve_bytes
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", often(RANDOM, "attention"))
 def test_masks_of_dropout_are_counted_in_eval_too(name: str) -> None:
     make, freeze, shape = RANDOM[name]
     counted = []
@@ -203,8 +205,8 @@ def test_masks_of_dropout_are_counted_in_eval_too(name: str) -> None:
     assert counted[0][1] > counted[1][1]
 
 
-@pytest.mark.parametrize("name", RANDOM)
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", often(RANDOM, "attention"))
+@pytest.mark.parametrize("training", some(1, [True, False]))
 def test_measuring_a_tail_leaves_the_model_as_it_was(name: str, training: bool) -> None:
     make, freeze, shape = RANDOM[name]
     model = make()
@@ -247,6 +249,7 @@ def test_a_tail_that_looks_at_its_data_has_what_backward_saves_twice() -> None:
     assert profile.peak_bytes > 0
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings(
     "default:The .grad attribute:UserWarning"
 )  # torch's own, while it traces branches

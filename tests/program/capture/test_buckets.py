@@ -60,6 +60,7 @@ def test_micro_batches_share_the_weights_and_give_the_models_bits() -> None:
             assert torch.equal(read.run((given,), 0, read.num_stages)[0], model(given))
 
 
+@pytest.mark.full
 def test_lengths_share_the_weights_and_bring_constants_of_their_own() -> None:
     torch.manual_seed(0)
     model = Text().eval()
@@ -111,6 +112,7 @@ class Growing(nn.Module):
         return x * self.table[: x.shape[1]]
 
 
+@pytest.mark.full
 def test_a_table_made_anew_for_a_length_is_a_constant_of_its_bucket() -> None:
     x = torch.randn(2, 5)
     short, long = capture_buckets(Growing(), [x[:, :3], x])

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from tests.examples import some
 from upriver.program.capture.export import export
 from upriver.program.capture.whole_model import capture_whole
 from upriver.program.example_inputs import Example
@@ -86,7 +87,7 @@ def test_torch_itself_still_switches_them_off_when_others_export() -> None:
     assert own_export() == (False, False, False)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("enabled", some(1, [True, False]))
 def test_the_program_is_the_same_whether_cudnn_is_allowed(enabled: bool) -> None:
     """The flag is among the arguments of norms, and the digest identifies a program."""
     torch.manual_seed(0)

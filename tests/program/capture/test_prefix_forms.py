@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.examples import often
+from tests.examples import often, some
 from upriver._torchvision import ensure_torchvision
 from upriver.program.capture.prefix import capture
 from upriver.program.eval_mode import in_eval, no_fast_path
@@ -145,7 +145,7 @@ class Parts(nn.Module):
         return y * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]), self.gaps
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", some(2, [torch.float32, torch.bfloat16, torch.float16]))
 def test_weights_of_every_form_and_precision(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Parts().to(dtype)
@@ -161,6 +161,7 @@ def test_weights_of_every_form_and_precision(dtype: torch.dtype) -> None:
     assert strides["spread"] == list(model.spread.stride())
 
 
+@pytest.mark.full
 def test_constants_are_named_by_what_they_hold() -> None:
     def constant(values: list[float]) -> str:
         class Scaled(nn.Module):
@@ -226,14 +227,17 @@ def act(number: int) -> TensorSource:
 
 @pytest.mark.parametrize(
     "outputs",
-    [
-        [act(0)],
-        [act(1)],
-        [act(2)],
-        [act(1), act(0)],
-        [act(0), act(2), act(0), act(0)],
-        [TensorSource(path=None), act(1), TensorSource(path="second")],
-    ],
+    some(
+        2,
+        [
+            [act(1), act(0)],
+            [act(2)],
+            [act(0)],
+            [act(1)],
+            [act(0), act(2), act(0), act(0)],
+            [TensorSource(path=None), act(1), TensorSource(path="second")],
+        ],
+    ),
 )
 def test_outputs_are_what_the_named_calls_gave_in_that_order(outputs: list[TensorSource]) -> None:
     torch.manual_seed(0)
@@ -273,6 +277,7 @@ def test_a_caller_that_swallows_exceptions_does_not_hold_up_leaving() -> None:
     check(capture(model, X, outputs=[TensorSource(path="inner")]), X, [model.inner(X).detach()])
 
 
+@pytest.mark.full
 def test_names_and_modules_are_right_behind_an_early_exit_from_nested_modules() -> None:
     inner = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     model = nn.Sequential(nn.Sequential(nn.Linear(6, 6), inner), nn.Linear(6, 2))
@@ -296,6 +301,7 @@ class Towers(nn.Module):
         return self.head(torch.cat([left, self.right(y)], 1))
 
 
+@pytest.mark.full
 def test_what_is_to_run_first_comes_first_and_ends_a_stage() -> None:
     model = Towers()
     program = capture(model, (X, A), first=[TensorSource(path="right")])
@@ -344,7 +350,7 @@ class Mixed(nn.Module):
         return self.head(x.mean(1)).softmax(-1)
 
 
-@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", some(1, [torch.bfloat16, torch.float16]))
 def test_autocast_is_part_of_a_program(autocast: torch.dtype) -> None:
     torch.manual_seed(0)
     model = Mixed()
@@ -379,12 +385,15 @@ class Regions(nn.Module):
 
 @pytest.mark.parametrize(
     "source",
-    [
-        None,
-        TensorSource(path="first"),
-        TensorSource(path="second.0", number=1),
-        TensorSource(path="second", number=2),
-    ],
+    some(
+        2,
+        [
+            None,
+            TensorSource(path="first"),
+            TensorSource(path="second.0", number=1),
+            TensorSource(path="second", number=2),
+        ],
+    ),
 )
 def test_leaving_from_inside_a_region_of_another_mode(source: TensorSource | None) -> None:
     torch.manual_seed(0)

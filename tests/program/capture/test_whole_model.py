@@ -11,6 +11,7 @@ from torch import nn
 from torch._higher_order_ops.while_loop import while_loop
 from torch.utils import _pytree as pytree
 
+from tests.examples import some
 from tests.inference.asking import Two, chain, here
 from tests.program.nets import Small
 from upriver.errors import CaptureError
@@ -158,7 +159,7 @@ def test_what_cannot_be_captured_is_said(model: nn.Module, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [nn.Identity(), nn.Flatten(), nn.Sequential()], ids=lambda model: type(model).__name__
+    "model", some(1, [nn.Identity(), nn.Flatten(), nn.Sequential()]), ids=lambda model: type(model).__name__
 )
 def test_a_model_that_computes_nothing_is_named(model: nn.Module) -> None:
     for take in (capture, capture_whole):
@@ -186,7 +187,7 @@ class Choosing(nn.Module):
         return chosen
 
 
-@pytest.mark.parametrize("operator", ["cond", "while_loop"])
+@pytest.mark.parametrize("operator", some(1, ["cond", "while_loop"]))
 def test_an_operator_that_runs_modules_is_named_as_what_no_program_holds(operator: str) -> None:
     with pytest.raises(CaptureError, match=f"the model calls {operator}, which is no ATen operator"):
         capture_whole(Choosing(operator), torch.randn(3, 4))

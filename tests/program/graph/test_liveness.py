@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import often
 from upriver.program.graph.liveness import (
     MANY,
     ActivationMemory,
@@ -292,12 +293,13 @@ def test_a_stage_ends_where_it_is_told_to() -> None:
 LONG = 20_000
 
 
-@pytest.mark.parametrize("granularity", ["module", "op"])
+@pytest.mark.parametrize("granularity", often(["module", "op"], "op"))
 def test_a_long_chain_is_cut_everywhere(granularity: Granularity) -> None:
     cuts = boundaries(chain_of(straight(LONG)), granularity=granularity)
     assert [(cut.stop, cut.live) for cut in cuts] == [(n + 1, (f"s{n}",)) for n in range(LONG)]
 
 
+@pytest.mark.full
 def test_a_long_chain_whose_values_all_stay_alive_is_cut_where_few_are() -> None:
     steps = straight(LONG)
     steps.append((HEAVY, tuple(made for _, _, made in steps), "y"))

@@ -61,6 +61,7 @@ def test_no_program_is_cut_between_a_layer_and_its_bias() -> None:
     assert all(nodes[number + 1].kind == "bias" for number in inside)
 
 
+@pytest.mark.full
 def test_squeezenet_has_the_papers_cuts_at_5_and_39_and_ends_at_99() -> None:
     """Check the numbers of sections V-B and V-C at 227 x 227: 193,600 and 93,312 bytes.
 
@@ -120,6 +121,7 @@ def test_the_other_networks(name: str, count: int, poolings: list[int]) -> None:
     assert (nodes[-1].kind, nodes[-1].cut_bytes, nodes[-1].tensors) == ("bias", 4000, 1)
 
 
+@pytest.mark.full
 def test_the_first_cut_of_vgg16_that_is_smaller_than_its_input() -> None:
     """The cut is after the fourth pooling, 512 x 14 x 14 x 4 bytes.
 
@@ -138,12 +140,14 @@ def images(samples: int = 2, channels: int = 3) -> torch.Tensor:
     return torch.randn(samples, channels, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.full
 def test_bytes_are_those_of_one_sample_whatever_the_batch() -> None:
     one, many = paper_nodes(Small(), images(1)), paper_nodes(Small(), images(6))
     assert one == many
     assert len(one) - 1 == 4 + 7 + 1 + 2 * 7 + 1 + 1 + 2
 
 
+@pytest.mark.full
 def test_a_cut_that_can_be_run_is_one_of_those_behind_operators() -> None:
     nodes = paper_nodes(Small(), images())
     rows = survey(Small(), images(), granularity="op").rows

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.examples import some
 from upriver.errors import ConfigError, ModelError
 from upriver.program.capture.input_spec import InputSpec, ModelInputs
 from upriver.program.example_inputs import Example
@@ -82,12 +83,15 @@ def test_llama_has_a_published_size_and_no_cache() -> None:
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [
-        ("torchvision:resnet81", "resnet18"),
-        ("timm:resnet5", "resnet50"),
-        ("transformers:brt", "bert"),
-        ("transformers:T5EncoderModle", "T5EncoderModel"),
-    ],
+    some(
+        1,
+        [
+            ("torchvision:resnet81", "resnet18"),
+            ("timm:resnet5", "resnet50"),
+            ("transformers:brt", "bert"),
+            ("transformers:T5EncoderModle", "T5EncoderModel"),
+        ],
+    ),
 )
 def test_unknown_name_offers_near_ones(name: str, near: str) -> None:
     with pytest.raises(ModelError) as caught:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from tests.examples import some
 from tests.program.nets import freeze
 from upriver.finetune.planning.plan_builder import measure_tail
 from upriver.program.freeze import keep_in_eval
@@ -368,6 +369,7 @@ def test_a_frozen_part_that_forward_writes_runs_unsplit_and_trains_as_ever(updat
     assert parts.in_eval == ()  # an average of trained layers is not a frozen unit
 
 
+@pytest.mark.full
 def test_a_frozen_part_beside_a_written_one_is_split_all_the_same() -> None:
     class Both(Averaged):
         def __init__(self) -> None:
@@ -412,6 +414,7 @@ class Carrying(nn.Linear):
         return super().forward(x) + before
 
 
+@pytest.mark.full
 def test_a_frozen_layer_that_carries_a_tensor_over_runs_where_the_model_runs() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(6, 6), Carrying(6, 6), nn.Linear(6, 2))
@@ -460,7 +463,7 @@ DRAWS: dict[str, Callable[[Noisy], float]] = {
 }
 
 
-@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("draw", some(2, DRAWS))
 def test_a_model_that_draws_behind_the_freeze_point_is_split_and_draws_the_same(draw: str) -> None:
     parts = same_training(lambda: Noisy(DRAWS[draw]), torch.randn(4, 6))
     assert parts.boundary == "second"
@@ -474,7 +477,7 @@ def test_a_model_that_draws_between_frozen_layers_is_not_split_behind_it(draw: s
     assert "random numbers" in parts.why_not
 
 
-@pytest.mark.parametrize("draw", ["Python's", "its own of NumPy's"])
+@pytest.mark.parametrize("draw", some(1, ["Python's", "its own of NumPy's"]))
 def test_a_model_that_draws_in_eval_too_is_not_split_behind_it(draw: str) -> None:
     parts = same_training(lambda: Noisy(DRAWS[draw], late=False, always=True), torch.randn(4, 6))
     assert parts.boundary == "first"
@@ -550,8 +553,8 @@ def left_on(model: nn.Module) -> list[Any]:
     return sorted(found, key=repr)
 
 
-@pytest.mark.parametrize("left", LEFT)
-@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("left", some(5, LEFT))
+@pytest.mark.parametrize("within", some(1, [False, True]))
 def test_a_split_leaves_on_the_model_what_the_whole_one_does(left: str, within: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(4, 6)

@@ -16,7 +16,7 @@ from torch import nn
 from torch._inductor import config as inductor
 from torch.nn import functional
 
-from tests.examples import examples
+from tests.examples import examples, often
 from tests.program.nets import Small, frozen_small
 from tests.program.random_networks import Description, descriptions
 from upriver.errors import CaptureError, ConfigError, ModelError, ProgramError
@@ -73,6 +73,7 @@ def check_cuts(program: Program, tensors: Sequence[torch.Tensor]) -> None:
         assert all(map(torch.equal, program.run(sent, cut, program.num_stages), whole))
 
 
+@pytest.mark.full
 @networks
 @given(descriptions(), st.sampled_from(PREFIXES), st.sampled_from(GRANULARITIES))
 def test_a_random_network_keeps_its_cuts_and_lies_near_the_captured_one(
@@ -134,6 +135,7 @@ def test_a_batch_norm_whose_input_is_read_elsewhere_stays() -> None:
     assert apart(run(program, [x]), run(faster, [x])) < 1e-6
 
 
+@pytest.mark.full
 def test_batch_norm_under_autocast_is_folded_before_the_cast() -> None:
     model, x = frozen_small().eval(), torch.randn(4, 3, 16, 16)
     outputs = [TensorSource(path="block2")]
@@ -168,6 +170,7 @@ class Masked(nn.Module):
         return self.last(functional.scaled_dot_product_attention(y, y, y, attn_mask=mask))
 
 
+@pytest.mark.full
 def test_a_mask_of_the_least_float32_stays_finite_in_bfloat16() -> None:
     torch.manual_seed(0)
     seen = torch.tensor([[1, 1, 1, 0], [0, 0, 0, 0]])
@@ -203,7 +206,7 @@ def test_a_linear_layer_in_int8_gives_the_products_of_rounded_rows(
     assert close.double().mean() > 0.9  # float32 and float64 round a few ratios to other sides of a half
 
 
-@pytest.mark.parametrize("kind", PREFIXES)
+@pytest.mark.parametrize("kind", often(PREFIXES, "bf16", "int8"))
 def test_rows_do_not_depend_on_other_rows(kind: PrefixKind) -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=32, batch_first=True).eval()
@@ -220,12 +223,14 @@ def test_a_product_of_no_integers_is_refused() -> None:
         check_kernel("_int_mm.default", {"self": empty, "mat2": empty.t()})
 
 
+@pytest.mark.full
 def test_int8_without_a_linear_layer_says_that_nothing_would_change() -> None:
     program = capture(frozen_small().eval(), torch.randn(4, 3, 16, 16), outputs=[TensorSource(path="block1")])
     with pytest.raises(ConfigError, match=r"prefix='int8' would change nothing.*no float32 linear layer"):
         rewritten(program, "int8")
 
 
+@pytest.mark.full
 def test_a_rewritten_program_is_the_same_each_time() -> None:
     x = torch.randn(4, 3, 16, 16)
     for kind in PREFIXES[:2]:
@@ -265,6 +270,7 @@ def test_compiled_stages_give_nearly_the_same_at_every_cut_and_are_timed() -> No
         assert all(map(torch.equal, faster.run(sent, cut, faster.num_stages), got))
 
 
+@pytest.mark.full
 def test_a_stage_that_does_not_compile_leaves_the_program_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

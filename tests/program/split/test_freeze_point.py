@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.examples import some
 from tests.program.nets import (
     Auxiliary,
     BranchingLate,
@@ -80,6 +81,7 @@ def crossing(parts: Split) -> list[str]:
     return [str(ship.source) for ship in parts.tail.values.ships]
 
 
+@pytest.mark.full
 def test_a_frozen_tower_that_runs_second_is_prefix() -> None:
     model = frozen(Towers(), "frozen")
     x = torch.randn(4, 6)
@@ -103,7 +105,7 @@ class WritesLate(nn.Module):
         return self.trained(given + late)
 
 
-@pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("writes", some(1, [True, False]))
 def test_input_that_the_tail_writes_into_stays_as_it_was(writes: bool) -> None:
     model, x = frozen(WritesLate(writes=writes), "frozen"), torch.randn(4, 6)
     parts = split(model, x.clone())
@@ -169,7 +171,7 @@ def test_several_tensors_cross_where_a_network_skips() -> None:
     agree(model, parts, x)
 
 
-@pytest.mark.parametrize("shift", [None, torch.randn(4, 8)])
+@pytest.mark.parametrize("shift", some(1, [None, torch.randn(4, 8)]))
 def test_inputs_by_keyword_in_dicts_and_absent_ones(shift: torch.Tensor | None) -> None:
     model = frozen(Masked(), "embed", "block1")
     mask = torch.tensor([[1.0] * 5, [1.0] * 3 + [0.0] * 2] * 2)
@@ -180,6 +182,7 @@ def test_inputs_by_keyword_in_dicts_and_absent_ones(shift: torch.Tensor | None) 
     agree(model, parts, example)
 
 
+@pytest.mark.full
 def test_positional_inputs_and_the_rest_left_out() -> None:
     model = frozen(Masked(), "embed", "block1", "block2")
     example = (torch.randint(0, 20, (4, 5)),)
@@ -227,6 +230,7 @@ def test_control_flow_on_data_in_the_frozen_part_ends_the_prefix_before_it() -> 
     agree(model, parts, -x)
 
 
+@pytest.mark.full
 def test_a_head_that_answers_in_training_only_gets_what_it_reads() -> None:
     model = frozen(Auxiliary(), "first", "second")
     x = torch.randn(4, 6)
@@ -249,6 +253,7 @@ def test_a_dropout_on_both_sides_is_off_in_the_prefix_and_random_behind_it() -> 
     assert not torch.equal(parts.tail(features), parts.tail(features))
 
 
+@pytest.mark.full
 def test_layers_that_chance_may_leave_out_are_left_to_the_tail() -> None:
     class Stem(nn.Module):
         def __init__(self) -> None:
@@ -288,7 +293,7 @@ def test_a_module_that_keeps_a_value_for_later_runs_where_it_is_read() -> None:
     agree(model, parts, torch.randn(4, 6))
 
 
-@pytest.mark.parametrize(("together", "crosses"), [(False, "blocks.1"), (True, "blocks.1")])
+@pytest.mark.parametrize(("together", "crosses"), some(1, [(False, "blocks.1"), (True, "blocks.1")]))
 def test_checkpointed_regions_on_either_side_of_the_cut(together: bool, crosses: str) -> None:
     model = frozen(Checkpointed(together=together), "blocks.0", "blocks.1")
     parts = split(model, torch.randn(4, 6))
@@ -296,6 +301,7 @@ def test_checkpointed_regions_on_either_side_of_the_cut(together: bool, crosses:
     agree(model, parts, torch.randn(4, 6))
 
 
+@pytest.mark.full
 def test_a_prefix_ends_before_a_checkpointed_region_that_it_would_cut() -> None:
     model = frozen(Checkpointed(together=True), "blocks.0", "blocks.1", "blocks.2")
     parts = split(model, torch.randn(4, 6))
@@ -304,13 +310,14 @@ def test_a_prefix_ends_before_a_checkpointed_region_that_it_would_cut() -> None:
     agree(model, parts, torch.randn(4, 6))
 
 
+@pytest.mark.full
 def test_without_frozen_modules_before_it_a_checkpointed_region_is_not_cut() -> None:
     parts = split(frozen(Checkpointed(together=True), "blocks.0"), torch.randn(4, 6))
     assert parts.program is None
     assert "activation checkpointing" in parts.why_not
 
 
-@pytest.mark.parametrize(("model", "shape"), [(TimeFirst(), (4, 5, 6)), (Windows(), (4, 24))])
+@pytest.mark.parametrize(("model", "shape"), some(1, [(TimeFirst(), (4, 5, 6)), (Windows(), (4, 24))]))
 def test_samples_may_lie_elsewhere_than_in_the_first_rows(model: nn.Module, shape: tuple[int, ...]) -> None:
     frozen(model, "first")
     x = torch.randn(shape)
@@ -326,6 +333,7 @@ def test_samples_may_lie_elsewhere_than_in_the_first_rows(model: nn.Module, shap
         assert torch.equal(parts.tail(again), model(x[[2, 0, 1, 2, 3]]))
 
 
+@pytest.mark.full
 def test_values_take_nothing_but_what_crosses() -> None:
     parts = split(frozen(Towers(), "frozen"), torch.randn(4, 6))
     good = (torch.randn(3, 6), torch.randn(3, 6))
@@ -347,7 +355,7 @@ class Scaled(nn.Module):
         return self.frozen(x) * self.scale
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64])
+@pytest.mark.parametrize("dtype", some(1, [torch.float64, torch.float16, torch.int64]))
 def test_features_of_another_type_are_refused_by_name(dtype: torch.dtype) -> None:
     said = rf"features \('frozen'\) must be torch\.float32, got {dtype}"
     with pytest.raises(ConfigError, match=said):
@@ -357,7 +365,7 @@ def test_features_of_another_type_are_refused_by_name(dtype: torch.dtype) -> Non
         towers.tail((torch.randn(3, 6), torch.randn(3, 6).to(dtype)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", some(1, [torch.bfloat16, torch.float16, torch.float64]))
 def test_other_types(dtype: torch.dtype) -> None:
     model = frozen(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)), "0", "2").to(
         dtype
@@ -369,6 +377,7 @@ def test_other_types(dtype: torch.dtype) -> None:
     agree(model, parts, x)
 
 
+@pytest.mark.full
 def test_autocast_is_part_of_the_program_and_of_the_tail() -> None:
     model = frozen_small()
     x = torch.randn(4, 3, 16, 16)
@@ -410,6 +419,7 @@ def test_the_tail_compiles_to_one_graph_and_is_not_compiled_again() -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 def test_hooks_and_flags_set_later_are_the_current_ones() -> None:
     model = frozen_small()
     x = torch.randn(4, 3, 16, 16)
@@ -437,6 +447,7 @@ def test_an_instance_with_a_forward_of_its_own_is_refused() -> None:
     assert "forward set on the instance" in parts.why_not
 
 
+@pytest.mark.full
 def test_granularity_of_operators_gives_more_cuts_and_the_same_features() -> None:
     model = frozen_small()
     x = torch.randn(4, 3, 16, 16)
@@ -449,6 +460,7 @@ def test_granularity_of_operators_gives_more_cuts_and_the_same_features() -> Non
     assert str(operators.attempts[-1]) == "up to block2, between operators: proven"
 
 
+@pytest.mark.full
 def test_a_proof_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path))
     calls: list[str] = []
@@ -523,6 +535,7 @@ class Config:
         self.inner = [{"number": number}]
 
 
+@pytest.mark.full
 def test_a_cache_that_cannot_be_written_or_read_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", "/dev/null/nowhere")
     parts = split(frozen_small(), torch.randn(4, 3, 16, 16))
@@ -530,6 +543,7 @@ def test_a_cache_that_cannot_be_written_or_read_is_no_error(monkeypatch: pytest.
     assert proof_cache.is_proven("0" * 64, parts.program, FreezePoint(name="block2")) is None
 
 
+@pytest.mark.full
 def test_peft_adapters_cap_the_cut_at_the_earliest_one() -> None:
     ensure_torchvision()  # peft imports transformers, which imports torchvision
     peft = pytest.importorskip("peft")
@@ -617,6 +631,7 @@ def test_a_flag_that_says_hooks_are_in_place_is_no_count() -> None:
     assert "counts" not in parts.note
 
 
+@pytest.mark.full
 def test_a_module_that_no_program_can_hold_ends_the_prefix_before_it() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -676,7 +691,7 @@ def test_an_example_without_samples_is_refused() -> None:
         split(model, x[:0])
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("samples", some(1, [1, 2, 3]))
 def test_micro_batches_of_few_samples_are_proven_with_padding_too(samples: int) -> None:
     model = frozen(Towers(), "frozen")
     x = torch.randn(samples, 6)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.examples import often, some
 from tests.program.nets import (
     Branching,
     Casting,
@@ -46,7 +47,7 @@ def reference(model: nn.Module, parts: Split, x: torch.Tensor) -> tuple[torch.Te
     return answer, list(torch.autograd.grad(answer.square().sum(), trained))
 
 
-@pytest.mark.parametrize("upto", ["stem", "block1", "block2"])
+@pytest.mark.parametrize("upto", often(["stem", "block1", "block2"], "block1"))
 def test_prefix_and_tail_give_answer_and_gradients_of_the_whole(upto: str) -> None:
     model = frozen_small(upto)
     x = torch.randn(4, 3, 16, 16)
@@ -63,6 +64,7 @@ def test_prefix_and_tail_give_answer_and_gradients_of_the_whole(upto: str) -> No
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.full
 def test_the_tail_takes_any_number_of_samples() -> None:
     model = frozen_small().eval()
     x = torch.randn(4, 3, 16, 16)
@@ -73,6 +75,7 @@ def test_the_tail_takes_any_number_of_samples() -> None:
         assert torch.equal(parts.tail(features), model(torch.cat([x] * 3)[:7]))
 
 
+@pytest.mark.full
 def test_the_tail_takes_nothing_but_features() -> None:
     x = torch.randn(4, 3, 16, 16)
     parts = cut(frozen_small(), x)
@@ -81,6 +84,7 @@ def test_the_tail_takes_nothing_but_features() -> None:
             parts.tail(wrong)
 
 
+@pytest.mark.full
 def test_the_tail_shares_everything_with_the_model() -> None:
     model = frozen_small()
     keys = list(model.state_dict())
@@ -95,6 +99,7 @@ def test_the_tail_shares_everything_with_the_model() -> None:
     assert model.block1.conv1.weight.grad is None
 
 
+@pytest.mark.full
 def test_hooks_on_the_tail_run_and_modules_with_hooks_are_not_skipped() -> None:
     model = frozen_small()
     seen: list[str] = []
@@ -169,11 +174,14 @@ def test_a_module_called_on_both_sides_of_the_boundary_runs_where_it_should() ->
 
 @pytest.mark.parametrize(
     ("model", "frozen", "shape"),
-    [
-        (Reading(), ["first", "second"], (4, 6)),
-        (Casting(), ["first", "second"], (4, 3, 8, 8)),
-        (Encoder(), ["encoder.layers.0", "encoder.layers.1"], (4, 5, 16)),
-    ],
+    some(
+        2,
+        [
+            (Reading(), ["first", "second"], (4, 6)),
+            (Casting(), ["first", "second"], (4, 3, 8, 8)),
+            (Encoder(), ["encoder.layers.0", "encoder.layers.1"], (4, 5, 16)),
+        ],
+    ),
 )
 def test_what_the_tail_reads_of_skipped_modules_is_as_ever(
     model: nn.Module, frozen: list[str], shape: tuple[int, ...]
@@ -215,6 +223,7 @@ def test_what_is_no_input_is_refused() -> None:
             split(frozen_small(), wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.full
 def test_threads_do_not_disturb_each_other() -> None:
     model = frozen_small().eval()
     x = [torch.randn(4, 3, 16, 16) for _ in range(4)]

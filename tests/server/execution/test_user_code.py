@@ -382,6 +382,7 @@ def test_a_dataset_that_cannot_be_made(client, name, arguments, said):
     assert failure(client, asking(name, arguments=arguments)).startswith(said)
 
 
+@pytest.mark.full
 def test_a_module_that_cannot_be_imported(tmp_path, monkeypatch):
     (tmp_path / "half.py").write_text("def make(:\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -445,6 +446,7 @@ def test_a_part_that_the_dataset_does_not_have_is_told(client):
     assert "Noisy has no stretch" in failure(client, request, batches=[sent])
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_dataset_that_kills_its_process_takes_nothing_with_it(tmp_path):
     note = tmp_path / "child"
@@ -551,6 +553,7 @@ def test_what_is_sent_along_and_is_no_sample_is_told(client):
 # ------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.full
 def test_an_answer_may_take_more_than_was_thought(tmp_path):
     with working(code_bytes=1 << 20) as (server, client):
         request = asking("Large", (0, 1), (2,), arguments={"nbytes": 24 << 20})
@@ -565,6 +568,7 @@ def test_an_answer_may_take_more_than_was_thought(tmp_path):
             assert isinstance(messages(response)[-1], End)
 
 
+@pytest.mark.full
 def test_an_answer_that_finds_no_room_is_refused_and_the_worker_goes_on():
     with working(memory_budget_bytes=520 << 20, code_bytes=1 << 20) as (server, client):
         told = failure(client, asking("Large", (0, 1), arguments={"nbytes": 100 << 20}), DoesNotFit)
@@ -573,6 +577,7 @@ def test_an_answer_that_finds_no_room_is_refused_and_the_worker_goes_on():
         assert server.metric("upriver_worker_restarts_total") == 0
 
 
+@pytest.mark.full
 def test_a_request_for_more_than_there_is_never_waits():
     with working(memory_budget_bytes=520 << 20, code_bytes=600 << 20) as (server, _):
         status, error = refused(server, body_of(asking("Noisy")))

@@ -187,6 +187,7 @@ def group_of(pid):
     pytest.skip("a server may make no control groups with a memory limit here")
 
 
+@pytest.mark.full
 def test_a_worker_that_runs_out_of_memory_is_replaced_and_its_job_done_again(heavy):
     uri, request = heavy
     with running(uri) as server:

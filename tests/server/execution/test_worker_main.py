@@ -10,6 +10,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.examples import some
 from tests.pipeline.making import npy, pixels
 from tests.server.conftest import make_world
 from tests.server.enclosed import inner
@@ -98,6 +99,7 @@ def slot():
     return slot
 
 
+@pytest.mark.full
 def test_a_slot_that_cannot_be_mapped_ends_the_worker(worker, slot):
     worker.map_beyond_its_end(slot)
     code, printed = worker.ended()
@@ -105,6 +107,7 @@ def test_a_slot_that_cannot_be_mapped_ends_the_worker(worker, slot):
     assert printed == "MapSlot failed: ValueError: mmap length is greater than file size\n"
 
 
+@pytest.mark.full
 def test_so_does_one_without_memory(worker):
     worker.channel.send(MapSlot(slot=1, nbytes=1))
     code, printed = worker.ended()
@@ -112,7 +115,7 @@ def test_so_does_one_without_memory(worker):
     assert printed == "MapSlot failed: IndexError: list index out of range\n"
 
 
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", some(1, [True, False]))
 def test_an_answer_that_finds_no_room_ends_the_worker_too(worker, slot, whole):
     """The worker waits for a slot in the middle of its job."""
     worker.map(slot)

@@ -6,6 +6,7 @@ import stat
 import pytest
 import torch
 
+from tests.examples import some
 from tests.server.configured import bearer, configured, read_run, tenant
 from tests.server.conftest import images
 from tests.server.running import ask, body_of, changed, refused, run, running, wait_for
@@ -164,7 +165,8 @@ def test_quota_of_storage_counts_kept_rows(tmp_path):
     assert not list(store.list(".upriver/uploads"))
 
 
-@pytest.mark.parametrize("blocked", ["features", "used"])
+@pytest.mark.full
+@pytest.mark.parametrize("blocked", some(1, ["features", "used"]))
 def test_store_that_cannot_be_written_is_said_without_its_location(tmp_path, blocked):
     store = Store.open(tmp_path.as_uri())
     asked = request_for(dataset_in(store, "photos"))
@@ -215,6 +217,7 @@ def test_skipped_samples_are_never_kept(kept):
 # ------------------------------------------------------------------------------------------ bad input
 
 
+@pytest.mark.full
 def test_keep_where_nothing_can_be_kept_is_refused(world, server):
     sent = world.here((0, 1), stop=0)
     no_dataset = world.request((0, 1), stop=3, start=0, dataset=None, keep=True)

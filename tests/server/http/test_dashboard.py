@@ -240,6 +240,7 @@ def test_the_page_of_a_server_has_its_workers_and_what_they_did(server, world):
     assert sorted(found["process"] for found in workers) == sorted(map(str, server.workers()))
 
 
+@pytest.mark.full
 def test_a_worker_that_does_nothing_works_with_no_program(server, world):
     def workers():
         return Page(ask(server, "GET", "/ui")[2].decode()).tables["workers"]

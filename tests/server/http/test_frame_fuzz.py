@@ -125,6 +125,7 @@ def test_a_body_can_be_made_again() -> None:
 # ------------------------------------------------------------------------------------ over connections
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_broken_bodies_over_kept_connections_do_the_server_no_harm(server: Any, world: Any) -> None:

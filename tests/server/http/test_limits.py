@@ -85,6 +85,7 @@ def test_info(server):
     assert info.admits == 8
 
 
+@pytest.mark.full
 def test_info_tells_each_tenant_how_many_requests_are_computed_at_once(world):
     quotas = {"none": None, "small": 3, "large": 9}
     tenants = tuple(
@@ -471,6 +472,7 @@ def alone(graph: bytes) -> bytes:
     return program_head(len(graph)) + graph
 
 
+@pytest.mark.full
 def test_weights_that_came_with_another_program_are_not_needed_again(server, world):
     first, second = (make_program(4, micro_batch=size) for size in (4, 2))
     assert first.digest != second.digest

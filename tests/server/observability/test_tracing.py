@@ -106,6 +106,7 @@ def test_a_block_that_fails_fails_as_ever():
         raise KeyError("x")
 
 
+@pytest.mark.full
 def test_nothing_of_opentelemetry_is_imported():
     """Importing it costs a second, and an absent import cannot interfere."""
     code = (
@@ -398,6 +399,7 @@ def test_the_phases_of_a_worker_follow_one_another(spans, world):
     assert encoded.end_time <= served.end_time
 
 
+@pytest.mark.full
 def test_who_only_looks_is_not_traced(spans, world):
     with in_thread(world.store.uri) as server:
         server.wait_ready()
@@ -448,6 +450,7 @@ def received(came):
                 yield from ((service, span) for span in scope.spans)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_make_one_trace_at_a_collector(world):
     with collector() as (endpoint, came), running(world.store.uri, trace_endpoint=endpoint) as server:
@@ -467,6 +470,7 @@ def test_two_processes_make_one_trace_at_a_collector(world):
         assert server.stop() == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "listens", [pytest.param(False, marks=pytest.mark.full), True], ids=["not there", "says nothing"]

@@ -132,6 +132,7 @@ def test_the_wait_for_weights_is_no_part_of_the_stages(
     assert took.phases["forward"] == pytest.approx(sum(took.stages.values()), abs=0.25)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("start", "stop"), [pytest.param(0, 3, marks=pytest.mark.full), (4, 7)])
 def test_only_the_weights_between_the_cuts_are_read(s3: GatedServer, start: int, stop: int) -> None:
     program = wide()
@@ -249,6 +250,7 @@ def test_a_damaged_chunk_is_a_typed_error_and_the_next_request_loads_anew(s3: Ga
         assert same(run(server, request(program), sent(program)), here(program))
 
 
+@pytest.mark.full
 def test_weights_that_are_others_than_the_graph_names_never_end_an_answer_well(s3: GatedServer) -> None:
     program, other = wide(), wide(7)
     store = published(s3, program)

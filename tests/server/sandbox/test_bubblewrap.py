@@ -233,6 +233,7 @@ def test_a_worker_has_no_rights_on_any_of_its_threads():
             assert int(status(pid, "CapBnd"), 16) == 0
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_worker_behind_another_process_is_fed_and_its_end_is_told(fake):
     """Check that descriptors and the exit status pass through the process between."""
@@ -308,6 +309,7 @@ def test_bubblewrap_changes_no_bit(boxed):
     assert prints[0] == prints[1]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("outside", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_bubblewrap_ends_with_its_worker_and_its_worker_with_it(boxed, outside):
@@ -319,6 +321,7 @@ def test_bubblewrap_ends_with_its_worker_and_its_worker_with_it(boxed, outside):
         assert handle.ending() == "was ended by SIGKILL"
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_bubblewrap_does_not_keep_a_worker_out_of_its_group(boxed):
     if boxed.groups is None:

@@ -225,6 +225,7 @@ def limit(path, nbytes):
             (path / name).write_text(str(nbytes))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_worker_is_in_a_group_of_its_own_as_long_as_it_lives(groups):
     with worker(Enclosure(memory_bytes=MIB, groups=groups)) as (handle, _):

@@ -99,6 +99,7 @@ def test_the_limits_hold_and_a_worker_works_under_them():
         assert payload(handle.run(large(1000)))
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_memory_that_is_not_known_is_not_limited():
     with worker() as (handle, _):
@@ -106,6 +107,7 @@ def test_memory_that_is_not_known_is_not_limited():
         assert found == resource.getrlimit(resource.RLIMIT_DATA)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_job_that_takes_too_much_fails_and_the_worker_goes_on():
     with worker(Enclosure(memory_bytes=MIB)) as (handle, _):

@@ -94,6 +94,7 @@ def test_a_dataset_gives_one_tensor():
         form.check_given(request, [])
 
 
+@pytest.mark.full
 def test_a_graph_is_read_once_for_each_position_and_not_remembered_for_ever():
     held = []
 

@@ -63,6 +63,7 @@ def test_a_program_counts_its_files_once_and_its_graph_in_each_worker():
     assert apart - two == 9_000  # on an accelerator each worker has its own weights
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "network", ["alexnet", *(pytest.param(name, marks=pytest.mark.full) for name in ("resnet50", "vit_b_16"))]
