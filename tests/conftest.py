@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import inspect
 import logging
 import os
 import subprocess
@@ -172,3 +173,18 @@ def fill(disk: Path, leave: int = 0) -> Path:
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
     filler.write_bytes(bytes(max(0, free - leave)))
     return filler
+
+
+@pytest.fixture(scope="session", autouse=True)
+def delivered_keep() -> Iterator[object]:
+    """Let jobs keep nothing unless a test says otherwise, and return what they keep by default.
+
+    Most tests count what each epoch computes.
+    """
+    from upriver.finetune.session import Near
+
+    defaults = inspect.unwrap(Near.finetune).__kwdefaults__ or {}
+    with pytest.MonkeyPatch.context() as patched:
+        delivered = defaults["keep"]
+        patched.setitem(defaults, "keep", None)
+        yield delivered

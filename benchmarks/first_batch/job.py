@@ -173,6 +173,7 @@ class Trainer:
             batch_size=self._batch_size,
             policy=policy,
             splitting=upriver.Splitting(in_background=in_background),
+            keep=None,
             on_progress=lambda text: None,
         )
 

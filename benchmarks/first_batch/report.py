@@ -379,8 +379,8 @@ run. *Remote*: the share of all samples that came through the server.
   with its preparing process on the other, one thread each, as in `speedup`.
 - Random weights. ResNet-18 is frozen through `layer4.0`, the Transformers up to their last two encoder
   layers. BERT reads 128 tokens a sample. Plain SGD trains the rest.
-- **Upriver** has its defaults: `near.finetune(model, data, batch_size=...)`. With `in_background=False`
-  everything is captured, proven, measured and planned before `finetune()` returns.
+- **Upriver** has its defaults but for `keep=None`, so that each epoch computes its features. With
+  `in_background=False` everything is captured, proven, measured and planned before `finetune()` returns.
 - **Cold**: an empty `$UPRIVER_CACHE`, a server that has just started, and no program in the store. **Warm**:
   all three as an earlier run of the job left them. Before each run the hosts come to rest.
 - **The clock starts** when torch and upriver are imported, the model and its optimizer are built, and the

@@ -199,6 +199,7 @@ def train(
             policy="freeze",
             exact="bitwise",
             splitting=upriver.Splitting(in_background=False),
+            keep=None,
             prefetch=upriver.Prefetch(per_request=PER_REQUEST),
         ) as job:
             for _ in range(epochs):

@@ -59,6 +59,7 @@ class Follower(Trainer):
             policy=POLICY,
             exact="bitwise",
             splitting=upriver.Splitting(in_background=False),
+            keep=None,
             replanning=upriver.Replanning(enabled=replan),
         )
         self._running = self._epochs()
@@ -113,6 +114,7 @@ class Follower(Trainer):
             policy=POLICY,
             exact="bitwise",
             splitting=upriver.Splitting(in_background=False),
+            keep=None,
             replanning=upriver.Replanning(enabled=False),
         ) as job:
             table = job.plan.table

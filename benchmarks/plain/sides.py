@@ -150,6 +150,7 @@ class Plain:
             exact="bitwise",
             seed=seed,
             splitting=Splitting(in_background=False),
+            keep=None,
             prefetch=Prefetch(num_workers=workers),
         )
         # Warms up the tail. The proof has already warmed up the frozen part.

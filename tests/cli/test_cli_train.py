@@ -125,8 +125,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def config(folder: Path, *, output: str = "trained.safetensors", more: str = "epochs = 3") -> str:
-    """Write a configuration; return its path."""
+    """Write a configuration; return its path. Unless it says otherwise, nothing is kept."""
     path = folder / f"{output}.toml"
+    more = more if "keep" in more else f'keep = "nothing"\n{more}'
     path.write_text(CONFIG.format(uri=folder.as_uri(), folder=folder, output=output, more=more))
     return str(path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,18 @@ def test_job_with_kept_features_computes_each_sample_once(tmp_path: Path) -> Non
     got, job = kept_run(data, tmp_path / "kept")
     assert same(got, reference(data))
     assert job.report.samples == {"local": COUNT, "kept": 2 * COUNT}
+
+
+def test_jobs_keep_features_in_memory_and_in_the_cache_folder_by_default_and_say_how_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delivered_keep: Any
+) -> None:
+    monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "cache"))
+    data = still_photos(tmp_path / "store")
+    losses, model, job = run(near(), data, policy="nosplit", epochs=2, keep=delivered_keep)
+    assert same((losses, model), reference(data, epochs=2))
+    assert job.report.samples == {"local": COUNT, "kept": COUNT}
+    assert shards(tmp_path / "cache" / "features")
+    assert re.search(r"[kM]B of at most \S+ [MGT]B in memory, .* of at most \S+ [MGT]B on disk", job.plan.why)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ class Trainer:
             exact="bitwise" if self.setting.one_device else "auto",
             splitting=upriver.Splitting(in_background=False),
             replanning=upriver.Replanning(enabled=False),
+            keep=None,
             **given,
         )
 

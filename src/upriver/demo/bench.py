@@ -134,6 +134,7 @@ class Bench:
                 policy=policy,
                 seed=settings.seed,
                 prefetch=Prefetch(num_workers=num_workers),
+                keep=None,  # both ways compute what each epoch needs
                 on_progress=self._watch.say,
             )
             yield job, model, near

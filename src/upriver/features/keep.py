@@ -67,8 +67,11 @@ class Keep:
         return max(LEAST_SHARD_BYTES, min(SHARD_BYTES, self.memory_bytes // 8))
 
 
-def room_of(keep: Keep | Literal["auto"] | None) -> Keep | None:
+def room_of(keep: Keep | Literal["auto"] | None, *, ranks: int = 1) -> Keep | None:
     """Return the room that the option ``keep`` names; None for none.
+
+    Args:
+        ranks: Processes that take the same option, and share what ``auto`` takes.
 
     Raises:
         ConfigError: If the option is something else.
@@ -76,7 +79,8 @@ def room_of(keep: Keep | Literal["auto"] | None) -> Keep | None:
     if keep is None or isinstance(keep, Keep):
         return keep
     if isinstance(keep, str) and keep == AUTO:
-        return Keep()
+        whole = Keep()
+        return whole if ranks == 1 else Keep(memory=whole.memory_bytes // ranks, disk=whole.disk_bytes)
     raise ConfigError(
         f"keep must be None, 'auto' or an upriver.Keep(memory=…, disk=…), got {printable(repr(keep), 60)}"
     )

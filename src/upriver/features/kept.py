@@ -165,8 +165,13 @@ class KeptFeatures:
         """Return in words how much is kept now, for the plan."""
         if self.why_not:
             return f"features are not kept: {self.why_not}"
-        disk = sum(stretch.disk_bytes for stretch in self._all())
-        return f"features kept: {bytes_text(self.memory.used_bytes)} in memory, {bytes_text(disk)} on disk"
+        used, most = self.memory.used_bytes, self.memory.budget_bytes
+        on_disk = sum(stretch.disk_bytes for stretch in self._all())
+        at_most = self.disk.budget_bytes if self.disk is not None else 0
+        return (
+            f"features kept: {bytes_text(used)} of at most {bytes_text(most)} in memory, "
+            f"{bytes_text(on_disk)} of at most {bytes_text(at_most)} on disk"
+        )
 
     def _all(self) -> list[KeptStretch]:
         with self._lock:

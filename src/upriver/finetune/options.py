@@ -213,7 +213,7 @@ class JobOptions:
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         prefix: PrefixKind | None = None,
-        keep: Keep | Literal["auto"] | None = None,
+        keep: Keep | Literal["auto"] | None = "auto",
         seed: int = 0,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
@@ -258,7 +258,7 @@ class JobOptions:
             replay=Routes(splitting.replay),
             epochs=splitting.epochs,
             prefix=None if prefix is None else validation.choice("prefix", prefix, PREFIXES),
-            keep=room_of(keep),
+            keep=room_of(keep, ranks=num_ranks),
         )
         options = options._for_prefix()
         if cut is not None and options.replay:

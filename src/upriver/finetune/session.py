@@ -126,7 +126,7 @@ class Near:
         exact: Exact = "auto",
         autocast: torch.dtype | str | None = None,
         prefix: PrefixKind | None = None,
-        keep: Keep | Literal["auto"] | None = None,
+        keep: Keep | Literal["auto"] | None = "auto",
         seed: int = 0,
         sampling: Sampling | None = None,
         splitting: Splitting | None = None,
@@ -169,8 +169,9 @@ class Near:
                 micro-batch; ``job.exactness`` and the plan state it. None leaves it as it is written.
             keep: Room for features: those of a sample that is kept are read in later epochs and jobs, and
                 not computed again. No bit depends on it. ``auto`` is ``Keep()``, a tenth of the free memory
-                and of the free disk. Features are kept after the frozen part if no input stage draws random
-                numbers, or with ``views``; else samples are kept before the first stage that does.
+                and of the free disk, which ranks share; the plan says how much that is. None keeps nothing.
+                Features are kept after the frozen part if no input stage draws random numbers, or with
+                ``views``; else samples are kept before the first stage that does.
             seed: Decides the order of samples and random input stages.
             sampling: Order, ranks and bad samples; `Sampling` with its defaults if None, as for the others.
             splitting: Where the model may be cut, how its tail runs, and an earlier run to replay.

@@ -63,8 +63,8 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
         on_left_out: "error" or "report" when an index would leave out files that may be samples.
         adapt_batch: Most samples that a server may run at once; with ``exact = "numeric"`` only.
         prefix: How the frozen part is made faster, within an error that the plan states.
-        keep: ``auto``, or a table with the fields of `upriver.Keep`: features are kept for later epochs and
-            runs.
+        keep: ``auto``, ``nothing``, or a table with the fields of `upriver.Keep`: features are kept for later
+            epochs and runs.
         views: Number of sets of random draws; see `upriver.Sampling`.
         micro_batch: Samples per micro-batch. ``auto`` measures and chooses once; a resumed run keeps the
             choice.
@@ -102,7 +102,7 @@ class TrainFile(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only
     adapt_batch: int = 0
     autocast: Literal["bfloat16", "float16"] | None = None
     prefix: Literal["compiled", "bf16", "int8"] | None = None
-    keep: Literal["auto"] | KeepTable | None = None
+    keep: Literal["auto", "nothing"] | KeepTable = "auto"
     views: int | None = None
     granularity: Literal["module", "op"] = "module"
     compile_tail: bool = False
@@ -162,7 +162,9 @@ def _keep(settings: TrainFile) -> Keep | Literal["auto"] | None:
     from upriver.features.keep import Keep
 
     keep = settings.keep
-    return Keep(**msgspec.structs.asdict(keep)) if isinstance(keep, KeepTable) else keep
+    if isinstance(keep, KeepTable):
+        return Keep(**msgspec.structs.asdict(keep))
+    return keep if keep == "auto" else None
 
 
 def _trained(settings: TrainFile, output: Path) -> dict[str, Any]:
