@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ from tests.features.keeping import (
 )
 from upriver import files
 from upriver.features import DiskFeatures, folder, shard
-from upriver.features.shard import PackedShard
+from upriver.features.shard import PackedShard, Shard
 
 Patch = pytest.MonkeyPatch
 Log = pytest.LogCaptureFixture
@@ -376,7 +377,7 @@ def test_folder_on_a_slow_disk_is_given_up_with_figures(
     kept = opened(tmp_path, saved_s=1.0)
     write = PackedShard.write
     passed = [0.0]
-    monkeypatch.setattr(folder.time, "monotonic", lambda: time.perf_counter() + passed[0])
+    monkeypatch.setattr(folder.time, "monotonic", lambda: 1000.0 + passed[0])
 
     def slow(self: PackedShard, path: Path) -> None:
         passed[0] += 15.0
@@ -393,6 +394,50 @@ def test_folder_on_a_slow_disk_is_given_up_with_figures(
     (record,) = caplog.records
     assert "the disk is slow; writing 5 rows took 15 s, and computing them 0.05 s" in record.getMessage()
     assert_kept(fast, rows(range(5)))
+
+
+def test_folder_from_which_reading_is_slow_loses_its_rows_and_says_so_with_figures(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
+) -> None:
+    kept, passed, read = opened(tmp_path, saved_s=1.0), [0.0], Shard.read
+    assert kept.append(rows(range(5)))
+    monkeypatch.setattr(folder.time, "monotonic", lambda: 1000.0 + passed[0])
+
+    def slow(self: Shard, *given: Any) -> Any:
+        passed[0] += 3.0
+        return read(self, *given)
+
+    monkeypatch.setattr(Shard, "read", slow)
+    keys = list(rows(range(5)))
+    assert None not in kept.read(keys[:3])  # 9 s may be an accident
+    assert not caplog.records
+    assert None not in kept.read(keys[3:])
+    assert "reading 5 rows took 15 s, and computing them 5 s" in caplog.text
+    assert kept.read(keys) == [None] * 5
+    kept.refresh()
+    assert not kept.keys
+    assert not kept.append(rows(range(5, 6)))
+    assert len(opened(tmp_path, saved_s=1.0).keys) == 5  # they are there for a job to which they are worth it
+
+
+def test_disk_is_not_judged_while_nobody_knows_what_a_row_saves(tmp_path: Path, monkeypatch: Patch) -> None:
+    kept, passed, write = opened(tmp_path, saved_s=0.0), [0.0], PackedShard.write
+    monkeypatch.setattr(folder.time, "monotonic", lambda: 1000.0 + passed[0])
+
+    def slow(self: PackedShard, path: Path) -> None:
+        passed[0] += 15.0
+        write(self, path)
+
+    monkeypatch.setattr(PackedShard, "write", slow)
+    assert kept.append(rows(range(1)))
+    kept.saved_s = 1.0
+    assert kept.append(rows(range(1, 2)))
+    assert opened(tmp_path, saved_s=0.0).keys == kept.keys
+    assert DiskFeatures(tmp_path, budget_bytes=1 << 30).entries()[0].saved_s == 0.0
+    opened(tmp_path, saved_s=1.0)
+    opened(tmp_path, saved_s=0.0)
+    assert DiskFeatures(tmp_path, budget_bytes=1 << 30).entries()[0].saved_s == 1.0
+    assert not kept.append(rows(range(2, 3)))
 
 
 # ------------------------------------------------------------------------------------ other processes
@@ -580,7 +625,7 @@ def test_folder_notes_its_use_but_not_at_each_read(tmp_path: Path, monkeypatch: 
     kept.append(rows(range(2)))
     path = kept.path / "stretch.json"
     passed = [0.0]
-    monkeypatch.setattr(folder.time, "monotonic", lambda: time.perf_counter() + passed[0])
+    monkeypatch.setattr(folder.time, "monotonic", lambda: 1000.0 + passed[0])
     kept._used_at_s = folder.time.monotonic()
     os.utime(path, (1000, 1000))
     kept.read([key(0)])

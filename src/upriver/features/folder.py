@@ -37,7 +37,7 @@ USED_EVERY_S = 60.0
 """Seconds between two notes of a folder's use. Jobs tell each other apart by hours."""
 
 SLOW_S = 10.0
-"""Seconds of writing after which a disk may count as slow: shorter ones may be an accident."""
+"""Seconds of writing or reading after which a disk may count as slow: shorter ones may be an accident."""
 
 
 class Space(Protocol):
@@ -59,13 +59,16 @@ class StretchFolder:
     """The kept rows of one stretch on disk. Any thread may call any method.
 
     A folder or disk that fails costs rows and one warning, and never raises.
+
+    Attributes:
+        saved_s: Seconds that a row saves each time it is read; 0 while that is unknown.
     """
 
     def __init__(
         self, path: Path, stretch: Stretch, *, saved_s: float, space: Space, open_files: OpenFiles
     ) -> None:
         self.path, self.saved_s = path, saved_s
-        self._digest, self._text = stretch.digest, stretch_text(stretch, saved_s)
+        self._stretch, self._digest = stretch, stretch.digest
         self._space, self._files = space, open_files
         self._lock, self._writing = ForkSafeLock(), ForkSafeLock()
         self._shards: dict[Path, Shard] = {}
@@ -74,8 +77,9 @@ class StretchFolder:
         self._wanted: AbstractSet[bytes] | None = None
         self._owned: Descriptor | None = None
         self._told: set[str] = set()
-        self._given_up = False
+        self._given_up, self._unread = False, False
         self._wrote_s, self._wrote_rows, self._used_at_s = 0.0, 0, -USED_EVERY_S
+        self._read_s, self._read_rows = 0.0, 0
         reset_in_child(self)
         self._begin()
 
@@ -111,7 +115,7 @@ class StretchFolder:
         buffer = RowBuffer(
             sum(shard.nbytes_of(number) for rows in asked.values() for number, _, shard in rows)
         )
-        start = 0
+        start, began = 0, time.monotonic()
         for path, rows in asked.items():
             try:
                 file = self._files.get(path)
@@ -120,6 +124,7 @@ class StretchFolder:
                     start += shard.nbytes_of(number)
             except (OSError, Damaged) as error:
                 self._lose(path, error)
+        self._judge_reading(time.monotonic() - began, sum(row is not None for row in found))
         self._note_use()
         return found
 
@@ -161,7 +166,7 @@ class StretchFolder:
                 if path not in self._files:
                     self._forget(path)
             for path in names:
-                if path not in self._shards:
+                if path not in self._shards and not self._unread:
                     self._add(path)
 
     def empty(self) -> None:
@@ -196,7 +201,7 @@ class StretchFolder:
         except OSError as error:
             self._give_up(f"no rows are kept in {self.path}: {error_text(error)}")
             return
-        self._note_use(self._text)
+        self._note_use(self._text if self.saved_s else None)
         self.refresh()
 
     def _is_private(self) -> bool:
@@ -336,11 +341,29 @@ class StretchFolder:
     def _judge(self, seconds: float, rows: int) -> None:
         """Give up a disk on which writing a row takes longer than computing it."""
         self._wrote_s, self._wrote_rows = self._wrote_s + seconds, self._wrote_rows + rows
-        if rows and self._wrote_s > max(SLOW_S, self.saved_s * self._wrote_rows):
+        if rows and self.saved_s and self._wrote_s > max(SLOW_S, self.saved_s * self._wrote_rows):
             self._give_up(
                 f"no more rows are kept in {self.path}: the disk is slow; writing {self._wrote_rows} rows "
                 f"took {self._wrote_s:.3g} s, and computing them {self.saved_s * self._wrote_rows:.3g} s"
             )
+
+    def _judge_reading(self, seconds: float, rows: int) -> None:
+        """Forget the rows of a disk from which reading a row takes longer than computing it."""
+        self._read_s, self._read_rows = self._read_s + seconds, self._read_rows + rows
+        if self.saved_s and self._read_s > max(SLOW_S, self.saved_s * self._read_rows):
+            self._give_up(
+                f"kept rows in {self.path} are not used any more: the disk is slow; reading "
+                f"{self._read_rows} rows took {self._read_s:.3g} s, and computing them "
+                f"{self.saved_s * self._read_rows:.3g} s"
+            )
+            with self._lock:
+                self._unread = True
+                for path in list(self._shards):
+                    self._forget(path)
+
+    @property
+    def _text(self) -> bytes:
+        return stretch_text(self._stretch, self.saved_s)
 
     def _say_full(self) -> None:
         if "full" not in self._told:

@@ -280,9 +280,11 @@ class KeptStretch:
         owner, folder = self._owner, self._folder
         if owner.why_not or not rows:
             return
-        until_s = time.monotonic() + patience_s
+        until_s, saved_s = time.monotonic() + patience_s, owner.saved_s()
+        if folder is not None:
+            folder.saved_s = saved_s or folder.saved_s  # unknown when a job begins
         for key, row in zip(self._keys(dataset, list(rows)), rows.values(), strict=True):
-            in_memory = owner.memory.put(self._name, key, row, saved_s=owner.saved_s())
+            in_memory = owner.memory.put(self._name, key, row, saved_s=saved_s)
             if owner.writer is not None and folder is not None and key not in folder.keys:
                 owner.writer.put(folder, key, row, until_s=0.0 if in_memory else until_s)
 
