@@ -4,7 +4,7 @@ The claim: with ``keep="auto"`` a job is not behind the best of all other ways f
 ``DataLoader``, features kept by hand, and upriver with ``keep=None``. Five epochs at 20 Mbit/s are at least
 1.2 times as fast as by hand, and 3 times as fast as version 0.1.0. A sweep of four jobs counts as a job.
 
-Run ``python -m benchmarks.kept_features`` as root. It takes about three hours and may be ended at any
+Run ``python -m benchmarks.kept_features`` as root. It takes some hours and may be ended at any
 moment: each run is a line of ``results/kept_features.jsonl``, and the next start resumes there. Settings
 take turns, so that all have equally many pairs of runs when ``--minutes 120`` ends it. ``--report`` writes
 ``results/kept_features.md`` and ``.png`` from the existing runs.
@@ -69,7 +69,7 @@ def measure(setting: Setting, records: Records, deadline: Deadline) -> None:
                 run(label, 0, setting.ends)
         reference = Runs(setting, records).reference
         if reference is None or reference["code"] != code():
-            run(NONE, 1, setting.ends)
+            run(NONE, 1, setting.ends_of(NONE))
         for label, repeat, ends in Runs(setting, records).next_turn:
             run(label, repeat, ends)
 

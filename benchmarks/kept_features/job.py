@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+import torch._dynamo  # which upriver's tracing imports at its first use
 from torch import nn
 
 import upriver

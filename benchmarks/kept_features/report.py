@@ -14,6 +14,8 @@ from benchmarks.kept_features.networks import LEARNING_RATES
 from benchmarks.kept_features.runs import Runs
 from benchmarks.kept_features.settings import (
     AUTO,
+    COMPUTED_EPOCHS,
+    COMPUTED_JOBS,
     FIRST_JUDGED,
     HAND,
     LEAST_PAIRS,
@@ -139,6 +141,8 @@ def report(found: Sequence[Runs], name: str) -> str:
         rates=", ".join(f"{rate:g}" for rate in LEARNING_RATES),
         rival=f"{RIVAL:g}",
         swept=SWEPT_EPOCHS,
+        computed=COMPUTED_EPOCHS,
+        computed_jobs=COMPUTED_JOBS,
         tolerance=f"{LOSS_TOLERANCE:g}",
         commits=", ".join(sorted({str(row["commit"]) for row in rows})) or "-",
         machine=machine(),
@@ -225,7 +229,7 @@ def _costs(found: Sequence[Runs]) -> str:
     rows = []
     for one in found:
         for way in WAYS:
-            whole = one.rows(one.label(way), one.setting.ends)
+            whole = one.rows(one.label(way), one.setting.ends_of(way))
             if whole:
                 figures = (f"{one.figure(way, *path) / unit:.0f}" for unit, *path in paths)
                 sources = sources_of(whole[max(whole)].get("from", {}))
@@ -329,9 +333,9 @@ hand or of the `DataLoader` if each is within {tolerance} of it. Furthest is the
 - ResNet-18 is frozen through `layer4.0`, ViT-tiny through the tenth of twelve layers; random weights. 300
   JPEG files of about 110 KB, batches of 64, plain SGD. Deterministic stages resize and crop; with views a
   random crop and flip draw by the epoch modulo 4, in every way alike.
-- **The clock starts** when everything is imported, and the fork server of the `DataLoader`'s workers runs:
-  opening the store, indexing the dataset and building the model are in the time, as is what `finetune()`
-  itself imports. All caches are cold: a new server, a store that holds the samples alone, an empty
+- **The clock starts** when everything is imported, PyTorch's tracer for upriver included, and the fork
+  server of the `DataLoader`'s workers runs. Opening the store, indexing the dataset and building the model
+  are in the time. All caches are cold: a new server, a store that holds the samples alone, an empty
   `$UPRIVER_CACHE`. Files of photographs are in the storage host's memory.
 - **DataLoader**: the whole model in an ordinary loop, which reads whole batches with joined reads.
 - **By hand**: while a view is new, workers decode micro-batches of 16, the frozen part runs on them without
@@ -341,6 +345,8 @@ hand or of the `DataLoader` if each is within {tolerance} of it. Furthest is the
 - **Upriver** has its defaults, and is not told the number of epochs.
 - Workers and form are the fastest after {swept} epochs in a sweep with another seed and deterministic
   stages, which settings of the same network and link share. Files have the workers that are best for memory.
+- The `DataLoader` and `keep=None` compute each epoch anew, so their runs end after {computed} epochs, or
+  after {computed_jobs} of four jobs. Losses are compared as far as those of `keep=None` go.
 - The first repeat has all ways, each further one `keep="auto"` and by hand in turns, and any other way up to
   the last judged epoch at which its first run took at most {rival} times the best other's.
 - Four jobs have learning rates of {rates}, and a new head each.

@@ -65,7 +65,8 @@ class Runs:
             return ""
         if reference is None or "error" in reference:
             return "no reference"
-        losses, wanted = row["losses"], reference["losses"][: len(row["losses"])]
+        both = min(len(row["losses"]), len(reference["losses"]))
+        losses, wanted = row["losses"][:both], reference["losses"][:both]
         same = losses == wanted if label in (NONE, AUTO) else alike(losses, wanted)
         return "" if same else "other losses"
 
@@ -145,9 +146,9 @@ class Runs:
         """
         runs = []
         for repeat in self.setting.measured:
-            ends = {way: self.setting.ends for way in (NONE, HAND, AUTO, PLAIN)}
+            ends = {way: self.setting.ends_of(way) for way in (NONE, HAND, AUTO, PLAIN)}
             if repeat > 1:
-                ends = {HAND: self.setting.ends, **self.rivals, AUTO: self.setting.ends}
+                ends = {HAND: ends[HAND], **self.rivals, AUTO: ends[AUTO]}
             order = [way for way in ends if way in self._labels]
             if repeat % 2 == 0:
                 order.reverse()
@@ -160,12 +161,12 @@ class Runs:
 
         They are known after the first repeat.
         """
-        first = {way: self.rows(self.label(way), self.setting.ends).get(1) for way in OTHERS}
+        first = {way: self.rows(self.label(way), 1).get(1) for way in OTHERS}
         ends_s = {way: row["ends_s"] for way, row in first.items() if row is not None}
         near: dict[str, int] = {}
-        for end in self.setting.judged if ends_s else ():
-            best = min(each[end - 1] for each in ends_s.values())
-            near |= {way: end for way, each in ends_s.items() if each[end - 1] <= RIVAL * best}
+        for end in self.setting.judged:
+            there = {way: each[end - 1] for way, each in ends_s.items() if len(each) >= end}
+            near |= {way: end for way, s in there.items() if s <= RIVAL * min(there.values())}
         near.pop(HAND, None)
         return near
 
@@ -215,7 +216,7 @@ class Runs:
     def figure(self, way: str, *path: str) -> float:
         """Return the median of a figure of whole runs, by its path in the record; not a number of no run."""
         values = []
-        for row in self.rows(self.label(way), self.setting.ends).values():
+        for row in self.rows(self.label(way), self.setting.ends_of(way)).values():
             value: Any = row
             for part in path:
                 value = value[part]
@@ -226,7 +227,8 @@ class Runs:
         """Return how many runs of a way had the losses of the reference to the bit, and how many count."""
         rows = self.rows(self.label(way), 1).values()
         wanted = self.reference["losses"] if self.reference is not None and rows else []
-        return sum(row["losses"] == wanted[: len(row["losses"])] for row in rows), len(rows)
+        pairs = [(row["losses"][: len(wanted)], wanted[: len(row["losses"])]) for row in rows]
+        return sum(losses == those for losses, those in pairs), len(rows)
 
     def furthest(self, way: str) -> float:
         """Return the largest relative difference of a loss from the reference's."""

@@ -25,6 +25,10 @@ SWEPT_EPOCHS = 2
 HORIZONS = (1, 3, 5, 10)
 """Epochs at whose end a job is compared."""
 
+COMPUTED_EPOCHS, COMPUTED_JOBS = 5, 2
+"""Epochs of one job, or number of several jobs, after which the ways that compute each epoch anew are ended:
+each further one takes as long as the last."""
+
 FIRST_JUDGED = 3
 """Epochs from which a job must not be behind."""
 
@@ -59,7 +63,7 @@ class Setting:
     epochs: int = 10
     batch_size: int = 64
     samples: int = 300
-    workers: tuple[int, ...] = (0, 1, 2)
+    workers: tuple[int, ...] = (0, 1)
     repeats: int = LEAST_PAIRS
     ways: tuple[str, ...] = WAYS
 
@@ -108,6 +112,11 @@ class Setting:
     def ends(self) -> int:
         """Return the number of ends that a run notes: of its epochs, or of its jobs."""
         return self.epochs if self.jobs == 1 else self.jobs
+
+    def ends_of(self, way: str) -> int:
+        """Return the number of ends that a run of a way notes, at most."""
+        most = COMPUTED_EPOCHS if self.jobs == 1 else COMPUTED_JOBS
+        return min(self.ends, most) if way in (PLAIN, NONE) else self.ends
 
     @property
     def horizons(self) -> tuple[int, ...]:

@@ -121,6 +121,14 @@ def records(tmp_path: Path) -> Records:
 # ---------------------------------------------------------------------------------------------- verdicts
 
 
+def test_ways_that_compute_each_epoch_anew_end_earlier() -> None:
+    one = Setting(network="resnet18", mbit=20)
+    several = Setting(network="resnet18", mbit=20, jobs=4, epochs=3)
+    assert [one.ends_of(way) for way in (PLAIN, NONE, HAND, AUTO)] == [5, 5, 10, 10]
+    assert [several.ends_of(way) for way in (PLAIN, NONE, HAND, AUTO)] == [2, 2, 4, 4]
+    assert ONE.ends_of(NONE) == 5
+
+
 def test_a_job_is_judged_against_the_best_other_way_in_pairs(records: Records) -> None:
     one = Runs(ONE, records)
     assert one.missing == "" and one.not_counted == []
