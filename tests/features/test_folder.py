@@ -444,6 +444,7 @@ def test_disk_is_not_judged_while_nobody_knows_what_a_row_saves(tmp_path: Path, 
 
 
 def test_folder_has_one_writer_and_the_other_reads(tmp_path: Path, caplog: Log) -> None:
+    caplog.set_level(logging.INFO, "upriver")
     ready, told = os.pipe()
 
     def write() -> None:

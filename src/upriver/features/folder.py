@@ -296,7 +296,7 @@ class StretchFolder:
             ) as room:
                 shard = shard.fitting(room - beside)
                 if not shard.keys:
-                    self._say_full()
+                    self._tell("full", f"the budget has no room for more rows in {self.path}")
                     return 0
                 if fresh and not self._create():
                     return 0
@@ -322,7 +322,7 @@ class StretchFolder:
         self._owned = None
         number = files.try_lock(lock)
         if number is None:
-            self._warn("writer", f"another job writes to {self.path}; this one keeps no rows there")
+            self._tell("writer", f"another job writes to {self.path}; this one keeps no rows there")
             return False
         self._owned = Descriptor(number)
         if not self._is_private():
@@ -365,17 +365,16 @@ class StretchFolder:
     def _text(self) -> bytes:
         return stretch_text(self._stretch, self.saved_s)
 
-    def _say_full(self) -> None:
-        if "full" not in self._told:
-            self._told.add("full")
-            log.info("the budget has no room for more rows in %s", self.path)
-
     def _give_up(self, why: str) -> None:
         self._given_up = True
         self._warn("disk", why)
 
     def _warn(self, kind: str, text: str) -> None:
         """Log the first warning of a kind."""
+        self._tell(kind, text, level=logging.WARNING)
+
+    def _tell(self, kind: str, text: str, *, level: int = logging.INFO) -> None:
+        """Log the first message of a kind."""
         if kind not in self._told:
             self._told.add(kind)
-            log.warning("%s", text)
+            log.log(level, "%s", text)

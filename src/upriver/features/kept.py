@@ -28,7 +28,7 @@ CHECKED_ROWS = 16
 """About so many kept rows of a stretch are computed anew before a job uses any."""
 
 
-class FrozenName(Protocol):
+class PartName(Protocol):
     """The name of a frozen part, and where its stages end."""
 
     @property
@@ -82,19 +82,19 @@ class KeptFeatures:
         self.writer = FeatureWriter(keep.buffer_bytes) if self.disk is not None else None
         waiting = 2 * keep.buffer_bytes if self.disk is not None else 0
         self.memory = MemoryFeatures(max(0, keep.memory_bytes - waiting))
-        self._frozen: FrozenName | None = None
+        self._frozen: PartName | None = None
         self._stretches: dict[str, KeptStretch] = {}
         self._lock = threading.Lock()
         if self.writer is not None:
             close_later(self, self.writer.close, at_exit=True)
 
     @property
-    def frozen(self) -> FrozenName | None:
+    def frozen(self) -> PartName | None:
         """Name of the frozen part that gives the rows at the freeze point; None until it is known."""
         return self._frozen
 
     @frozen.setter
-    def frozen(self, name: FrozenName | None) -> None:
+    def frozen(self, name: PartName | None) -> None:
         changed = self._frozen is not None and name is not None and self._frozen.digest != name.digest
         self._frozen = name
         for stretch in self._all() if changed else ():

@@ -27,6 +27,7 @@ from upriver.finetune.planning.keep_planning import stored_share
 from upriver.finetune.prefetch.fetch_threads import LOCAL, Finish, RemoteFetch
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.prefetcher import Prefetcher
+from upriver.finetune.prefetch.read_ahead import ReadAhead
 from upriver.finetune.prefetch.replay import PlacementLog
 from upriver.finetune.prefetch.sampler import EpochOrder, EpochWork
 from upriver.finetune.prefetch.step_assembly import Values, steps
@@ -115,6 +116,7 @@ class FeatureSource:
             run.
         kept: Room for kept features; None if none are kept.
         stored: Features that servers keep near the data.
+        ahead: Samples that were read while the model was traced; None if none were.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class FeatureSource:
         self._options, self._chain, self._device = options, chain, device
         self.kept: KeptFeatures | None = None
         self.stored = StoredFeatures()
+        self.ahead: ReadAhead | None = None
         if options.keep is not None:
             self.kept = KeptFeatures(
                 options.keep,
@@ -322,6 +325,7 @@ class FeatureSource:
             on_bad_sample=self._options.sampling.on_bad_sample,
             shared=meter if remote and isinstance(meter, LinkMeter) else None,
             kept=kept,
+            ahead=self.ahead,
         )
 
     def values(self, batch: MicroBatch) -> Values:
@@ -544,6 +548,8 @@ class FeatureSource:
         found = stretch.find(dataset, ids)
         if not found:
             return found
+        if self.ahead is not None:
+            self.ahead.close()
         try:
             if not stretch.trusted:
                 again = self._anew(stretch.position, dataset, self._some(found), drawn)

@@ -750,6 +750,8 @@ class FinetuneJob:
         self._plan = self.plan  # keep the current remarks: closed servers no longer answer
         self._closed = True
         self.close_loader()
+        if self._feed.ahead is not None:
+            self._feed.ahead.close()
         if self._feed.kept is not None:
             self._feed.kept.close()
         if self._preparation is not None:

@@ -28,6 +28,7 @@ from upriver.finetune.options import JobOptions, MicroBatchSize, Prefetch, Sampl
 from upriver.finetune.planner import PlannedJob, Planner, agreement_for
 from upriver.finetune.planning.keep_planning import computing_epochs
 from upriver.finetune.planning.plan_builder import unsplit_plan
+from upriver.finetune.prefetch.read_ahead import ReadAhead
 from upriver.finetune.preparation.background import Preparation
 from upriver.finetune.preparation.horizon import Horizon
 from upriver.finetune.preparation.snapshot import NoSnapshot
@@ -328,16 +329,23 @@ class Near:
         model, example = wrapped.model, example_of(wrapped.model, direct, options)
         tell("tracing the model")
         importlib.import_module("torch._dynamo")  # which every trace needs, and which takes a second once
-        began = time.thread_time()
-        parts = outline(model, example, autocast=options.autocast)
-        seconds = time.thread_time() - began
-        if parts is None or (options.in_background is None and seconds < WORTH_A_PROCESS_S):
-            return None
+        worth_s = 0.0 if options.in_background else WORTH_A_PROCESS_S
+        order = options.order(0)
+        two_steps = -(-order.step(1)[1] // order.micro_batch)
+        ahead = ReadAhead(direct, order.micro_batches[:two_steps], after_s=worth_s)
+        with contextlib.ExitStack() as unless_begun:
+            unless_begun.callback(ahead.close)
+            began = time.thread_time()
+            parts = outline(model, example, autocast=options.autocast)
+            seconds = time.thread_time() - began
+            if parts is None or seconds < worth_s:
+                return None
+            unless_begun.pop_all()
         row_bytes = sum(each.shape.num_bytes(1) for each in parts.tail.values.ships)
         horizon = Horizon.of(
             seconds,
             micro_batch=options.micro_batch,
-            micro_batches=len(options.order(0).micro_batches),
+            micro_batches=len(order.micro_batches),
             epochs=computing_epochs(
                 options.keep if options.exact != "numeric" else None,
                 chain=dataset.chain,
@@ -369,6 +377,7 @@ class Near:
         )
         job = self._job(wrapped, direct, parts, options, planned)
         feed = job.feed
+        feed.ahead = ahead
         if feed.kept is not None:
             feed.outlined(
                 outline_digest(

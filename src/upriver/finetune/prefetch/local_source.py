@@ -13,6 +13,7 @@ import torch
 from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine, OnBadSample
 from upriver.engine.read import CONCURRENCY, read_samples
+from upriver.finetune.prefetch.read_ahead import ReadAhead
 from upriver.pipeline import Dataset, SampleRef
 from upriver.rpc.link_meter import LinkMeter
 from upriver.types import MicroBatch, Timings
@@ -43,6 +44,7 @@ class LocalSource:
             micro-batch after the other. Connections share a link evenly, so a due response would otherwise
             wait for a dozen objects that are not due.
         kept: Samples that need no read; None if none are kept.
+        ahead: Samples that were read while the model was traced.
     """
 
     dataset: Dataset
@@ -52,6 +54,7 @@ class LocalSource:
     on_bad_sample: OnBadSample = "fail"
     shared: LinkMeter | None = None
     kept: KeptInputs | None = None
+    ahead: ReadAhead | None = None
     _turn: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
 
     def __call__(self, ids: tuple[int, ...]) -> tuple[MicroBatch, Timings]:
@@ -88,7 +91,8 @@ class LocalSource:
         refs = self.dataset.locate(ids)
         at_once = self._at_once(refs)
         with self._turn if at_once < CONCURRENCY else nullcontext(), clock.phase("read"):
-            blobs = read_samples(self.dataset, ids, at_once=at_once)
+            early = self.ahead.take(self.dataset, ids) if self.ahead is not None else None
+            blobs = read_samples(self.dataset, ids, at_once=at_once) if early is None else early
         return self.engine.begin(
             blobs,
             ids,

@@ -59,7 +59,7 @@ class ModuleCall:
 
     @property
     def overwritten(self) -> bool:
-        """Whether an operator wrote into its result in place afterwards."""
+        """True if an operator wrote into its result in place afterwards."""
         return bool(self.overwritten_in)
 
     def sources(self) -> list[TensorSource]:
