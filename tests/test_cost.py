@@ -240,6 +240,7 @@ def test_disk_adds_to_the_client_where_it_overlaps_with_nothing(stream: str) -> 
 
 @settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(profile=profiles(), cluster=clusters(), workload=workloads)
+@pytest.mark.full
 def test_streaming_micro_batches_never_busies_storage_for_longer(
     profile: Profile, cluster: Cluster, workload: Workload
 ) -> None:

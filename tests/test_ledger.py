@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 BUSY = """
@@ -24,6 +26,7 @@ def test_busy_itself():
 """
 
 
+@pytest.mark.full
 def test_ledger_of_tests_in_another_process_has_their_costs(tmp_path: Path) -> None:
     (tmp_path / "test_busy.py").write_text(BUSY, encoding="utf-8")
     ledger = tmp_path / "ledger"

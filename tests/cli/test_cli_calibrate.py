@@ -24,6 +24,7 @@ def two_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UPRIVER_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.full
 def test_the_document_and_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "latency.json"
     assert main(["calibrate", "--quick", "--output", str(output), "--json"]) == 0

@@ -130,6 +130,7 @@ def test_servers_of_equal_bits_differ_in_nothing(same: Running, capsys: pytest.C
     assert "random weights" in printed.err
 
 
+@pytest.mark.full
 def test_other_instruction_set_shows_in_a_convolution(
     other: Running, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -160,6 +160,7 @@ def test_it_makes_what_lies_where_it_was_started_and_ends_with_0_on_sigterm(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_token_is_asked_for_and_datasets_do_not_see_it(tmp_path: Path) -> None:
     arguments = ("--allow", "birds:Birds", "--host", "0.0.0.0", "--workers", "1")
     with working(tmp_path, *arguments, UPRIVER_TOKEN="sesame") as (_, url, _):

@@ -271,6 +271,7 @@ def test_what_is_computed_once_is_computed_once(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.full
 def test_through_a_real_stream(name: str) -> None:
     store, program, inputs = published(name)
     for grouping in ("upriver", "pisel", "layer_by_layer"):

@@ -89,6 +89,7 @@ def batches(kind: str, worker: EmbeddedServer, where: Any, num_workers: int, **m
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.full
 def test_batches_by_pytorchs_own_collating_are_contiguous_whoever_collates(
     worker: EmbeddedServer, where: Any, num_workers: int
 ) -> None:

@@ -312,6 +312,7 @@ def worker() -> Iterator[EmbeddedServer]:
         ("collate_fn", "p3"),
     ],
 )
+@pytest.mark.full
 def test_stop_iteration_at_a_worker_takes_its_place_alone(
     worker: EmbeddedServer, where: str, candidate: str
 ) -> None:

@@ -151,6 +151,7 @@ def stops(kind: str) -> Iterator[tuple[int, int | None]]:
         if not (model and kind in LATE)
     ],
 )
+@pytest.mark.full
 def test_loader_resumed_at_any_step_gives_the_uninterrupted_order(kind: str, model: bool) -> None:
     """The script alone seeds everything again, and restores no generator.
 

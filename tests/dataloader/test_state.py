@@ -277,6 +277,7 @@ def test_a_generator_that_is_seeded_after_loading_a_state_is_left_so() -> None:
 @pytest.mark.parametrize(
     "share", [pytest.param(0.0, marks=pytest.mark.full), 0.4, pytest.param(1.0, marks=pytest.mark.full)]
 )
+@pytest.mark.full
 def test_other_workers_and_another_share_go_on_with_the_same_order(share: float) -> None:
     data = dataset("tests.dataloader.toy_datasets:Divided", count=40)
     set_all(2)

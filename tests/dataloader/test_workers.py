@@ -238,6 +238,7 @@ def test_a_worker_that_is_not_there_costs_nothing_but_its_help(
         assert same(epochs(workers=addresses, offload="always"), reference)
 
 
+@pytest.mark.full
 def test_a_worker_that_does_not_allow_it_says_so(
     reference: list[list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -42,6 +42,7 @@ def members(folder: Path) -> dict[str, bytes]:
     return files
 
 
+@pytest.mark.full
 def test_images_are_what_a_camera_would_store(made: tuple[demo.DemoData, list[tuple[int, int]]]) -> None:
     data, calls = made
     assert calls == [(done, 31) for done in range(1, 32)]

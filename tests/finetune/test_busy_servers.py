@@ -333,6 +333,7 @@ def test_a_server_without_room_for_a_canary_at_another_cut_is_named_by_the_plan(
     assert warning == f"{server.url} refused a request, to be asked again after 3 s: no room at cut 2"
 
 
+@pytest.mark.full
 def test_a_job_says_what_it_has_at_servers_and_hears_of_it_by_each_answer(
     data: Dataset, plain: Reference, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

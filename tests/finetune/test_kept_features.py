@@ -352,6 +352,7 @@ def test_job_that_moves_over_keeps_the_rows_from_before_for_later_jobs(
     assert later.report.samples == {"kept": COUNT}
 
 
+@pytest.mark.full
 def test_job_that_begins_at_once_finds_the_rows_of_an_earlier_one_before_it_is_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

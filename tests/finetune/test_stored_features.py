@@ -130,6 +130,7 @@ def test_views_are_stored_apart(served: Served) -> None:
     assert served.rows("found") == 4 * COUNT + 2 * CHECKED
 
 
+@pytest.mark.full
 def test_random_stages_without_views_are_not_stored(served: Served) -> None:
     data = photos(served.root, folder=served.folder)
     got, _ = served.run(data, epochs=2)
@@ -200,6 +201,7 @@ def test_damaged_rows_change_no_bit(alone: Served, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", [0, *(pytest.param(each, marks=pytest.mark.full) for each in (1, 2, 3))])
+@pytest.mark.full
 def test_server_that_is_killed_while_it_writes_leaves_only_right_rows(alone: Served, moment: int) -> None:
     data, kept = alone.photos(), alone.root / ".upriver"
     alone.run(data)

@@ -113,6 +113,7 @@ def test_a_server_that_is_not_used_is_named_once(data: Dataset, caplog: pytest.L
     assert said.startswith(f"a server is not used for now: {url}: ") and said.count(url) == 1
 
 
+@pytest.mark.full
 def test_a_refused_token_is_named_by_log_and_plan_as_lasting(
     data: Dataset, plain: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:

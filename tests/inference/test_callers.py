@@ -67,6 +67,7 @@ def test_offload_called_while_another_thread_exports_answers(
 
 @pytest.mark.parametrize("backend", often(["eager", "aot_eager"], "eager"))
 @pytest.mark.parametrize("far", [False, True], ids=["device", "server"])
+@pytest.mark.full
 def test_offload_called_by_compiled_code_answers(
     answer: Offload, remote: Offload, model: nn.Module, backend: str, far: bool
 ) -> None:

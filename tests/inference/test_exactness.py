@@ -70,6 +70,7 @@ def test_a_server_with_the_same_bits_serves_bit_for_bit(model: Small, server: Ru
         assert "Exactness: bit for bit." in answer.why and answer.why == answer.plan.why
 
 
+@pytest.mark.full
 def test_a_server_with_other_bits_serves_within_a_tolerance_that_is_stated(
     model: Small, other: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,6 +33,7 @@ def by_the_server(answer: Offload, x: torch.Tensor, wanted: torch.Tensor, times:
 
 
 @pytest.mark.parametrize("hedge_s", [None, pytest.param(3600.0, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_children_that_ask_at_once_get_their_own_answers(hedge_s: float | None, server: Running) -> None:
     model = chain()
     inputs = [torch.randn(1, 64) for _ in range(3)]

@@ -66,6 +66,7 @@ def test_an_answer_of_a_process_that_was_not_let_in_is_not_taken(
         assert after[0] == "/livez" and after.index("/v1/info") < after.index(RUN)
 
 
+@pytest.mark.full
 def test_a_process_that_dies_while_it_measures_is_not_let_in_for_what_it_showed(front: Between) -> None:
     """The next process answers all further questions, and would be admitted without a canary."""
 
@@ -108,6 +109,7 @@ def known_s(answer: Offload) -> list[float]:
     return [second for costs in far_of(answer)._costs.values() for second in costs.server_s]
 
 
+@pytest.mark.full
 def test_what_was_kept_is_used_as_long_as_it_is_so(front: Between, cache: Path) -> None:
     takes(front, 0.01)
     for _ in range(2):

@@ -163,6 +163,7 @@ def test_every_operator_that_is_off_is_found_where_nothing_hides_it(name: str) -
 
 
 @pytest.mark.parametrize("name", sorted(NETS))
+@pytest.mark.full
 def test_equal_sides_need_no_program_by_operators(name: str) -> None:
     x, programs = captured(name)
     steps = list[tuple[str, int, int]]()

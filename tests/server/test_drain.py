@@ -211,6 +211,7 @@ def test_who_does_not_come_to_an_end_is_cut_off(long):
     ],
     ids=["TERM", "INT"],
 )
+@pytest.mark.full
 def test_a_second_signal_ends_it_at_once(long, second, codes):
     uri, request, _ = long
     with running(uri, grace_s=3600) as server:

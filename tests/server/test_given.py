@@ -64,6 +64,7 @@ def here(data: Dataset, ids: tuple[int, ...], position: int) -> MicroBatch:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(a, b) for a in range(-3, 0) for b in range(a, 1)])
+@pytest.mark.full
 def test_they_come_out_as_those_that_are_read_there(
     data: Dataset, server: Any, start: int, stop: int
 ) -> None:

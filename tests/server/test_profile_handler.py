@@ -220,6 +220,7 @@ def test_one_profile_at_a_time(one_worker, sizes):
         assert client.profile(digests, repeats=1).repeats == 1
 
 
+@pytest.mark.full
 def test_who_is_slow_to_ask_keeps_nobody_from_it(one_worker, sizes):
     host, _, port = one_worker.address.partition(":")
     before = one_worker.metric("upriver_bytes_in_total")

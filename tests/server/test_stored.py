@@ -86,6 +86,7 @@ def test_a_quota_counts_what_is_stored_whoever_took_it_and_until_it_is_removed(p
             assert put(server, first)[0] == 201
 
 
+@pytest.mark.full
 def test_a_server_notes_what_it_uses_so_that_it_stays_and_tells_of_what_was_removed(tmp_path, programs):
     world = make_world(tmp_path)
     store = world.store

@@ -76,6 +76,7 @@ def store(swift: Swift, place: str) -> Store:
 # ------------------------------------------------------------------------------------------ reading
 
 
+@pytest.mark.full
 def test_ranges_are_exact_however_many_are_asked_for_at_once(store: Store) -> None:
     chance = random.Random(5)
     content = chance.randbytes(3_000_001)
@@ -126,6 +127,7 @@ def test_an_object_put_in_parts_is_one_object(store: Store, monkeypatch: pytest.
         store.get_range("large", 0, 10, etag=info.etag)
 
 
+@pytest.mark.full
 def test_more_objects_than_one_listing_holds(store: Store) -> None:
     names = {f"many/{number:04}" for number in range(1050)}
     with ThreadPoolExecutor(16) as pool:
@@ -303,6 +305,7 @@ def test_nothing_of_it_is_left(tmp_path: Path, how: str) -> None:
             assert client.connect_ex((address.hostname, address.port)) != 0
 
 
+@pytest.mark.full
 def test_objects_are_there_again_after_a_restart(tmp_path: Path) -> None:
     with running_swift(tmp_path, f"alice:{BUCKET}") as swift:
         swift.store("alice", f"s3://{BUCKET}").put("a", b"kept")

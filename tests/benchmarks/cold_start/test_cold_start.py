@@ -127,6 +127,7 @@ def test_every_way_has_a_loader_and_a_form() -> None:
 # ---------------------------------------------------------------------------------------------- records
 
 
+@pytest.mark.full
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     expected = {sweep_key(SETTING, way) for way in WAYS}
     expected |= {baseline_key(SETTING, number, way) for number in range(BASELINES) for way in WAYS}

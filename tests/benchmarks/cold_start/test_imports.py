@@ -63,6 +63,7 @@ def test_imports_as_usual_are_left_as_they_are(tmp_path: Path) -> None:
     assert of_texts.extra_s["runai"] == pytest.approx(0) and OURS not in of_texts.extra_s
 
 
+@pytest.mark.full
 def test_what_chance_does_to_imports_decides_nothing(tmp_path: Path) -> None:
     """Some processes of upriver import for seconds longer; after that it is ahead of all."""
     draw = random.Random(1)

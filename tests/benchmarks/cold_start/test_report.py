@@ -117,6 +117,7 @@ def test_who_is_ahead_is_told_by_turns(tmp_path: Path) -> None:
     assert not slower.goals["fastest after imports"]
 
 
+@pytest.mark.full
 def test_nobody_is_the_best_other_by_the_turn_in_which_it_is_compared(tmp_path: Path) -> None:
     """All are equally good, and each of the others is lucky in one turn."""
     records, _ = measured(tmp_path, seconds={OURS: 1.0})

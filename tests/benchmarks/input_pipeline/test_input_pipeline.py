@@ -227,6 +227,7 @@ def test_another_epoch_is_another_one_and_comes_again(trainer: Trainer, referenc
     assert trainer.epoch(HERE, number=1, wait_s=0.0)["losses"] == reference["losses"]
 
 
+@pytest.mark.full
 def test_pytorchs_loader_has_the_same_samples(trainer: Trainer, reference: dict[str, Any]) -> None:
     trainer.open("torch 0", num_workers=1)
     told = trainer.epoch("torch 0", number=1, wait_s=0.0)
@@ -486,6 +487,7 @@ def found_with(tmp_path: Path, setting: Setting = SETTING, **seconds: float) -> 
     return Found(setting, records)
 
 
+@pytest.mark.full
 def test_who_is_ahead(tmp_path: Path) -> None:
     found = found_with(tmp_path, greedy=4.9, fastflow=5.1, upriver=4.998)
     assert found.best == "greedy" and found.behind == pytest.approx(0.02)

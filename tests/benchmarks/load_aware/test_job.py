@@ -188,6 +188,7 @@ def test_a_device_tells_of_its_network_and_of_likely_cuts(device: Device) -> Non
     assert device.decide(OURS, 3)["seconds"] > 0
 
 
+@pytest.mark.full
 def test_an_answer_that_differs_is_noticed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "_answers", [each + 1 for each in device._answers])
     assert not device.request(OURS, 0)["equal"]

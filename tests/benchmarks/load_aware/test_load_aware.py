@@ -313,6 +313,7 @@ def found_in(folder: Path, setting: Setting = LOAD, **options: Any) -> Found:
     return Found(setting, recorded(folder, setting, **options))
 
 
+@pytest.mark.full
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     records = recorded(tmp_path)
     assert not missing(LOAD, Records(records.path)) and missing(LINK, records)

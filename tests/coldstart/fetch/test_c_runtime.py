@@ -73,6 +73,7 @@ def found(num_threads: int, *, cores: int) -> list[str]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.full
 def test_threads_sleep_soon_while_somebody_needs_the_cores_and_spin_again_after_it() -> None:
     pool, num_threads, added, sleep_soon, spin_again = found(2, cores=2)
     assert (pool, num_threads, added) == ("1", "2", "2")

@@ -59,6 +59,7 @@ def decided(ratio: float, candidate: str = "p2") -> TunerMeasurements:
 @pytest.mark.parametrize(
     "mix", [mix if mix in OFTEN else pytest.param(mix, marks=pytest.mark.full) for mix in MIXES]
 )
+@pytest.mark.full
 def test_a_job_that_measures_itself_gets_within_5_percent_of_the_best_ratio(mix: str, candidate: str) -> None:
     world, measured = make(mix), TunerMeasurements()
     times = world.train(world.auto(1100, measured, candidates=(candidate,)), measured)

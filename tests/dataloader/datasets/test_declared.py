@@ -286,6 +286,7 @@ def test_any_chain_at_any_place(
         assert sum(loader.report.made.values()) == 11 and not loader.report.why_not
 
 
+@pytest.mark.full
 def test_all_of_it_always_and_by_what_the_first_batches_take(
     data: Dataset, reference: list[list[Any]], servers: list[EmbeddedServer]
 ) -> None:

@@ -134,6 +134,7 @@ def stages(of: DataLoader) -> list[int]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.full
 def test_dataset_changed_between_epochs_is_made_here_with_the_reason(
     worker: EmbeddedServer, change: str
 ) -> None:

@@ -91,6 +91,7 @@ def test_epochs_with_kept_samples_are_those_without(
     "arguments",
     [pytest.param({"batch_size": None, "shuffle": False}, marks=pytest.mark.full), {"collate_fn": list}],
 )
+@pytest.mark.full
 def test_batches_that_are_written_to_leave_kept_samples_alone(
     data: Dataset, num_workers: int, arguments: dict[str, Any]
 ) -> None:

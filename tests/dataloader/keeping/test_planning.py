@@ -188,6 +188,7 @@ def test_any_share_elsewhere_gives_the_same_with_kept_samples(
         assert sum(loader.report.made.values()) == 3 * COUNT and not loader.report.why_not
 
 
+@pytest.mark.full
 def test_auto_gives_the_same_with_kept_samples(data: Dataset, server: EmbeddedServer) -> None:
     loader = loader_of(data, keep=Keep(memory="64 MB", disk=0), workers=[server.url])
     assert same([list(loader) for _ in range(6)], epochs(data, 6))

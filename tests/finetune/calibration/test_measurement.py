@@ -149,6 +149,7 @@ def test_a_profile_has_the_memory_of_stages_as_runs_without_data_show_it(
     assert not {stage.peak_bytes for stage in captured.profile.stages} & set(seen[0])
 
 
+@pytest.mark.full
 def test_the_second_job_has_the_lines_of_the_first(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def test_a_window_of_a_single_byte_changes_no_bit(data: Dataset, plain: Referenc
     assert sum(job.report.samples.values()) == 400
 
 
+@pytest.mark.full
 def test_the_window_follows_a_plan_that_changes(data: Dataset, plain: Reference, near: Any) -> None:
     model = frozen_small()
     with near.finetune(

@@ -147,6 +147,7 @@ def losses_of(
     "made", [Draws, *(pytest.param(each, marks=pytest.mark.full) for each in (Counts, Branches))]
 )
 @pytest.mark.parametrize("asked_before", [2, pytest.param(NEVER, marks=pytest.mark.full)])
+@pytest.mark.full
 def test_what_a_model_does_before_its_frozen_part_ends_is_done_once_a_step(
     data: Dataset, near: upriver.Near, at_step: type[AtStep], made: Callable[[], nn.Module], asked_before: int
 ) -> None:

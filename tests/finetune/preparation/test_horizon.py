@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import upriver
+from tests.examples import often
 from tests.finetune.moving import AtStep
 from tests.finetune.training import BATCH, MICRO, grouped, optimizer_of, run, same, train
 from tests.program.nets import frozen_small
@@ -89,7 +90,7 @@ def begun(near: upriver.Near, data: Dataset, given: dict[str, Any]) -> Any:
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", often(SHORT, "kept after one epoch"))
 def test_a_job_that_computes_in_few_epochs_is_prepared_only_if_asked(
     data: Dataset, near: upriver.Near, name: str
 ) -> None:
@@ -104,7 +105,7 @@ def test_a_job_that_computes_in_few_epochs_is_prepared_only_if_asked(
 
 
 @pytest.mark.usefixtures("slow")
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", often(LONG, "nothing is kept"))
 def test_a_job_that_computes_in_many_epochs_is_prepared_at_once(
     data: Dataset, near: upriver.Near, name: str
 ) -> None:

@@ -272,6 +272,7 @@ TAILS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("threads", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", some(2, TAILS))
 @pytest.mark.usefixtures("_libraries_keep_nothing")
+@pytest.mark.full
 def test_the_line_of_an_estimate_is_never_under(name: str, threads: int) -> None:
     make, shape = TAILS[name]
     before = torch.get_num_threads()

@@ -167,6 +167,7 @@ def mark(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [Noisy, Divided, Plain])
+@pytest.mark.full
 def test_samples_are_those_that_would_be_made_here(client, kind):
     request = asking(kind.__name__, (0, 5, 22), (7,), (5, 5), arguments={"count": 23})
     answer = list(client.run(request))

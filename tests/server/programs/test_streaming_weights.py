@@ -234,6 +234,7 @@ def changed(s3: GatedServer, path: str, data: bytes) -> None:
     s3.objects[beside] = msgspec.structs.replace(manifest, etag=etag).encode()
 
 
+@pytest.mark.full
 def test_a_damaged_chunk_is_a_typed_error_and_the_next_request_loads_anew(s3: GatedServer) -> None:
     program = wide()
     published(s3, program)
