@@ -399,6 +399,26 @@ def test_name_of_another_frozen_part_costs_rows_and_no_bit(
     assert job.report.samples == {"local": COUNT, "kept": 2 * COUNT}
 
 
+def test_rows_of_others_are_checked_though_the_job_has_rows_of_its_own_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, folder = still_photos(tmp_path / "store"), tmp_path / "kept"
+    begun, captured = (FrozenName(digest=digit * 64, num_stages=3) for digit in "01")
+    monkeypatch.setattr(feature_source, "frozen_name", lambda _, program: captured if program else begun)
+    other = frozen_small(seed=1)
+    run(near(), data, epochs=1, policy="nosplit", model=other, keep=upriver.Keep(folder=folder))
+    monkeypatch.setattr(session, "Preparation", AtStep)
+    monkeypatch.setattr(AtStep, "asked_before", 5)
+    half = (8 << 20) + COUNT * 3000 // 2  # two shards wait in 8 MiB
+    room = upriver.Keep(memory=half, disk="64 MB", folder=folder)
+    with upriver.connect(server_threads=1) as servers:
+        at_once = upriver.Splitting(in_background=True)
+        losses, model, job = run(servers, data, epochs=3, policy="freeze", splitting=at_once, keep=room)
+    assert same((losses, model), reference(data))
+    assert "all of them are dropped" in caplog.text
+    assert job.report.samples["kept"] > 0
+
+
 def in_memory(name: str, first: int) -> Dataset:
     """Return photos in a store of this process, whose ETags count from 0."""
     store = upriver.Store.open(f"memory://{name}")

@@ -220,6 +220,14 @@ class KeptStretch:
             sample for sample, key in zip(ids, keys, strict=True) if key in in_memory or key in on_disk
         )
 
+    def inherited(self, dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
+        """Return the samples whose rows other jobs may have written."""
+        folder = self._folder
+        if folder is None or not self._inherited:
+            return frozenset()
+        there, keys = folder.keys, self._keys(dataset, ids)
+        return frozenset(sample for sample, key in zip(ids, keys, strict=True) if key in there)
+
     def found(self, dataset: Dataset, ids: Sequence[int]) -> dict[int, Row]:
         """Return the rows of those samples that are kept and can be read."""
         if self._owner.why_not or not ids:
@@ -255,15 +263,16 @@ class KeptStretch:
         Raises:
             CaptureError: If they differ at the freeze point, and this job computed all of them.
         """
-        try:
-            kept = self.read(dataset, list(again))
-        except RowsLost:
-            return False
-        self.trusted = all(map(same_row, kept, again.values()))
-        if self.trusted:
-            return True
-        self._owner.memory.clear(self._name)
-        if (folder := self._folder) is not None:
+        memory, folder, keys = self._owner.memory, self._folder, self._keys(dataset, list(again))
+        kept = list(zip(memory.get(self._name, keys), again.values(), strict=True))
+        if folder is not None:
+            kept += zip(folder.read(keys), again.values(), strict=True)
+        found = [same_row(row, right) for row, right in kept if row is not None]
+        if all(found):
+            self.trusted = len(found) >= len(again)
+            return self.trusted
+        memory.clear(self._name)
+        if folder is not None:
             folder.empty()
         if self.position is None and not self._inherited:
             raise CaptureError("a sample's features depend on its place, or on the others, in a micro-batch")

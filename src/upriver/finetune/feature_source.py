@@ -552,7 +552,8 @@ class FeatureSource:
             self.ahead.close()
         try:
             if not stretch.trusted:
-                again = self._anew(stretch.position, dataset, self._some(found), drawn)
+                some = self._some(stretch.inherited(dataset, list(found)) or found)
+                again = self._anew(stretch.position, dataset, some, drawn)
                 if not stretch.check(dataset, again):
                     return frozenset()
             return found & unchanged(dataset, sorted(found))

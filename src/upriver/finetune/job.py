@@ -467,7 +467,7 @@ class FinetuneJob:
         while True:
             self.close_loader()
             given = self._feed.work(self._dataset, order, epoch=self._epoch, step=self._step)
-            if not given.work.micro_batches:
+            if not given.work.micro_batches and self._epoch + 1 >= (self._options.sampling.views or 1):
                 self._stop_preparing("the features of all samples are kept")
             try:
                 yield from self._steps_of(given)
