@@ -88,8 +88,8 @@ ADVICE = {
 OF_THE_SPLIT = ("program", "freeze_point", "frozen")
 """Fields that are None where they are not known, and then equal any value."""
 
-PACED_STEPS = 2
-"""Training steps after which their pace is known. The first one waits for its samples."""
+PACED_STEPS = 4
+"""Training steps after which their pace is known. The samples of the first two are read during the trace."""
 
 LOST = "some kept features cannot be read any more: they are computed anew"
 

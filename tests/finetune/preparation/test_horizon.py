@@ -15,6 +15,7 @@ from tests.finetune.moving import AtStep
 from tests.finetune.training import BATCH, MICRO, grouped, optimizer_of, run, same, train
 from tests.program.nets import frozen_small
 from upriver.finetune import session
+from upriver.finetune.job import PACED_STEPS
 from upriver.finetune.preparation import horizon
 from upriver.finetune.preparation.horizon import FORWARDS, HIGH, LOW, REPAID, START_S, Horizon
 from upriver.pipeline import Dataset
@@ -114,7 +115,7 @@ def test_a_job_that_computes_in_many_epochs_is_prepared_at_once(
 
 
 @pytest.mark.usefixtures("slow")
-def test_a_job_whose_epochs_take_long_is_prepared_after_two_steps(
+def test_a_job_whose_epochs_take_long_is_prepared_once_its_pace_is_known(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = list[float]()
@@ -126,7 +127,7 @@ def test_a_job_whose_epochs_take_long_is_prepared_after_two_steps(
         losses = train(
             job, model, optimizer_of(model), after_step=lambda step: servers.append(len(job.servers))
         )
-    assert servers[:2] == [0, 0]
+    assert servers[:PACED_STEPS] == [0] * PACED_STEPS
     assert servers[-1] == 1
     assert len(asked) == 2
     wanted, trained, _ = run(near, still, epochs=1, policy="nosplit")
