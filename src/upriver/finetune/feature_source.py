@@ -608,9 +608,9 @@ class FeatureSource:
 
     def _rows_of(self, batch: MicroBatch) -> dict[int, Row]:
         """Return the row of each sample of a micro-batch at the freeze point."""
-        select = self._split.tail.values.select
+        select, tensors = self._split.tail.values.select, [value.to("cpu") for value in batch.tensors]
         return {
-            sample: tuple(value.to("cpu", copy=True) for value in select(batch.tensors, [row]))
+            sample: tuple(value.clone() for value in select(tensors, [row]))
             for row, sample in enumerate(batch.ids)
             if sample not in batch.skipped
         }
