@@ -19,6 +19,7 @@ from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, png, run
 from tests.program.nets import Small, frozen_small
 from upriver.errors import ConfigError, ObjectChanged
 from upriver.finetune import feature_source, session
+from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.sampler import epoch_order
 from upriver.pipeline import Dataset
 from upriver.program.split.frozen_name import FrozenName
@@ -112,6 +113,28 @@ def test_job_with_kept_features_in_one_place_only_gives_equal_losses(
     else:
         assert job.report.samples == {"local": COUNT, "kept": 2 * COUNT}
         assert not (tmp_path / "kept").exists()
+
+
+def test_own_rows_are_proven_once_by_a_micro_batch_that_was_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, read = still_photos(tmp_path / "store"), list[tuple[int, ...]]()
+    begun, rows = LocalSource.begun, tmp_path / "kept"
+
+    def noted(self: LocalSource, ids: tuple[int, ...], stop: int, clock: Any) -> Any:
+        read.append(ids)
+        return begun(self, ids, stop, clock)
+
+    monkeypatch.setattr(LocalSource, "begun", noted)
+    wanted = reference(data, epochs=4)
+    read.clear()
+    got, job = kept_run(data, rows, epochs=4)
+    assert same(got, wanted)
+    assert sorted(sample for ids in read for sample in ids) == list(range(COUNT))
+    assert job.report.samples == {"local": COUNT, "kept": 3 * COUNT}
+    read.clear()
+    kept_run(data, rows, epochs=2)
+    assert len(read) == 2  # rows of another job are read and computed anew
 
 
 def test_second_job_with_kept_features_computes_nothing_but_its_check(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class KeptFeatures:
 
     Attributes:
         why_not: Reason why nothing is kept any more; empty while rows are kept.
+        proven: Whether rows at the freeze point were found to depend on nothing but their sample.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class KeptFeatures:
         saved_s: Callable[[], float],
         num_threads: int | None = None,
     ) -> None:
-        self.why_not = ""
+        self.why_not, self.proven = "", False
         self.micro_batch, self.seed, self.saved_s = micro_batch, seed, saved_s
         self._device, self._num_threads = device, num_threads or torch.get_num_threads()
         disk_bytes = keep.disk_bytes
@@ -220,6 +221,13 @@ class KeptStretch:
             sample for sample, key in zip(ids, keys, strict=True) if key in in_memory or key in on_disk
         )
 
+    @property
+    def needs_check(self) -> bool:
+        """Whether some rows must be computed anew before any is used: those of other jobs always."""
+        self._folder  # noqa: B018  # which may have rows of others
+        own = not self._inherited and (self._owner.proven or self.position is not None)
+        return not (self.trusted or own)
+
     def inherited(self, dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
         """Return the samples whose rows other jobs may have written."""
         folder = self._folder
@@ -270,6 +278,7 @@ class KeptStretch:
         found = [same_row(row, right) for row, right in kept if row is not None]
         if all(found):
             self.trusted = len(found) >= len(again)
+            self._owner.proven |= self.trusted and self.position is None
             return self.trusted
         memory.clear(self._name)
         if folder is not None:

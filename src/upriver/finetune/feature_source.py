@@ -145,6 +145,7 @@ class FeatureSource:
         self.eager_s: float | None = None
         self.canary: tuple[Form, ...] | None = None
         self._outlined: str | None = None
+        self._first: tuple[KeptStretch, Dataset, MicroBatch] | None = None
         self.adopt(split, planned)
 
     def outlined(self, digest: str) -> None:
@@ -347,6 +348,8 @@ class FeatureSource:
             if inputs is not None and batch.position <= inputs.position:
                 batch = self._resume(batch, dataset, split, epoch, clock, stop=inputs.position)
                 inputs.keep(batch)
+            if given.stretch is not None and inputs is None and batch.position == 0:
+                self._note_first(given.stretch, dataset, batch)
             done = self._resume(batch, dataset, split, epoch, clock)
             self.tally.timings("finish", clock.timings())
             saw(clock.timings())
@@ -551,9 +554,10 @@ class FeatureSource:
         if self.ahead is not None:
             self.ahead.close()
         try:
-            if not stretch.trusted:
-                some = self._some(stretch.inherited(dataset, list(found)) or found)
-                again = self._anew(stretch.position, dataset, some, drawn)
+            if stretch.needs_check:
+                theirs = stretch.inherited(dataset, list(found))
+                again = {} if theirs else self._first_anew(stretch, dataset, found)
+                again = again or self._anew(stretch.position, dataset, self._some(theirs or found), drawn)
                 if not stretch.check(dataset, again):
                     return frozenset()
             return found & unchanged(dataset, sorted(found))
@@ -583,6 +587,20 @@ class FeatureSource:
                 rows |= {sample: (value,) for sample, value in zip(some, batch.tensors, strict=True)}
         return rows
 
+    def _note_first(self, stretch: KeptStretch, dataset: Dataset, batch: MicroBatch) -> None:
+        """Note the first micro-batch at the model's input, of which rows will be computed anew."""
+        if self._first is None and stretch.needs_check:
+            given = tuple(value.clone() for value in batch.tensors)  # the model may write into them
+            self._first = stretch, dataset, replace(batch, tensors=given)
+
+    def _first_anew(self, stretch: KeptStretch, dataset: Dataset, found: frozenset[int]) -> dict[int, Row]:
+        """Return rows of the first micro-batch computed here, in other places; none if it is gone."""
+        if self._first is None or self._first[0] is not stretch or self._first[1] is not dataset:
+            return {}
+        (_, _, batch), self._first = self._first, None
+        rows = self._rows_of(self._resume(self._moved(batch), dataset, self._split, 0, Clock()))
+        return {sample: row for sample, row in rows.items() if sample in found}
+
     def _some(self, found: frozenset[int]) -> list[int]:
         """Return the samples whose kept rows are computed anew before any is used, in whole micro-batches."""
         passes = max(1, CHECKED_ROWS // self._options.micro_batch)
@@ -601,10 +619,10 @@ class FeatureSource:
         """
         if self._options.micro_batch == 1:
             return batch
-        [given], count = batch.tensors, len(batch.ids)
+        [given], ids = batch.tensors, batch.ids[: self._checked_at_once]
         moved = torch.zeros_like(given)
-        moved[1 : count + 1] = given[:count]
-        return replace(batch, ids=(NOBODY, *batch.ids), tensors=(moved,), skipped=(NOBODY, *batch.skipped))
+        moved[1 : len(ids) + 1] = given[: len(ids)]
+        return replace(batch, ids=(NOBODY, *ids), tensors=(moved,), skipped=(NOBODY, *batch.skipped))
 
     def _rows_of(self, batch: MicroBatch) -> dict[int, Row]:
         """Return the row of each sample of a micro-batch at the freeze point."""
