@@ -223,7 +223,7 @@ class KeptStretch:
 
     @property
     def needs_check(self) -> bool:
-        """Whether some rows must be computed anew before any is used: those of other jobs always."""
+        """True if some rows must be computed anew before any is used: always with those of other jobs."""
         self._folder  # noqa: B018  # which may have rows of others
         own = not self._inherited and (self._owner.proven or self.position is not None)
         return not (self.trusted or own)
