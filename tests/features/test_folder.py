@@ -14,6 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,11 @@ Log = pytest.LogCaptureFixture
 
 def unfinished(root: Path) -> list[Path]:
     return [path for path in root.rglob(".*") if "#" in path.name]
+
+
+def written(root: Path) -> list[int]:
+    """Return the number of rows of each shard."""
+    return [int(path.name.split("-")[1]) for path in shards(root)]
 
 
 def flip(path: Path, at: int) -> None:
@@ -121,7 +128,7 @@ def test_folder_says_of_what_stretch_it_is(tmp_path: Path) -> None:
 
 def test_folder_is_not_created_before_there_are_rows(tmp_path: Path) -> None:
     kept = opened(tmp_path / "root")
-    kept.read([key(0)]), kept.refresh(), kept.empty(), kept.close()
+    kept.read([key(0)]), kept.refresh(), kept.empty()
     assert not (tmp_path / "root").exists()
 
 
@@ -132,7 +139,6 @@ def test_folder_empty_removes_all_rows_and_takes_new_ones(tmp_path: Path) -> Non
     other.empty()
     assert other.keys == set() and not shards(tmp_path)
     kept.refresh()
-    kept.close()
     assert other.append(rows(range(2)))
     assert_kept(other, rows(range(2)))
 
@@ -167,7 +173,6 @@ def test_folder_damaged_shard_is_dropped_with_one_warning_and_written_again(
     assert shards(tmp_path) == [whole]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert f"{damaged} is damaged, and its rows are lost" in caplog.text
-    kept.close()
     assert reader.append(rows(range(10)))
     assert_kept(reader, rows(range(10)))
 
@@ -212,7 +217,6 @@ def test_folder_of_another_version_counts_as_missing_and_says_so(
         f"{other[0]} counts as missing: its schema is 'upriver.features/2'; this version reads "
         "'upriver.features/1'"
     )
-    kept.close()
     again = opened(tmp_path)
     assert again.append(rows(range(2)))
     assert_kept(again, rows(range(2)))
@@ -228,7 +232,6 @@ def test_folder_foreign_names_are_left_alone(tmp_path: Path) -> None:
     for path in foreign:
         path.write_text("mine")
     (kept.path / f"rows-1-{'0' * 16}.safetensors").mkdir()
-    kept.close()
     again = opened(tmp_path)
     assert_kept(again, rows(range(2)))
     assert again.append(rows(range(3)))
@@ -443,23 +446,53 @@ def test_disk_is_not_judged_while_nobody_knows_what_a_row_saves(tmp_path: Path, 
 # ------------------------------------------------------------------------------------ other processes
 
 
-def test_folder_has_one_writer_and_the_other_reads(tmp_path: Path, caplog: Log) -> None:
+def test_folder_jobs_write_in_turns_and_read_what_the_others_wrote(tmp_path: Path) -> None:
+    one, other = opened(tmp_path), opened(tmp_path)
+    assert one.append(rows(range(2)))
+    assert other.append(rows(range(4)))
+    assert one.append(rows(range(6)))
+    assert written(tmp_path) == [2, 2, 2]
+    one.refresh(), other.refresh()
+    assert_kept(one, rows(range(6)))
+    assert_kept(other, rows(range(6)))
+
+
+def test_folder_processes_that_write_at_once_lose_no_row_and_write_none_twice(tmp_path: Path) -> None:
+    def write(number: int) -> None:
+        kept = opened(tmp_path)
+        for first in range(0, 40, 4):
+            assert kept.append(rows(range(first, first + 4 + number)))
+
+    with ExitStack() as stack:
+        pids = [stack.enter_context(child(partial(write, number))) for number in range(3)]
+        assert [result_of(pid) for pid in pids] == [0, 0, 0]
+    assert_kept(opened(tmp_path), rows(range(42)))
+    assert sum(written(tmp_path)) == 42
+
+
+def test_folder_waits_for_a_writer_and_goes_on_when_it_is_killed(
+    tmp_path: Path, monkeypatch: Patch, caplog: Log
+) -> None:
     caplog.set_level(logging.INFO, "upriver")
+    monkeypatch.setattr(folder, "TURN_S", 0.2)
     ready, told = os.pipe()
+    opened(tmp_path).append(rows(range(1)))
 
     def write() -> None:
-        kept = opened(tmp_path)
-        kept.append(rows(range(3)))
-        os.write(told, b"1")
-        time.sleep(600)
+        def stuck(path: Path) -> None:
+            os.write(told, b"1")
+            time.sleep(600)
+
+        monkeypatch.setattr(files, "sync", stuck)
+        opened(tmp_path).append(rows(range(3)))
 
     with child(write) as pid:
         os.read(ready, 1)
         kept = opened(tmp_path)
-        assert_kept(kept, rows(range(3)))
+        assert_kept(kept, rows(range(1)))
         assert not kept.append(rows(range(5))) and not kept.append(rows(range(5)))
         (record,) = caplog.records
-        assert record.getMessage() == f"another job writes to {kept.path}; this one keeps no rows there"
+        assert record.getMessage() == f"others have written to {kept.path} for 0.2 s: rows are left out"
         os.kill(pid, signal.SIGKILL)
         assert result_of(pid) == -signal.SIGKILL
         assert kept.append(rows(range(5)))
@@ -467,36 +500,22 @@ def test_folder_has_one_writer_and_the_other_reads(tmp_path: Path, caplog: Log) 
     os.close(ready), os.close(told)
 
 
-def test_folder_two_jobs_of_a_process_write_in_turns(tmp_path: Path, caplog: Log) -> None:
-    one, other = opened(tmp_path), opened(tmp_path)
-    assert one.append(rows(range(2)))
-    assert not other.append(rows(range(4)))
-    one.close()
-    assert other.append(rows(range(4)))
-    del other
-    assert one.append(rows(range(6)))
-    assert_kept(one, rows(range(6)))
+def test_folder_fork_of_a_writer_does_not_hold_its_lock(tmp_path: Path, monkeypatch: Patch) -> None:
+    kept = opened(tmp_path)
+    kept.append(rows(range(2)))
+    sync = files.sync
+    with ExitStack() as forks:
 
+        def forking(path: Path) -> None:
+            forks.enter_context(child(lambda: time.sleep(600)))
+            sync(path)
 
-def test_folder_fork_of_a_writer_neither_writes_nor_holds_the_lock(tmp_path: Path) -> None:
-    held = [opened(tmp_path)]
-    held[0].append(rows(range(2)))
-    ready, told = os.pipe()
-
-    def fork() -> None:
-        kept = held[0]
-        refused = not kept.append(rows(range(5))) and kept.read([key(1)])[0] is not None
-        os.write(told, b"1" if refused else b"0")
-        time.sleep(600)
-
-    with child(fork):
-        assert os.read(ready, 1) == b"1"
-        assert held[0].append(rows(range(2, 3)))
-        held.clear()  # not closed, but collected with its descriptor
+        monkeypatch.setattr(files, "sync", forking)
+        assert kept.append(rows(range(3)))
+        monkeypatch.setattr(files, "sync", sync)
         other = opened(tmp_path)
         assert other.append(rows(range(4)))
         assert_kept(other, rows(range(4)))
-    os.close(ready), os.close(told)
 
 
 def dying(where: str) -> Callable[[PackedShard, Path], None]:
@@ -522,7 +541,6 @@ def test_folder_killed_writer_leaves_nothing_that_is_read(
 ) -> None:
     first = opened(tmp_path)
     first.append(rows(range(3)))
-    first.close()
 
     def work() -> None:
         kept = opened(tmp_path)

@@ -145,6 +145,33 @@ def test_second_job_with_kept_features_computes_nothing_but_its_check(tmp_path: 
     assert job.report.samples == {"kept": 2 * COUNT}
 
 
+def ranks_run(data: Dataset, keep: upriver.Keep | None) -> list[Any]:
+    """Train two ranks in turns for two epochs, with one model each; return losses, model and job of each."""
+    ranks = []
+    for rank in range(2):
+        model, sampling = frozen_small(), upriver.Sampling(rank=rank, num_ranks=2)
+        given = {"policy": "nosplit", "batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "keep": keep}
+        ranks.append((model, near().finetune(model, data, sampling=sampling, **given), optimizer_of(model)))
+    losses: list[list[torch.Tensor]] = [[], []]
+    for _ in range(2):
+        for (model, job, optimizer), found in zip(ranks, losses, strict=True):
+            train(job, model, optimizer, first=len(found), losses=found)
+        for _, job, _ in ranks:
+            if job.feed.kept is not None:
+                job.feed.kept.flush(wait=True)
+    return [((found, model), job) for (model, job, _), found in zip(ranks, losses, strict=True)]
+
+
+def test_ranks_read_the_rows_that_the_others_wrote(tmp_path: Path) -> None:
+    data = still_photos(tmp_path / "store")
+    room = upriver.Keep(memory="64 MB", disk="64 MB", folder=tmp_path / "kept")
+    for (got, job), (wanted, _) in zip(ranks_run(data, room), ranks_run(data, None), strict=True):
+        assert same(got, wanted)
+        assert job.report.samples == {"local": COUNT // 2, "kept": COUNT // 2}
+        job.close()
+    assert sum(int(path.name.split("-")[1]) for path in shards(tmp_path / "kept")) == COUNT
+
+
 def test_grown_dataset_computes_only_what_was_added(tmp_path: Path) -> None:
     kept_run(still_photos(tmp_path / "store"), tmp_path / "kept", epochs=1)
     grown = still_photos(tmp_path / "store", COUNT + 5)

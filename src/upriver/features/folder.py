@@ -1,4 +1,4 @@
-"""Read and append the rows of one stretch: a folder of shards with one writer at a time."""
+"""Read and append the rows of one stretch: a folder of shards, whose writers take turns."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ log = logging.getLogger("upriver")
 
 USED_EVERY_S = 60.0
 """Seconds between two notes of a folder's use. Jobs tell each other apart by hours."""
+
+TURN_S, LOOK_EVERY_S = 30.0, 0.05
+"""Most seconds to wait until another job has written its shard, and seconds between two looks."""
 
 SLOW_S = 10.0
 """Seconds of writing or reading after which a disk may count as slow: shorter ones may be an accident."""
@@ -135,7 +138,7 @@ class StretchFolder:
 
         Returns:
             True if all of them are there now. False if the budget has no room for all, the disk is full,
-            gone or slow, another job writes this stretch, or a row cannot be stored.
+            gone or slow, others write for too long, or a row cannot be stored.
         """
         with self._writing:
             if self._given_up:
@@ -146,6 +149,8 @@ class StretchFolder:
                 self._warn("row", f"no rows are kept in {self.path}: {error}")
             except OSError as error:
                 self._warn("disk", f"no more rows are kept in {self.path}: {error_text(error)}")
+            finally:
+                self._leave()
             self._given_up = True
             return False
 
@@ -175,15 +180,8 @@ class StretchFolder:
             for path in {*self._shards, *self._on_disk()}:
                 self._remove(path)
 
-    def close(self) -> None:
-        """Let another job write this stretch."""
-        with self._writing:
-            if self._owned is not None:
-                files.release(self._owned.number)
-            self._owned = None
-
     def forked(self) -> None:
-        """Leave the writing to the parent."""
+        """Leave a shard that is being written to the parent."""
         self._owned = None
 
     # ---------------------------------------------------------------------------------- reading
@@ -267,24 +265,33 @@ class StretchFolder:
     # ---------------------------------------------------------------------------------- writing
 
     def _append(self, rows: Mapping[bytes, Row]) -> bool:
-        if self.path.exists() and not self._own():
+        fresh = not self.path.exists()
+        if not fresh and not self._own(within_s=TURN_S):
+            if not self.path.exists():
+                return self._append(rows)  # another job has just removed the folder, as it was empty
+            self._tell("writer", f"others have written to {self.path} for {TURN_S:g} s: rows are left out")
             return False
         self.refresh()
         shard = pack(self._digest, {key: row for key, row in rows.items() if key not in self._places})
         if not shard.keys:
             return True
         began = time.monotonic()
-        written = self._write(shard)
+        written = self._write(shard, fresh=fresh)
+        if fresh and not written and self.path.exists() and self._owned is None:
+            return self._append(rows)  # another job has just created the folder
         self._judge(time.monotonic() - began, written)
         self.refresh()
         return written == len(shard.keys)
 
-    def _write(self, shard: PackedShard) -> int:
+    def _write(self, shard: PackedShard, *, fresh: bool) -> int:
         """Write as many rows as there is room for, and return their number.
 
         The file has its full length before others may count the room, and is filled afterwards.
+
+        Args:
+            fresh: Whether the folder is still to be created.
         """
-        fresh, whole = not self.path.exists(), disk_bytes(shard.nbytes)
+        whole = disk_bytes(shard.nbytes)
         beside = BLOCK_NBYTES + disk_bytes(len(self._text)) if fresh else 0
         with ExitStack() as stack:
             with self._space.making_room(
@@ -307,28 +314,34 @@ class StretchFolder:
         return len(shard.keys)
 
     def _create(self) -> bool:
-        self.path.mkdir(mode=0o700, exist_ok=True)
-        if not self._own():
+        """Create the folder and own it; return False if another job does."""
+        try:
+            self.path.mkdir(mode=0o700)
+        except FileExistsError:
             return False
-        if not (self.path / STRETCH_FILE).exists():
-            write_stretch(self.path, self._text)
-        return True
+        return self._own(within_s=0.0)  # not longer: the root's lock is held, which the other may need
 
-    def _own(self) -> bool:
-        """Become the only writer, and remove what killed ones have left."""
-        lock = self.path / LOCK_FILE
-        if self._owned is not None and files.is_at(self._owned.number, lock):
-            return True
-        self._owned = None
-        number = files.try_lock(lock)
+    def _own(self, *, within_s: float) -> bool:
+        """Become the only writer for this shard, and remove what killed ones have left."""
+        until_s, number = time.monotonic() + within_s, None
+        with suppress(FileNotFoundError):  # the folder is gone
+            while (number := files.try_lock(self.path / LOCK_FILE)) is None and time.monotonic() < until_s:
+                time.sleep(LOOK_EVERY_S)
         if number is None:
-            self._tell("writer", f"another job writes to {self.path}; this one keeps no rows there")
             return False
         self._owned = Descriptor(number)
         if not self._is_private():
             return False
         remove_unfinished(self.path)
+        if not (self.path / STRETCH_FILE).exists():
+            write_stretch(self.path, self._text)
         return True
+
+    def _leave(self) -> None:
+        """Let others write."""
+        if self._owned is not None:
+            files.release(self._owned.number)
+        self._owned = None
 
     def _spare(self) -> Collection[Path]:
         """Return the shards that hold no wanted row."""
@@ -341,25 +354,27 @@ class StretchFolder:
     def _judge(self, seconds: float, rows: int) -> None:
         """Give up a disk on which writing a row takes longer than computing it."""
         self._wrote_s, self._wrote_rows = self._wrote_s + seconds, self._wrote_rows + rows
-        if rows and self.saved_s and self._wrote_s > max(SLOW_S, self.saved_s * self._wrote_rows):
-            self._give_up(
-                f"no more rows are kept in {self.path}: the disk is slow; writing {self._wrote_rows} rows "
-                f"took {self._wrote_s:.3g} s, and computing them {self.saved_s * self._wrote_rows:.3g} s"
-            )
+        if rows and (slow := self._why_slow("writing", self._wrote_s, self._wrote_rows)):
+            self._give_up(f"no more rows are kept in {self.path}: {slow}")
 
     def _judge_reading(self, seconds: float, rows: int) -> None:
         """Forget the rows of a disk from which reading a row takes longer than computing it."""
         self._read_s, self._read_rows = self._read_s + seconds, self._read_rows + rows
-        if self.saved_s and self._read_s > max(SLOW_S, self.saved_s * self._read_rows):
-            self._give_up(
-                f"kept rows in {self.path} are not used any more: the disk is slow; reading "
-                f"{self._read_rows} rows took {self._read_s:.3g} s, and computing them "
-                f"{self.saved_s * self._read_rows:.3g} s"
-            )
+        if slow := self._why_slow("reading", self._read_s, self._read_rows):
+            self._give_up(f"kept rows in {self.path} are not used any more: {slow}")
             with self._lock:
                 self._unread = True
                 for path in list(self._shards):
                     self._forget(path)
+
+    def _why_slow(self, what: str, seconds: float, rows: int) -> str:
+        """Return why the disk counts as slow; empty if it does not, or while nobody knows what a row saves."""
+        if not self.saved_s or seconds <= max(SLOW_S, self.saved_s * rows):
+            return ""
+        return (
+            f"the disk is slow; {what} {rows} rows took {seconds:.3g} s, and computing them "
+            f"{self.saved_s * rows:.3g} s"
+        )
 
     @property
     def _text(self) -> bytes:

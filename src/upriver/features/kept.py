@@ -102,7 +102,9 @@ class KeptFeatures:
             if stretch.position is None:
                 stretch.reopen()
 
-    def stretch(self, dataset: Dataset, *, position: int | None, view: int | None) -> KeptStretch:
+    def stretch(
+        self, dataset: Dataset, *, position: int | None, view: int | None, part: PartName | None = None
+    ) -> KeptStretch:
         """Return the rows that a stretch gives, of this dataset and others with the same input stages.
 
         Args:
@@ -110,14 +112,16 @@ class KeptFeatures:
                 so rows of such a dataset are its own, and stay in memory.
             position: Cut after which rows are kept, at most 0; None for the freeze point.
             view: Epoch as which the input stages draw; None if none before the cut draws.
+            part: Frozen part of another job, whose rows are only read; None for this job's own.
         """
         chain, shared = dataset.chain, dataset.store.is_shared
         before = chain.to_json() if position is None else chain.to_json()[: position - chain.start]
         store = None if shared else dataset.store.uri
-        name = json.dumps([before, position, view, store], sort_keys=True)
+        other = None if part is None else part.digest
+        name = json.dumps([before, position, view, store, other], sort_keys=True)
         with self._lock:
             if name not in self._stretches:
-                made = KeptStretch(self, name, chain, position=position, view=view, on_disk=shared)
+                made = KeptStretch(self, name, chain, position=position, view=view, on_disk=shared, part=part)
                 self._stretches[name] = made
             return self._stretches[name]
 
@@ -152,7 +156,7 @@ class KeptFeatures:
             self.writer.flush(wait=wait)
 
     def close(self) -> None:
-        """Write what waits, forget what is in memory, and let other jobs write. Idempotent."""
+        """Write what waits, and forget what is in memory. Idempotent."""
         if self.writer is not None:
             self.flush(wait=True)
             self.writer.close()
@@ -196,8 +200,9 @@ class KeptStretch:
         position: int | None,
         view: int | None,
         on_disk: bool,
+        part: PartName | None = None,
     ) -> None:
-        self.position, self.trusted = position, False
+        self.position, self.trusted, self._part = position, False, part
         self._owner, self._name, self._chain, self._view = owner, name, chain, view
         self._found: StretchFolder | None = None
         self._on_disk, self._opened, self._inherited = on_disk, not on_disk, False
@@ -213,18 +218,13 @@ class KeptStretch:
         """Return the samples whose rows are kept now."""
         if self._owner.why_not:
             return frozenset()
-        in_memory: Set[bytes] = self._owner.memory.keys(self._name)
-        folder = self._folder
+        folder, in_memory = self._folder, self._owner.memory.keys(self._name)
         on_disk: Set[bytes] = folder.keys if folder is not None else frozenset()
-        keys = self._keys(dataset, ids)
-        return frozenset(
-            sample for sample, key in zip(ids, keys, strict=True) if key in in_memory or key in on_disk
-        )
+        return self._among(in_memory | on_disk, dataset, ids)
 
     @property
     def needs_check(self) -> bool:
         """True if some rows must be computed anew before any is used: always with those of other jobs."""
-        self._folder  # noqa: B018  # which may have rows of others
         own = not self._inherited and (self._owner.proven or self.position is not None)
         return not (self.trusted or own)
 
@@ -233,7 +233,10 @@ class KeptStretch:
         folder = self._folder
         if folder is None or not self._inherited:
             return frozenset()
-        there, keys = folder.keys, self._keys(dataset, ids)
+        return self._among(folder.keys, dataset, ids)
+
+    def _among(self, there: Set[bytes], dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
+        keys = self._keys(dataset, ids)
         return frozenset(sample for sample, key in zip(ids, keys, strict=True) if key in there)
 
     def found(self, dataset: Dataset, ids: Sequence[int]) -> dict[int, Row]:
@@ -248,7 +251,8 @@ class KeptStretch:
             for at, row in zip(missing, folder.read([keys[at] for at in missing]), strict=True):
                 if row is not None:
                     rows[at] = row
-                    memory.put(self._name, keys[at], row, saved_s=self._owner.saved_s())
+                    if self._part is None:  # else the job keeps what it computes from the row
+                        memory.put(self._name, keys[at], row, saved_s=self._owner.saved_s())
         return {sample: row for sample, row in zip(ids, rows, strict=True) if row is not None}
 
     def read(self, dataset: Dataset, ids: Sequence[int]) -> list[Row]:
@@ -325,16 +329,12 @@ class KeptStretch:
 
     def reopen(self) -> None:
         """Look for rows on disk by the present name. What is in memory stays."""
-        if self._found is not None:
-            self._found.close()
         with self._lock:
             self._found, self._opened, self.trusted = None, not self._on_disk, False
 
     def close(self) -> None:
-        """Forget the rows in memory, and let other jobs write to the folder."""
+        """Forget the rows in memory."""
         self._owner.memory.clear(self._name)
-        if self._found is not None:
-            self._found.close()
 
     @property
     def disk_bytes(self) -> int:
@@ -347,15 +347,19 @@ class KeptStretch:
         """The rows on disk. None without a disk, and until the frozen part has a name."""
         owner = self._owner
         with self._lock:
-            known = self.position is not None or owner.frozen is not None
+            known = self.position is not None or self._frozen is not None
             if owner.disk is not None and known and not self._opened:
                 self._opened = True
                 self._found = self._open(owner.disk)
                 self._inherited = bool(self._found.keys)
             return self._found
 
+    @property
+    def _frozen(self) -> PartName | None:
+        return self._part or self._owner.frozen
+
     def _open(self, disk: DiskFeatures) -> StretchFolder:
-        owner, frozen = self._owner, self._owner.frozen if self.position is None else None
+        owner, frozen = self._owner, self._frozen if self.position is None else None
         stretch = stretch_of(
             self._chain,
             cut=frozen.num_stages if frozen is not None else self.position or 0,

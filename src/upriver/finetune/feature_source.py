@@ -18,9 +18,10 @@ from upriver.engine.clock import Clock
 from upriver.engine.engine import Engine
 from upriver.errors import CaptureError, UpriverError
 from upriver.features import Row
-from upriver.features.kept import CHECKED_ROWS, KeptFeatures, KeptStretch
+from upriver.features.kept import KeptFeatures, KeptStretch
 from upriver.features.unchanged import unchanged
 from upriver.finetune.calibration.server_gate import JobRequirements
+from upriver.finetune.earlier_rows import EarlierPoint, EarlierRows
 from upriver.finetune.options import JobOptions
 from upriver.finetune.planner import PlannedJob
 from upriver.finetune.planning.keep_planning import stored_share
@@ -32,6 +33,7 @@ from upriver.finetune.prefetch.replay import PlacementLog
 from upriver.finetune.prefetch.sampler import EpochOrder, EpochWork
 from upriver.finetune.prefetch.step_assembly import Values, steps
 from upriver.finetune.report import JobTally
+from upriver.finetune.row_check import RowCheck
 from upriver.finetune.stored_features import StoredFeatures
 from upriver.pipeline import Dataset, InputChain
 from upriver.program.freeze import fold
@@ -43,9 +45,6 @@ from upriver.rpc.server_pool import ServerPool
 from upriver.types import MicroBatch, Plan, Tier, Timings
 
 log = logging.getLogger("upriver")
-
-NOBODY = -1
-"""Number in the place of a sample that no dataset has."""
 
 Form = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 """Digest of a tensor's values, its type, shape and strides."""
@@ -66,6 +65,7 @@ class PassWork:
         work: Micro-batches to compute.
         stretch: Rows that are kept and found in this pass; None if none are.
         usable: Samples whose rows may be used.
+        earlier: Rows of other samples after an earlier freeze point; None if there are none.
         store_cut: Cut after which servers keep rows in the store; None if they keep none.
     """
 
@@ -76,6 +76,7 @@ class PassWork:
     work: EpochWork
     stretch: KeptStretch | None = None
     usable: frozenset[int] = frozenset()
+    earlier: EarlierRows | None = None
     store_cut: int | None = None
 
 
@@ -117,6 +118,8 @@ class FeatureSource:
         kept: Room for kept features; None if none are kept.
         stored: Features that servers keep near the data.
         ahead: Samples that were read while the model was traced; None if none were.
+        earlier: Freeze points of other jobs, whose kept rows this job may begin with.
+        begins: How many samples of the present pass do so, in words; empty if none do.
     """
 
     def __init__(
@@ -132,6 +135,8 @@ class FeatureSource:
         self.kept: KeptFeatures | None = None
         self.stored = StoredFeatures()
         self.ahead: ReadAhead | None = None
+        self.earlier: tuple[EarlierPoint, ...] = ()
+        self.begins = ""
         if options.keep is not None:
             self.kept = KeptFeatures(
                 options.keep,
@@ -145,7 +150,12 @@ class FeatureSource:
         self.eager_s: float | None = None
         self.canary: tuple[Form, ...] | None = None
         self._outlined: str | None = None
-        self._first: tuple[KeptStretch, Dataset, MicroBatch] | None = None
+        self._check = RowCheck(
+            options.micro_batch,
+            source=lambda dataset, drawn: self._local(dataset, drawn, remote=False),
+            finish=lambda batch, dataset: self._resume(batch, dataset, self._split, 0, Clock()),
+            rows_of=self._rows_of_values,
+        )
         self.adopt(split, planned)
 
     def outlined(self, digest: str) -> None:
@@ -349,14 +359,14 @@ class FeatureSource:
                 batch = self._resume(batch, dataset, split, epoch, clock, stop=inputs.position)
                 inputs.keep(batch)
             if given.stretch is not None and inputs is None and batch.position == 0:
-                self._note_first(given.stretch, dataset, batch)
+                self._check.note(given.stretch, dataset, batch)
             done = self._resume(batch, dataset, split, epoch, clock)
             self.tally.timings("finish", clock.timings())
             saw(clock.timings())
             if split.eager is not None:
                 self._saw_eager(done, clock.timings(), canary=batch.ids == canary)
             if given.stretch is not None and inputs is None:
-                given.stretch.keep(dataset, self._rows_of(done))
+                given.stretch.keep(dataset, self._check.rows_of(done))
             return done
 
         return finish
@@ -451,18 +461,28 @@ class FeatureSource:
             keeps: Whether rows can be kept there.
             servers: Whether servers can read the dataset.
         """
-        stretch, usable = None, frozenset[int]()
+        self.begins, stretch, usable = "", None, frozenset[int]()
+        earlier, begun = None, frozenset[int]()
         store_cut, stored, ids = None, frozenset[int](), order.ids[order.step(step)[0] :]
         if keeps and self.kept is not None and self._may_keep(self.kept):
             draws = position is None and dataset.chain.first_draw is not None
-            stretch = self.kept.stretch(dataset, position=position, view=drawn if draws else None)
+            view = drawn if draws else None
+            stretch = self.kept.stretch(dataset, position=position, view=view)
+            stretch.refresh()
             usable = self._usable(stretch, dataset, ids, drawn)
+            if position is None and self.earlier and len(usable) < len(ids) and not self.kept.why_not:
+                earlier = EarlierRows(
+                    self.kept, self.earlier, dataset, view=view, rows_of=self._rows_of_values
+                )
+                missing = [sample for sample in ids if sample not in usable]
+                begun = self._found_earlier(earlier, dataset, missing, drawn)
+                self.begins = earlier.remark if begun else ""
             store_cut = self._store_cut(dataset) if servers and position is None else None
             if store_cut is not None and not self.kept.why_not:
-                missing = [sample for sample in ids if sample not in usable]
+                missing = [sample for sample in ids if sample not in usable and sample not in begun]
                 found = self._stored(dataset, missing, drawn, store_cut)
                 stored = self._worth_reading(found, ids=ids, missing=missing, cut=store_cut)
-        kept = usable if position is None else frozenset[int]()
+        kept = usable | begun if position is None else frozenset[int]()
         return PassWork(
             dataset=dataset,
             order=order,
@@ -471,8 +491,24 @@ class FeatureSource:
             work=EpochWork.of(order, step=step, kept=kept, stored=stored),
             stretch=stretch,
             usable=usable,
+            earlier=earlier,
             store_cut=store_cut,
         )
+
+    def _found_earlier(
+        self, earlier: EarlierRows, dataset: Dataset, ids: Sequence[int], drawn: int
+    ) -> frozenset[int]:
+        """Return the samples that begin with a row after an earlier freeze point."""
+
+        def anew(found: frozenset[int]) -> dict[int, Row]:
+            return self._check.anew(dataset, self._check.some(found), drawn)
+
+        try:
+            found = earlier.find(ids, anew=anew)
+            return found & unchanged(dataset, sorted(found)) if found else found
+        except UpriverError as error:  # the samples that are computed anew meet it, too
+            log.info("features of earlier jobs are not used in this pass: %s", error)
+            return frozenset()
 
     def _store_cut(self, dataset: Dataset) -> int | None:
         """Return the cut after which servers keep rows: that of most of the plan's; None without servers."""
@@ -512,11 +548,11 @@ class FeatureSource:
         found = self.stored.find(pool, question, ids, cut=cut, epoch=drawn)
         if not found or self.stored.is_trusted(question, cut=cut, epoch=drawn):
             return found
-        some, kept = self._some(found), dict[int, Row]()
+        some, kept = self._check.some(found), dict[int, Row]()
         try:
-            again = self._anew(None, dataset, some, drawn)
+            again = self._check.anew(dataset, some, drawn)
             for batch in self.stored.fetch(pool, question, some, cut=cut, epoch=drawn):
-                kept |= self._rows_of(self._resume(batch, dataset, self._split, drawn, Clock()))
+                kept |= self._check.rows_of(self._resume(batch, dataset, self._split, drawn, Clock()))
             right = self.stored.compare(pool, question, kept=kept, again=again, cut=cut, epoch=drawn)
             return found if right else frozenset()
         except CaptureError as error:
@@ -528,8 +564,13 @@ class FeatureSource:
 
     def _kept_values(self, given: PassWork, ids: Sequence[int]) -> Values:
         """Return the kept values at the freeze point of some samples, as :meth:`values`."""
-        form = self._split.tail.values
-        rows = given.stretch.read(given.dataset, ids) if given.stretch is not None else []
+        form, stretch, rows = self._split.tail.values, given.stretch, list[Row]()
+        if stretch is not None:
+            later = [sample for sample in ids if sample not in given.usable]
+            computed = given.earlier.compute(later) if given.earlier is not None else {}
+            stretch.keep(given.dataset, computed)
+            here = iter(stretch.read(given.dataset, [sample for sample in ids if sample in given.usable]))
+            rows = [computed[sample] if sample in computed else next(here) for sample in ids]
         self.tally.samples[KEPT] = self.tally.samples.get(KEPT, 0) + len(ids)
         return form.as_read([value.to(self._device) for value in form.concatenate(rows)])
 
@@ -556,8 +597,9 @@ class FeatureSource:
         try:
             if stretch.needs_check:
                 theirs = stretch.inherited(dataset, list(found))
-                again = {} if theirs else self._first_anew(stretch, dataset, found)
-                again = again or self._anew(stretch.position, dataset, self._some(theirs or found), drawn)
+                again = {} if theirs else self._check.noted(stretch, dataset, found)
+                some = self._check.some(theirs or found)
+                again = again or self._check.anew(dataset, some, drawn, position=stretch.position)
                 if not stretch.check(dataset, again):
                     return frozenset()
             return found & unchanged(dataset, sorted(found))
@@ -569,70 +611,6 @@ class FeatureSource:
             log.info("kept features are not used in this pass: %s", error)
             return frozenset()
 
-    def _anew(self, position: int | None, dataset: Dataset, ids: Sequence[int], drawn: int) -> dict[int, Row]:
-        """Return rows of samples, computed in other places of other micro-batches than before.
-
-        Args:
-            position: Cut at which the rows stand; None for the freeze point.
-        """
-        rows: dict[int, Row] = {}
-        source, at_once = self._local(dataset, drawn, remote=False), self._checked_at_once
-        for at in range(0, len(ids), at_once):
-            some = tuple(reversed(ids[at : at + at_once]))
-            if position is None:
-                batch, _ = source(some)
-                rows |= self._rows_of(self._resume(self._moved(batch), dataset, self._split, 0, Clock()))
-            else:
-                batch = source.begun(some, position, Clock())
-                rows |= {sample: (value,) for sample, value in zip(some, batch.tensors, strict=True)}
-        return rows
-
-    def _note_first(self, stretch: KeptStretch, dataset: Dataset, batch: MicroBatch) -> None:
-        """Note the first micro-batch at the model's input, of which rows will be computed anew."""
-        if self._first is None and stretch.needs_check:
-            given = tuple(value.clone() for value in batch.tensors)  # the model may write into them
-            self._first = stretch, dataset, replace(batch, tensors=given)
-
-    def _first_anew(self, stretch: KeptStretch, dataset: Dataset, found: frozenset[int]) -> dict[int, Row]:
-        """Return rows of the first micro-batch computed here, in other places; none if it is gone."""
-        if self._first is None or self._first[0] is not stretch or self._first[1] is not dataset:
-            return {}
-        (_, _, batch), self._first = self._first, None
-        rows = self._rows_of(self._resume(self._moved(batch), dataset, self._split, 0, Clock()))
-        return {sample: row for sample, row in rows.items() if sample in found}
-
-    def _some(self, found: frozenset[int]) -> list[int]:
-        """Return the samples whose kept rows are computed anew before any is used, in whole micro-batches."""
-        passes = max(1, CHECKED_ROWS // self._options.micro_batch)
-        count = min(len(found), passes * self._checked_at_once)
-        return sorted(found)[:: max(1, len(found) // max(1, count))][:count]
-
-    @property
-    def _checked_at_once(self) -> int:
-        """Samples that are computed anew in a micro-batch: one place is left for a row of zeros."""
-        return max(1, self._options.micro_batch - 1)
-
-    def _moved(self, batch: MicroBatch) -> MicroBatch:
-        """Return a micro-batch at the model's input whose rows stand a place later, after a row of zeros.
-
-        So no row has its old place, or its old neighbours. If its bits depend on either, they differ now.
-        """
-        if self._options.micro_batch == 1:
-            return batch
-        [given], ids = batch.tensors, batch.ids[: self._checked_at_once]
-        moved = torch.zeros_like(given)
-        moved[1 : len(ids) + 1] = given[: len(ids)]
-        return replace(batch, ids=(NOBODY, *ids), tensors=(moved,), skipped=(NOBODY, *batch.skipped))
-
-    def _rows_of(self, batch: MicroBatch) -> dict[int, Row]:
-        """Return the row of each sample of a micro-batch at the freeze point."""
-        select, tensors = self._split.tail.values.select, [value.to("cpu") for value in batch.tensors]
-        return {
-            sample: tuple(value.clone() for value in select(tensors, [row]))
-            for row, sample in enumerate(batch.ids)
-            if sample not in batch.skipped
-        }
-
     def _kept_inputs(self, given: PassWork) -> _KeptInputs | None:
         stretch = given.stretch
         if stretch is None or stretch.position is None:
@@ -640,6 +618,13 @@ class FeatureSource:
         return _KeptInputs(
             position=stretch.position, stretch=stretch, dataset=given.dataset, usable=given.usable
         )
+
+    def _rows_of_values(self, ids: Sequence[int], values: Sequence[torch.Tensor]) -> dict[int, Row]:
+        """Return the row of each sample of values at the freeze point, in main memory."""
+        select, tensors = self._split.tail.values.select, [value.to("cpu") for value in values]
+        return {
+            sample: tuple(value.clone() for value in select(tensors, [row])) for row, sample in enumerate(ids)
+        }
 
     def _saved_s(self) -> float:
         """Return the seconds that a sample takes under the plan, as far as they are known."""

@@ -704,6 +704,7 @@ class FinetuneJob:
             self._standing.refused,
             self._standing.lost(self._plan, self._store_lost),
             kept.remark if kept is not None else "",
+            self._feed.begins,
             self._feed.stored.remark,
             self._views_remark,
         )

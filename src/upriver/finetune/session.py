@@ -22,6 +22,8 @@ from upriver.features.keep import Keep
 from upriver.finetune.calibration.example_batch import example_of
 from upriver.finetune.calibration.faster_prefix import with_faster_prefix
 from upriver.finetune.calibration.measurement import Measurement
+from upriver.finetune.earlier_rows import earlier_points
+from upriver.finetune.feature_source import FeatureSource
 from upriver.finetune.job import FinetuneJob
 from upriver.finetune.model_wrapper import TailRunner, WrappedModel, uncompiled, unwrap
 from upriver.finetune.options import JobOptions, MicroBatchSize, Prefetch, Sampling, Splitting
@@ -38,7 +40,7 @@ from upriver.pipeline import Dataset
 from upriver.program.module_state.attributes import AttributeSnapshot
 from upriver.program.module_state.frozen_guard import FrozenGuard
 from upriver.program.rewrite.faster import PrefixKind
-from upriver.program.split.frozen_name import outline_digest
+from upriver.program.split.frozen_name import outline_digest, remember_trained, trained_by_others
 from upriver.program.split.split import Split, outline, split
 from upriver.progress import named_steps
 from upriver.rpc import validation
@@ -335,38 +337,43 @@ class Near:
         ahead = ReadAhead(direct, order.micro_batches[:two_steps], after_s=worth_s)
         with contextlib.ExitStack() as unless_begun:
             unless_begun.callback(ahead.close)
+            others = trained_by_others(model) if options.keep is not None else []
             began = time.thread_time()
-            parts = outline(model, example, autocast=options.autocast)
+            parts = outline(model, example, autocast=options.autocast, trained_by_others=others)
             seconds = time.thread_time() - began
             if parts is None or seconds < worth_s:
                 return None
+            horizon = _horizon(parts, dataset, options, outline_s=seconds)
+            # An explicit cut is for a comparison, so it is carried out.
+            too_short = horizon.too_short if options.shares is None and not options.in_background else ""
+            why = too_short or "the frozen part is not captured yet"
+            job = self._job(wrapped, direct, parts, options, _unsplit(parts, dataset, options, why=why))
+            job.feed.ahead = ahead
+            if job.feed.kept is not None:
+                _find_rows(job.feed, model, example, parts, options)
+            prepare = self._preparing(job.feed, model, example, dataset, direct, parts, options, horizon)
+            if too_short:
+                job.may_expect(prepare, pays=horizon.repaid_by)
+            else:
+                job.expect(prepare())
             unless_begun.pop_all()
-        row_bytes = sum(each.shape.num_bytes(1) for each in parts.tail.values.ships)
-        horizon = Horizon.of(
-            seconds,
-            micro_batch=options.micro_batch,
-            micro_batches=len(order.micro_batches),
-            epochs=computing_epochs(
-                options.keep if options.exact != "numeric" else None,
-                chain=dataset.chain,
-                views=options.sampling.views,
-                epochs=options.epochs,
-                num_bytes=len(options.rows) * row_bytes,
-            ),
-        )
-        # An explicit cut is for a comparison, so it is carried out.
-        too_short = horizon.too_short if options.shares is None and not options.in_background else ""
-        why = too_short or "the frozen part is not captured yet"
-        plan = unsplit_plan(options.policy, dataset, stop=parts.freeze, why=why)
-        planned = PlannedJob(
-            plan=plan,
-            pool=None,
-            agreement=agreement_for(options, parts),
-            replay=options.replay,
-            replanner=None,
-            notes=(),
-            offers=lambda: (),
-        )
+        return job
+
+    def _preparing(
+        self,
+        feed: FeatureSource,
+        model: nn.Module,
+        example: torch.Tensor,
+        dataset: Dataset,
+        direct: Dataset,
+        parts: Split,
+        options: JobOptions,
+        horizon: Horizon,
+    ) -> Callable[[], Preparation]:
+        """Return a function that lets another process prepare a job.
+
+        It raises `NoSnapshot` if the model cannot be copied to that process.
+        """
         task = PreparationTask(
             model=model,
             example=example,
@@ -375,15 +382,6 @@ class Near:
             credentials=self._credentials,
             parts=parts.parts,
         )
-        job = self._job(wrapped, direct, parts, options, planned)
-        feed = job.feed
-        feed.ahead = ahead
-        if feed.kept is not None:
-            feed.outlined(
-                outline_digest(
-                    model, parts, example, autocast=options.autocast, granularity=options.granularity
-                )
-            )
 
         def carry_out(split: Split, prepared: Prepared) -> PlannedJob:
             planner = Planner(
@@ -412,11 +410,7 @@ class Near:
                     carry_out=carry_out,
                 )
 
-        if too_short:
-            job.may_expect(prepare, pays=horizon.repaid_by)
-        else:
-            job.expect(prepare())
-        return job
+        return prepare
 
     def _addresses(self, dataset: Dataset) -> list[str]:
         """Return the addresses of the servers; start the embedded server if needed."""
@@ -500,6 +494,51 @@ def _split(model: nn.Module, direct: Dataset, options: JobOptions, tell: Callabl
         granularity=options.granularity,
         on_progress=tell,
     )
+
+
+def _horizon(parts: Split, dataset: Dataset, options: JobOptions, *, outline_s: float) -> Horizon:
+    """Return how much of its frozen part a job computes."""
+    row_bytes = sum(each.shape.num_bytes(1) for each in parts.tail.values.ships)
+    return Horizon.of(
+        outline_s,
+        micro_batch=options.micro_batch,
+        micro_batches=len(options.order(0).micro_batches),
+        epochs=computing_epochs(
+            options.keep if options.exact != "numeric" else None,
+            chain=dataset.chain,
+            views=options.sampling.views,
+            epochs=options.epochs,
+            num_bytes=len(options.rows) * row_bytes,
+        ),
+    )
+
+
+def _unsplit(parts: Split, dataset: Dataset, options: JobOptions, *, why: str) -> PlannedJob:
+    """Return the plan of a job that begins on this side alone."""
+    return PlannedJob(
+        plan=unsplit_plan(options.policy, dataset, stop=parts.freeze, why=why),
+        pool=None,
+        agreement=agreement_for(options, parts),
+        replay=options.replay,
+        replanner=None,
+        notes=(),
+        offers=lambda: (),
+    )
+
+
+def _find_rows(
+    feed: FeatureSource, model: nn.Module, example: torch.Tensor, parts: Split, options: JobOptions
+) -> None:
+    """Name the rows that a job keeps, and those of other jobs that it may begin with."""
+
+    def digest(parts: Split) -> str:
+        return outline_digest(
+            model, parts, example, autocast=options.autocast, granularity=options.granularity
+        )
+
+    feed.outlined(digest(parts))
+    feed.earlier = tuple(earlier_points(parts, digest))
+    remember_trained(model, parts.boundary)
 
 
 def _shown(options: JobOptions) -> contextlib.AbstractContextManager[Callable[[str], None]]:

@@ -102,14 +102,17 @@ def _of_step(
         for row, at in enumerate(done.positions)
         if stretch.start <= at < stretch.stop
     }
+    missing = [at for at in stretch if at not in computed]
+    values = kept([order.ids[at] for at in missing]) if kept is not None and missing else ()
+    row_of = {at: row for row, at in enumerate(missing)}
     parts: list[Values] = []
     ids: list[int] = []
     for done, run in groupby(stretch, key=lambda at: computed[at][0] if at in computed else None):
         places = list(run)
         if done is None:
-            found = [order.ids[at] for at in places]
-            parts += [kept(found)] if kept is not None else []
-            ids += found
+            chosen = [row_of[at] for at in places]
+            parts += [form.select(values, chosen)] if values else []
+            ids += (order.ids[at] for at in places)
             continue
         chosen = [computed[at][1] for at in places if order.ids[at] not in done.skipped]
         if chosen:

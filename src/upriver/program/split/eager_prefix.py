@@ -23,6 +23,7 @@ from upriver.program.graph.autocast import autocasting
 from upriver.program.graph.devices import moment, seconds_between
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint
 from upriver.program.split.module_trace import Trace
+from upriver.program.split.tail import Tail
 
 
 class _Reached(BaseException):
@@ -89,26 +90,52 @@ class EagerPrefix:
         if start == stop:
             return given
         began = moment(self.device)
+        kept = {
+            ship.source: given[ship.source.leaf].clone() for ship in self._ships if ship.source.path is None
+        }
+        call = self._example.with_tensors(given)
+        values = self._values(kept, lambda: self._model(*call.args, **call.kwargs))
+        if on_stage is not None:
+            on_stage(stop, seconds_between(began, moment(self.device)))
+        return values
+
+    @torch.no_grad()
+    def run_rest(self, earlier: Tail, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run a micro-batch from an earlier freeze point to this one.
+
+        Args:
+            earlier: Tail of the same model after the earlier freeze point.
+            tensors: The tensors that cross there.
+
+        Raises:
+            CaptureError: If the model gives no tensor that crossed the freeze point before.
+        """
+        given = tuple(tensor.to(self.device) for tensor in tensors)
+        kept = {
+            ship.source: value.clone()
+            for ship, value in zip(earlier.values.ships, given, strict=True)
+            if ship.source.path is None
+        }
+        return self._values(kept, lambda: earlier(earlier.values.one_or_all(given)))
+
+    def _values(
+        self, kept: dict[TensorSource, torch.Tensor], forward: Callable[[], object]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the crossing tensors of one forward pass, which ends as soon as all of them exist.
+
+        Args:
+            kept: Those that exist already.
+        """
         with (
             self.turn,
             self._all_in_eval(),
             uncompiled(),
             no_fast_path(),
             autocasting(self.device, self._autocast),
+            self._hooks(kept),
+            contextlib.suppress(_Reached),
         ):
-            values = self._values(given)
-        if on_stage is not None:
-            on_stage(stop, seconds_between(began, moment(self.device)))
-        return values
-
-    def _values(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the crossing tensors of one forward pass, which ends as soon as all of them exist."""
-        kept = {
-            ship.source: given[ship.source.leaf].clone() for ship in self._ships if ship.source.path is None
-        }
-        call = self._example.with_tensors(given)
-        with self._hooks(kept), contextlib.suppress(_Reached):
-            self._model(*call.args, **call.kwargs)
+            forward()
         missing = [str(ship.source) for ship in self._ships if ship.source not in kept]
         if missing:
             raise CaptureError(f"the model gave no {missing[0]!r}")
@@ -131,7 +158,7 @@ class EagerPrefix:
                     tensor = tensors[ship.source.leaf]
                     # A later operator may write into it. Otherwise keep its strides, which decide low bits.
                     kept[ship.source] = tensor.clone() if ship.overwritten else tensor
-            if len(kept) == len(self._ships):
+            if all(ship.source in kept for ship in self._ships):
                 raise _Reached
 
         with contextlib.ExitStack() as hooks:

@@ -1,8 +1,9 @@
 """Name the frozen part of a model, so that every job finds the rows that an earlier one has kept.
 
 Before the frozen part is captured, a digest of its code, settings, values and input names it. Afterwards its
-program does. A small file for each of the two remembers the name that rows were first kept under. A lost file
-costs the rows, which are computed again.
+program does. A small file for each of the two remembers the name that rows were first kept under. Another one
+for each freeze point remembers which parameters a job trains, so that jobs with a later freeze point find its
+rows. A lost file costs the rows, which are computed again.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def frozen_name(outlined: str | None, program: Program | None = None) -> FrozenN
     # The outline's name may be of this very job. The program's is older, where a script was edited since.
     found = next((name for name in known.values() if name is not None), None)
     if found is None:
-        by_outline = outlined is not None
-        num_stages = 1 if by_outline or program is None else program.num_stages
+        num_stages = program.num_stages if program is not None and outlined is None else 1
         found = FrozenName(digest=digests[-1], num_stages=num_stages)
     for digest, name in known.items():
         if name != found:
@@ -78,6 +78,40 @@ def known_name(digest: str) -> FrozenName | None:
         return found
 
     return _NAMES.load(digest, decode)
+
+
+class _Trained(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The parameters that a job trains, by name."""
+
+    trained: tuple[str, ...]
+    schema: Literal["upriver.trained/1"] = "upriver.trained/1"
+
+
+def remember_trained(model: nn.Module, boundary: str) -> None:
+    """Remember for later jobs which parameters of a model are trained.
+
+    Args:
+        boundary: Last module of the frozen part. The last job with this model and boundary counts.
+    """
+    names = sorted(name for name, each in model.named_parameters() if each.requires_grad)
+    digest, found = _freeze_point(model, boundary), _Trained(trained=tuple(names))
+    if _trained(digest) != found:
+        _NAMES.save(digest, msgspec.json.encode(found).decode() + "\n")
+
+
+def trained_by_others(model: nn.Module) -> list[frozenset[str]]:
+    """Return the parameters that each earlier job with a model of this class trained, by its boundary."""
+    found = (_trained(_freeze_point(model, path)) for path, _ in model.named_modules())
+    return [frozenset(each.trained) for each in found if each is not None]
+
+
+def _trained(digest: str) -> _Trained | None:
+    return _NAMES.load(digest, lambda data: msgspec.json.decode(data, type=_Trained))
+
+
+def _freeze_point(model: nn.Module, boundary: str) -> str:
+    kind = type(model)
+    return hashlib.sha256(f"{kind.__module__} {kind.__qualname__} {boundary}".encode()).hexdigest()
 
 
 def outline_digest(

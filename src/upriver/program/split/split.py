@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -117,6 +117,7 @@ class Split:
             model runs unsplit.
         faster: Tells how the program differs from the captured one. None if it does not.
         eager: The frozen prefix as it is written, of an outline. None once a program takes its place.
+        earlier: Outlines that end at freeze points of other jobs, before this one, the last of them first.
         reads: Parameters and buffers that the frozen prefix reads, by name.
         tail: Runs the rest, from the tensors that cross the freeze point (or from the inputs).
         in_eval: Modules that stay in eval regardless of ``model.train()``.
@@ -138,6 +139,7 @@ class Split:
     attempts: tuple[Attempt, ...] = ()
     capture_s: float = 0.0
     eager: EagerPrefix | None = None
+    earlier: tuple[Split, ...] = ()
     reads: tuple[str, ...] = ()
     faster: FasterPrefix | None = None
 
@@ -211,11 +213,21 @@ def split(
     return job.run(granularity)
 
 
-def outline(model: nn.Module, example: Inputs, *, autocast: torch.dtype | None = None) -> Split | None:
+def outline(
+    model: nn.Module,
+    example: Inputs,
+    *,
+    autocast: torch.dtype | None = None,
+    trained_by_others: Sequence[Collection[str]] = (),
+) -> Split | None:
     """Find the freeze point of a model, and the two parts around it, without capturing a program.
 
     The parts are those that :func:`split` tries first. The tail is compared with the whole model on two
     samples, in training and in eval. Nothing else is proven.
+
+    Args:
+        trained_by_others: For each other job, the names of the parameters that it trains. If more of them are
+            trained than here, the outline of that job is added as `Split.earlier`. Nothing there is proven.
 
     Returns:
         The split, whose frozen part runs as it is written. None if the parts cannot be known yet: the model
@@ -226,7 +238,7 @@ def outline(model: nn.Module, example: Inputs, *, autocast: torch.dtype | None =
         ModelError: As :func:`split`.
         ConfigError: As :func:`split`.
     """
-    return _Splitting(model, Example.of(example), autocast, lambda text: None).outline()
+    return _Splitting(model, Example.of(example), autocast, lambda text: None).outline(trained_by_others)
 
 
 class _Splitting:
@@ -249,7 +261,7 @@ class _Splitting:
             self.attempts.insert(0, Attempt(step="trace", why_not=str(error)))
             return self._unsplit(frozen_units(self.model))
 
-    def outline(self) -> Split | None:
+    def outline(self, trained_by_others: Sequence[Collection[str]]) -> Split | None:
         check_trainable(self.model)
         with contextlib.suppress(CaptureError), refusing(_NOT_WATCHED), state_kept(self.model):
             units = frozen_units(self.model)
@@ -267,8 +279,60 @@ class _Splitting:
                 p for p, m in self.model.named_modules() if any(w.requires_grad for w in m.parameters())
             ]
             if point is not None and runs_alone(calls, point, trained):
-                return self._outlined(calls, point, in_eval_for(self.model, calls, point, units))
+                own = self._outlined(calls, point, in_eval_for(self.model, calls, point, units))
+                return replace(own, earlier=self._earlier(own, calls, training, trained_by_others))
         return None
+
+    def _earlier(
+        self,
+        own: Split,
+        calls: Trace,
+        training: ForwardPass | None,
+        trained_by_others: Sequence[Collection[str]],
+    ) -> tuple[Split, ...]:
+        found: dict[tuple[str, ...], Split] = {}
+        for trained in trained_by_others:
+            with contextlib.suppress(CaptureError):
+                other = self._outline_of_other(calls, training, trained)
+                if other is not None and set(other.reads) < set(own.reads):
+                    found[other.skipped] = other
+        return tuple(sorted(found.values(), key=lambda other: -len(other.reads)))
+
+    def _outline_of_other(
+        self, calls: Trace, training: ForwardPass | None, trained: Collection[str]
+    ) -> Split | None:
+        """Return the outline of a job that trains more parameters; None if it trains no more, or has none."""
+        model = self.model
+        own = dict(model.named_parameters())
+        more = {
+            name
+            for name in own.keys() & set(trained)
+            if own[name].is_floating_point() and not own[name].requires_grad
+        }
+        if not more:
+            return None
+        origins = {
+            number: replace(origin, trained=origin.trained or origin.name in more)
+            for number, origin in calls.flow.origins.items()
+        }
+        seen = replace(calls, flow=replace(calls.flow, origins=origins))
+        try:
+            for name in more:
+                own[name].requires_grad_(True)
+            units = frozen_units(model)
+            if training is not None:
+                units = without_written(model, units, training.flow.changed, calls.flow.changed)
+            point = next(self._points(seen, training), None)
+            if point is None:
+                return None
+            in_eval = in_eval_for(model, seen, point, units)
+            tail = Tail(model, point, seen, in_eval=in_eval.modules, autocast=self.autocast)
+            return replace(
+                self._split(seen, point, tail, None, in_eval, 0.0), reads=_read_before(seen, point)
+            )
+        finally:
+            for name in more:
+                own[name].requires_grad_(False)
 
     def _outlined(self, calls: Trace, point: FreezePoint, in_eval: EvalPlan) -> Split:
         tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
