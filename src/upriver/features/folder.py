@@ -368,7 +368,7 @@ class StretchFolder:
                     self._forget(path)
 
     def _why_slow(self, what: str, seconds: float, rows: int) -> str:
-        """Return why the disk counts as slow; empty if it does not, or while nobody knows what a row saves."""
+        """Return why the disk counts as slow; empty if it does not, or if what a row saves is unknown."""
         if not self.saved_s or seconds <= max(SLOW_S, self.saved_s * rows):
             return ""
         return (
