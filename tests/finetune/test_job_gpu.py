@@ -13,6 +13,7 @@ from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, train
 from tests.program.nets import frozen_small
 from tests.server.running import running
 from upriver.errors import NotExact
+from upriver.finetune import session
 from upriver.finetune.replanner import StepClock
 from upriver.pipeline import Dataset
 from upriver.program.graph.devices import moment, seconds_between
@@ -126,3 +127,19 @@ def test_kept_features_come_back_to_the_accelerator_with_the_same_bits(tmp_path:
     for computed, read in zip(*epochs, strict=True):
         assert read.device.type == "cuda" and read.stride() == computed.stride()
         assert torch.equal(read, computed)
+
+
+def test_rows_of_an_earlier_freeze_point_give_the_same_bits_on_the_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "WORTH_A_PROCESS_S", 0.0)
+    stages = (upriver.Decode(), upriver.Resize(16), upriver.CenterCrop(16), upriver.Normalize())
+    data = photos(tmp_path / "store", 50).with_stages(stages)
+    room = upriver.Keep(memory="64 MB", disk="64 MB", folder=tmp_path / "kept")
+    found = []
+    for upto, keep in (("block2", None), ("block1", room), ("block2", room)):
+        options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "keep": keep}
+        with upriver.connect(server_threads=1).finetune(frozen_small(upto).cuda(), data, **options) as job:
+            found.append([features for features, _ in job])
+    assert job.report.samples == {"kept": 50}
+    assert all(map(torch.equal, found[0], found[2]))
