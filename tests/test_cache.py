@@ -44,7 +44,7 @@ from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import TensorSource
 from upriver.program.graph.executor import Program
 from upriver.program.split.freeze_point import CrossingTensor, FreezePoint
-from upriver.program.split.frozen_name import frozen_name, known_name
+from upriver.program.split.frozen_name import frozen_name, known_name, remember_trained, trained_by_others
 from upriver.program.split.module_trace import Shape
 from upriver.program.split.proof_cache import is_proven, remember
 from upriver.store import Store
@@ -164,6 +164,11 @@ KEPT = {
     "names": Kept(
         save=lambda: frozen_name("cd" * 32),
         load=lambda: known_name("cd" * 32),
+    ),
+    "freeze_points": Kept(
+        save=lambda: remember_trained(nn.Linear(3, 4), ""),
+        load=lambda: trained_by_others(nn.Linear(3, 4)),
+        nothing=list,
     ),
     "profiles": Kept(
         save=lambda: save_profile(KEY, profile(), CLUSTER),

@@ -14,6 +14,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from upriver.errors import ConfigError
@@ -31,7 +32,9 @@ STATUS = Path("/proc/self/status")
 
 
 @contextlib.contextmanager
-def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
+def replacing(
+    path: Path, *, private: bool = False, lock: AbstractContextManager[object] | None = None
+) -> Iterator[Path]:
     """Create a file in the same folder that durably replaces ``path`` at the end of the block.
 
     The file is synced before it is renamed, and the folder afterwards. So after a power failure the disk
@@ -42,6 +45,7 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
         path: Destination. A link is replaced, not followed.
         private: If true, only the owner may access the new file. Else it has the permissions of the old one,
             or the usual ones.
+        lock: Held while the file is renamed.
 
     Raises:
         OSError: If the file cannot be created, written or renamed.
@@ -55,7 +59,8 @@ def replacing(path: Path, *, private: bool = False) -> Iterator[Path]:
             os.close(handle)
         yield new
         sync(new)
-        os.replace(new, path)
+        with lock or contextlib.nullcontext():
+            os.replace(new, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             new.unlink()

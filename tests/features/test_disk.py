@@ -193,7 +193,7 @@ def test_disk_processes_that_write_at_once_share_the_budget(tmp_path: Path) -> N
 
     def measure() -> None:
         while not stop.wait(0.003):
-            with features._locked():  # else files may move from one folder to the other during a look
+            with features.locked():  # else files may move from one folder to the other during a look
                 most[0] = max(most[0], disk_usage(tmp_path), features.used_bytes)
 
     def write(number: int) -> None:
@@ -356,7 +356,7 @@ def test_disk_lock_of_the_root_is_free_although_a_fork_has_a_copy(
 ) -> None:
     monkeypatch.setattr(disk, "LOCK_S", 0.5)
     features, held = DiskFeatures(tmp_path, budget_bytes=PLENTY), list[object]()
-    with features._locked():
+    with features.locked():
         forked = child(lambda: time.sleep(600))
         held.append(forked.__enter__())
     try:

@@ -122,7 +122,7 @@ class DiskFeatures:
         """
         if not self.root.is_dir():
             return 0
-        with self._locked():
+        with self.locked():
             before, now = self.used_bytes, time.time()
             for folder in kept_folders(self.root):
                 old = older_than_s is not None and now - folder.last_used_s > older_than_s
@@ -159,7 +159,7 @@ class DiskFeatures:
             OSError: If the root cannot be created or locked.
         """
         _create(self.root)
-        with self._locked():
+        with self.locked():
             missing = num_bytes - self._room()
             if missing > 0:
                 self._clear_up()
@@ -219,7 +219,7 @@ class DiskFeatures:
                 files.release(lock.number)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Lock the root against other threads and processes that make room.
 
         Raises:

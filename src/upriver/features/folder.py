@@ -57,6 +57,9 @@ class Space(Protocol):
     ) -> AbstractContextManager[int]:
         """Remove what is less useful, and yield the bytes that may be written."""
 
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold back all that count the bytes in use."""
+
 
 class StretchFolder:
     """The kept rows of one stretch on disk. Any thread may call any method.
@@ -75,6 +78,7 @@ class StretchFolder:
         self._space, self._files = space, open_files
         self._lock, self._writing = ForkSafeLock(), ForkSafeLock()
         self._shards: dict[Path, Shard] = {}
+        self._written: set[Path] = set()
         self._places: dict[bytes, tuple[Shard, int]] = {}
         self._keys: frozenset[bytes] | None = None
         self._wanted: AbstractSet[bytes] | None = None
@@ -93,6 +97,13 @@ class StretchFolder:
             if self._keys is None:
                 self._keys = frozenset(self._places)
             return self._keys
+
+    @property
+    def others(self) -> AbstractSet[bytes]:
+        """Keys of the rows among them that other jobs have written."""
+        with self._lock:
+            shards = [shard for path, shard in self._shards.items() if path not in self._written]
+            return frozenset(key for shard in shards for key in shard.keys)
 
     @property
     def row_bytes(self) -> float:
@@ -286,7 +297,8 @@ class StretchFolder:
     def _write(self, shard: PackedShard, *, fresh: bool) -> int:
         """Write as many rows as there is room for, and return their number.
 
-        The file has its full length before others may count the room, and is filled afterwards.
+        The file has its full length before others may count the room, and is filled afterwards. It gets its
+        name while nobody counts.
 
         Args:
             fresh: Whether the folder is still to be created.
@@ -307,8 +319,9 @@ class StretchFolder:
                     return 0
                 if fresh and not self._create():
                     return 0
-                name = shard_name(len(shard.keys), secrets.token_hex(8))
-                file = stack.enter_context(files.replacing(self.path / name, private=True))
+                path = self.path / shard_name(len(shard.keys), secrets.token_hex(8))
+                self._written.add(path)
+                file = stack.enter_context(files.replacing(path, private=True, lock=self._space.locked()))
                 os.truncate(file, shard.nbytes)
             shard.write(file)
         return len(shard.keys)

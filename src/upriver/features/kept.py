@@ -205,7 +205,7 @@ class KeptStretch:
         self.position, self.trusted, self._part = position, False, part
         self._owner, self._name, self._chain, self._view = owner, name, chain, view
         self._found: StretchFolder | None = None
-        self._on_disk, self._opened, self._inherited = on_disk, not on_disk, False
+        self._on_disk, self._opened = on_disk, not on_disk
         self._lock = threading.Lock()
 
     @property
@@ -225,15 +225,16 @@ class KeptStretch:
     @property
     def needs_check(self) -> bool:
         """True if some rows must be computed anew before any is used: always with those of other jobs."""
-        own = not self._inherited and (self._owner.proven or self.position is not None)
-        return not (self.trusted or own)
+        if self.trusted:
+            return False
+        folder = self._folder
+        own = folder is None or not folder.others
+        return not (own and (self._owner.proven or self.position is not None))
 
     def inherited(self, dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
-        """Return the samples whose rows other jobs may have written."""
+        """Return the samples whose rows other jobs have written."""
         folder = self._folder
-        if folder is None or not self._inherited:
-            return frozenset()
-        return self._among(folder.keys, dataset, ids)
+        return frozenset() if folder is None else self._among(folder.others, dataset, ids)
 
     def _among(self, there: Set[bytes], dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
         keys = self._keys(dataset, ids)
@@ -284,13 +285,13 @@ class KeptStretch:
             self.trusted = len(found) >= len(again)
             self._owner.proven |= self.trusted and self.position is None
             return self.trusted
+        alone = folder is None or not folder.others
         memory.clear(self._name)
         if folder is not None:
             folder.empty()
-        if self.position is None and not self._inherited:
+        if self.position is None and alone:
             raise CaptureError("a sample's features depend on its place, or on the others, in a micro-batch")
         log.warning("kept features differ from those that are computed now: all of them are dropped")
-        self._inherited = False
         return False
 
     def keep(self, dataset: Dataset, rows: Mapping[int, Row], *, patience_s: float = 0.0) -> None:
@@ -323,9 +324,7 @@ class KeptStretch:
     def refresh(self) -> None:
         """Look for rows that another job has written meanwhile."""
         if (folder := self._folder) is not None:
-            before = folder.keys
             folder.refresh()
-            self._inherited |= not folder.keys <= before
 
     def reopen(self) -> None:
         """Look for rows on disk by the present name. What is in memory stays."""
@@ -351,7 +350,6 @@ class KeptStretch:
             if owner.disk is not None and known and not self._opened:
                 self._opened = True
                 self._found = self._open(owner.disk)
-                self._inherited = bool(self._found.keys)
             return self._found
 
     @property

@@ -100,6 +100,20 @@ class _KeptInputs:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Anew:
+    """Features that the frozen part gave when rows of other jobs were checked.
+
+    Attributes:
+        drawn: Epoch as which the input stages drew.
+        forms: Forms of each sample's row.
+    """
+
+    dataset: Dataset
+    drawn: int
+    forms: Mapping[int, tuple[Form, ...]]
+
+
 class FeatureSource:
     """Make loaders and keep what they delivered.
 
@@ -149,6 +163,7 @@ class FeatureSource:
         self.places = PlacementLog()
         self.eager_s: float | None = None
         self.canary: tuple[Form, ...] | None = None
+        self._anew: _Anew | None = None
         self._outlined: str | None = None
         self._check = RowCheck(
             options.micro_batch,
@@ -483,6 +498,8 @@ class FeatureSource:
                 found = self._stored(dataset, missing, drawn, store_cut)
                 stored = self._worth_reading(found, ids=ids, missing=missing, cut=store_cut)
         kept = usable | begun if position is None else frozenset[int]()
+        if self.ahead is not None and (usable or begun):
+            self.ahead.close()  # what was read ahead may be in no micro-batch of this pass
         return PassWork(
             dataset=dataset,
             order=order,
@@ -501,7 +518,7 @@ class FeatureSource:
         """Return the samples that begin with a row after an earlier freeze point."""
 
         def anew(found: frozenset[int]) -> dict[int, Row]:
-            return self._check.anew(dataset, self._check.some(found), drawn)
+            return self._compute_anew(dataset, self._check.some(found, self._read_ahead(dataset)), drawn)
 
         try:
             found = earlier.find(ids, anew=anew)
@@ -509,6 +526,18 @@ class FeatureSource:
         except UpriverError as error:  # the samples that are computed anew meet it, too
             log.info("features of earlier jobs are not used in this pass: %s", error)
             return frozenset()
+
+    def _compute_anew(
+        self, dataset: Dataset, ids: Sequence[int], drawn: int, *, position: int | None = None
+    ) -> dict[int, Row]:
+        """Return rows as :meth:`RowCheck.anew`, and note those at the freeze point in a canary's place."""
+        rows = self._check.anew(dataset, ids, drawn, position=position)
+        if position is None and self._anew is None:
+            self._anew = _Anew(dataset=dataset, drawn=drawn, forms={i: forms(row) for i, row in rows.items()})
+        return rows
+
+    def _read_ahead(self, dataset: Dataset) -> list[tuple[int, ...]]:
+        return self.ahead.begun(dataset) if self.ahead is not None else []
 
     def _store_cut(self, dataset: Dataset) -> int | None:
         """Return the cut after which servers keep rows: that of most of the plan's; None without servers."""
@@ -550,7 +579,7 @@ class FeatureSource:
             return found
         some, kept = self._check.some(found), dict[int, Row]()
         try:
-            again = self._check.anew(dataset, some, drawn)
+            again = self._compute_anew(dataset, some, drawn)
             for batch in self.stored.fetch(pool, question, some, cut=cut, epoch=drawn):
                 kept |= self._check.rows_of(self._resume(batch, dataset, self._split, drawn, Clock()))
             right = self.stored.compare(pool, question, kept=kept, again=again, cut=cut, epoch=drawn)
@@ -592,14 +621,12 @@ class FeatureSource:
         found = stretch.find(dataset, ids)
         if not found:
             return found
-        if self.ahead is not None:
-            self.ahead.close()
         try:
             if stretch.needs_check:
                 theirs = stretch.inherited(dataset, list(found))
                 again = {} if theirs else self._check.noted(stretch, dataset, found)
-                some = self._check.some(theirs or found)
-                again = again or self._check.anew(dataset, some, drawn, position=stretch.position)
+                some = self._check.some(theirs or found, self._read_ahead(dataset))
+                again = again or self._compute_anew(dataset, some, drawn, position=stretch.position)
                 if not stretch.check(dataset, again):
                     return frozenset()
             return found & unchanged(dataset, sorted(found))
@@ -636,13 +663,25 @@ class FeatureSource:
     # ------------------------------------------------------------------------------------ canaries
 
     def note_canary(self, dataset: Dataset) -> None:
-        """Note the canary's bits by the frozen part as it is written, unless they are known."""
-        if self._split.eager is not None and self.canary is None:
+        """Note the canary's bits by the frozen part as it is written, unless bits of that part are known."""
+        if self._split.eager is not None and self._anew is None:
+            self.as_written(dataset)
+
+    def as_written(self, dataset: Dataset) -> tuple[Form, ...]:
+        """Return the canary's bits by the frozen part as it is written, as they were at first if known."""
+        if self.canary is None:
             self.canary = self.of_canary(dataset, self._split)
+        return self.canary
 
     def is_as_before(self, dataset: Dataset) -> bool:
-        """Return whether the frozen part as it is written gives the canary's bits that it gave at first."""
-        return self.canary is None or self.canary == self.of_canary(dataset, self._split)
+        """Return whether the frozen part as it is written gives the bits that it gave at first."""
+        if self.canary is not None:
+            return self.canary == self.of_canary(dataset, self._split)
+        known = self._anew
+        if known is None:
+            return True
+        rows = self._check.anew(known.dataset, list(known.forms), known.drawn)
+        return all(forms(row) == known.forms[sample] for sample, row in rows.items())
 
     def _saw_eager(self, done: MicroBatch, timings: Timings, *, canary: bool) -> None:
         """Note the pace of the frozen part as it is written, and the bits of the canary."""

@@ -291,12 +291,11 @@ class FinetuneJob:
             raise CaptureError(f"the job to resume was bit for bit, and {agreement.why}")
         if planned.pool is None:  # the job goes on as it is written
             return
-        self._feed.note_canary(self._dataset)
-        reference = preparation.reference
+        written, reference = self._feed.as_written(self._dataset), preparation.reference
         captured = (
             self._feed.of_canary(self._dataset, split) if reference is None else forms(reference.tensors)
         )
-        if captured != self._feed.canary:
+        if captured != written:
             raise CaptureError("the captured frozen part gives other bits than the model as it is written")
 
     # ------------------------------------------------------------------------------------ training

@@ -40,10 +40,17 @@ class RowCheck:
         self._micro_batch, self._source, self._finish, self._rows_of = micro_batch, source, finish, rows_of
         self._noted: tuple[KeptStretch, Dataset, MicroBatch] | None = None
 
-    def some(self, found: frozenset[int]) -> list[int]:
-        """Return the samples whose kept rows are computed anew before any is used, in whole micro-batches."""
+    def some(self, found: frozenset[int], read: Sequence[tuple[int, ...]] = ()) -> list[int]:
+        """Return the samples whose kept rows are computed anew before any is used, in whole micro-batches.
+
+        Args:
+            read: Micro-batches that were read ahead. If they have enough of the samples, those are taken.
+        """
         passes = max(1, CHECKED_ROWS // self._micro_batch)
         count = min(len(found), passes * self._at_once)
+        there = [sample for ids in read[:passes] for sample in ids[: self._at_once] if sample in found]
+        if count and len(there) == count:
+            return there
         return sorted(found)[:: max(1, len(found) // max(1, count))][:count]
 
     def anew(

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -59,6 +59,21 @@ log = logging.getLogger("upriver")
 WORTH_A_PROCESS_S = 0.4
 """Processor seconds of a trace, of one thread, from which another process prepares a job. Preparing takes
 ten to thirty times as long as tracing, and starting a process 3 s."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outlined:
+    """The outline of a model, and what was read while it was made.
+
+    Attributes:
+        example: The micro-batch that was traced.
+        seconds: Processor seconds of the trace.
+    """
+
+    split: Split
+    example: torch.Tensor
+    seconds: float
+    ahead: ReadAhead
 
 
 class Near:
@@ -226,14 +241,21 @@ class Near:
         """Begin at once if that is worth it. Otherwise prepare the job before it begins."""
         model, direct = wrapped.model, metered(dataset, self.meter)
         remarks: list[str] = []
-        try:
-            with uncompiled(model):
-                begun = self._begun(wrapped, dataset, direct, options, tell)
-            if begun is not None:
-                return begun
-        except NoSnapshot as error:
-            remarks.append(f"prepared before the first batch, since the model cannot be copied: {error}")
-            log.info("%s", remarks[0])
+        with uncompiled(model):
+            outlined = self._outlined(model, dataset, direct, options, tell)
+        if outlined is not None:
+            with contextlib.ExitStack() as unless_begun, uncompiled(model):
+                unless_begun.callback(outlined.ahead.close)
+                try:
+                    if outlined.seconds >= _worth_s(options):
+                        job = self._begun(wrapped, dataset, direct, options, outlined)
+                        unless_begun.pop_all()
+                        return job
+                except NoSnapshot as error:
+                    remarks.append(
+                        f"prepared before the first batch, since the model cannot be copied: {error}"
+                    )
+                    log.info("%s", remarks[0])
 
         def split_for(options: JobOptions) -> Split:
             return with_faster_prefix(_split(model, direct, options, tell), direct, options, tell)
@@ -263,11 +285,14 @@ class Near:
             planned = planner.plan()
         self.measured = planner.measured
         try:
-            return self._job(wrapped, direct, parts, options, planned)
+            job = self._job(wrapped, direct, parts, options, planned)
         except BaseException:  # such as arguments that torch.compile does not take
             if planned.pool is not None:
                 planned.pool.close()
             raise
+        if outlined is not None and outlined.split.parts == parts.parts:
+            _find_rows(job.feed, model, outlined, options)
+        return job
 
     def _job(
         self,
@@ -310,64 +335,72 @@ class Near:
         made.append(weakref.ref(job))
         return job
 
+    def _outlined(
+        self,
+        model: nn.Module,
+        dataset: Dataset,
+        direct: Dataset,
+        options: JobOptions,
+        tell: Callable[[str], None],
+    ) -> _Outlined | None:
+        """Return the outline of a model for a job that may begin with it; None for others."""
+        nothing_to_do = options.policy == "nosplit" or options.shares == {dataset.chain.start: 1.0}
+        emulated = self.meter.rate_bytes_per_s is not None  # a second process would not share its rate
+        if not options.may_begin or nothing_to_do or emulated or not dataset.store.is_shared:
+            return None
+        example = example_of(model, direct, options)
+        tell("tracing the model")
+        importlib.import_module("torch._dynamo")  # which every trace needs, and which takes a second once
+        order = options.order(0)
+        two_steps = -(-order.step(1)[1] // order.micro_batch)
+        ahead = ReadAhead(direct, order.micro_batches[:two_steps], after_s=_worth_s(options))
+        with contextlib.ExitStack() as unless_outlined:
+            unless_outlined.callback(ahead.close)
+            others = trained_by_others(model) if options.keep is not None else []
+            began = time.thread_time()
+            found = outline(model, example, autocast=options.autocast, trained_by_others=others)
+            seconds = time.thread_time() - began
+            if found is None:
+                return None
+            unless_outlined.pop_all()
+        return _Outlined(split=found, example=example, seconds=seconds, ahead=ahead)
+
     def _begun(
         self,
         wrapped: WrappedModel,
         dataset: Dataset,
         direct: Dataset,
         options: JobOptions,
-        tell: Callable[[str], None],
-    ) -> FinetuneJob | None:
-        """Return a job that begins while another process prepares it; None if that does not pay.
+        outlined: _Outlined,
+    ) -> FinetuneJob:
+        """Return a job that begins with its outline, while another process prepares it if that pays.
 
         Raises:
             NoSnapshot: If the model cannot be copied to another process.
         """
-        start = dataset.chain.start
-        nothing_to_do = options.policy == "nosplit" or options.shares == {start: 1.0}
-        emulated = self.meter.rate_bytes_per_s is not None  # a second process would not share its rate
-        if not options.may_begin or nothing_to_do or emulated or not dataset.store.is_shared:
-            return None
-        model, example = wrapped.model, example_of(wrapped.model, direct, options)
-        tell("tracing the model")
-        importlib.import_module("torch._dynamo")  # which every trace needs, and which takes a second once
-        worth_s = 0.0 if options.in_background else WORTH_A_PROCESS_S
-        order = options.order(0)
-        two_steps = -(-order.step(1)[1] // order.micro_batch)
-        ahead = ReadAhead(direct, order.micro_batches[:two_steps], after_s=worth_s)
-        with contextlib.ExitStack() as unless_begun:
-            unless_begun.callback(ahead.close)
-            others = trained_by_others(model) if options.keep is not None else []
-            began = time.thread_time()
-            parts = outline(model, example, autocast=options.autocast, trained_by_others=others)
-            seconds = time.thread_time() - began
-            if parts is None or seconds < worth_s:
-                return None
-            horizon = _horizon(parts, dataset, options, outline_s=seconds)
-            # An explicit cut is for a comparison, so it is carried out.
-            too_short = horizon.too_short if options.shares is None and not options.in_background else ""
-            why = too_short or "the frozen part is not captured yet"
-            job = self._job(wrapped, direct, parts, options, _unsplit(parts, dataset, options, why=why))
-            job.feed.ahead = ahead
-            if job.feed.kept is not None:
-                _find_rows(job.feed, model, example, parts, options)
-            prepare = self._preparing(job.feed, model, example, dataset, direct, parts, options, horizon)
-            if too_short:
-                job.may_expect(prepare, pays=horizon.repaid_by)
-            else:
-                job.expect(prepare())
-            unless_begun.pop_all()
+        parts = outlined.split
+        horizon = _horizon(parts, dataset, options, outline_s=outlined.seconds)
+        # An explicit cut is for a comparison, so it is carried out.
+        too_short = horizon.too_short if options.shares is None and not options.in_background else ""
+        why = too_short or "the frozen part is not captured yet"
+        job = self._job(wrapped, direct, parts, options, _unsplit(parts, dataset, options, why=why))
+        job.feed.ahead = outlined.ahead
+        _find_rows(job.feed, wrapped.model, outlined, options)
+        prepare = self._preparing(job.feed, wrapped.model, dataset, direct, options, outlined, horizon)
+        if too_short:
+            job.may_expect(prepare, pays=horizon.repaid_by)
+        else:
+            job.expect(prepare())
         return job
 
     def _preparing(
         self,
         feed: FeatureSource,
         model: nn.Module,
-        example: torch.Tensor,
         dataset: Dataset,
         direct: Dataset,
-        parts: Split,
         options: JobOptions,
+        outlined: _Outlined,
         horizon: Horizon,
     ) -> Callable[[], Preparation]:
         """Return a function that lets another process prepare a job.
@@ -376,11 +409,11 @@ class Near:
         """
         task = PreparationTask(
             model=model,
-            example=example,
+            example=outlined.example,
             dataset=StoredDataset.of(dataset),
             options=replace(options, compile_options=None),
             credentials=self._credentials,
-            parts=parts.parts,
+            parts=outlined.split.parts,
         )
 
         def carry_out(split: Split, prepared: Prepared) -> PlannedJob:
@@ -403,7 +436,7 @@ class Near:
             with uncompiled(model):
                 return Preparation(
                     task,
-                    parts,
+                    outlined.split,
                     niceness=horizon.niceness,
                     servers=lambda: self._addresses(dataset),
                     pace=lambda: feed.eager_s,
@@ -501,6 +534,7 @@ def _horizon(parts: Split, dataset: Dataset, options: JobOptions, *, outline_s: 
     row_bytes = sum(each.shape.num_bytes(1) for each in parts.tail.values.ships)
     return Horizon.of(
         outline_s,
+        compared=not parts.attempts[-1].remembered,
         micro_batch=options.micro_batch,
         micro_batches=len(options.order(0).micro_batches),
         epochs=computing_epochs(
@@ -526,19 +560,23 @@ def _unsplit(parts: Split, dataset: Dataset, options: JobOptions, *, why: str) -
     )
 
 
-def _find_rows(
-    feed: FeatureSource, model: nn.Module, example: torch.Tensor, parts: Split, options: JobOptions
-) -> None:
+def _find_rows(feed: FeatureSource, model: nn.Module, outlined: _Outlined, options: JobOptions) -> None:
     """Name the rows that a job keeps, and those of other jobs that it may begin with."""
 
     def digest(parts: Split) -> str:
         return outline_digest(
-            model, parts, example, autocast=options.autocast, granularity=options.granularity
+            model, parts, outlined.example, autocast=options.autocast, granularity=options.granularity
         )
 
-    feed.outlined(digest(parts))
-    feed.earlier = tuple(earlier_points(parts, digest))
-    remember_trained(model, parts.boundary)
+    if feed.kept is not None:
+        feed.outlined(digest(outlined.split))
+        feed.earlier = tuple(earlier_points(outlined.split, digest))
+        remember_trained(model, outlined.split.boundary)
+
+
+def _worth_s(options: JobOptions) -> float:
+    """Return the seconds of a trace from which a job begins before it is prepared."""
+    return 0.0 if options.in_background else WORTH_A_PROCESS_S
 
 
 def _shown(options: JobOptions) -> contextlib.AbstractContextManager[Callable[[str], None]]:

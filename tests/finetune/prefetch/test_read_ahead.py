@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.finetune.training import photos, run, same
 from upriver.engine.read import read_samples
 from upriver.errors import StoreError
 from upriver.finetune import session
-from upriver.finetune.prefetch import read_ahead
+from upriver.finetune.prefetch import local_source, read_ahead
 from upriver.finetune.prefetch.read_ahead import ReadAhead
 from upriver.pipeline import Dataset
 
@@ -56,10 +57,42 @@ def test_micro_batches_are_read_in_order_and_each_is_taken_once(
     other = data.with_stages(
         (upriver.Decode(), upriver.Resize(16), upriver.CenterCrop(16), upriver.Normalize())
     )
-    assert ahead.take(other, IDS[0]) is None
+    assert ahead.take(other, IDS[0]) is None and not ahead.begun(other)
+    assert ahead.begun(data) == [IDS[0], IDS[2]]
     assert ahead.take(data, IDS[0]) == read_samples(data, IDS[0])
     ahead.close()
     assert ahead.take(data, IDS[2]) is None
+
+
+def test_some_samples_of_a_micro_batch_are_taken_in_any_order(data: Dataset) -> None:
+    ahead = ReadAhead(data, [(0, 1, 2), (3, 4, 5)], after_s=0.0)
+    assert ended(ahead)
+    assert ahead.take(data, (2, 0)) == read_samples(data, (2, 0))
+    assert ahead.take(data, (1,)) is None
+    assert ahead.take(data, (5, 4, 3)) == read_samples(data, (5, 4, 3))
+
+
+def test_rows_of_others_are_checked_by_what_was_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(session, "WORTH_A_PROCESS_S", 0.0)
+    stages = (upriver.Decode(), upriver.Resize(16), upriver.CenterCrop(16), upriver.Normalize())
+    data = photos(tmp_path / "store", 40).with_stages(stages)
+    room, read = upriver.Keep(memory="64 MB", disk="64 MB", folder=tmp_path / "kept"), list[object]()
+
+    def noted(dataset: Dataset, ids: object, **given: Any) -> Any:
+        read.append(ids)
+        return read_samples(dataset, ids, **given)
+
+    monkeypatch.setattr(local_source, "read_samples", noted)
+    with upriver.connect() as near:
+        first, model, _ = run(near, data, epochs=1, keep=room)
+        read.clear()
+        asked.clear()
+        second, other, job = run(near, data, epochs=1, keep=room)
+    assert same((second, other), (first, model))
+    assert job.report.samples == {"kept": 40} and len(asked) >= 2
+    assert not read, "nothing is read besides"
 
 
 def test_nothing_is_read_before_the_trace_has_taken_long_enough(

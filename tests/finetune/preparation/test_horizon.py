@@ -27,7 +27,9 @@ LENGTHS = st.floats(1e-3, 1e3), st.integers(1, 512), st.integers(1, 10_000)
 def test_a_training_is_too_short_where_its_frozen_part_takes_less_than_twice_the_preparation(
     outline_s: float, micro_batch: int, micro_batches: int, epochs: int
 ) -> None:
-    length = Horizon.of(outline_s, micro_batch=micro_batch, micro_batches=micro_batches, epochs=epochs)
+    length = Horizon.of(
+        outline_s, compared=True, micro_batch=micro_batch, micro_batches=micro_batches, epochs=epochs
+    )
     pace_s = length.epoch_s / micro_batches
     assert math.isclose(length.preparation_s, START_S + FORWARDS * pace_s)
     assert bool(length.too_short) == (epochs * length.epoch_s <= REPAID * length.preparation_s)
@@ -40,7 +42,9 @@ def test_an_unknown_length_is_never_too_short_and_counts_as_one_epoch(
     outline_s: float, micro_batch: int, micro_batches: int
 ) -> None:
     unknown, one = (
-        Horizon.of(outline_s, micro_batch=micro_batch, micro_batches=micro_batches, epochs=epochs)
+        Horizon.of(
+            outline_s, compared=True, micro_batch=micro_batch, micro_batches=micro_batches, epochs=epochs
+        )
         for epochs in (None, 1)
     )
     assert not unknown.too_short
@@ -52,7 +56,9 @@ def test_a_longer_training_has_no_lower_priority(
     outline_s: float, micro_batch: int, micro_batches: int, epochs: int
 ) -> None:
     shorter, longer = (
-        Horizon.of(outline_s, micro_batch=micro_batch, micro_batches=micro_batches, epochs=each)
+        Horizon.of(
+            outline_s, compared=True, micro_batch=micro_batch, micro_batches=micro_batches, epochs=each
+        )
         for each in (epochs, epochs + 1)
     )
     assert longer.niceness <= shorter.niceness

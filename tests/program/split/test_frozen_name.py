@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.program.nets import Small, frozen_small
+from upriver.program.example_inputs import Example
 from upriver.program.graph.executor import Program
 from upriver.program.split import frozen_name as module
-from upriver.program.split.frozen_name import FrozenName, frozen_name, outline_digest
-from upriver.program.split.split import outline, split
+from upriver.program.split.eager_prefix import EagerPrefix
+from upriver.program.split.freeze_point import EvalPlan
+from upriver.program.split.frozen_name import (
+    FrozenName,
+    frozen_name,
+    outline_digest,
+    remember_trained,
+    trained_by_others,
+)
+from upriver.program.split.split import Split, outline, split
+from upriver.program.split.tail import Tail
 
 EXAMPLE = torch.zeros(4, 3, 16, 16)
 
@@ -23,10 +34,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
 
 
-def named(model: Small, example: torch.Tensor = EXAMPLE) -> str:
-    found = outline(model, example)
+def outline_of(model: Small, example: torch.Tensor = EXAMPLE, **given: Any) -> Split:
+    found = outline(model, example, **given)
     assert found is not None
-    return outline_digest(model, found, example, autocast=None, granularity="module")
+    return found
+
+
+def named(model: Small, example: torch.Tensor = EXAMPLE) -> str:
+    return outline_digest(model, outline_of(model, example), example, autocast=None, granularity="module")
 
 
 def captured(model: Small) -> Program:
@@ -86,6 +101,37 @@ def test_head_does_not_count_and_frozen_weights_code_and_form_do() -> None:
                 example = torch.zeros(8, 3, 16, 16)
         digests.append(named(model, example))
     assert len(set(digests)) == len(digests)
+
+
+def test_the_outline_of_a_job_that_trains_more_is_found_in_the_trace_of_another() -> None:
+    earlier, later = frozen_small("block1"), frozen_small("block3")
+    assert trained_by_others(later) == []
+    remember_trained(earlier, "block1")
+    remember_trained(later, "block3")
+    flags = [each.requires_grad for each in later.parameters()]
+    found = outline_of(later, trained_by_others=trained_by_others(later))
+    assert [each.requires_grad for each in later.parameters()] == flags
+    [other] = found.earlier
+    assert other.boundary == "block1" and set(other.reads) < set(found.reads)
+    assert outline_digest(later, other, EXAMPLE, autocast=None, granularity="module") == named(earlier)
+    assert found.parts == outline_of(later).parts, "the job's own outline is as without others"
+    assert trained_by_others(torch.nn.Linear(3, 4)) == []
+
+
+def test_an_earlier_freeze_point_gives_the_rest_of_the_frozen_part_to_the_bit() -> None:
+    later, given = frozen_small("block3"), torch.randn(4, 3, 16, 16)
+    remember_trained(frozen_small("block1"), "block1")
+    found = outline_of(later, trained_by_others=trained_by_others(later))
+    [other] = found.earlier
+    assert found.eager is not None and isinstance(other.tail, Tail)
+    prefix = EagerPrefix(
+        later, Example.of(EXAMPLE), other.tail.values.ships, EvalPlan(modules=other.in_eval), autocast=None
+    )
+    wanted = found.eager.run((given,), 0, 1)
+    flags = [each.training for each in later.modules()]
+    got = found.eager.run_rest(other.tail, prefix.run((given,), 0, 1))
+    assert all(map(torch.equal, got, wanted)) and not any(each.requires_grad for each in got)
+    assert [each.training for each in later.modules()] == flags
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"digest": "../x", "num_stages": 3}', "[" * 100_000])

@@ -40,8 +40,13 @@ class ReadAhead:
         )
         self._thread.start()
 
+    def begun(self, dataset: Dataset) -> list[tuple[int, ...]]:
+        """Return the micro-batches of a dataset that are read, or are being read."""
+        with self._lock:
+            return list(self._read) if dataset is self._dataset else []
+
     def take(self, dataset: Dataset, ids: tuple[int, ...]) -> Blobs | None:
-        """Return the stored samples of a micro-batch, and read no further ones ahead.
+        """Return the stored samples of a micro-batch or of some of its samples, and read no more ahead.
 
         Returns:
             None if they were not read, or could not be.
@@ -50,8 +55,12 @@ class ReadAhead:
             return None
         with self._lock:
             self._left.clear()
-            found = self._read.pop(ids, None)
-        return None if found is None or found.exception() is not None else found.result()
+            whole = next((each for each in self._read if set(ids) <= set(each)), ())
+            found = self._read.pop(whole, None)
+        if found is None or found.exception() is not None:
+            return None
+        blobs = dict(zip(whole, found.result(), strict=True))
+        return [blobs[sample] for sample in ids]
 
     def close(self) -> None:
         """Read nothing more, and drop what was read. Idempotent."""

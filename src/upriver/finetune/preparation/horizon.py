@@ -10,8 +10,9 @@ START_S = 8.0
 FORWARDS = 12
 """Micro-batches through the frozen part that take as long as the proofs and measurements of a preparation."""
 
-TRACED_SAMPLES = 10
-"""Samples that an outline runs through the model: five in traces, two in training, three in comparisons."""
+TRACED_SAMPLES, COMPARED_SAMPLES = 7, 3
+"""Samples that an outline runs through the model: five in traces and two in training, and three that it
+compares with the whole model unless an earlier job has done so."""
 
 REPAID = 2
 """Times of its own work that a preparation must leave of the training: servers at best halve the rest."""
@@ -39,15 +40,18 @@ class Horizon:
     epochs: int | None
 
     @classmethod
-    def of(cls, outline_s: float, *, micro_batch: int, micro_batches: int, epochs: int | None) -> Horizon:
+    def of(
+        cls, outline_s: float, *, compared: bool, micro_batch: int, micro_batches: int, epochs: int | None
+    ) -> Horizon:
         """Estimate the horizon from the seconds that the outline of a model took.
 
         Args:
+            compared: Whether the outline was compared with the whole model.
             micro_batch: Samples of a micro-batch.
             micro_batches: Micro-batches of an epoch.
             epochs: As the attribute.
         """
-        pace_s = outline_s / TRACED_SAMPLES * micro_batch
+        pace_s = outline_s / (TRACED_SAMPLES + COMPARED_SAMPLES * compared) * micro_batch
         return cls(epoch_s=micro_batches * pace_s, preparation_s=START_S + FORWARDS * pace_s, epochs=epochs)
 
     @property

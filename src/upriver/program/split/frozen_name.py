@@ -14,20 +14,19 @@ from typing import Literal
 
 import msgspec
 import torch
-import xxhash
 from torch import nn
 
 from upriver.cache import Cache
 from upriver.program.graph.artifact_paths import DIGEST
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import Granularity
-from upriver.program.split.proof_cache import code_facts, machine_facts
+from upriver.program.split.proof_cache import code_facts, machine_facts, value_facts
 from upriver.program.split.split import Split
-from upriver.program.tensor_layouts import stored_parts
 
 SCHEMA: Literal["upriver.frozen-name/1"] = "upriver.frozen-name/1"
 
 _NAMES = Cache("names")
+_POINTS = Cache("freeze_points")
 
 
 class FrozenName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,7 +95,7 @@ def remember_trained(model: nn.Module, boundary: str) -> None:
     names = sorted(name for name, each in model.named_parameters() if each.requires_grad)
     digest, found = _freeze_point(model, boundary), _Trained(trained=tuple(names))
     if _trained(digest) != found:
-        _NAMES.save(digest, msgspec.json.encode(found).decode() + "\n")
+        _POINTS.save(digest, msgspec.json.encode(found).decode() + "\n")
 
 
 def trained_by_others(model: nn.Module) -> list[frozenset[str]]:
@@ -106,7 +105,7 @@ def trained_by_others(model: nn.Module) -> list[frozenset[str]]:
 
 
 def _trained(digest: str) -> _Trained | None:
-    return _NAMES.load(digest, lambda data: msgspec.json.decode(data, type=_Trained))
+    return _POINTS.load(digest, lambda data: msgspec.json.decode(data, type=_Trained))
 
 
 def _freeze_point(model: nn.Module, boundary: str) -> str:
@@ -130,18 +129,10 @@ def outline_digest(
         example: A micro-batch of inputs.
     """
     folded = hashlib.sha256()
-    for fact in _facts(model, outline, example, autocast=autocast, granularity=granularity):
+    facts = _facts(model, outline, example, autocast=autocast, granularity=granularity)
+    for fact in (*facts, *value_facts(model, outline.reads)):
         folded.update(fact.encode())
         folded.update(b"\0")
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
-    for name in sorted(outline.reads):
-        tensor = tensors[name].detach()
-        folded.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.stride()}\0".encode())
-        for part in stored_parts(tensor):
-            raw = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            folded.update(xxhash.xxh3_128_digest(raw))
     return folded.hexdigest()
 
 

@@ -25,11 +25,13 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 import torch
+import xxhash
 from torch import nn
 
 import upriver
 from upriver.cache import Cache
 from upriver.program.compiled_code import closure_of
+from upriver.program.example_inputs import Example
 from upriver.program.graph.executor import Program
 from upriver.program.split.freeze_point import CrossingTensor, FreezePoint
 from upriver.program.tensor_layouts import stored_parts
@@ -41,9 +43,32 @@ def proof_digest(
     model: nn.Module, program: Program, point: FreezePoint, *, autocast: torch.dtype | None = None
 ) -> str:
     """Return the name of the proof that this program and this model's tail equal the whole model."""
-    folded = hashlib.sha256()
     facts = model_facts(model, point.ships, point.skipped, device=program.device, autocast=autocast)
-    for fact in (SCHEMA, program.digest, *facts):
+    return _digest((SCHEMA, program.digest, *facts))
+
+
+def outline_proof_digest(
+    model: nn.Module,
+    example: Example,
+    point: FreezePoint,
+    reads: Sequence[str],
+    *,
+    autocast: torch.dtype | None = None,
+) -> str:
+    """Return the name of the proof that the frozen part as it is written and the tail equal the whole model.
+
+    Args:
+        reads: Parameters and buffers that the frozen part reads.
+    """
+    inputs = [f"{tuple(each.shape)} {each.dtype}" for each in example.tensors]
+    device = example.tensors[0].device
+    facts = model_facts(model, point.ships, point.skipped, device=device, autocast=autocast)
+    return _digest((SCHEMA, "outline", *inputs, *facts, *value_facts(model, reads)))
+
+
+def _digest(facts: Iterable[str]) -> str:
+    folded = hashlib.sha256()
+    for fact in facts:
         folded.update(fact.encode())
         folded.update(b"\0")
     return folded.hexdigest()
@@ -66,15 +91,15 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def is_proven(digest: str, program: Program | None = None, point: FreezePoint | None = None) -> Asking | None:
     """Return the result of an earlier proof. None if there is none.
 
-    Where the program and its freeze point are given, the result must fit them.
+    Where the program and its freeze point are given, the result must fit them. An outline has no program.
     """
 
     def decode(data: bytes) -> Asking:
         found = msgspec.json.decode(data, type=_File)
         if found.proof != digest or (program is not None and found.program != program.digest):
             raise ValueError("it is of another program")
-        modes = {"eval", "training"} if program and program.micro_batch > 1 else {"eval"}  # those of a proof
-        if program is not None and found.asking.keys() != modes:
+        modes = {"eval"} if program is not None and program.micro_batch == 1 else {"eval", "training"}
+        if not (program is None and point is None) and found.asking.keys() != modes:
             raise ValueError(f"it must be of the modes {sorted(modes)}")
         if point is not None and {*map(len, found.asking.values())} != {len(point.ships)}:
             raise ValueError(f"it must state for {len(point.ships)} tensors whether they require a gradient")
@@ -83,12 +108,17 @@ def is_proven(digest: str, program: Program | None = None, point: FreezePoint | 
     return _PROOFS.load(digest, decode)
 
 
-def remember(digest: str, program: Program, asking: Asking) -> None:
-    """Save the result of a proof. Ignore a cache that cannot be written: the next job proves again."""
+def remember(digest: str, program: Program | None, asking: Asking) -> None:
+    """Save the result of a proof. Ignore a cache that cannot be written: the next job proves again.
+
+    Args:
+        program: None for an outline.
+    """
     found: dict[Literal["training", "eval"], tuple[bool, ...]] = {
         "training" if training else "eval": asks for training, asks in asking.items()
     }
-    file = _File(schema=SCHEMA, proof=digest, program=program.digest, asking=found)
+    name = program.digest if program is not None else ""
+    file = _File(schema=SCHEMA, proof=digest, program=name, asking=found)
     _PROOFS.save(digest, msgspec.json.encode(file).decode() + "\n")
 
 
@@ -122,6 +152,19 @@ def machine_facts(*, device: torch.device, autocast: torch.dtype | None) -> Iter
     """Yield what decides low bits besides a model: versions, processor and threads, as text."""
     yield f"{upriver.__version__} {torch.__version__} {platform.machine()} {torch.get_num_threads()}"
     yield f"{torch.backends.cpu.get_cpu_capability()} {_device_name(device)} {autocast}"
+
+
+def value_facts(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
+    """Yield the forms and the values of some parameters and buffers, as text."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    for name in sorted(names):
+        tensor = tensors[name].detach()
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.stride()}"
+        for part in stored_parts(tensor):
+            raw = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            yield xxhash.xxh3_128_hexdigest(raw)
 
 
 def code_facts(modules: Mapping[str, nn.Module]) -> Iterator[str]:

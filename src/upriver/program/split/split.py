@@ -35,7 +35,7 @@ from upriver.program.split.eager_prefix import EagerPrefix, runs_alone
 from upriver.program.split.forward_pass import ForwardPass, random_branch
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint, find, in_eval_for
 from upriver.program.split.module_trace import Shape, Trace, trace, watch_training, written_in_training
-from upriver.program.split.proof_cache import is_proven, proof_digest, remember
+from upriver.program.split.proof_cache import is_proven, outline_proof_digest, proof_digest, remember
 from upriver.program.split.tail import Tail
 from upriver.program.split.verification import Proof, Refuted, check_tail
 from upriver.program.tensor_layouts import refusing
@@ -223,7 +223,7 @@ def outline(
     """Find the freeze point of a model, and the two parts around it, without capturing a program.
 
     The parts are those that :func:`split` tries first. The tail is compared with the whole model on two
-    samples, in training and in eval. Nothing else is proven.
+    samples, in training and in eval, unless an earlier job has done so. Nothing else is proven.
 
     Args:
         trained_by_others: For each other job, the names of the parameters that it trains. If more of them are
@@ -337,8 +337,17 @@ class _Splitting:
     def _outlined(self, calls: Trace, point: FreezePoint, in_eval: EvalPlan) -> Split:
         tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
         eager = EagerPrefix(self.model, self.example, point.ships, in_eval, autocast=self.autocast)
-        check_tail(self.model, tail, in_eval, eager, self.example, autocast=self.autocast)
         reads = _read_before(calls, point)
+        proof = outline_proof_digest(self.model, self.example, point, reads, autocast=self.autocast)
+        known = is_proven(proof, point=point)
+        if known is not None:
+            tail.with_gradient = known
+        else:
+            check_tail(self.model, tail, in_eval, eager, self.example, autocast=self.autocast)
+            remember(proof, None, tail.with_gradient)
+        self.attempts.append(
+            Attempt(step=f"as it is written up to {point.name}", remembered=known is not None)
+        )
         return replace(self._split(calls, point, tail, None, in_eval, 0.0), eager=eager, reads=reads)
 
     def _run(self, granularity: Granularity) -> Split:
