@@ -19,7 +19,7 @@ from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests import forked, recording
+from tests import commands, forked, recording
 from tests.examples import FEW
 
 # The cache of proofs is off: each test makes its own. Processes that tests start inherit this.
@@ -104,6 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("fork") and (worker or not above):
         forked.install()
         recording.install()
+        commands.install()
     if path := config.getoption("ledger"):
         from tests.ledger import Ledger
 
