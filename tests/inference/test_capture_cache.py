@@ -51,6 +51,7 @@ def test_other_shapes_are_captured_once() -> None:
     assert [example.samples for example in made] == [1, 3, 2]
 
 
+@pytest.mark.full
 def test_keyword_inputs_may_come_in_any_order_and_constants_count() -> None:
     model = Two()
     x, other = torch.randn(2, 8), torch.randn(2, 5)

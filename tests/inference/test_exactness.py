@@ -181,6 +181,7 @@ def test_another_number_of_threads_is_another_fingerprint(model: Small, server: 
         torch.set_num_threads(1)
 
 
+@pytest.mark.full
 def test_an_answer_beyond_the_tolerance_keeps_a_server_out(
     model: Small, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

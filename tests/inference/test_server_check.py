@@ -81,6 +81,7 @@ def test_a_process_that_dies_while_it_measures_is_not_let_in_for_what_it_showed(
         assert (RUN, "first") in front.asked and (RUN, "second") in front.asked
 
 
+@pytest.mark.full
 def test_a_server_that_does_not_name_its_process_is_asked(front: Between) -> None:
     front.process, x = "", torch.randn(2, 64)
     with asking(front) as answer:

@@ -232,6 +232,7 @@ def test_who_is_slow_to_ask_keeps_nobody_from_it(one_worker, sizes):
             assert client.profile([sizes[0].digest], repeats=1).repeats == 1
 
 
+@pytest.mark.full
 def test_a_profile_is_admitted_as_a_run_request_is(one_worker, sizes, world):
     request = world.request((0, 1), stop=1, program=sizes[1].digest)
     run(one_worker, request)  # the worker has measured the footprint, which is known from here on

@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.coldstart.leaving import num_descriptors, threads
 from tests.coldstart.scripted import WAIT_S, Memory, published
+from tests.examples import some
 from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
 from upriver._threads.executor import DaemonExecutor
@@ -184,7 +185,7 @@ def test_what_is_looked_at_first(path: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["cut", "reset", "stalled", "silent", "flipped", "short", 403, 404, 503])
-@pytest.mark.parametrize("num_bytes", [4000, 10**6])
+@pytest.mark.parametrize("num_bytes", some(1, [4000, 10**6]))
 def test_where_it_fails_the_store_is_asked(
     fault: int | str, num_bytes: int, server: FaultyServer, store: Store
 ) -> None:

@@ -109,7 +109,7 @@ def behind(rest: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> list[st
 @pytest.mark.parametrize(
     "rest",
     some(
-        4,
+        2,
         [
             lambda x: x.view(2, 12),
             lambda x: x.reshape(24),
@@ -135,7 +135,7 @@ def test_views_and_what_changes_nothing_are_no_works(rest: Callable[[torch.Tenso
 @pytest.mark.parametrize(
     ("rest", "wanted"),
     some(
-        8,
+        4,
         [
             (lambda x: x.t().contiguous(), ["copy.clone"]),
             (lambda x: x.t().reshape(-1), ["copy.clone"]),

@@ -69,11 +69,13 @@ X, A, B = (torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for 
 @pytest.mark.parametrize(
     "given",
     [
-        X,
+        pytest.param(X, marks=pytest.mark.full),
         (X,),
-        (X, None),
+        pytest.param((X, None), marks=pytest.mark.full),
         (X, {"more": [A, None, B]}),
-        Example(args=(X,), kwargs={"rest": {"more": (A,)}, "scale": 2.0}),
+        pytest.param(
+            Example(args=(X,), kwargs={"rest": {"more": (A,)}, "scale": 2.0}), marks=pytest.mark.full
+        ),
         Example(args=(X,), kwargs={"rest": {"more": [X, X]}}),
     ],
 )

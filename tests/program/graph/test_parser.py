@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
 from collections.abc import Callable
@@ -141,10 +142,15 @@ CAPPED = {
 }
 
 
+@functools.cache
+def catting() -> tuple[bytes, memoryview]:
+    program = capture(Catting(), (torch.randn(3, 6),), granularity="op")
+    return program.graph_bytes, program.weights_bytes
+
+
 @pytest.mark.parametrize("cap", [field.name for field in fields(GraphCaps)])
 def test_every_cap_is_kept_and_named(cap: str) -> None:
-    program = capture(Catting(), (torch.randn(3, 6),), granularity="op")
-    files = program.graph_bytes, program.weights_bytes
+    files = catting()
     Program.from_bytes(*files)
     small = {"depth": 0, "micro_batch": 2, "flops": 10.0, "dimensions": 1, "tensor_bytes": 15}.get(cap, 2)
     with pytest.raises(ProgramError, match=CAPPED[cap]):
