@@ -44,15 +44,17 @@ settings.register_profile("unshrunk", settings.get_profile("quick"), phases=(Pha
 settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
 
-TOGETHER = "tests/cluster/"
-"""Folder whose files run one at a time: some start Ray, and in parallel they would only wait."""
+TOGETHER = ("tests/cluster/", "tests/benchmarks/cold_start/")
+"""Folders whose files run one at a time: some start Ray, and in parallel they would only wait; and the versions
+of a benchmark's code are read once."""
 
 
 class Files(LoadFileScheduling):
-    """Schedule a file at a time to each process, and the files of one folder to the same process."""
+    """Schedule a file at a time to each process, and the files of some folders to the same process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
+        together = next((folder for folder in TOGETHER if nodeid.startswith(folder)), None)
+        return super()._split_scope(nodeid) if together is None else together
 
 
 @pytest.hookimpl(optionalhook=True)

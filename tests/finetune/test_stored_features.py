@@ -143,6 +143,7 @@ def test_random_stages_without_views_are_not_stored(served: Served) -> None:
     assert served.rows("written") == 0
 
 
+@pytest.mark.full
 def test_evaluation_is_answered_from_the_store(served: Served) -> None:
     data, held = served.photos(), still_photos(served.root, 20, folder=f"{served.folder}-held")
 

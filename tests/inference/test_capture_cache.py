@@ -160,6 +160,7 @@ def test_a_tensor_without_values_is_an_error_that_names_the_argument() -> None:
         upriver.offload(nn.Linear(8, 3, device="meta"), example_inputs=x.to("meta"))
 
 
+@pytest.mark.full
 def test_constants_are_told_apart_by_their_bits() -> None:
     class Divides(nn.Module):
         def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:

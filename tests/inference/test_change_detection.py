@@ -247,6 +247,7 @@ def test_hooks_of_a_capture_are_nobodys(model: Chain, answer: Offload) -> None:
 
 
 @pytest.mark.parametrize("how", some(1, ["data", "assign"]))
+@pytest.mark.full
 def test_another_form_is_captured_with_the_same_weights_or_not_at_all(
     how: str, model: Chain, answer: Offload
 ) -> None:

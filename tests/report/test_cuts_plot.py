@@ -67,6 +67,7 @@ def test_plot_cuts_of_any_number_of_cuts_is_legible(count: int) -> None:
     assert_legible(plot_cuts(rows, title="Cuts of transformers:" + "long/name" * 30, stored_bytes=12345))
 
 
+@pytest.mark.full
 def test_plot_cuts_without_bytes_or_operations_is_legible() -> None:
     for sizes in ((0.0,), (0.0, 0.0), (5.0, 5.0), (0.0, 5e12)):
         assert_legible(plot_cuts([row(n, size, flops=0) for n, size in enumerate(sizes)], title="nothing"))

@@ -110,6 +110,7 @@ def test_plot_plans_of_zero_seconds_is_legible() -> None:
     assert_legible(plot_plans(plans(free, cluster()), title="free", points=sweep))
 
 
+@pytest.mark.full
 def test_names_are_no_formulas_and_need_no_font() -> None:
     odd = alexnet()
     stages = (replace(odd.stages[0], name="$\\frac{$ _^"), replace(odd.stages[1], name="层"), *odd.stages[2:])

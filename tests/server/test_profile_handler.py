@@ -157,6 +157,7 @@ def test_inputs_larger_than_a_frame_are_refused(client, server):
         assert asked(small, programs=[wide.digest])[1]["code"] == "too_large"
 
 
+@pytest.mark.full
 def test_both_routes_want_the_token(world):
     with running(world.store.uri, token="open-sesame") as server:
         with ServerClient(server.url) as client:

@@ -137,6 +137,7 @@ def test_a_job_whose_epochs_take_long_is_prepared_once_its_pace_is_known(
 
 
 @pytest.mark.usefixtures("slow")
+@pytest.mark.full
 def test_a_job_whose_rows_are_all_kept_is_not_prepared_any_more(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_huge_batch_takes_no_longer_to_work_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", often(RANDOM, "dropout"))
+@pytest.mark.full
 def test_a_tail_handed_over_in_eval_takes_what_it_takes_in_training(name: str) -> None:
     make, freeze, shape = RANDOM[name]
     model = make()

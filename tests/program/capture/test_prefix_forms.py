@@ -320,6 +320,7 @@ def test_a_frozen_tower_alone_is_a_program_though_another_ran_before_it() -> Non
     check(program, (X, A), [model.right(A).detach()])
 
 
+@pytest.mark.full
 def test_granularity_decides_where_stages_end() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 2))
 
@@ -397,6 +398,7 @@ class Regions(nn.Module):
         ],
     ),
 )
+@pytest.mark.full
 def test_leaving_from_inside_a_region_of_another_mode(source: TensorSource | None) -> None:
     torch.manual_seed(0)
     model = Regions()

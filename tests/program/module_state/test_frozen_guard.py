@@ -440,6 +440,7 @@ def test_guard_what_is_read_only_with_new_settings_counts_once_they_are_there() 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", some(1, [False, True]))
+@pytest.mark.full
 def test_guard_a_hook_that_asks_for_a_gradient_gives_one_as_in_the_whole_model(reentrant: bool) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), nn.Linear(8, 8), Checkpointing(Settings()), nn.Linear(8, 3)]

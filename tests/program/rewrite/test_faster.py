@@ -146,6 +146,7 @@ def test_batch_norm_under_autocast_is_folded_before_the_cast() -> None:
     assert apart(run(exact, [x]), run(faster, [x])) < 2e-2
 
 
+@pytest.mark.full
 def test_features_of_layers_cross_every_cut_in_bfloat16() -> None:
     model, x = frozen_small().eval(), torch.randn(4, 3, 16, 16)
     program = capture(model, x, outputs=[TensorSource(path="block2")])

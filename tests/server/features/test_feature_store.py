@@ -152,7 +152,6 @@ def test_replaced_object_has_no_rows(kept):
     assert found(server, request_for(again)) == (0, 1, 3, 4, 5)
 
 
-@pytest.mark.full
 def test_quota_of_storage_counts_kept_rows(tmp_path):
     store = Store.open(tmp_path.as_uri())
     asked = request_for(dataset_in(store, "photos"))
