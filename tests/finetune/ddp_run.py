@@ -2,23 +2,27 @@
 
 ``python -m tests.finetune.ddp_run FOLDER RANK NUM_RANKS SERVER_URL WRAPPED`` trains a small network the plain
 way and near the data, with the wrapper around what ``WRAPPED`` names, ``model`` or ``tail``, and writes the
-results to ``FOLDER/WRAPPED-RANK.json``. Numbers are written as text that keeps every bit.
+results to ``FOLDER/WRAPPED-RANK.json``. Numbers are written as text that keeps every bit. With ``RECORDED_ONCE=1``
+in the environment both ways share what torch records.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import upriver
+from tests import recording
 from tests.finetune.training import STAGES, optimizer_of
 from tests.program.nets import Small, frozen_small
 from upriver.finetune.job import FinetuneJob
@@ -97,6 +101,9 @@ def main(folder: Path, rank: int, num_ranks: int, url: str, around: str) -> None
     data = upriver.index(upriver.Store.open((folder / "store").as_uri()), "photos", stages=STAGES)
     plain, near = upriver.connect(), upriver.connect(url)
     run = wrapped if around == "model" else around_the_tail
+    if os.environ.get("RECORDED_ONCE") == "1":
+        recording.install()
+        recording.record_once(pytest.MonkeyPatch())
     results = {
         "plain": run(plain, data, policy="nosplit"),
         "near": run(near, data, policy="freeze"),

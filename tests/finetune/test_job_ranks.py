@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import upriver
+from tests import forked
 from tests.finetune.ddp_run import BATCH, MICRO, SAMPLES, SEED, options
 from tests.finetune.training import grouped, optimizer_of, photos
 from tests.program.nets import frozen_small
@@ -35,7 +36,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> upriver.Dataset:
 def ranks_of(data: upriver.Dataset, around: str) -> Results:
     """Return the results of two real processes, the plain way and near the data."""
     folder = Path(data.store.uri.removeprefix("file://")).parent
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    recorded_once = str(int(forked.Popen.at_start is not None))  # as in the other tests of `make test`
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "RECORDED_ONCE": recorded_once}
     with EmbeddedServer.start({data.store.name: data.store.uri}, threads=1) as server:
         command = [sys.executable, "-m", "tests.finetune.ddp_run", str(folder)]
         ranks = [
