@@ -45,8 +45,8 @@ settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
 
 TOGETHER = ("tests/cluster/", "tests/benchmarks/cold_start/")
-"""Folders whose files run one at a time: some start Ray, and in parallel they would only wait. Others tell the
-version of a benchmark's code, which takes 4 s once in each process."""
+"""Folders whose files run one at a time: some start Ray, and in parallel they would only wait. Others tell
+the version of a benchmark's code, which takes 4 s once in each process."""
 
 
 class Files(LoadFileScheduling):

@@ -2,8 +2,8 @@
 
 ``python -m tests.finetune.ddp_run FOLDER RANK NUM_RANKS SERVER_URL WRAPPED`` trains a small network the plain
 way and near the data, with the wrapper around what ``WRAPPED`` names, ``model`` or ``tail``, and writes the
-results to ``FOLDER/WRAPPED-RANK.json``. Numbers are written as text that keeps every bit. With ``RECORDED_ONCE=1``
-in the environment both ways share what torch records.
+results to ``FOLDER/WRAPPED-RANK.json``. Numbers are written as text that keeps every bit. Where
+``RECORDED_ONCE`` is 1 in the environment, both ways share what torch records.
 """
 
 from __future__ import annotations
