@@ -35,6 +35,7 @@ def kinds(graph: Graph) -> list[str]:
 # ------------------------------------------------------------------------------------------ networks
 
 
+@pytest.mark.full
 def test_alexnet_is_what_the_paper_counts() -> None:
     graph = network("alexnet", 224)
     of_nodes = dict(zip([node.op.partition(".")[0] for node in graph.nodes], works(graph), strict=True))

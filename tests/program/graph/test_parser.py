@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.examples import examples
+from tests.examples import examples, some
 from upriver.errors import ProgramError
 from upriver.program.capture.prefix import capture
 from upriver.program.graph import weights_file
@@ -358,11 +358,14 @@ def test_a_view_takes_no_memory_and_its_copy_does() -> None:
 
 @pytest.mark.parametrize(
     ("layer", "nbytes"),
-    [
-        (nn.ReLU(), 4 * (8 + 8)),
-        (nn.Sequential(nn.ReLU(), nn.Tanh()), 4 * (8 + 8 + 8)),  # the caller holds the input
-        (nn.LayerNorm(4), 4 * (8 + 8 + 2 * 4 + 2 * 2)),  # weights, and the mean and scale of each row
-    ],
+    some(
+        1,
+        [
+            (nn.LayerNorm(4), 4 * (8 + 8 + 2 * 4 + 2 * 2)),  # weights, and the mean and scale of each row
+            (nn.ReLU(), 4 * (8 + 8)),
+            (nn.Sequential(nn.ReLU(), nn.Tanh()), 4 * (8 + 8 + 8)),  # the caller holds the input
+        ],
+    ),
 )
 def test_a_result_counts_once_in_the_bytes_alive(layer: nn.Module, nbytes: int) -> None:
     graph = capture(layer, (torch.randn(2, 4),)).graph
