@@ -190,6 +190,7 @@ def test_random_stages_without_views_keep_what_lies_before_them(tmp_path: Path) 
     assert later.report.epoch_bytes[2] == 0
 
 
+@pytest.mark.full
 def test_views_with_deterministic_stages_are_said_and_no_error(tmp_path: Path) -> None:
     data = still_photos(tmp_path / "store")
     got, job = kept_run(data, tmp_path / "kept", epochs=1, sampling=upriver.Sampling(views=3))

@@ -65,6 +65,7 @@ def test_keyword_inputs_may_come_in_any_order_and_constants_count() -> None:
     assert len(made) == 4
 
 
+@pytest.mark.full
 def test_other_strides_are_another_form_and_steps_that_nobody_takes_are_not() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten())
     forms, made = forms_of(model, torch.randn(1, 3, 8, 8))

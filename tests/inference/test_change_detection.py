@@ -108,7 +108,7 @@ def test_one_weight_is_looked_at_in_its_turn_and_kept_in_mind(model: Chain, answ
     assert len(seen) > turns and all("'layers.last.weight'" in each for each in seen)
 
 
-@pytest.mark.parametrize("number", some(2, range(6)))
+@pytest.mark.parametrize("number", some(1, range(6)))
 def test_one_value_of_a_small_model_is_seen_with_the_next_request(number: int) -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), torch.randn(2, 8)

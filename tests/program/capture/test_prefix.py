@@ -71,6 +71,7 @@ def test_every_cut_gives_the_bits_of_the_whole() -> None:
         assert torch.equal(program.run(crossing, cut, program.num_stages)[0], wanted)
 
 
+@pytest.mark.full
 def test_a_residual_block_is_one_stage() -> None:
     program = capture(Small(), (torch.randn(2, 3, 16, 16),))
     names = [stage.name for stage in program.stages]

@@ -242,6 +242,7 @@ def test_a_rewritten_program_is_the_same_each_time() -> None:
         assert made[0].digest == made[1].digest
 
 
+@pytest.mark.full
 def test_the_model_stays_as_it_is() -> None:
     model, x = frozen_small().eval(), torch.randn(4, 3, 16, 16)
     before = io.BytesIO()
