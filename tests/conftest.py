@@ -19,7 +19,7 @@ from hypothesis import Phase, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
-from tests import forked, recording
+from tests import commands, forked, recording
 from tests.examples import FEW
 
 # The cache of proofs is off: each test makes its own. Processes that tests start inherit this.
@@ -44,15 +44,17 @@ settings.register_profile("unshrunk", settings.get_profile("quick"), phases=(Pha
 settings.register_profile("upriver", deadline=None, derandomize=True)
 settings.load_profile("upriver")
 
-TOGETHER = "tests/cluster/"
-"""Folder whose files run one at a time: some start Ray, and in parallel they would only wait."""
+TOGETHER = ("tests/cluster/", "tests/benchmarks/cold_start/")
+"""Folders whose files run one at a time: some start Ray, and in parallel they would only wait. Others tell
+the version of a benchmark's code, which takes 4 s once in each process."""
 
 
 class Files(LoadFileScheduling):
-    """Schedule a file at a time to each process, and the files of one folder to the same process."""
+    """Schedule a file at a time to each process, and the files of some folders to the same process."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return TOGETHER if nodeid.startswith(TOGETHER) else super()._split_scope(nodeid)
+        together = next((folder for folder in TOGETHER if nodeid.startswith(folder)), None)
+        return super()._split_scope(nodeid) if together is None else together
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -104,6 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("fork") and (worker or not above):
         forked.install()
         recording.install()
+        commands.install()
     if path := config.getoption("ledger"):
         from tests.ledger import Ledger
 

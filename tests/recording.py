@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -37,6 +37,15 @@ def install() -> None:
     for name in OPERATOR_KEYS:
         keys = getattr(programs, name)
         keys[:] = [key for key in keys if key.name.endswith(("CPU", "CUDA", "Meta"))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recorded_once(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Record equal networks once in ``make test``: that is most of what a job's beginning costs."""
+    with pytest.MonkeyPatch.context() as patch:
+        if pytestconfig.getoption("fork"):
+            record_once(patch)
+        yield
 
 
 def record_once(patch: pytest.MonkeyPatch) -> None:
@@ -69,7 +78,7 @@ def _form(model: Any, example: Any, options: Mapping[str, Any]) -> Any:
     torch: Any = importlib.import_module("torch")
     if type(model).__name__ not in ONCE or torch.overrides._get_current_function_mode_stack():
         return None
-    facts = [repr(model), example.describe(), str(torch.get_default_dtype())]
+    facts = [f"{type(model).__module__} {model}", example.describe(), str(torch.get_default_dtype())]
     facts += [f"{name} {value}" for name, value in sorted(options.items())]
     facts += [str(tensor.stride()) for tensor in example.tensors]
     for name, tensor in _tensors_of(model).items():

@@ -24,6 +24,7 @@ from torch import nn
 
 import upriver
 from tests.conftest import fill
+from tests.examples import often
 from tests.profile.latency.test_predictor import timed
 from tests.profile.test_profile_cache import CLUSTER, KEY, profile
 from tests.profile.test_throughput_cache import ALL as FIGURES
@@ -270,7 +271,9 @@ INSTEAD: dict[str, Callable[[Path], object]] = {
 """Damages by name: each replaces a file by something else."""
 
 
-@pytest.mark.parametrize("damage", INSTEAD)
+@pytest.mark.parametrize(
+    "damage", often(INSTEAD, "pipe", "folder", "link to itself", "binary", "list", "deep")
+)
 def test_a_file_that_cannot_be_used_is_as_none_and_is_replaced(
     root: Path, kept: Kept, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -416,7 +419,7 @@ def unmounted(tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("unmounted")
 @pytest.mark.parametrize("below", [False, True], ids=["all", "one kind"])
-@pytest.mark.parametrize("damage", FOLDERS)
+@pytest.mark.parametrize("damage", often(FOLDERS, "file", "pipe", "full disk", "read-only disk"))
 def test_a_folder_that_cannot_be_used_keeps_nothing(
     root: Path, kept: Kept, damage: str, below: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,6 +69,7 @@ def pushed(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) 
     return document
 
 
+@pytest.mark.full
 def test_each_micro_batch_and_length_is_a_program_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,6 +172,7 @@ def test_it_trains_and_says_what_it_did(folder: Path, capsys: pytest.CaptureFixt
     }
 
 
+@pytest.mark.full
 def test_kept_features_change_no_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     views = "epochs = 3\nviews = 1\n"
     plain = trained(capsys, config(folder, more=views))
@@ -452,6 +453,7 @@ def interrupted_once(capsys: pytest.CaptureFixture[str], path: str, *options: st
         ],
     ),
 )
+@pytest.mark.full
 def test_what_changes_the_training_is_refused(
     then: str, now: str, named: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -102,7 +102,7 @@ MODULES = ("birds.py", "flock/__init__.py", "flock/data.py", "ns/inner/deep.py")
 @pytest.mark.parametrize(
     ("allow", "missing"),
     some(
-        3,
+        2,
         [
             ("aviary", "aviary"),
             ("aviary.data:Owls", "aviary"),

@@ -58,7 +58,7 @@ def disk(small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return small_disk
 
 
-@pytest.mark.parametrize("name", often(COMMANDS, "push", "push weights", "index"))
+@pytest.mark.parametrize("name", often(COMMANDS, "push", "index"))
 def test_a_full_disk_is_one_line_and_nothing_is_lost(
     disk: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
@@ -151,7 +151,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     "options", [[], pytest.param(["--json"], marks=pytest.mark.full)], ids=["text", "json"]
 )
 @pytest.mark.parametrize(
-    "command", often(PRINTING, "cuts", "index", "plan", "push", "help", "an error"), indirect=True
+    "command", often(PRINTING, "cuts", "index", "plan", "help", "an error"), indirect=True
 )
 def test_a_result_that_does_not_fit_is_one_line_and_no_success(
     command: list[str],

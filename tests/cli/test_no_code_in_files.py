@@ -71,6 +71,7 @@ def test_one_module_may_pickle_and_nothing_else(
     assert len(list(findings(source))) == found
 
 
+@pytest.mark.full
 def test_the_package_is_clean_and_an_empty_directory_is_not_a_pass(tmp_path: Path) -> None:
     main = runpy.run_path(str(SCRIPT))["main"]
     assert main([str(SCRIPT.parents[1] / "src")]) == 0

@@ -490,6 +490,7 @@ def test_a_token_that_can_be_guessed_from_its_hash_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_of_tenants_from_a_file(tmp_path: Path) -> None:
     text = f'log_format = "json"\n[stores]\ndefault = "{tmp_path.as_uri()}"\n'
     text += tenant_text("alice", "token-a", default=[""]) + "[caps]\nsamples = 64\n"

@@ -91,6 +91,7 @@ def test_nothing_of_ray_and_no_token_is_passed_on() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_lives_says_how_busy_it_is_and_ends_in_peace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

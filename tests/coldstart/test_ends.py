@@ -190,6 +190,7 @@ from upriver.store import Store
 
 
 @pytest.mark.parametrize("what", ["find", pytest.param("_foreign", marks=pytest.mark.full)])
+@pytest.mark.full
 def test_a_process_ends_that_nobody_gives_an_answer(what: str, tmp_path: Path) -> None:
     Store.open(tmp_path.as_uri()).put(
         "model.safetensors.index.json", b'{"weight_map": {"a": "a.safetensors"}}'

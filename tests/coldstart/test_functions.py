@@ -175,8 +175,6 @@ def _loaded(model: Net, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Awaited]:
         "cond",
         "while_loop",
         "map",
-        "flex_attention",
-        "lowered",
         "compiled",
         "custom operator",
         "autograd function",

@@ -192,9 +192,7 @@ def is_left_alone(program: Program, coming: Arriving) -> bool:
 # ----------------------------------------------------------------------------------------------- answers
 
 
-@pytest.mark.parametrize(
-    "name", often(["small", "bfloat16", "shared", "words", "turned"], "small", "shared", "words")
-)
+@pytest.mark.parametrize("name", often(["small", "bfloat16", "shared", "words", "turned"], "shared", "words"))
 def test_every_cut_whatever_order_weights_come_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, program, inputs = published(name)
     count, stages, chance = len(program.weight_tensors), program.num_stages, random.Random(8)

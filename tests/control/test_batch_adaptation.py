@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from tests.examples import examples, seeds
+from tests.examples import examples, seeds, some
 from upriver.control.batch_adaptation import (
     MOST_SAMPLES,
     POLICIES,
@@ -211,7 +211,7 @@ def test_a_thousand_requests_fill_the_memory() -> None:
     assert sum(grant.nbytes for grant in grants) >= (1 - WITHIN) * 3 * sure
 
 
-@pytest.mark.parametrize("room", [0, 15_999, 16_000, 47_999, 100_000, 1_000_000, 10**9])
+@pytest.mark.parametrize("room", some(3, [15_999, 16_000, 100_000, 0, 47_999, 1_000_000, 10**9]))
 def test_a_thousand_requests_all_alike_are_filled_exactly(room: int) -> None:
     asks = [ask(key, 1000, 16, 64, 16, 32, 64) for key in range(1000)]
     sure = 1000 * 16_000

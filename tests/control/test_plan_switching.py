@@ -133,7 +133,7 @@ def test_what_a_meter_shows_while_a_link_changes_makes_no_plan(
     assert job.switcher.plan.routes == job.fresh(after * MBIT).routes
 
 
-@pytest.mark.parametrize("policy", often(ADAPTIVE, "neurosurgeon", "upriver"))
+@pytest.mark.parametrize("policy", often(ADAPTIVE, "neurosurgeon"))
 @pytest.mark.parametrize("planned", [pytest.param(0.8, marks=pytest.mark.full), 1.2])
 def test_jitter_is_no_other_link_even_where_the_plan_was_made_at_its_edge(
     policy: str, planned: float

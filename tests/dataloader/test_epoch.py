@@ -667,7 +667,7 @@ def test_a_thread_that_computes_alone_leaves_others_as_many_threads_as_they_had(
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("share", some(1, [0.5, 0.0, 1.0]))
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("reads_here", [False, True])
+@pytest.mark.parametrize("reads_here", some(1, [False, True]))
 def test_a_batch_is_pinned_once_and_by_the_thread_that_got_it_where_one_did(
     num_workers: int, share: float, whole: bool, reads_here: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

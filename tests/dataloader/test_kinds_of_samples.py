@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from tests.examples import often
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
 from upriver.rpc.local_server import EmbeddedServer
@@ -249,13 +250,16 @@ def test_sample_that_cannot_be_sent_now_and_then_is_made_here(worker: EmbeddedSe
     assert 0 < here.report.made[worker.url] < COUNT / 2
 
 
-@pytest.mark.parametrize("kind", ["no boxes", "no tensor", "boxes of some samples", "from a file", "turned"])
+@pytest.mark.parametrize(
+    "kind",
+    often(["no boxes", "no tensor", "boxes of some samples", "from a file", "turned"], "no boxes", "turned"),
+)
 def test_sample_made_by_a_loader_process_is_as_one_made_elsewhere(worker: EmbeddedServer, kind: str) -> None:
     assert alike(list(loader(worker, kind, num_workers=1)), list(loader(None, kind)))
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+@pytest.mark.parametrize("kind", often(["conjugate", "negative"], "conjugate"))
 def test_view_made_by_a_loader_process_has_the_numbers_of_one_here(
     worker: EmbeddedServer, kind: str, elsewhere: bool
 ) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tests.dataloader.toy_datasets import same
+from tests.examples import some
 from upriver.dataloader import DataLoader, Offloading, dataset
 from upriver.errors import ConfigError
 from upriver.rpc.local_server import EmbeddedServer
@@ -99,7 +100,8 @@ def test_batches_by_pytorchs_own_collating_are_contiguous_whoever_collates(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("where", WHERE[1:5])
+@pytest.mark.parametrize("where", some(2, ((where,) for where in WHERE[1:5])))
+@pytest.mark.full
 def test_arrays_are_what_they_are_here_also_in_their_low_bits(
     worker: EmbeddedServer, where: Any, num_workers: int
 ) -> None:
@@ -107,6 +109,7 @@ def test_arrays_are_what_they_are_here_also_in_their_low_bits(
     assert same(found, batches("Scans", worker, None, 0, collate_fn=list))
 
 
+@pytest.mark.full
 def test_arrays_that_are_more_than_their_elements_are_made_here(worker: EmbeddedServer) -> None:
     data = dataset("tests.dataloader.test_layout:Masked")
     arguments: dict[str, Any] = {"batch_size": 4, "seed": 3, "collate_fn": filled, "workers": [worker.url]}

@@ -22,6 +22,7 @@ from torch.utils.data import (
 from torch.utils.data import DataLoader as TorchLoader
 
 from tests.dataloader.toy_datasets import Broken, Buckets, Divided, Mute, Noisy, Plain, mute_rows, same
+from tests.examples import some
 from upriver.dataloader import DataLoader
 from upriver.errors import ConfigError, DatasetError
 
@@ -82,26 +83,42 @@ def test_a_generator_of_the_users_decides_as_in_pytorchs_loader() -> None:
     assert same(shuffled(DataLoader), shuffled(TorchLoader))
 
 
-@pytest.mark.parametrize(
+DRAWING = pytest.mark.parametrize(
     "dataset", [pytest.param(Noisy(), marks=pytest.mark.full), Divided()], ids=["one step", "divided"]
 )
-def test_what_is_drawn_belongs_to_the_sample(dataset: Any) -> None:
-    def made(**arguments: Any) -> list[list[Any]]:
-        torch.manual_seed(11)
-        return epochs(DataLoader(dataset, batch_size=4, seed=5, shuffle=True, **arguments))
 
-    inline = made()
-    for arguments in (
-        {"num_workers": 1},
-        {"num_workers": 2},
-        {"num_workers": 1, "multiprocessing_context": "spawn"},  # each imports PyTorch
-        {"num_workers": 2, "prefetch_factor": 7},
-    ):
-        assert same(made(**arguments), inline), arguments
-    # PyTorch draws nothing for persistent processes: the order of the second epoch is another one.
-    persistent = made(num_workers=2, persistent_workers=True)
-    assert same(persistent[0], inline[0]) and not same(persistent[1], inline[1])
+
+def drawn(dataset: Any, **arguments: Any) -> list[list[Any]]:
+    torch.manual_seed(11)
+    return epochs(DataLoader(dataset, batch_size=4, seed=5, shuffle=True, **arguments))
+
+
+@DRAWING
+@pytest.mark.parametrize(
+    "arguments",
+    some(
+        1,
+        [
+            {"num_workers": 2},
+            {"num_workers": 1},
+            {"num_workers": 1, "multiprocessing_context": "spawn"},  # each imports PyTorch
+            {"num_workers": 2, "prefetch_factor": 7},
+        ],
+    ),
+    ids=str,
+)
+def test_what_is_drawn_belongs_to_the_sample(dataset: Any, arguments: dict[str, Any]) -> None:
+    inline = drawn(dataset)
+    assert same(drawn(dataset, **arguments), inline)
     assert not same(inline[0], inline[1])
+
+
+@DRAWING
+def test_persistent_processes_draw_as_new_ones_do_but_for_the_order_of_a_second_epoch(dataset: Any) -> None:
+    inline = drawn(dataset)
+    # PyTorch draws nothing for persistent processes: the order of the second epoch is another one.
+    persistent = drawn(dataset, num_workers=2, persistent_workers=True)
+    assert same(persistent[0], inline[0]) and not same(persistent[1], inline[1])
 
 
 def samples(seed: int, *, epoch: int = 0, **arguments: Any) -> dict[int, Any]:
@@ -238,7 +255,7 @@ def test_two_epochs_side_by_side(num_workers: int) -> None:
     assert same([one for one, _ in pairs], whole[0]) and same([two for _, two in pairs], whole[1])
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", some(1, [True, False]))
 def test_an_epoch_that_is_left_early_does_not_show_in_the_next(persistent: bool) -> None:
     loader = DataLoader(Noisy(40), batch_size=4, seed=1, num_workers=2, persistent_workers=persistent)
     reference = epochs(DataLoader(Noisy(40), batch_size=4, seed=1))

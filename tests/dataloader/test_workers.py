@@ -557,7 +557,7 @@ def test_two_epochs_side_by_side(workers: list[EmbeddedServer], reference: list[
 @pytest.mark.parametrize(
     ("persistent", "left_early", "asks"),
     [
-        (False, False, False),
+        pytest.param(False, False, False, marks=pytest.mark.full),
         (True, True, True),
         *(
             pytest.param(*each, marks=pytest.mark.full)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown import Markdown
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
@@ -18,6 +19,11 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)(?:#([^)\s]+))?\)")
 """Link to a file, with its anchor."""
 
 
+GENERATED = ("reference/cli.md", "reference/http.md", "decisions/index.md")
+"""Pages that `scripts/site_pages.py` makes."""
+
+
+@pytest.mark.full
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     mkdocs = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(mkdocs, cwd=ROOT, capture_output=True, text=True)
@@ -39,6 +45,31 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
             assert (ROOT / target).exists(), where
             if anchor:
                 assert f'id="{anchor}"' in pages[target.removeprefix("docs/").replace(".md", ".html")], where
+
+
+def test_links_lead_to_files_and_to_sections_that_are_there(tmp_path: Path) -> None:
+    """Anchors of pages that follow from the code are left to the build."""
+    (tmp_path / "docs").mkdir()
+    config = site(tmp_path, nav=[])
+    reader = Markdown(extensions=config["markdown_extensions"], extension_configs=config["mdx_configs"])
+    docs = ROOT / "docs"
+    anchors, gone = dict[Path, set[str]](), list[str]()
+    pages = [*docs.rglob("*.md"), *ROOT.glob("*.md")]
+    assert len(pages) > 30
+    for page in pages:
+        for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+            file = (page.parent / target).resolve()
+            generated = file in [docs / each for each in GENERATED]
+            if not generated and not file.exists():
+                gone.append(f"{page.name}: {target}")
+            elif anchor and file.suffix == ".md" and not generated and file.parent != docs / "reference/api":
+                if file not in anchors:
+                    shown = reader.reset().convert(file.read_text(encoding="utf-8"))
+                    anchors[file] = set(re.findall(r'id="([^"]+)"', shown))
+                if anchor not in anchors[file]:
+                    gone.append(f"{page.name}: {target}#{anchor}")
+    assert not gone
+    assert anchors
 
 
 @pytest.mark.parametrize(

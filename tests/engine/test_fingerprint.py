@@ -21,6 +21,7 @@ def in_another_process(**environment):
     return json.loads(done.stdout)
 
 
+@pytest.mark.full
 def test_equal_in_another_process_and_named_in_text():
     here = fingerprint()
     assert here == in_another_process()

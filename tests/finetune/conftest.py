@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import upriver
-from tests import recording
 from tests.finetune.training import photos, run
 from tests.program.nets import Small
+from tests.recording import recorded_once
 from upriver.pipeline import Dataset
+
+__all__ = ["recorded_once"]  # a fixture of these tests, too
 
 Reference = tuple[list[torch.Tensor], Small]
 
@@ -20,15 +22,6 @@ Reference = tuple[list[torch.Tensor], Small]
 def one_thread() -> None:
     """Compute with as many threads as the servers of these tests."""
     torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def recorded_once(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Record equal networks once in ``make test``: that is most of what a job's beginning costs."""
-    with pytest.MonkeyPatch.context() as patch:
-        if pytestconfig.getoption("fork"):
-            recording.record_once(patch)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,17 @@
 
 ``python -m tests.finetune.ddp_run FOLDER RANK NUM_RANKS SERVER_URL WRAPPED`` trains a small network the plain
 way and near the data, with the wrapper around what ``WRAPPED`` names, ``model`` or ``tail``, and writes the
-results to ``FOLDER/WRAPPED-RANK.json``. Numbers are written as text that keeps every bit.
+results to ``FOLDER/WRAPPED-RANK.json``. Numbers are written as text that keeps every bit. With ``all`` in
+place of a rank, all ranks are forked from one process, which imports for them.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -106,5 +110,24 @@ def main(folder: Path, rank: int, num_ranks: int, url: str, around: str) -> None
     distributed.destroy_process_group()
 
 
+def all_ranks(folder: Path, num_ranks: int, url: str, around: str) -> int:
+    """Run each rank in a fork of this process; return how many failed."""
+    importlib.import_module("torch._dynamo")  # which each wrapper needs: half of what a rank costs
+    forks = []
+    for rank in range(num_ranks):
+        if not (fork := os.fork()):
+            try:
+                main(folder, rank, num_ranks, url, around)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        forks.append(fork)
+    return sum(os.waitpid(fork, 0)[1] != 0 for fork in forks)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    given = (Path(sys.argv[1]), int(sys.argv[3]), sys.argv[4], sys.argv[5])
+    if sys.argv[2] == "all":
+        sys.exit(all_ranks(*given))
+    main(given[0], int(sys.argv[2]), *given[1:])

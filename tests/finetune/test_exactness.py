@@ -55,6 +55,7 @@ def begun(data: Dataset, *urls: str, **options: Any) -> Iterator[tuple[upriver.F
         yield job, model
 
 
+@pytest.mark.full
 def test_a_server_with_the_same_bits_serves_bit_for_bit(data: Dataset, plain: Reference, alike: str) -> None:
     losses, model, job = run(upriver.connect(alike), data, policy="freeze")
     assert same((losses, model), plain)

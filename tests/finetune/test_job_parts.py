@@ -156,6 +156,7 @@ def test_samples_by_index_are_what_a_plain_job_feeds_the_model(data: Dataset) ->
     assert torch.cat([targets for _, targets in fed]).tolist() == [target for _, target in made]
 
 
+@pytest.mark.full
 def test_ranks_share_the_rows_of_a_part(data: Dataset) -> None:
     part, seen = PARTS["a random split"](data), list[int]()
     for rank in range(2):

@@ -138,6 +138,7 @@ def test_resuming_after_any_step_gives_the_rest_of_the_uninterrupted_run(tmp_pat
             assert same((losses, model), (losses, again))
 
 
+@pytest.mark.full
 def test_a_job_that_went_back_can_be_replayed(tmp_path: Path) -> None:
     data = photos(tmp_path)
     options = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7}

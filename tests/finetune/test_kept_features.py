@@ -202,6 +202,7 @@ def test_views_draw_as_the_plain_job_with_views_and_compute_each_view_once(tmp_p
     assert job.report.samples == {"local": 2 * COUNT, "kept": 3 * COUNT}
 
 
+@pytest.mark.full
 def test_random_stages_without_views_keep_what_lies_before_them(tmp_path: Path) -> None:
     data = photos(tmp_path / "store", COUNT).with_stages(
         (upriver.Decode(), upriver.Resize(20), upriver.RandomCrop(16), upriver.Normalize())
@@ -216,6 +217,7 @@ def test_random_stages_without_views_keep_what_lies_before_them(tmp_path: Path) 
     assert later.report.epoch_bytes[2] == 0
 
 
+@pytest.mark.full
 def test_views_with_deterministic_stages_are_said_and_no_error(tmp_path: Path) -> None:
     data = still_photos(tmp_path / "store")
     got, job = kept_run(data, tmp_path / "kept", epochs=1, sampling=upriver.Sampling(views=3))
@@ -419,6 +421,7 @@ def test_job_that_begins_at_once_finds_the_rows_of_an_earlier_one_before_it_is_c
     assert job.report.samples == {"kept": 2 * COUNT}
 
 
+@pytest.mark.full
 def test_job_that_is_never_captured_leaves_rows_for_later_jobs_with_other_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -449,6 +452,7 @@ def test_name_of_another_frozen_part_costs_rows_and_no_bit(
     assert job.report.samples == {"local": COUNT, "kept": 2 * COUNT}
 
 
+@pytest.mark.full
 def test_rows_of_others_are_checked_though_the_job_has_rows_of_its_own_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

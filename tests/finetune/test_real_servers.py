@@ -134,6 +134,7 @@ def until(condition: Callable[[], bool], seconds: float = 120) -> None:
 # ------------------------------------------------------------------------------------------ all well
 
 
+@pytest.mark.full
 def test_servers_give_the_bits_of_the_plain_way(job, server):
     sources: list[str] = []
     with pool_of(server.url) as pool, job.loader(pool, sources, window=16) as loader:

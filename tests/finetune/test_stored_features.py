@@ -91,6 +91,7 @@ def test_second_job_is_answered_from_the_store(served: Served) -> None:
     assert f"features kept near the data when this pass began: of {COUNT} samples" in job.plan.why
 
 
+@pytest.mark.full
 def test_rows_of_the_store_are_kept_here_too(served: Served) -> None:
     data = served.photos()
     served.store(data)
@@ -100,6 +101,7 @@ def test_rows_of_the_store_are_kept_here_too(served: Served) -> None:
     assert served.rows("found") == COUNT + CHECKED
 
 
+@pytest.mark.full
 def test_grown_dataset_computes_only_what_was_added(served: Served) -> None:
     served.store(served.photos())
     grown = served.photos(COUNT + 5)
@@ -109,6 +111,7 @@ def test_grown_dataset_computes_only_what_was_added(served: Served) -> None:
     wait_for(lambda: served.rows("written") == COUNT + 5)
 
 
+@pytest.mark.full
 def test_replaced_object_is_an_error_as_in_the_plain_job(served: Served) -> None:
     data = served.photos()
     served.store(data)
@@ -121,6 +124,7 @@ def test_replaced_object_is_an_error_as_in_the_plain_job(served: Served) -> None
     wait_for(lambda: served.rows("written") == COUNT + 1)
 
 
+@pytest.mark.full
 def test_views_are_stored_apart(served: Served) -> None:
     data, sampling = photos(served.root, folder=served.folder), upriver.Sampling(views=2)
     first, _ = served.run(data, epochs=2, sampling=sampling)
@@ -139,6 +143,7 @@ def test_random_stages_without_views_are_not_stored(served: Served) -> None:
     assert served.rows("written") == 0
 
 
+@pytest.mark.full
 def test_evaluation_is_answered_from_the_store(served: Served) -> None:
     data, held = served.photos(), still_photos(served.root, 20, folder=f"{served.folder}-held")
 
@@ -156,6 +161,7 @@ def test_evaluation_is_answered_from_the_store(served: Served) -> None:
     assert served.rows("found") == 20 + CHECKED
 
 
+@pytest.mark.full
 def test_wrong_rows_are_found_and_removed(alone: Served, caplog: pytest.LogCaptureFixture) -> None:
     data = alone.photos()
     alone.store(data)

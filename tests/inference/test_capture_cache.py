@@ -51,6 +51,7 @@ def test_other_shapes_are_captured_once() -> None:
     assert [example.samples for example in made] == [1, 3, 2]
 
 
+@pytest.mark.full
 def test_keyword_inputs_may_come_in_any_order_and_constants_count() -> None:
     model = Two()
     x, other = torch.randn(2, 8), torch.randn(2, 5)
@@ -64,6 +65,7 @@ def test_keyword_inputs_may_come_in_any_order_and_constants_count() -> None:
     assert len(made) == 4
 
 
+@pytest.mark.full
 def test_other_strides_are_another_form_and_steps_that_nobody_takes_are_not() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten())
     forms, made = forms_of(model, torch.randn(1, 3, 8, 8))
@@ -159,6 +161,7 @@ def test_a_tensor_without_values_is_an_error_that_names_the_argument() -> None:
         upriver.offload(nn.Linear(8, 3, device="meta"), example_inputs=x.to("meta"))
 
 
+@pytest.mark.full
 def test_constants_are_told_apart_by_their_bits() -> None:
     class Divides(nn.Module):
         def forward(self, x: torch.Tensor, by: float) -> torch.Tensor:

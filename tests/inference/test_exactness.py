@@ -85,6 +85,7 @@ def test_a_server_with_other_bits_serves_within_a_tolerance_that_is_stated(
     assert not caplog.records, "a server that is used is no cause for a warning"
 
 
+@pytest.mark.full
 def test_equal_bits_that_no_server_gives_are_an_error_that_names_the_field(model: Small, other: str) -> None:
     with pytest.raises(NotExact, match=f"{ISA}; exact='auto' accepts a tolerance"):
         asking(model, other, exact="bitwise")
@@ -181,6 +182,7 @@ def test_another_number_of_threads_is_another_fingerprint(model: Small, server: 
         torch.set_num_threads(1)
 
 
+@pytest.mark.full
 def test_an_answer_beyond_the_tolerance_keeps_a_server_out(
     model: Small, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,7 +117,7 @@ WAYS_TO_FAIL = {
 }
 
 
-@pytest.mark.parametrize("way", often(WAYS_TO_FAIL, "breaks off", "garbage", "500"))
+@pytest.mark.parametrize("way", often(WAYS_TO_FAIL, "breaks off", "500"))
 def test_a_server_that_fails_costs_no_answer(way: str, between: Proxy) -> None:
     model, x = chain(), torch.randn(2, 64)
     with asking(between.url, model, deadline_s=30.0) as answer:
@@ -497,7 +497,7 @@ def test_a_request_that_is_to_be_hedged_when_the_model_is_closed_is_answered(ser
 # ------------------------------------------------------------------------------- the caller's own fault
 
 
-@pytest.mark.parametrize("cut", [0, 1, 99])
+@pytest.mark.parametrize("cut", some(1, [1, 0, 99]))
 @pytest.mark.parametrize("hedge_s", some(1, [None, 0.0]))
 def test_what_is_wrong_with_the_input_is_raised_and_no_servers_fault(
     cut: int, hedge_s: float | None, server: Running

@@ -98,6 +98,7 @@ def test_locks_that_were_held_at_the_fork_are_free_there(server: Running) -> Non
         assert ended(child) == 0
 
 
+@pytest.mark.full
 def test_what_was_closed_stays_closed_there(server: Running) -> None:
     x = torch.randn(1, 64)
     answer = upriver.offload(chain(), example_inputs=x, servers=[server.url])

@@ -388,6 +388,7 @@ def test_a_server_is_not_asked_while_a_flag_of_this_process_is_another_one(
         assert answer.last.server == server.url
 
 
+@pytest.mark.full
 def test_calls_are_under_autocast_as_the_capture_was(server: Running) -> None:
     model, x = chain(), torch.randn(2, 64)
     with upriver.offload(model, example_inputs=x) as answer:

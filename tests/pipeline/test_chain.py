@@ -108,6 +108,7 @@ print(zlib.crc32(out.numpy().tobytes()))
 """
 
 
+@pytest.mark.full
 def test_another_process_gives_the_same_bits() -> None:
     import zlib
 

@@ -192,6 +192,7 @@ def test_larger_budget_is_never_slower(question: Question, times: float) -> None
 
 
 @given(question=questions())
+@pytest.mark.full
 def test_longer_horizon_saves_no_less(question: Question) -> None:
     found = question.plan()
     longer = replace(question, epochs=question.epochs + 1).plan()

@@ -241,6 +241,7 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("options", some(1, [{"static_graph": True}, {"find_unused_parameters": True}, {}]))
+@pytest.mark.full
 def test_a_model_in_distributed_data_parallel_goes_through_its_first_steps_as_ever(
     options: dict[str, Any],
 ) -> None:

@@ -83,6 +83,7 @@ def test_the_page_is_that_of_the_rows(rows: list[dict[str, Any]]) -> None:
     assert f"{enough} of {len(rows)} models" in page
 
 
+@pytest.mark.full
 def test_a_name_that_is_not_in_the_table() -> None:
     done = run("--only", "torchvision:resnet81")
     assert done.returncode != 0

@@ -50,6 +50,7 @@ def test_plot_demo_says_whether_losses_are_equal() -> None:
     assert plot_demo(curve("plain", 30, steps=2), other, title="a").axes[-1].get_title() == "training loss"
 
 
+@pytest.mark.full
 def test_plot_demo_has_both_colours_and_all_formats() -> None:
     figure = plot_demo(curve("plain", 30), curve("near-data", 12), title="both")
     with Image.open(io.BytesIO(encoded(figure, "png"))) as picture:

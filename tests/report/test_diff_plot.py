@@ -44,7 +44,7 @@ def test_plot_draws_both_differences_at_each_cut_that_has_one() -> None:
     assert list(own.get_xdata()) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("count", some(2, [1, MOST_NAMES, 2, 400]))
+@pytest.mark.parametrize("count", some(1, [MOST_NAMES, 1, 2, 400]))
 def test_plot_of_any_number_of_cuts_is_legible(count: int) -> None:
     name = "encoder.layers.{}.attention.output.dropout.0"
     rows = [stage(n + 1, 10.0 ** -(n % 9), 10.0 ** (n % 5 - 8), name=name.format(n)) for n in range(count)]

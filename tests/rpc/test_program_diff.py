@@ -208,6 +208,7 @@ def test_constant_that_is_off_is_named_with_its_reader() -> None:
     assert found.constants[-1] == "sin.default"
 
 
+@pytest.mark.full
 def test_difference_that_only_a_whole_run_shows_is_no_operators() -> None:
     def run(
         program: Program, tensors: Sequence[torch.Tensor], start: int, stop: int

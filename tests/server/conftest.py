@@ -7,6 +7,7 @@ import torch
 
 from tests.pipeline.making import encoded, pixels, write
 from tests.program.nets import Small
+from tests.recording import recorded_once
 from tests.server.running import running
 from upriver.engine.engine import Engine
 from upriver.engine.read import read_samples
@@ -16,6 +17,8 @@ from upriver.program.example_inputs import TensorSource
 from upriver.program.graph.executor import Program
 from upriver.protocol import DatasetRef, RunRequest
 from upriver.store import Store
+
+__all__ = ["recorded_once"]  # a fixture of these tests, too
 
 MICRO_BATCH = 4
 CAPS = {"body_bytes": 2 << 20, "program_bytes": 1 << 20, "samples": 64}

@@ -157,6 +157,7 @@ def test_inputs_larger_than_a_frame_are_refused(client, server):
         assert asked(small, programs=[wide.digest])[1]["code"] == "too_large"
 
 
+@pytest.mark.full
 def test_both_routes_want_the_token(world):
     with running(world.store.uri, token="open-sesame") as server:
         with ServerClient(server.url) as client:
@@ -232,6 +233,7 @@ def test_who_is_slow_to_ask_keeps_nobody_from_it(one_worker, sizes):
             assert client.profile([sizes[0].digest], repeats=1).repeats == 1
 
 
+@pytest.mark.full
 def test_a_profile_is_admitted_as_a_run_request_is(one_worker, sizes, world):
     request = world.request((0, 1), stop=1, program=sizes[1].digest)
     run(one_worker, request)  # the worker has measured the footprint, which is known from here on

@@ -119,6 +119,7 @@ def test_a_server_notes_what_it_uses_so_that_it_stays_and_tells_of_what_was_remo
         assert ask(server, "POST", "/v1/run", used)[0] == 200
 
 
+@pytest.mark.full
 def test_a_job_of_a_tenant_that_may_store_no_more_goes_on_without_the_server(tmp_path):
     data = photos(tmp_path)
     losses, model, _ = train_job(upriver.connect(), data, policy="nosplit")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import some
 from tests.store.faulty_server import FaultyServer
 from upriver.errors import ConfigError, ObjectChanged, ObjectNotFound, StoreError
 from upriver.store import Store
@@ -86,7 +87,7 @@ def num_opened(store: Store) -> int:
     return asyncio.run(trying())
 
 
-@pytest.fixture(params=[in_a_thread, on_a_loop, into_memory, into_memory_on_a_loop, directly])
+@pytest.fixture(params=some(3, [in_a_thread, on_a_loop, directly, into_memory, into_memory_on_a_loop]))
 def read(request: pytest.FixtureRequest) -> Read:
     found: Read = request.param
     return found

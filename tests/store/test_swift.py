@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from tests.examples import often
 from tests.pipeline.making import samples, shard
 from tests.store.swift_server import CANNOT_RUN, KEYS, SCRIPT, Swift, running_swift
 from tests.store.test_store import (  # noqa: F401
@@ -288,7 +289,7 @@ def swift_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("how", ["stdin", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("how", often(["stdin", "SIGTERM", "SIGKILL"], "SIGKILL"))
 def test_nothing_of_it_is_left(tmp_path: Path, how: str) -> None:
     with running_swift(tmp_path, f"alice:{BUCKET}") as swift:
         swift.store("alice", f"s3://{BUCKET}").put("a", b"1")

@@ -234,6 +234,7 @@ def test_pytorchs_loader_has_the_same_samples(trainer: Trainer, reference: dict[
     assert told["targets"] == reference["targets"] and "made_here" not in told
 
 
+@pytest.mark.full
 def test_a_greedy_epoch_that_nobody_iterates_ends_at_once(trainer: Trainer) -> None:
     epoch = iter(trainer._made("greedy", 0, torch.Generator()))
     next(epoch)
@@ -246,6 +247,7 @@ def test_a_greedy_epoch_that_nobody_iterates_ends_at_once(trainer: Trainer) -> N
         gc.enable()
 
 
+@pytest.mark.full
 def test_epochs_in_one_pass_have_all_samples_of_each(trainer: Trainer) -> None:
     told = trainer.one_pass("upriver", num_workers=0, wait_s=0.0)
     assert told["targets"] == [4 * EPOCHS] * CLASSES and len(told["epochs_s"]) == EPOCHS - 1
@@ -253,6 +255,7 @@ def test_epochs_in_one_pass_have_all_samples_of_each(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("way", ["nowhere", "p4 0.5", "remote 0.5", "p2"])
+@pytest.mark.full
 def test_an_unknown_way_is_named(trainer: Trainer, way: str) -> None:
     with pytest.raises(ValueError, match="no such way"):
         trainer.open(way, num_workers=0)

@@ -14,6 +14,7 @@ import upriver
 from benchmarks.harness.object_server import ObjectServer
 from benchmarks.input_pipeline.data import MAKERS, make_data, mean_bytes
 from benchmarks.input_pipeline.workloads import CLASSES, DISK_VARIABLE, NAME, SPEECH_RATE, WORKLOADS, Samples
+from tests.examples import often, some
 from upriver.pipeline.mapstyle import Divided, MapStyle
 
 COUNT, SAMPLES = 6, 24
@@ -48,7 +49,7 @@ def made(data: Samples, index: int, seed: int) -> torch.Tensor:
     return data[index][0]
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", often(MAKERS, "speech", "words"))
 def test_files_are_the_same_when_they_are_made_again(root: Path, tmp_path: Path, kind: str) -> None:
     make_data(tmp_path, kind, COUNT)
     ours, theirs = (sorted((folder / kind).iterdir()) for folder in (root, tmp_path))
@@ -74,7 +75,7 @@ def test_samples_are_what_a_model_takes(root: Path, workload: str) -> None:
     assert torch.isfinite(value).all() and value.std() > 0
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize("workload", some(2, WORKLOADS))
 def test_what_is_drawn_is_of_the_generator_alone(root: Path, workload: str) -> None:
     data = Samples(str(root), workload, SAMPLES)
     values = [[made(data, index, seed) for seed in range(4)] for index in range(COUNT)]

@@ -194,6 +194,7 @@ def test_an_answer_that_differs_is_noticed(device: Device, monkeypatch: pytest.M
     assert not device.request(OURS, 0)["equal"]
 
 
+@pytest.mark.full
 def test_no_probe_runs_into_another_ways_request(device: Device) -> None:
     probing = threading.Thread(target=device._fars[OURS]._client.probe_upload, args=(1,))
     with device._link.of(FULL):
@@ -204,6 +205,7 @@ def test_no_probe_runs_into_another_ways_request(device: Device) -> None:
     assert not probing.is_alive()
 
 
+@pytest.mark.full
 def test_a_probe_that_was_held_up_does_not_begin_during_its_own_ways_request(device: Device) -> None:
     probing = threading.Thread(target=device._fars[OURS]._client.probe_upload, args=(1,))
     with device._link.of(OURS):
@@ -215,12 +217,14 @@ def test_a_probe_that_was_held_up_does_not_begin_during_its_own_ways_request(dev
         assert not probing.is_alive(), "it waits for nothing else of its way"
 
 
+@pytest.mark.full
 def test_a_request_begins_during_its_own_ways_probe() -> None:
     link = OneWay()
     with link.of(OURS, probe=True), link.of(OURS, request=True):
         pass
 
 
+@pytest.mark.full
 def test_a_way_has_the_link_until_all_that_belongs_to_it_is_over() -> None:
     link, others = OneWay(), threading.Event()
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 from torch import nn
 
+from tests.examples import often
 from tests.store.s3_server import S3Server, UnlistedServer
 from upriver.coldstart.format.checkpoint import (
     MOST_SHARDS,
@@ -41,7 +42,7 @@ INDEX = "models/net/model.safetensors.index.json"
 SHARDS = tuple(f"models/net/model-{number}-of-00002.safetensors" for number in ("00001", "00002"))
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=often(["memory", "file"], "file"))
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     return Store.open(f"memory://{tmp_path}" if request.param == "memory" else tmp_path.as_uri())
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from tests.coldstart.leaving import num_descriptors, threads
 from tests.coldstart.scripted import WAIT_S, Memory, published
+from tests.examples import some
 from tests.server.running import wait_for
 from tests.store.faulty_server import FaultyServer
 from upriver._threads.executor import DaemonExecutor
@@ -103,7 +104,7 @@ def reads(server: FaultyServer) -> list[range]:
 # ------------------------------------------------------------------------------------------ results
 
 
-@pytest.mark.parametrize("num_bytes", [1, 100, 700, 5000, 40_001, 10**6])
+@pytest.mark.parametrize("num_bytes", some(3, [1, 5000, 10**6, 100, 700, 40_001]))
 def test_every_byte_comes_once(num_bytes: int, server: FaultyServer, store: Store) -> None:
     manifest.publish(weights(), store, PATH, chunk_bytes=CHUNK_BYTES)
     server.requests.clear()
@@ -184,7 +185,7 @@ def test_what_is_looked_at_first(path: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["cut", "reset", "stalled", "silent", "flipped", "short", 403, 404, 503])
-@pytest.mark.parametrize("num_bytes", [4000, 10**6])
+@pytest.mark.parametrize("num_bytes", some(1, [4000, 10**6]))
 def test_where_it_fails_the_store_is_asked(
     fault: int | str, num_bytes: int, server: FaultyServer, store: Store
 ) -> None:

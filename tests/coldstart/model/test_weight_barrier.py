@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.coldstart.ordered import Ordered, published
+from tests.examples import some
 from upriver.coldstart.fetch import strategy
 from upriver.coldstart.load_model import load, loading
 from upriver.errors import StoreError
@@ -373,11 +374,14 @@ _shared = _scaled
 
 @pytest.mark.parametrize(
     ("way", "fullgraph"),
-    [
-        (way, full)
-        for way in ("module", "call", "method", "attribute", "global", "hidden")
-        for full in (False, True)
-    ],
+    some(
+        6,
+        [
+            (way, full)
+            for full in (True, False)
+            for way in ("module", "call", "method", "attribute", "global", "hidden")
+        ],
+    ),
 )
 def test_compiled_code_reads_nothing_early(
     way: str, fullgraph: bool, ran: list[str], monkeypatch: pytest.MonkeyPatch

@@ -78,6 +78,7 @@ def test_a_job_that_measures_itself_gets_within_5_percent_of_the_best_ratio(mix:
         pytest.param("loader processes, fast workers", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.full
 def test_a_ratio_that_is_far_off_is_put_right(mix: str, ratio: float) -> None:
     world, measured = make(mix), decided(ratio)
     times = world.train(world.auto(1200, measured), measured)
@@ -131,6 +132,7 @@ def test_it_does_not_swing() -> None:
     assert max(rest) - min(rest) < 0.15
 
 
+@pytest.mark.full
 def test_fewer_are_offloaded_where_the_model_is_no_faster() -> None:
     world, measured = make("a model that both can feed"), decided(0.9)
     times = world.train(world.auto(1500, measured), measured)

@@ -293,11 +293,14 @@ def _useless(measured: TunerMeasurements) -> None:
 
 @pytest.mark.parametrize(
     "lost",
-    [
-        lambda number: number <= 8,  # they start late
-        lambda number: 10 < number <= 18,  # or are away for a while
-        lambda number: not number % 20,  # or cannot do some
-    ],
+    some(
+        1,
+        [
+            lambda number: not number % 20,  # they cannot do some
+            lambda number: number <= 8,  # or start late
+            lambda number: 10 < number <= 18,  # or are away for a while
+        ],
+    ),
 )
 def test_what_is_made_here_in_place_of_a_worker_is_not_counted_as_its(lost: Callable[[int], bool]):
     measured, count = train(Faulty(lost), 600)

@@ -127,6 +127,7 @@ def test_what_is_measured_beside_a_worker_that_is_not_there_is_of_the_other_one(
     assert not any("rthp" in figures for figures in kept(tmp_path)), "it is no news of these two workers"
 
 
+@pytest.mark.full
 def test_what_was_made_here_in_part_is_not_kept(
     worker: EmbeddedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

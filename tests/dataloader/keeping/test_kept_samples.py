@@ -31,7 +31,7 @@ from tests.dataloader.keeping.world import (
 )
 from tests.dataloader.leaving import shared
 from tests.dataloader.toy_datasets import Plain, same
-from tests.examples import examples
+from tests.examples import examples, often, some
 from tests.pipeline.making import encoded, pixels, write
 from tests.pipeline.test_any_chain import STORED, chains
 from tests.server.running import wait_for
@@ -48,7 +48,7 @@ from upriver.store import Store
 MEMORY: dict[str, Any] = {"memory": "64 MB", "disk": 0}
 
 
-@pytest.fixture(scope="module", params=list(CHAINS))
+@pytest.fixture(scope="module", params=often(CHAINS, "random", "late"))
 def data(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return stored(tmp_path_factory.mktemp(request.param), CHAINS[request.param])
 
@@ -260,7 +260,7 @@ def _rows(data: Dataset, position: int) -> list[torch.Tensor]:
     return rows
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", some(1, [1, 0]))
 def test_damaged_and_truncated_files_cost_time_and_no_bit(
     data: Dataset, disk: Keep, num_workers: int
 ) -> None:
@@ -294,7 +294,7 @@ def test_files_that_are_damaged_under_way_cost_time_and_no_bit(data: Dataset, di
     assert same([found + list(iterator), list(loader)], wanted)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", some(1, [1, 0]))
 def test_a_disk_that_is_full_costs_time_and_no_batch(
     data: Dataset, disk: Keep, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,7 +87,7 @@ def run(
     return found
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", some(1, [2, 1]))
 @pytest.mark.parametrize("given_first", some(2, [0, 5, 60]))
 def test_every_result_and_every_error_is_that_of_its_task(num_workers: int, given_first: int) -> None:
     tasks = [task(number, RAW if number % 3 else DONE) for number in range(60)]
@@ -355,7 +355,7 @@ def ended(told: BaseException) -> int | None:
     return int(found[1]) if found is not None else None
 
 
-@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("num_workers", some(1, [2, 1]))
 @pytest.mark.parametrize("persistent", some(1, [False, True]))
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_dataset_that_exits_ends_its_process_and_loses_no_batch_before(
@@ -385,7 +385,7 @@ def stopped(code: int) -> None:
 
 @pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
-    ("code", "said"), list(enumerate(["KeyboardInterrupt", "Stopped: by hand", "CancelledError"]))
+    ("code", "said"), some(1, enumerate(["KeyboardInterrupt", "Stopped: by hand", "CancelledError"]))
 )
 def test_a_sample_that_is_interrupted_ends_its_process_and_loses_no_batch_before(
     num_workers: int, code: int, said: str

@@ -132,6 +132,7 @@ def test_only_where_low_bits_may_differ_and_nothing_is_replayed(data: Dataset) -
 # -------------------------------------------------------------------------------------------- captures
 
 
+@pytest.mark.full
 def test_sizes_that_no_server_takes_or_that_cannot_be_captured_are_left_out(
     parts: Split, data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

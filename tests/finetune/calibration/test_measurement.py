@@ -320,6 +320,7 @@ def test_a_job_that_begins_waits_for_room(
     assert "full" not in job.plan.why
 
 
+@pytest.mark.full
 def test_it_does_not_wait_for_ever(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,7 @@ def test_store_that_fails_is_asked_again_by_the_loader(
     assert ahead.take(data, IDS[0]) is None
 
 
+@pytest.mark.full
 def test_job_that_begins_at_once_uses_what_was_read_and_trains_the_same(
     data: Dataset, asked: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def test_a_job_may_be_iterated_in_another_thread(
     assert same((losses, model), plain)
 
 
+@pytest.mark.full
 def test_a_resumed_job_notices_a_changed_attribute(
     data: Dataset, near: upriver.Near, at_step: type[AtStep]
 ) -> None:

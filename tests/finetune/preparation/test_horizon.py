@@ -98,6 +98,7 @@ def begun(near: upriver.Near, data: Dataset, given: dict[str, Any]) -> Any:
 
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("name", often(SHORT, "kept after one epoch"))
+@pytest.mark.full
 def test_a_job_that_computes_in_few_epochs_is_prepared_only_if_asked(
     data: Dataset, near: upriver.Near, name: str
 ) -> None:
@@ -121,6 +122,7 @@ def test_a_job_that_computes_in_many_epochs_is_prepared_at_once(
 
 
 @pytest.mark.usefixtures("slow")
+@pytest.mark.full
 def test_a_job_whose_epochs_take_long_is_prepared_once_its_pace_is_known(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_job_whose_epochs_take_long_is_prepared_once_its_pace_is_known(
 
 
 @pytest.mark.usefixtures("slow")
+@pytest.mark.full
 def test_a_job_whose_rows_are_all_kept_is_not_prepared_any_more(
     data: Dataset, near: upriver.Near, monkeypatch: pytest.MonkeyPatch
 ) -> None:

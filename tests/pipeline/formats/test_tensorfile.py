@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from tests.examples import some
 from tests.pipeline.making import npy
 from upriver.pipeline import Draw, LoadTensor, SampleError, stored_tensor
 
@@ -39,7 +40,9 @@ NPY_DTYPES = ["f8", "f4", "f2", "i8", "i4", "i2", "i1", "u8", "u4", "u2", "u1", 
 
 @pytest.mark.parametrize("byte_order", ["<", ">"])
 @pytest.mark.parametrize("dtype", NPY_DTYPES)
-@pytest.mark.parametrize(("shape", "order"), [((2, 3, 5), "C"), ((2, 3, 5), "F"), ((), "C"), ((0, 3), "F")])
+@pytest.mark.parametrize(
+    ("shape", "order"), some(1, [((2, 3, 5), "F"), ((2, 3, 5), "C"), ((), "C"), ((0, 3), "F")])
+)
 def test_npy_of_any_type_and_form_is_what_from_numpy_gives(
     dtype: str, byte_order: str, shape: tuple[int, ...], order: Literal["C", "F"]
 ) -> None:

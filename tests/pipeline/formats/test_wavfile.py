@@ -35,7 +35,7 @@ def wanted(array: np.ndarray[Any, Any], bits: int, *, floating: bool) -> torch.T
 
 
 @pytest.mark.parametrize("extensible", [False, True])
-@pytest.mark.parametrize("channels", [1, 2, 5])
+@pytest.mark.parametrize("channels", some(1, [2, 1, 5]))
 @pytest.mark.parametrize(("bits", "floating"), FORMS)
 def test_every_form_is_read(bits: int, floating: bool, channels: int, extensible: bool) -> None:
     array = tone(301, channels)
@@ -143,9 +143,9 @@ def unknown(chunks: bytes, samples: bytes, *, riff: int | None, data: int) -> by
     ],
 )
 @pytest.mark.parametrize(
-    ("bits", "channels", "tail"), some(2, [(16, 1, 0), (16, 1, 1), (24, 2, 5), (32, 3, 11), (8, 1, 0)])
+    ("bits", "channels", "tail"), some(1, [(16, 1, 1), (16, 1, 0), (24, 2, 5), (32, 3, 11), (8, 1, 0)])
 )
-@pytest.mark.parametrize("before", [b"", chunk(b"LIST", b"odd")])
+@pytest.mark.parametrize("before", some(1, [chunk(b"LIST", b"odd"), b""]))
 def test_sizes_that_were_not_known_end_with_the_file(
     riff: int | None, data: int | None, bits: int, channels: int, tail: int, before: bytes
 ) -> None:

@@ -35,6 +35,7 @@ def kinds(graph: Graph) -> list[str]:
 # ------------------------------------------------------------------------------------------ networks
 
 
+@pytest.mark.full
 def test_alexnet_is_what_the_paper_counts() -> None:
     graph = network("alexnet", 224)
     of_nodes = dict(zip([node.op.partition(".")[0] for node in graph.nodes], works(graph), strict=True))
@@ -109,7 +110,7 @@ def behind(rest: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> list[st
 @pytest.mark.parametrize(
     "rest",
     some(
-        4,
+        2,
         [
             lambda x: x.view(2, 12),
             lambda x: x.reshape(24),
@@ -135,7 +136,7 @@ def test_views_and_what_changes_nothing_are_no_works(rest: Callable[[torch.Tenso
 @pytest.mark.parametrize(
     ("rest", "wanted"),
     some(
-        8,
+        4,
         [
             (lambda x: x.t().contiguous(), ["copy.clone"]),
             (lambda x: x.t().reshape(-1), ["copy.clone"]),

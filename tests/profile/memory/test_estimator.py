@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
 
-from tests.examples import examples, some
+from tests.examples import examples, often, some
 from upriver.errors import ConfigError, ModelError
 from upriver.profile.memory import libraries
 from upriver.profile.memory.estimator import (
@@ -291,7 +291,7 @@ def test_the_line_of_a_random_tail_is_never_under(steps: list[tuple[str, bool]])
     check_line(trained(steps), (3, 12, 12))
 
 
-@pytest.mark.parametrize("name", TAILS)
+@pytest.mark.parametrize("name", often(TAILS, "conv", "many weights"))
 @pytest.mark.usefixtures("_libraries_keep_nothing")
 def test_no_training_takes_more_than_the_line_of_an_estimate(name: str) -> None:
     make, shape = TAILS[name]

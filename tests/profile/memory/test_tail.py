@@ -173,6 +173,7 @@ def test_a_huge_batch_takes_no_longer_to_work_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", often(RANDOM, "dropout"))
+@pytest.mark.full
 def test_a_tail_handed_over_in_eval_takes_what_it_takes_in_training(name: str) -> None:
     make, freeze, shape = RANDOM[name]
     model = make()
@@ -193,6 +194,7 @@ def test_a_tail_handed_over_in_eval_takes_what_it_takes_in_training(name: str) -
 
 
 @pytest.mark.parametrize("name", often(RANDOM, "attention"))
+@pytest.mark.full
 def test_masks_of_dropout_are_counted_in_eval_too(name: str) -> None:
     make, freeze, shape = RANDOM[name]
     counted = []
@@ -223,6 +225,7 @@ def test_measuring_a_tail_leaves_the_model_as_it_was(name: str, training: bool) 
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.full
 def test_one_sample_is_measured_although_a_batchnorm_cannot_train_on_it() -> None:
     model = drops()
     parts, features = cut(model.eval(), "0", (8,), samples=1)

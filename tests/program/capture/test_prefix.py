@@ -71,6 +71,7 @@ def test_every_cut_gives_the_bits_of_the_whole() -> None:
         assert torch.equal(program.run(crossing, cut, program.num_stages)[0], wanted)
 
 
+@pytest.mark.full
 def test_a_residual_block_is_one_stage() -> None:
     program = capture(Small(), (torch.randn(2, 3, 16, 16),))
     names = [stage.name for stage in program.stages]
@@ -154,7 +155,7 @@ def test_a_device_that_is_not_there_is_named_beside_those_that_are(device: str) 
 
 @pytest.mark.parametrize(
     ("shape", "start", "stop"),
-    some(2, [((3, 6), 0, 1), ((2, 5), 0, 1), ((2, 6), -1, 1), ((2, 6), 0, 99), ((2, 6), 2, 1)]),
+    some(1, [((3, 6), 0, 1), ((2, 5), 0, 1), ((2, 6), -1, 1), ((2, 6), 0, 99), ((2, 6), 2, 1)]),
 )
 def test_a_run_takes_only_what_the_program_is_made_for(shape: tuple[int, ...], start: int, stop: int) -> None:
     program = capture(Shared(), (torch.randn(2, 6),))
@@ -190,7 +191,7 @@ class Complex(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "why"),
     some(
-        3,
+        2,
         [
             (Randomised(), "module '1' calls operator rand_like.default, which is random"),
             (Branching(), "control flow depends on data in module '1'"),
@@ -226,7 +227,7 @@ def test_outputs_before_which_nothing_runs_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     some(
-        2,
+        1,
         [
             ((None, 0, 1), "tensors must be a sequence .* got None of type NoneType"),
             (("x", 0, 1), "tensors must be a sequence .* got 'x' of type str"),

@@ -69,11 +69,13 @@ X, A, B = (torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)) for 
 @pytest.mark.parametrize(
     "given",
     [
-        X,
+        pytest.param(X, marks=pytest.mark.full),
         (X,),
-        (X, None),
+        pytest.param((X, None), marks=pytest.mark.full),
         (X, {"more": [A, None, B]}),
-        Example(args=(X,), kwargs={"rest": {"more": (A,)}, "scale": 2.0}),
+        pytest.param(
+            Example(args=(X,), kwargs={"rest": {"more": (A,)}, "scale": 2.0}), marks=pytest.mark.full
+        ),
         Example(args=(X,), kwargs={"rest": {"more": [X, X]}}),
     ],
 )
@@ -318,6 +320,7 @@ def test_a_frozen_tower_alone_is_a_program_though_another_ran_before_it() -> Non
     check(program, (X, A), [model.right(A).detach()])
 
 
+@pytest.mark.full
 def test_granularity_decides_where_stages_end() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 2))
 
@@ -395,6 +398,7 @@ class Regions(nn.Module):
         ],
     ),
 )
+@pytest.mark.full
 def test_leaving_from_inside_a_region_of_another_mode(source: TensorSource | None) -> None:
     torch.manual_seed(0)
     model = Regions()

@@ -40,7 +40,7 @@ def small() -> Small:
 @pytest.mark.parametrize(
     ("model", "example"),
     [
-        (small(), torch.randn(1, 3, 16, 16)),
+        pytest.param(small(), torch.randn(1, 3, 16, 16), marks=pytest.mark.full),
         (chain(), torch.randn(2, 64)),
         (Two(), Example(args=(torch.randn(3, 8),), kwargs={"other": torch.randn(3, 5)})),
     ],

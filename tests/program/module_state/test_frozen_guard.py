@@ -225,9 +225,7 @@ FREE: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "change", often(FREE, "what the model reads behind the cut", "a module of the tail", "equal values")
-)
+@pytest.mark.parametrize("change", often(FREE, "a module of the tail"))
 def test_guard_what_changes_in_the_tail_is_no_change_and_counts_at_once(
     change: str, cut: tuple[Net, Split]
 ) -> None:
@@ -284,7 +282,7 @@ def frozen() -> nn.Parameter:
     return nn.Parameter(torch.full((8,), 2.0), requires_grad=False)
 
 
-@pytest.mark.parametrize("change", some(2, MORE))
+@pytest.mark.parametrize("change", some(1, MORE))
 def test_guard_a_parameter_or_buffer_that_comes_counts_where_it_is_read(change: str) -> None:
     apply, named = MORE[change]
     iterates, x = named.startswith("'_buffers'"), torch.randn(4, 8)
@@ -385,7 +383,7 @@ SAME: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize("change", some(2, SAME))
+@pytest.mark.parametrize("change", some(1, SAME))
 def test_guard_what_comes_to_the_same_is_no_change(change: str) -> None:
     model, parts = checkpointing()
     x, asked = torch.randn(4, 8), list[bool]()
@@ -442,6 +440,7 @@ def test_guard_what_is_read_only_with_new_settings_counts_once_they_are_there() 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("reentrant", some(1, [False, True]))
+@pytest.mark.full
 def test_guard_a_hook_that_asks_for_a_gradient_gives_one_as_in_the_whole_model(reentrant: bool) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), nn.Linear(8, 8), Checkpointing(Settings()), nn.Linear(8, 3)]
@@ -594,7 +593,7 @@ HERE = "Python's module 'tests.program.module_state.test_frozen_guard'"
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     some(
-        2,
+        1,
         [
             ("GAIN", 2.0, f"'GAIN' of {HERE} (was 1.0, is 2.0)"),
             ("STEEP", True, f"'STEEP' of {HERE} (was False, is True)"),
@@ -685,7 +684,7 @@ IN_PLACE: dict[str, tuple[Callable[[Any], object], Callable[[Any], object], str]
 }
 
 
-@pytest.mark.parametrize("change", some(4, IN_PLACE))
+@pytest.mark.parametrize("change", some(2, IN_PLACE))
 def test_what_global_variables_hold_that_changes_is_an_error(
     by_globals: tuple[nn.Module, Split], change: str
 ) -> None:

@@ -294,6 +294,7 @@ def test_a_module_that_keeps_a_value_for_later_runs_where_it_is_read() -> None:
 
 
 @pytest.mark.parametrize(("together", "crosses"), some(1, [(False, "blocks.1"), (True, "blocks.1")]))
+@pytest.mark.full
 def test_checkpointed_regions_on_either_side_of_the_cut(together: bool, crosses: str) -> None:
     model = frozen(Checkpointed(together=together), "blocks.0", "blocks.1")
     parts = split(model, torch.randn(4, 6))
@@ -366,6 +367,7 @@ def test_features_of_another_type_are_refused_by_name(dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", some(1, [torch.bfloat16, torch.float16, torch.float64]))
+@pytest.mark.full
 def test_other_types(dtype: torch.dtype) -> None:
     model = frozen(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2)), "0", "2").to(
         dtype
@@ -615,6 +617,7 @@ def test_a_frozen_module_that_counts_in_an_attribute_stays_where_the_model_runs(
     assert "keeps 'calls' from one call for the next" in parts.note
 
 
+@pytest.mark.full
 def test_a_flag_that_says_hooks_are_in_place_is_no_count() -> None:
     class Installing(nn.Linear):
         passes = 0
@@ -657,6 +660,7 @@ class Answer:
     hidden: torch.Tensor
 
 
+@pytest.mark.full
 def test_an_answer_may_be_a_dataclass() -> None:
     class Model(Late):
         def forward(self, x: torch.Tensor) -> Answer:  # type: ignore[override]

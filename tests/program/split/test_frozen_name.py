@@ -60,6 +60,7 @@ def test_a_frozen_part_keeps_the_name_that_it_was_first_known_by() -> None:
     assert frozen_name("0" * 64) == first
 
 
+@pytest.mark.full
 def test_a_program_that_was_never_outlined_has_its_own_name() -> None:
     program = captured(frozen_small())
     first = frozen_name(None, program)

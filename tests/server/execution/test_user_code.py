@@ -686,6 +686,7 @@ def test_what_runs_is_finished_before_a_worker_ends():
         assert not any(map(alive, workers))
 
 
+@pytest.mark.full
 def test_the_audit_log_has_the_name_and_no_argument(tmp_path):
     path = tmp_path / "audit.jsonl"
     with working(audit_log=str(path)) as (server, client):

@@ -161,6 +161,7 @@ def test_a_worker_that_hangs_is_ended_and_its_job_done_again(busy):
         wait_for(lambda: not psutil.pid_exists(pid))
 
 
+@pytest.mark.full
 def test_a_job_that_reaches_its_workers_limit_is_an_error_and_no_crash(heavy):
     uri, request = heavy
     with running(uri, memory_budget_bytes=2 << 30) as server:

@@ -263,6 +263,7 @@ def test_an_error_told_to_a_client_is_on_the_page(server):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_browser_sends_the_token_as_a_password(world):
     with running(world.store.uri, token="open-sesame") as server:
         status, headers, _ = ask(server, "GET", "/ui", headers={"Accept": "text/html"})

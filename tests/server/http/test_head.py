@@ -276,6 +276,7 @@ def test_strangers_who_hold_all_connections_make_room(world):
         assert held[7].recv(12) == b"HTTP/1.1 200"
 
 
+@pytest.mark.full
 def test_a_connection_too_many_is_refused_where_all_are_in_use(world):
     with running(world.store.uri, max_connections=2) as server, contextlib.ExitStack() as stack:
         server.wait_ready()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -15,12 +16,16 @@ from tests.server.running import ask, refused
 from upriver.protocol import Info, Load, decode_info
 from upriver.server import ServerConfig, create_app
 from upriver.server.app import PROBE_BYTES
+from upriver.server.http import openapi
 from upriver.server.http.auth import OPEN_PATHS, READING
 from upriver.server.http.errors import STATUS
-from upriver.server.http.openapi import FRAMES, document
+from upriver.server.http.openapi import FRAMES
 from upriver.server.http.openapi import PROBE_BYTES as DOCUMENTED_PROBE_BYTES
 from upriver.server.http.openapi_components import ERRORS
 from upriver.server.http.response_stream import FrameStream
+
+document = functools.cache(openapi.document)
+"""Describe the routes; the tests look at it hundreds of times, and change nothing."""
 
 PROTOCOL_PAGE = Path(__file__).parents[3] / "docs" / "protocol.md"
 HTTP_ITSELF = {408, 431, 500}

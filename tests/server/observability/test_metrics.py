@@ -307,6 +307,7 @@ def test_what_no_route_answers_is_counted_too(server):
     assert (told("not_found"), told("method_not_allowed")) == (before[0] + 1, before[1] + 1)
 
 
+@pytest.mark.full
 def test_strangers_are_counted(world):
     with running(world.store.uri, token="open-sesame") as server:
         for _ in range(3):

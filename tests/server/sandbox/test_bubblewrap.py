@@ -251,6 +251,7 @@ def test_a_worker_behind_another_process_is_fed_and_its_end_is_told(fake):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_behind_bubblewrap_answers_and_leaves_nothing(world, fake):
     path = fake()
     with running(world.store.uri, sandbox="bubblewrap") as server:

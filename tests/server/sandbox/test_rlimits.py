@@ -140,6 +140,7 @@ def test_what_a_job_took_goes_back_to_the_system():
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_worker_leaves_no_core_file_and_goes_first_when_memory_runs_out():
     with worker() as (handle, _):
         with open(f"/proc/{inner(handle.pid)}/oom_score_adj", encoding="ascii") as file:
