@@ -136,7 +136,6 @@ with upriver.connect().finetune(model, data, keep=keep, **OPTIONS) as job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 6))])
-@pytest.mark.full
 def test_killed_trainer_leaves_only_rows_that_are_right(tmp_path: Path, seed: int) -> None:
     data, folder = still_photos(tmp_path / "store"), tmp_path / "kept"
     child = subprocess.Popen(
