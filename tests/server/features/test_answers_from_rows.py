@@ -7,7 +7,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -369,8 +369,11 @@ def test_request_that_waits_to_be_computed_after_all_holds_nothing(
 ) -> None:
     asked, plain, shards = inside.kept()
     sent = changed(asked, deadline_s=5.0 if end == "deadline" else None)
-    queue, connection = inside.unit.line.queue, connect(inside.served)
-    with inside.starving(monkeypatch, shards) as release:
+    queue = inside.unit.line.queue
+    with (
+        inside.starving(monkeypatch, shards) as release,
+        closing(connect(inside.served)) as connection,
+    ):
         connection.request("POST", "/v1/run", body=body_of(sent), headers=ALICE)
         wait_for(lambda: queue.waiting == 1)
         assert inside.held_bytes == queue.admitted_of("alice") == 0
@@ -383,7 +386,6 @@ def test_request_that_waits_to_be_computed_after_all_holds_nothing(
             messages = read_run(connection.getresponse().read())
             assert same(batches(messages), plain if end == "memory comes free" else plain[:1])
             assert end == "memory comes free" or messages[-1].code == "deadline"
-            connection.close()
         inside.wait_released()
     monkeypatch.undo()
     assert same(batches(inside.ask(asked)), plain)
