@@ -226,6 +226,10 @@ class ShardIndex:
         """Return the bytes of one row, a multiple of 64."""
         return self._layouts[int(self._numbers[number])].nbytes
 
+    def memory_nbytes_of(self, number: int) -> int:
+        """Return the bytes of one row as tensors: more if there are gaps between elements."""
+        return self._layouts[int(self._numbers[number])].memory_nbytes
+
     def start_of(self, number: int) -> int:
         """Return the place of one row's first byte in the shard."""
         return int(self._starts[number])

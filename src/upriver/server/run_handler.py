@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,7 @@ from upriver.server.scheduling.footprint import (
     FootprintCache,
     ProgramFootprints,
     StageRange,
+    kept_rows_bytes,
     request_bytes,
     unheld_bytes,
     works_ahead,
@@ -82,6 +83,10 @@ COMING_TOO = 2
 """Factor over a tenant's quota of requests, counting those that are still being read: a slow sender takes
 places from others, too. The factor is above one, as a request may arrive just before the previous one has
 left."""
+
+
+class _RowsGone(Exception):
+    """Rows that a request was admitted to be answered from are gone or damaged."""
 
 
 class RunHandler:
@@ -199,35 +204,70 @@ class RunHandler:
     async def admit(self, asked: ResolvedRequest, stack: AsyncExitStack) -> AdmittedRequest:
         """Wait until memory has room for a request, and load its program; ``stack`` releases both.
 
+        A request whose rows are all kept needs memory for these alone, and no program.
+
         Raises:
             Overloaded: If the request waited too long, or too many wait.
             DoesNotFit: If it needs more memory than the budget.
             DeadlineExceeded: If its deadline passed first.
             ProtocolError: If its program lacks these stages, or does not accept its inputs.
         """
+        held = stack.enter_context(ExitStack())
         async with until(asked.deadline):
             weighed = await self._weigh(asked)
             sizes = self._sizes(asked, weighed)
-            programs = {
-                size: asked.known[size].need(found, workers=self._config.workers)
-                for size, found in weighed.items()
-            }
-            began = time.perf_counter()
-            wanted = AdmissionRequest(
-                tenant=asked.tenant, nbytes=sizes, programs=programs, body_nbytes=asked.body_nbytes
+            rows = await self._rows_of(asked, weighed)
+            size, batches = asked.request.micro_batch, asked.request.micro_batches
+            kept = await rows.footprints(batches, micro_batch=size) if rows is not None else None
+            if kept is not None:
+                sizes, weighed = {size: min(kept_rows_bytes(kept), sizes[size])}, {}
+            order = await self._admitted(
+                asked, sizes, weighed, rows=rows, from_rows=kept is not None, held=held
             )
-            admitted = await self._line.wait(wanted)
-            waited_s = time.perf_counter() - began
-            use = self._used(admitted, stack, body=asked.body)
-            tracing.admitted(waited_s)
-            known = asked.known.get(admitted.size)
-            stretch, program = weighed.get(admitted.size), None
-            if known is not None and stretch is not None:
-                work = _kind(known.key, asked.request, admitted.size)
-                program = await self._come(asked.tenant, known, stretch, self._costs.of(work))
-            in_rows = stretch is None or stretch.rows
-            rows = await self._rows_of(asked) if asked.request.keep and in_rows else None
         self._metrics.admitted(asked.tenant.name)
+        return order
+
+    async def _admit_again(self, order: AdmittedRequest) -> AdmittedRequest:
+        """Admit a request whose kept rows are gone, now for its computation.
+
+        Its memory is released before. Requests that wait and hold memory could wait for each other.
+        """
+        asked = order.asked
+        log.info("a request of tenant %s is computed: its kept rows cannot be read", asked.tenant.name)
+        async with until(asked.deadline):
+            weighed = await self._weigh(asked)
+            sizes = self._sizes(asked, weighed)
+            order.held.close()
+            return await self._admitted(asked, sizes, weighed, rows=order.rows, held=order.held)
+
+    async def _admitted(
+        self,
+        asked: ResolvedRequest,
+        sizes: Mapping[int, int],
+        weighed: Mapping[int, Weighed],
+        *,
+        rows: RequestRows | None,
+        held: ExitStack,
+        from_rows: bool = False,
+    ) -> AdmittedRequest:
+        """Wait for memory, and load the program of the weighed stages if there are any."""
+        programs = {
+            size: asked.known[size].need(found, workers=self._config.workers)
+            for size, found in weighed.items()
+        }
+        began = time.perf_counter()
+        wanted = AdmissionRequest(
+            tenant=asked.tenant, nbytes=sizes, programs=programs, body_nbytes=asked.body_nbytes
+        )
+        admitted = await self._line.wait(wanted)
+        waited_s = time.perf_counter() - began
+        use = self._used(admitted, held, body=asked.body)
+        tracing.admitted(waited_s)
+        known = asked.known.get(admitted.size)
+        stretch, program = weighed.get(admitted.size), None
+        if known is not None and stretch is not None:
+            work = _kind(known.key, asked.request, admitted.size)
+            program = await self._come(asked.tenant, known, stretch, self._costs.of(work))
         return AdmittedRequest(
             asked=asked,
             admitted=admitted,
@@ -238,6 +278,8 @@ class RunHandler:
             ahead=stretch is not None and works_ahead(stretch),
             waited_s=waited_s,
             rows=rows,
+            from_rows=from_rows,
+            held=held,
         )
 
     async def rows_for(self, asked: ResolvedRequest) -> RequestRows:
@@ -260,8 +302,11 @@ class RunHandler:
             num_threads=self._config.threads_per_worker,
         )
 
-    async def _rows_of(self, asked: ResolvedRequest) -> RequestRows | None:
-        """Return the same for a run, which needs none: None if the store fails."""
+    async def _rows_of(self, asked: ResolvedRequest, weighed: Mapping[int, Weighed]) -> RequestRows | None:
+        """Return the same for a run; None if it keeps no rows, or the store fails."""
+        stretch = weighed.get(asked.request.micro_batch)
+        if not asked.request.keep or (stretch is not None and not stretch.rows):
+            return None
         try:
             return await self.rows_for(asked)
         except StoreError as error:  # the samples may be readable all the same
@@ -279,7 +324,7 @@ class RunHandler:
         return program
 
     def _used(
-        self, admitted: Admission, stack: AsyncExitStack, *, body: MemoryUse | None = None
+        self, admitted: Admission, stack: ExitStack | AsyncExitStack, *, body: MemoryUse | None = None
     ) -> MemoryUse:
         """Release all memory when neither the request nor a worker needs it."""
         if body is not None:
@@ -422,7 +467,6 @@ class RunHandler:
                     if isinstance(buffer, LastBuffer):
                         return
                     del buffer  # the slot is free as soon as the socket has the last byte
-            await self._checked(order)
             yield LastBuffer(_END)
         except UpriverError as error:
             yield self._told(error, on_error)
@@ -456,7 +500,13 @@ class RunHandler:
         work = RequestWork(order, self)
         try:
             for stop, index in enumerate(range(len(order.groups)), start=1):
-                result, timings = await work.result(index)
+                try:
+                    result, timings = await work.result(index)
+                except _RowsGone:
+                    await work.close()
+                    order = await self._admit_again(order)
+                    work = RequestWork(order, self, first=index)
+                    result, timings = await work.result(index)
                 frames, stats = result.frames, encode(timings)
                 del result
                 while frames:
@@ -479,6 +529,7 @@ class RunHandler:
                         del payload
                     for buffer in stats if head else ():
                         yield buffer
+            await self._checked(order)
         finally:
             await work.close()
 
@@ -521,7 +572,11 @@ class RunHandler:
         return _shared(clock.timings(), len(order.groups[index]), wait_s, self._pool.load.k)
 
     async def job(self, order: AdmittedRequest, index: int, clock: Clock) -> Job | Result:
-        """Return the job of one forward pass, with its inputs; its result if all its rows are kept."""
+        """Return the job of one forward pass, with its inputs; its result if all its rows are kept.
+
+        Raises:
+            _RowsGone: If a row is gone, and the request has no memory to compute it.
+        """
         asked, request = order.asked, order.asked.request
         held = asked.body_nbytes + (order.program.nbytes if order.program is not None else 0)
         room = AnswerRoom(
@@ -543,6 +598,8 @@ class RunHandler:
                 frame = await order.rows.frame(refs, run.ids, micro_batch=request.micro_batch, room=room)
             if frame is not None:
                 return Result(frames=[frame], timings=clock.timings())
+            if order.from_rows:
+                raise _RowsGone
             del clock.phases[KEPT]
         program, parts = order.program, list[memoryview]()
         if asked.batches:

@@ -21,9 +21,11 @@ from upriver.server.scheduling.footprint import (
     GRAPH_FACTOR,
     MAX_FORMS,
     WEIGHED_BYTES,
+    KeptRowsFootprint,
     PositionFootprint,
     ProgramFootprints,
     input_of,
+    kept_rows_bytes,
     read_form,
     request_bytes,
 )
@@ -233,3 +235,10 @@ def test_a_request_that_brings_its_tensors_has_no_input():
     request = RunRequest(micro_batches=((0,),), start=0, stop=1, micro_batch=4)
     weighed = {4: Weighed(peak_bytes=1000, out_bytes=10, constant_bytes=0, rows=True)}
     assert request_bytes(request, dataset=None, weighed=weighed) == {4: ANSWER_BYTES + 1020}
+
+
+def test_a_request_from_kept_rows_takes_one_answer_and_what_makes_the_next():
+    joined = KeptRowsFootprint(fetched_bytes=10, row_bytes=8, out_bytes=16)
+    scattered = KeptRowsFootprint(fetched_bytes=100, row_bytes=9, out_bytes=9)
+    assert (joined.peak_bytes, scattered.peak_bytes) == (8 + 2 * 16, 9 + 100)
+    assert kept_rows_bytes([joined, scattered]) == ANSWER_BYTES + 16 + 109

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from upriver.control.admission_queue import Admission
@@ -60,6 +60,8 @@ class AdmittedRequest:
             memory is held for one group.
         waited_s: Seconds that it waited for admission.
         rows: Kept rows that answer it, and those that it adds; None if it keeps none.
+        from_rows: Whether kept rows answer all of it. It holds memory for these alone, and no program.
+        held: Releases its memory.
     """
 
     asked: ResolvedRequest
@@ -71,6 +73,8 @@ class AdmittedRequest:
     ahead: bool = False
     waited_s: float = 0.0
     rows: RequestRows | None = None
+    from_rows: bool = False
+    held: ExitStack = field(default_factory=ExitStack)
 
 
 class RequestComputation(Protocol):
@@ -90,13 +94,16 @@ class RequestWork:
 
     Group ``i`` begins when the answer of group ``i - 1`` is sent, except for its end. If the request may work
     ahead, group ``i - 1`` need only be in computation, and the answer of group ``i - 2`` sent.
+
+    Args:
+        first: Index of the first group that is not answered yet.
     """
 
-    def __init__(self, order: AdmittedRequest, runner: RequestComputation) -> None:
-        self._order, self._runner = order, runner
+    def __init__(self, order: AdmittedRequest, runner: RequestComputation, *, first: int = 0) -> None:
+        self._order, self._runner, self._first = order, runner, first
         self._reading: dict[int, asyncio.Task[tuple[Job | Result, Clock]]] = {}
         self._computing: dict[int, asyncio.Task[tuple[Result, Timings]]] = {}
-        self._last = self._sent = self._at_work = -1
+        self._last = self._sent = self._at_work = first - 1
         self._more()
 
     def sent(self, index: int) -> None:
@@ -132,7 +139,7 @@ class RequestWork:
 
     async def _job(self, index: int) -> tuple[Job | Result, Clock]:
         clock = tracing.clock(index)
-        if not index:
+        if index == self._first:
             clock.add("queue", self._order.waited_s)
             if self._order.asked.batches:
                 clock.add("receive", self._order.asked.received_s)

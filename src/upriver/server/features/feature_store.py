@@ -42,6 +42,7 @@ from upriver.server.http.errors import ErrorWording
 from upriver.server.observability.metrics import ServerMetrics
 from upriver.server.programs.quota import check_stored
 from upriver.server.programs.registry import own_prefix
+from upriver.server.scheduling.footprint import KeptRowsFootprint
 from upriver.server.tenants import ANYONE, Tenant
 from upriver.store import Store
 
@@ -372,6 +373,34 @@ class RequestRows:
 
         return await asyncio.to_thread(look)  # a question may name many thousand samples
 
+    async def footprints(
+        self, micro_batches: Sequence[Sequence[int]], *, micro_batch: int
+    ) -> list[KeptRowsFootprint] | None:
+        """Return the memory that an answer from kept rows needs for each micro-batch.
+
+        Return None if a row is missing.
+        """
+        batches = await imported("upriver.server.features.row_batches")
+
+        def footprint(ids: Sequence[int]) -> KeptRowsFootprint | None:
+            keys = batches.keys_of(self._stretch, self._dataset.locate(ids), ids)
+            sizes = self._entry.rows.sizes(keys)
+            if sizes is None:
+                return None
+            fetched, rows = sizes
+            out = sum(rows) if self._stretch.cut < 0 else micro_batch * max(rows)
+            return KeptRowsFootprint(fetched_bytes=fetched, row_bytes=sum(rows), out_bytes=out)
+
+        def look() -> list[KeptRowsFootprint] | None:
+            found = list[KeptRowsFootprint]()
+            for ids in micro_batches:
+                if (each := footprint(ids)) is None:
+                    return None
+                found.append(each)
+            return found
+
+        return await asyncio.to_thread(look)
+
     async def frame(
         self, refs: Sequence[SampleRef], ids: Sequence[int], *, micro_batch: int, room: Callable[[int], bool]
     ) -> tuple[bytes, memoryview] | None:
@@ -395,7 +424,8 @@ class RequestRows:
             return None
         if rows is None:
             return None
-        nbytes = sum(tensor.nbytes for tensor in rows[0]) * micro_batch
+        sizes = [sum(tensor.nbytes for tensor in row) for row in rows]
+        nbytes = sum(sizes) if self._stretch.cut < 0 else micro_batch * sizes[0]
         if not await asyncio.to_thread(room, nbytes):
             return None
         frame: tuple[bytes, memoryview] | None = await asyncio.to_thread(

@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
+from typing import NamedTuple
 
-from upriver.engine.read import read_samples_async
+from upriver.engine.read import plan_gets, read_samples_async
 from upriver.errors import Damaged, ObjectChanged, ObjectNotFound, StoreError
 from upriver.features import Row
 from upriver.features.listing import SHARD_FILE, shard_name
@@ -23,6 +24,21 @@ log = logging.getLogger(__name__)
 
 INDEX_BYTES_PER_ROW = 250
 """Memory of a row in an index: some 200 bytes measured."""
+
+
+class _StoredRow(NamedTuple):
+    """Place of a row: its shard, and its number there."""
+
+    info: ObjectInfo
+    shard: ShardIndex
+    number: int
+
+    @property
+    def ref(self) -> SampleRef:
+        """Bytes of the row in the store."""
+        start = self.shard.start_of(self.number)
+        stop = start + self.shard.nbytes_of(self.number)
+        return SampleRef(object=self.info.path, etag=self.info.etag, start=start, stop=stop)
 
 
 class StoredStretch:
@@ -71,6 +87,17 @@ class StoredStretch:
         for path in fresh:
             self._add(infos[path])
 
+    def sizes(self, keys: Sequence[bytes]) -> tuple[int, list[int]] | None:
+        """Return the bytes that reading these rows fetches, and those of each row in memory.
+
+        Return None if a row is missing.
+        """
+        rows = self._find(keys)
+        if rows is None:
+            return None
+        fetched = sum(get.stop - get.start for get in plan_gets([row.ref for row in rows]))
+        return fetched, [row.shard.memory_nbytes_of(row.number) for row in rows]
+
     async def read(self, keys: Sequence[bytes]) -> list[Row] | None:
         """Return rows in main memory; None if one of them is missing or damaged.
 
@@ -79,25 +106,18 @@ class StoredStretch:
         Raises:
             StoreError: If the store cannot be read.
         """
-        with self._lock:
-            if not all(key in self._places for key in keys):
-                return None
-            paths, numbers = zip(*(self._places[key] for key in keys), strict=True)
-            shards = [self._shards[path] for path in paths]
-        refs = [
-            SampleRef(object=info.path, etag=info.etag, start=start, stop=start + index.nbytes_of(number))
-            for (info, index), number in zip(shards, numbers, strict=True)
-            for start in [index.start_of(number)]
-        ]
+        rows = self._find(keys)
+        if rows is None:
+            return None
         try:
-            blobs = await read_samples_async(self.store, refs)
-            return await asyncio.to_thread(_rows, [index for _, index in shards], numbers, blobs)
+            blobs = await read_samples_async(self.store, [row.ref for row in rows])
+            return await asyncio.to_thread(_rows, rows, blobs)
         except (ObjectNotFound, ObjectChanged):  # removed as unused, in this moment
             with self._lock:
-                for path in set(paths):
+                for path in {row.info.path for row in rows}:
                     self._forget(path)
         except _DamagedRow as found:
-            await asyncio.to_thread(self._drop_damaged, paths[found.at], found.error)
+            await asyncio.to_thread(self._drop_damaged, rows[found.at].info.path, found.error)
         return None
 
     def append(
@@ -135,6 +155,14 @@ class StoredStretch:
         with self._lock:
             for path in list(self._shards):
                 self._forget(path)
+
+    def _find(self, keys: Sequence[bytes]) -> list[_StoredRow] | None:
+        """Return the places of rows; None if one is missing."""
+        with self._lock:
+            if not all(key in self._places for key in keys):
+                return None
+            places = [self._places[key] for key in keys]
+            return [_StoredRow(*self._shards[path], number) for path, number in places]
 
     def _name(self, path: str) -> str:
         return path.removeprefix(f"{self.folder}/")
@@ -187,13 +215,13 @@ class _DamagedRow(Exception):
         self.at, self.error = at, error
 
 
-def _rows(indexes: Sequence[ShardIndex], numbers: Sequence[int], blobs: Sequence[memoryview]) -> list[Row]:
+def _rows(places: Sequence[_StoredRow], blobs: Sequence[memoryview]) -> list[Row]:
     """Return rows from their bytes, in one allocation, each checked there."""
     buffer, start, rows = RowBuffer(sum(map(len, blobs))), 0, list[Row]()
-    for at, (index, number, blob) in enumerate(zip(indexes, numbers, blobs, strict=True)):
+    for at, (place, blob) in enumerate(zip(places, blobs, strict=True)):
         buffer.array[start : start + len(blob)] = blob
         try:
-            rows.append(index.build(number, buffer, start))
+            rows.append(place.shard.build(place.number, buffer, start))
         except Damaged as error:
             raise _DamagedRow(at, error) from None
         start += len(blob)

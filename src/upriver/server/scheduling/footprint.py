@@ -307,6 +307,32 @@ class InputFootprint:
         return joined * self.stored_bytes + 2 * int(out_bytes) + self.working_bytes
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptRowsFootprint:
+    """Describe the memory of one micro-batch that is answered from kept rows.
+
+    Attributes:
+        fetched_bytes: Bytes that reading the rows fetches from the store.
+        row_bytes: Bytes of the rows in memory.
+        out_bytes: Bytes of the answer, with a row for each sample that it has room for.
+    """
+
+    fetched_bytes: int
+    row_bytes: int
+    out_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the peak: rows with the bytes that they come from, then with their batch and its copy."""
+        return self.row_bytes + max(self.fetched_bytes, 2 * self.out_bytes)
+
+
+def kept_rows_bytes(micro_batches: Sequence[KeptRowsFootprint]) -> int:
+    """Return the bytes of a request whose rows are all kept: one answer is sent while the next is made."""
+    most_sent = max(each.out_bytes for each in micro_batches)
+    return ANSWER_BYTES + most_sent + max(each.peak_bytes for each in micro_batches)
+
+
 def request_bytes(
     request: RunRequest,
     *,
