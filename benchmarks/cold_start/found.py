@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from scipy.stats import quantile_test
-
 from benchmarks.cold_start.bound import Parts
 from benchmarks.cold_start.measure import BASELINES, baseline_key, has_memory, sweep_key
 from benchmarks.cold_start.models import SMALL
@@ -184,6 +182,8 @@ class Found:
         ratios = self._ratios(clock, ending)
         if not ratios:
             return None
+        from scipy.stats import quantile_test  # which takes 2 s to import
+
         low, high = quantile_test(ratios).confidence_interval(SURE)
         return (float(low) - 1, float(high) - 1) if math.isfinite(low) and math.isfinite(high) else None
 

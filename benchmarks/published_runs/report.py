@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import spearmanr
-
 from benchmarks.harness.reports import legend_outside, table
 from benchmarks.published_runs.model import (
     LABEL_BYTES,
@@ -163,6 +161,8 @@ def hold(
 
 
 def _rank(one: Sequence[float], other: Sequence[float]) -> float:
+    from scipy.stats import spearmanr  # which takes 2 s to import
+
     return float(spearmanr(one, other).statistic)
 
 

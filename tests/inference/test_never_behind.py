@@ -7,6 +7,7 @@ under the conditions in which it was made.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -53,15 +54,16 @@ WORKER = 1
 TUNING = OffloadTuning()
 
 
-def captured_of(widths: Sequence[int]) -> CapturedModel:
+@functools.cache
+def captured_of(widths: tuple[int, ...]) -> CapturedModel:
     """Return linear layers with outputs of these widths."""
     torch.manual_seed(0)
     layers = [nn.Linear(wide, narrow) for wide, narrow in pairwise(widths)]
     return capture_whole(nn.Sequential(*layers), Example.of(torch.randn(ROWS, widths[0])))
 
 
-NETWORKS = [captured_of(widths) for widths in ((64, 40, 24, 12, 3), (16, 64, 32, 8, 3), (48, 48, 6, 48, 2))]
-"""One whose outputs shrink, one that sends least from its input, and one with a neck."""
+NETWORKS = ((64, 40, 24, 12, 3), (16, 64, 32, 8, 3), (48, 48, 6, 48, 2))
+"""Widths of networks: one whose outputs shrink, one that sends least from its input, and one with a neck."""
 
 
 @dataclass
@@ -228,7 +230,7 @@ class World:
 def world(
     number: int, device_s: Sequence[float], server_s: Sequence[float], true: Conditions, **options: Any
 ) -> Iterator[World]:
-    captured = NETWORKS[number]
+    captured = captured_of(NETWORKS[number])
     costs = CutCosts(program=captured.program, device_s=tuple(device_s), server_s=tuple(server_s))
     with pytest.MonkeyPatch.context() as patched:
         of = World(captured, costs, true, **options)
