@@ -63,6 +63,8 @@ class Interval:
 
     def text(self) -> str:
         """Return ``middle (low to high)`` as text."""
+        if self.pairs == 1:
+            return f"{self.middle:.2f} (one pair)"
         return f"{self.middle:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 

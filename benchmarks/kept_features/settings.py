@@ -25,7 +25,7 @@ SWEPT_EPOCHS = 2
 HORIZONS = (1, 3, 5, 10)
 """Epochs at whose end a job is compared."""
 
-COMPUTED_EPOCHS, COMPUTED_JOBS = 5, 2
+COMPUTED_EPOCHS, COMPUTED_JOBS = 3, 2
 """Epochs of one job, or number of several jobs, after which the ways that compute each epoch anew are ended:
 each further one takes as long as the last."""
 

@@ -124,9 +124,9 @@ def records(tmp_path: Path) -> Records:
 def test_ways_that_compute_each_epoch_anew_end_earlier() -> None:
     one = Setting(network="resnet18", mbit=20)
     several = Setting(network="resnet18", mbit=20, jobs=4, epochs=3)
-    assert [one.ends_of(way) for way in (PLAIN, NONE, HAND, AUTO)] == [5, 5, 10, 10]
+    assert [one.ends_of(way) for way in (PLAIN, NONE, HAND, AUTO)] == [3, 3, 10, 10]
     assert [several.ends_of(way) for way in (PLAIN, NONE, HAND, AUTO)] == [2, 2, 4, 4]
-    assert ONE.ends_of(NONE) == 5
+    assert ONE.ends_of(NONE) == 3
 
 
 def test_a_job_is_judged_against_the_best_other_way_in_pairs(records: Records) -> None:
@@ -202,7 +202,7 @@ def test_pairs_take_turns_and_a_way_that_is_near_is_repeated(tmp_path: Path) -> 
     swept(records, ONE)
     first_turn(records, ONE, 11.0, 35.0)
     one = Runs(ONE, records)
-    assert one.rivals == {NONE: 3, PLAIN: 3}, "after 5 epochs by hand is far ahead"
+    assert one.rivals == {NONE: 3, PLAIN: 3}, "they are not run further"
     assert one.next_turn == [(AUTO, 2, 5), (NONE, 2, 3), (f"{LOADER} 1", 2, 3), (f"{MEMORY} 0", 2, 5)]
     for label, repeat, ends in one.next_turn:
         records.add(run_key(ONE, label, repeat), row(ONE, steady(10.0, 10.0, ends)))
