@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from upriver.errors import CaptureError
 from upriver.features import Row
 from upriver.features.kept import KeptFeatures, PartName, RowsLost, same_row
 from upriver.finetune.row_check import RowsOf
@@ -16,6 +15,7 @@ from upriver.program.split.eager_prefix import EagerPrefix
 from upriver.program.split.frozen_name import known_name
 from upriver.program.split.split import Split
 from upriver.program.split.tail import Tail
+from upriver.text import error_text
 
 log = logging.getLogger("upriver")
 
@@ -131,10 +131,12 @@ class EarlierRows:
         """Return whether kept rows give the features that were computed from the samples themselves."""
         try:
             got = self._from(boundary, list(right))
-        except (RowsLost, CaptureError) as error:
-            log.info("features kept after %r are not used: %s", boundary, error or "they cannot be read")
+        except RowsLost:
             return False
-        if all(same_row(got[sample], row) for sample, row in right.items()):
+        except Exception as error:  # the user's forward, on rows that may be wrong
+            log.info("features kept after %r are not used: %s", boundary, error_text(error))
+            return False
+        if right and all(same_row(got[sample], row) for sample, row in right.items()):
             return True
         log.warning("features kept after %r give others than are computed now: they are not used", boundary)
         return False

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from upriver.errors import CaptureError, ModelError
+from upriver.errors import CaptureError, ModelError, UpriverError
 from upriver.program.capture.prefix import capture
 from upriver.program.example_inputs import Example, Inputs, TensorSource
 from upriver.program.freeze import check_trainable, frozen_units, without_written
@@ -292,7 +292,7 @@ class _Splitting:
     ) -> tuple[Split, ...]:
         found: dict[tuple[str, ...], Split] = {}
         for trained in trained_by_others:
-            with contextlib.suppress(CaptureError):
+            with contextlib.suppress(UpriverError), refusing(_NOT_WATCHED):
                 other = self._outline_of_other(calls, training, trained)
                 if other is not None and set(other.reads) < set(own.reads):
                     found[other.skipped] = other
