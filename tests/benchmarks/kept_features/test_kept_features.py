@@ -175,7 +175,7 @@ def test_too_few_pairs_are_not_judged(tmp_path: Path) -> None:
     one = Runs(ONE, records)
     assert not_behind(one, 3) is None and one.missing == "4 of 12 runs"
     assert all(line.endswith(": not judged") for line in verdicts([one]))
-    assert "| by hand | 0.76 (0.00 to inf) | 1 | - |" in report([one], "x")
+    assert "| by hand | 0.76 (one pair) | 1 | - |" in report([one], "x")
 
 
 # ------------------------------------------------------------------------------------------ what is run
