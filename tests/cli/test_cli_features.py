@@ -18,7 +18,6 @@ def fill(folder: Path) -> None:
     for number, saved_s in ((1, 0.5), (2, 0.1)):
         kept = disk.open(stretch(number), saved_s=saved_s)
         assert kept.append({key(each): row(each) for each in range(10)})
-        kept.close()
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
