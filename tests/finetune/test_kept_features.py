@@ -7,6 +7,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import upriver
 from tests.finetune.moving import AtStep
 from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
 from tests.program.nets import Small, frozen_small
-from upriver.errors import ConfigError, ObjectChanged
+from upriver.errors import ConfigError, FrozenChanged, ObjectChanged
 from upriver.finetune import feature_source, session
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.sampler import epoch_order
@@ -436,6 +437,45 @@ def test_job_that_is_never_captured_leaves_rows_for_later_jobs_with_other_heads(
         wider.head = torch.nn.Linear(wider.head.in_features, 7)
         _, _, job = run(servers, data, epochs=1, model=wider, **options)
     assert job.report.samples == {"kept": COUNT}
+
+
+class Scaled(torch.nn.Module):
+    """Multiply by an attribute that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, 8, 3)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) * self.scale
+
+
+def scaled() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Scaled(), torch.nn.Flatten(), torch.nn.Linear(8 * 14 * 14, 5))
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_job_that_computed_no_micro_batch_notices_a_changed_attribute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "WORTH_A_PROCESS_S", 0.0)
+    data, keep = still_photos(tmp_path / "store"), upriver.Keep(folder=tmp_path / "kept")
+    options: dict[str, Any] = {"batch_size": BATCH, "micro_batch": MICRO, "seed": 7, "keep": keep}
+    for change in (False, True):
+        model = scaled()
+        with upriver.connect() as servers, servers.finetune(model, data, **options) as job:
+            scaling: Any = model[0]
+
+            def after_step(step: int, scaling: Any = scaling, change: bool = change) -> None:
+                scaling.scale = 3.0 if change else 1.0
+
+            raised = pytest.raises(FrozenChanged, match="'scale'") if change else nullcontext()
+            with raised:
+                train(job, model, optimizer_of(model), after_step=after_step)
+            assert ("kept" in job.report.samples) == change
 
 
 def test_name_of_another_frozen_part_costs_rows_and_no_bit(

@@ -532,7 +532,7 @@ class FeatureSource:
     ) -> dict[int, Row]:
         """Return rows as :meth:`RowCheck.anew`, and note those at the freeze point in a canary's place."""
         rows = self._check.anew(dataset, ids, drawn, position=position)
-        if position is None and self._anew is None:
+        if position is None and self._anew is None and rows:
             self._anew = _Anew(dataset=dataset, drawn=drawn, forms={i: forms(row) for i, row in rows.items()})
         return rows
 
@@ -681,7 +681,7 @@ class FeatureSource:
         if known is None:
             return True
         rows = self._check.anew(known.dataset, list(known.forms), known.drawn)
-        return all(forms(row) == known.forms[sample] for sample, row in rows.items())
+        return {sample: forms(row) for sample, row in rows.items()} == known.forms
 
     def _saw_eager(self, done: MicroBatch, timings: Timings, *, canary: bool) -> None:
         """Note the pace of the frozen part as it is written, and the bits of the canary."""

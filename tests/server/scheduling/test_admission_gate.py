@@ -139,12 +139,11 @@ async def test_a_request_that_is_sent_back_raises() -> None:
 
 
 def test_a_request_that_waits_too_long_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission_gate, "MAX_WAIT_S", 0.001)
-
     async def main() -> None:
         w = Waiting()
         block = w.come("block", 100)
         await settle()
+        monkeypatch.setattr(admission_gate, "MAX_WAIT_S", 0.001)  # not before: the first one waits, too
         with pytest.raises(Overloaded, match="no memory came free") as refused:
             await w.come("late", 40)
         assert refused.value.retry_after_s >= 1
