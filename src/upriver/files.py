@@ -13,6 +13,7 @@ import os
 import re
 import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,6 +27,9 @@ NO_SYNC = (errno.EINVAL, errno.ENOTSUP)
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 """Errors of file systems without locks (``flock(2)``)."""
 
+
+LOCK_EVERY_S = 0.01
+"""Seconds between two tries to lock a file that another process has locked."""
 
 STATUS = Path("/proc/self/status")
 """File that shows the user's mask for new files. umask(2) shows it only by changing it."""
@@ -163,11 +167,14 @@ def _locked(path: Path, beside: Path) -> int:
     return handle
 
 
-def try_lock(path: Path, *, mode: int = 0o600) -> int | None:
+def try_lock(path: Path, *, mode: int = 0o600, within_s: float = 0.0) -> int | None:
     """Open and lock a lock file; retry if its last owner has just removed it.
 
     The kernel releases the lock when the descriptor and all its copies are closed. On a file system without
     locks, every process gets it.
+
+    Args:
+        within_s: Seconds to wait for the lock.
 
     Returns:
         The file's descriptor; None if another one has the lock.
@@ -175,6 +182,7 @@ def try_lock(path: Path, *, mode: int = 0o600) -> int | None:
     Raises:
         OSError: If the file cannot be opened or locked.
     """
+    until_s = time.monotonic() + within_s
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
         try:
@@ -182,7 +190,10 @@ def try_lock(path: Path, *, mode: int = 0o600) -> int | None:
         except OSError as error:
             if isinstance(error, BlockingIOError):
                 os.close(handle)
-                return None
+                if time.monotonic() >= until_s:
+                    return None
+                time.sleep(LOCK_EVERY_S)
+                continue
             if error.errno not in NO_LOCKS:
                 os.close(handle)
                 raise

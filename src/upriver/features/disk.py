@@ -34,9 +34,6 @@ finished project has left would else hold its place for ever."""
 LOCK_S = 10.0
 """Seconds to wait for others that make room. It takes them milliseconds."""
 
-LOCK_EVERY_S = 0.01
-"""Seconds between two tries to lock the root."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureFolder:
@@ -225,11 +222,9 @@ class DiskFeatures:
         Raises:
             OSError: If it cannot be locked, or others hold it for `LOCK_S`.
         """
-        until = time.monotonic() + LOCK_S
-        while (number := files.try_lock(self.root / LOCK_FILE)) is None:
-            if time.monotonic() > until:
-                raise TimeoutError(f"another process has locked {self.root} for {LOCK_S:g} s")
-            time.sleep(LOCK_EVERY_S)
+        number = files.try_lock(self.root / LOCK_FILE, within_s=LOCK_S)
+        if number is None:
+            raise TimeoutError(f"another process has locked {self.root} for {LOCK_S:g} s")
         lock = Descriptor(number)
         try:
             yield

@@ -36,8 +36,8 @@ log = logging.getLogger("upriver")
 USED_EVERY_S = 60.0
 """Seconds between two notes of a folder's use. Jobs tell each other apart by hours."""
 
-TURN_S, LOOK_EVERY_S = 30.0, 0.05
-"""Most seconds to wait until another job has written its shard, and seconds between two looks."""
+TURN_S = 30.0
+"""Most seconds to wait until other jobs have written their shards."""
 
 SLOW_S = 10.0
 """Seconds of writing or reading after which a disk may count as slow: shorter ones may be an accident."""
@@ -336,10 +336,9 @@ class StretchFolder:
 
     def _own(self, *, within_s: float) -> bool:
         """Become the only writer for this shard, and remove what killed ones have left."""
-        until_s, number = time.monotonic() + within_s, None
+        number = None
         with suppress(FileNotFoundError):  # the folder is gone
-            while (number := files.try_lock(self.path / LOCK_FILE)) is None and time.monotonic() < until_s:
-                time.sleep(LOOK_EVERY_S)
+            number = files.try_lock(self.path / LOCK_FILE, within_s=within_s)
         if number is None:
             return False
         self._owned = Descriptor(number)

@@ -8,7 +8,6 @@ rows. A lost file costs the rows, which are computed again.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Literal
 
@@ -20,7 +19,7 @@ from upriver.cache import Cache
 from upriver.program.graph.artifact_paths import DIGEST
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import Granularity
-from upriver.program.split.proof_cache import code_facts, machine_facts, value_facts
+from upriver.program.split.proof_cache import code_facts, digest_of, machine_facts, value_facts
 from upriver.program.split.split import Split
 
 SCHEMA: Literal["upriver.frozen-name/1"] = "upriver.frozen-name/1"
@@ -110,7 +109,7 @@ def _trained(digest: str) -> _Trained | None:
 
 def _freeze_point(model: nn.Module, boundary: str) -> str:
     kind = type(model)
-    return hashlib.sha256(f"{kind.__module__} {kind.__qualname__} {boundary}".encode()).hexdigest()
+    return digest_of((kind.__module__, kind.__qualname__, boundary))
 
 
 def outline_digest(
@@ -128,12 +127,8 @@ def outline_digest(
     Args:
         example: A micro-batch of inputs.
     """
-    folded = hashlib.sha256()
     facts = _facts(model, outline, example, autocast=autocast, granularity=granularity)
-    for fact in (*facts, *value_facts(model, outline.reads)):
-        folded.update(fact.encode())
-        folded.update(b"\0")
-    return folded.hexdigest()
+    return digest_of((*facts, *value_facts(model, outline.reads)))
 
 
 def _facts(

@@ -44,7 +44,7 @@ def proof_digest(
 ) -> str:
     """Return the name of the proof that this program and this model's tail equal the whole model."""
     facts = model_facts(model, point.ships, point.skipped, device=program.device, autocast=autocast)
-    return _digest((SCHEMA, program.digest, *facts))
+    return digest_of((SCHEMA, program.digest, *facts))
 
 
 def outline_proof_digest(
@@ -63,10 +63,11 @@ def outline_proof_digest(
     inputs = [f"{tuple(each.shape)} {each.dtype}" for each in example.tensors]
     device = example.tensors[0].device
     facts = model_facts(model, point.ships, point.skipped, device=device, autocast=autocast)
-    return _digest((SCHEMA, "outline", *inputs, *facts, *value_facts(model, reads)))
+    return digest_of((SCHEMA, "outline", *inputs, *facts, *value_facts(model, reads)))
 
 
-def _digest(facts: Iterable[str]) -> str:
+def digest_of(facts: Iterable[str]) -> str:
+    """Return the digest of some facts, in order."""
     folded = hashlib.sha256()
     for fact in facts:
         folded.update(fact.encode())
