@@ -267,9 +267,7 @@ class _Splitting:
             units = frozen_units(self.model)
             calls = trace(self.model, self.example, autocast=self.autocast)
             training = self._in_training(calls, units)
-            if training is not None:
-                changed = training.flow.changed
-                units = without_written(self.model, units, changed, calls.flow.changed)
+            units = self._not_written(units, calls, training)
             point = next(self._points(calls, training), None)
             if calls.counting or calls.flow.draws:
                 return None  # an eager run would count and draw, too
@@ -319,9 +317,7 @@ class _Splitting:
         try:
             for name in more:
                 own[name].requires_grad_(True)
-            units = frozen_units(model)
-            if training is not None:
-                units = without_written(model, units, training.flow.changed, calls.flow.changed)
+            units = self._not_written(frozen_units(model), calls, training)
             point = next(self._points(seen, training), None)
             if point is None:
                 return None
@@ -358,9 +354,7 @@ class _Splitting:
             with refusing(_NOT_WATCHED):
                 calls = trace(self.model, self.example, autocast=self.autocast)
                 training = self._in_training(calls, units)
-            if training is not None:
-                changed = training.flow.changed
-                units = without_written(self.model, units, changed, calls.flow.changed)
+            units = self._not_written(units, calls, training)
             step = "freeze point"
             for point in self._points(calls, training):
                 done = self._tried(calls, point, units, granularity)
@@ -378,6 +372,12 @@ class _Splitting:
             return ForwardPass(*watch_training(self.model, calls.example, units, autocast=self.autocast))
         except ModelError:  # it may need labels in training; the proof decides
             return None
+
+    def _not_written(self, units: list[str], calls: Trace, training: ForwardPass | None) -> list[str]:
+        """Return the units that the model's own forward does not train, as far as it was watched."""
+        if training is None:
+            return units
+        return without_written(self.model, units, training.flow.changed, calls.flow.changed)
 
     def _points(self, calls: Trace, training: ForwardPass | None) -> Iterator[FreezePoint]:
         """Yield freeze points: the largest prefix, then one that ends before control flow on data.
