@@ -19,7 +19,7 @@ from upriver.cache import Cache
 from upriver.program.graph.artifact_paths import DIGEST
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import Granularity
-from upriver.program.split.proof_cache import code_facts, digest_of, machine_facts, value_facts
+from upriver.program.split.proof_cache import code_facts, digest_of, machine_facts
 from upriver.program.split.split import Split
 
 SCHEMA: Literal["upriver.frozen-name/1"] = "upriver.frozen-name/1"
@@ -128,7 +128,7 @@ def outline_digest(
         example: A micro-batch of inputs.
     """
     facts = _facts(model, outline, example, autocast=autocast, granularity=granularity)
-    return digest_of((*facts, *value_facts(model, outline.reads)))
+    return digest_of((*facts, *outline.values))
 
 
 def _facts(

@@ -51,19 +51,19 @@ def outline_proof_digest(
     model: nn.Module,
     example: Example,
     point: FreezePoint,
-    reads: Sequence[str],
+    values: Sequence[str],
     *,
     autocast: torch.dtype | None = None,
 ) -> str:
     """Return the name of the proof that the frozen part as it is written and the tail equal the whole model.
 
     Args:
-        reads: Parameters and buffers that the frozen part reads.
+        values: Forms and values of the parameters and buffers that the frozen part reads, as text.
     """
     inputs = [f"{tuple(each.shape)} {each.dtype}" for each in example.tensors]
     device = example.tensors[0].device
     facts = model_facts(model, point.ships, point.skipped, device=device, autocast=autocast)
-    return digest_of((SCHEMA, "outline", *inputs, *facts, *value_facts(model, reads)))
+    return digest_of((SCHEMA, "outline", *inputs, *facts, *values))
 
 
 def digest_of(facts: Iterable[str]) -> str:
@@ -155,17 +155,13 @@ def machine_facts(*, device: torch.device, autocast: torch.dtype | None) -> Iter
     yield f"{torch.backends.cpu.get_cpu_capability()} {_device_name(device)} {autocast}"
 
 
-def value_facts(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
-    """Yield the forms and the values of some parameters and buffers, as text."""
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
-    for name in sorted(names):
-        tensor = tensors[name].detach()
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.stride()}"
-        for part in stored_parts(tensor):
-            raw = part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            yield xxhash.xxh3_128_hexdigest(raw)
+def value_fact(name: str, tensor: torch.Tensor) -> str:
+    """Return the form and the values of a parameter or buffer, as text."""
+    folded = [
+        xxhash.xxh3_128_hexdigest(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        for part in stored_parts(tensor.detach())
+    ]
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.stride()} {' '.join(folded)}"
 
 
 def code_facts(modules: Mapping[str, nn.Module]) -> Iterator[str]:

@@ -35,7 +35,13 @@ from upriver.program.split.eager_prefix import EagerPrefix, runs_alone
 from upriver.program.split.forward_pass import ForwardPass, random_branch
 from upriver.program.split.freeze_point import CrossingTensor, EvalPlan, FreezePoint, find, in_eval_for
 from upriver.program.split.module_trace import Shape, Trace, trace, watch_training, written_in_training
-from upriver.program.split.proof_cache import is_proven, outline_proof_digest, proof_digest, remember
+from upriver.program.split.proof_cache import (
+    is_proven,
+    outline_proof_digest,
+    proof_digest,
+    remember,
+    value_fact,
+)
 from upriver.program.split.tail import Tail
 from upriver.program.split.verification import Proof, Refuted, check_tail
 from upriver.program.tensor_layouts import refusing
@@ -119,6 +125,7 @@ class Split:
         eager: The frozen prefix as it is written, of an outline. None once a program takes its place.
         earlier: Outlines that end at freeze points of other jobs, before this one, the last of them first.
         reads: Parameters and buffers that the frozen prefix reads, by name.
+        values: Form and values of each of `reads`, as text, of an outline.
         tail: Runs the rest, from the tensors that cross the freeze point (or from the inputs).
         in_eval: Modules that stay in eval regardless of ``model.train()``.
         prefix_units: Frozen modules that run in the program.
@@ -141,6 +148,7 @@ class Split:
     eager: EagerPrefix | None = None
     earlier: tuple[Split, ...] = ()
     reads: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     faster: FasterPrefix | None = None
 
     @property
@@ -250,6 +258,7 @@ class _Splitting:
         self.model, self.example, self.autocast, self.tell = model, example, autocast, tell
         self.attempts: list[Attempt] = []
         self.left: dict[str, str] = {}  # modules that no program can hold, and why
+        self._values: dict[str, str] = {}  # parameters and buffers that were read, as text
 
     def run(self, granularity: Granularity) -> Split:
         check_trainable(self.model)
@@ -323,28 +332,35 @@ class _Splitting:
                 return None
             in_eval = in_eval_for(model, seen, point, units)
             tail = Tail(model, point, seen, in_eval=in_eval.modules, autocast=self.autocast)
-            return replace(
-                self._split(seen, point, tail, None, in_eval, 0.0), reads=_read_before(seen, point)
-            )
+            return self._parts(seen, point, tail, in_eval)
         finally:
             for name in more:
                 own[name].requires_grad_(False)
 
     def _outlined(self, calls: Trace, point: FreezePoint, in_eval: EvalPlan) -> Split:
         tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
+        found = self._parts(calls, point, tail, in_eval)
         eager = EagerPrefix(self.model, self.example, point.ships, in_eval, autocast=self.autocast)
-        reads = _read_before(calls, point)
-        proof = outline_proof_digest(self.model, self.example, point, reads, autocast=self.autocast)
+        proof = outline_proof_digest(self.model, self.example, point, found.values, autocast=self.autocast)
         known = is_proven(proof, point=point)
         if known is not None:
             tail.with_gradient = known
         else:
             check_tail(self.model, tail, in_eval, eager, self.example, autocast=self.autocast)
             remember(proof, None, tail.with_gradient)
-        self.attempts.append(
-            Attempt(step=f"as it is written up to {point.name}", remembered=known is not None)
-        )
-        return replace(self._split(calls, point, tail, None, in_eval, 0.0), eager=eager, reads=reads)
+        attempt = Attempt(step=f"as it is written up to {point.name}", remembered=known is not None)
+        return replace(found, eager=eager, attempts=(*self.attempts, attempt))
+
+    def _parts(self, calls: Trace, point: FreezePoint, tail: Tail, in_eval: EvalPlan) -> Split:
+        """Return the two parts around a freeze point, without any form of the frozen one."""
+        reads = _read_before(calls, point)
+        tensors: dict[str, torch.Tensor] = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
+        self._values |= {name: value_fact(name, tensors[name]) for name in reads if name not in self._values}
+        found = self._split(calls, point, tail, None, in_eval, 0.0)
+        return replace(found, reads=reads, values=tuple(self._values[name] for name in reads))
 
     def _run(self, granularity: Granularity) -> Split:
         units = frozen_units(self.model)
@@ -528,8 +544,8 @@ def _read_before(calls: Trace, point: FreezePoint) -> tuple[str, ...]:
     makers = [run.maker(ship.value) for ship in point.ships]
     needed = run.closure([maker for maker in makers if maker >= 0])
     read = {value.tensor for index in needed for value in run.operations[index].reads} & origins.keys()
-    held = (origins[tensor] for tensor in sorted(read))
-    return tuple(origin.name for origin in held if origin.kind in ("parameter", "buffer"))
+    held = (origins[tensor] for tensor in read)
+    return tuple(sorted(origin.name for origin in held if origin.kind in ("parameter", "buffer")))
 
 
 _NOT_WATCHED = "the model cannot be watched while it runs"
