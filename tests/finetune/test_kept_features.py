@@ -226,6 +226,15 @@ def test_views_with_deterministic_stages_are_said_and_no_error(tmp_path: Path) -
     assert "views=3 changes nothing" in job.plan.why
 
 
+def test_random_stage_that_keeps_features_out_of_the_store_is_named(tmp_path: Path) -> None:
+    data = photos(tmp_path / "store", COUNT)
+    room = upriver.Keep(memory=0, disk=0, store=True)
+    for views, said in ((None, True), (2, False)):
+        sampling = upriver.Sampling(views=views)
+        with near().finetune(frozen_small(), data, batch_size=BATCH, keep=room, sampling=sampling) as job:
+            assert ("no features are kept in the store, as random_" in job.plan.why) == said
+
+
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_damaged_shards_change_no_bit(tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture) -> None:
     data = still_photos(tmp_path / "store")

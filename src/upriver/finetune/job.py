@@ -705,16 +705,22 @@ class FinetuneJob:
             kept.remark if kept is not None else "",
             self._feed.begins,
             self._feed.stored.remark,
-            self._views_remark,
+            self._draws_remark,
         )
         return with_notes(self._plan, *filter(None, remarks))
 
     @property
-    def _views_remark(self) -> str:
-        views = self._options.sampling.views
-        if views is None or self._dataset.chain.first_draw is not None:
+    def _draws_remark(self) -> str:
+        """Return in words what the random input stages mean for the features that are kept."""
+        chain, keep, views = self._dataset.chain, self._options.keep, self._options.sampling.views
+        if (first := chain.first_draw) is None:
+            unused = f"views={views} changes nothing, as no input stage draws random numbers"
+            return unused if views is not None else ""
+        if views is not None or keep is None or not (keep.store or first == chain.start):
             return ""
-        return f"views={views} changes nothing, as no input stage draws random numbers"
+        where = "in the store" if first > chain.start else "on this machine or in the store"
+        drawing = chain.stage_at(first + 1).name
+        return f"no features are kept {where}, as {drawing} draws anew in each epoch: set Sampling(views=…)"
 
     @property
     def _store_lost(self) -> str:
