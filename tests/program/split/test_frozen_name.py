@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,6 +103,47 @@ def test_head_does_not_count_and_frozen_weights_code_and_form_do() -> None:
                 example = torch.zeros(8, 3, 16, 16)
         digests.append(named(model, example))
     assert len(set(digests)) == len(digests)
+
+
+GLOBALS = {"gain": 1.0, "limit": 30.0}
+"""What a forward reads and no module holds."""
+
+
+class Reading(torch.nn.Module):
+    def __init__(self, gain: float, table_rows: int) -> None:
+        super().__init__()
+        self.table, self.linear = torch.nn.Embedding(table_rows, 4), torch.nn.Linear(4, 4)
+        self.gain = np.array(gain)
+        with torch.no_grad():
+            self.linear.weight.mul_(50)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = x if x.is_floating_point() else self.table(x).mean(1) * GLOBALS["gain"]
+        return self.linear(values).clamp(max=GLOBALS["limit"]) * float(self.gain)
+
+
+def named_reading(example: torch.Tensor, gain: float = 1.0, table_rows: int = 2) -> str:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Reading(gain, table_rows).requires_grad_(False), torch.nn.Linear(4, 2))
+    found = outline(model, example)
+    assert found is not None
+    return outline_digest(model, found, example, autocast=None, granularity="module")
+
+
+def test_what_the_forward_reads_and_no_module_holds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, ids = torch.zeros(4, 4), torch.ones(4, 3, dtype=torch.int64)
+    first = named_reading(numbers), named_reading(ids)
+    assert (named_reading(torch.ones(4, 4)), named_reading(ids)) == first
+    assert named_reading(numbers, gain=1.25) != first[0]  # an array: values that are no tensor's
+    monkeypatch.setitem(GLOBALS, "limit", 31.0)
+    assert named_reading(numbers) != first[0]
+    monkeypatch.setitem(GLOBALS, "gain", 1.25)
+    assert named_reading(ids) != first[1]
+
+
+def test_part_that_refuses_the_fixed_samples_has_no_name_before_its_capture() -> None:
+    ids = torch.zeros(4, 3, dtype=torch.int64)
+    assert named_reading(ids, table_rows=1) != named_reading(ids, table_rows=1)
 
 
 def test_the_outline_of_a_job_that_trains_more_is_found_in_the_trace_of_another() -> None:

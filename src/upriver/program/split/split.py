@@ -332,15 +332,16 @@ class _Splitting:
                 return None
             in_eval = in_eval_for(model, seen, point, units)
             tail = Tail(model, point, seen, in_eval=in_eval.modules, autocast=self.autocast)
-            return self._parts(seen, point, tail, in_eval)
+            eager = EagerPrefix(model, self.example, point.ships, in_eval, autocast=self.autocast)
+            return self._parts(seen, point, tail, eager, in_eval)
         finally:
             for name in more:
                 own[name].requires_grad_(False)
 
     def _outlined(self, calls: Trace, point: FreezePoint, in_eval: EvalPlan) -> Split:
         tail = Tail(self.model, point, calls, in_eval=in_eval.modules, autocast=self.autocast)
-        found = self._parts(calls, point, tail, in_eval)
         eager = EagerPrefix(self.model, self.example, point.ships, in_eval, autocast=self.autocast)
+        found = self._parts(calls, point, tail, eager, in_eval)
         proof = outline_proof_digest(self.model, self.example, point, found.values, autocast=self.autocast)
         known = is_proven(proof, point=point)
         if known is not None:
@@ -349,10 +350,12 @@ class _Splitting:
             check_tail(self.model, tail, in_eval, eager, self.example, autocast=self.autocast)
             remember(proof, None, tail.with_gradient)
         attempt = Attempt(step=f"as it is written up to {point.name}", remembered=known is not None)
-        return replace(found, eager=eager, attempts=(*self.attempts, attempt))
+        return replace(found, attempts=(*self.attempts, attempt))
 
-    def _parts(self, calls: Trace, point: FreezePoint, tail: Tail, in_eval: EvalPlan) -> Split:
-        """Return the two parts around a freeze point, without any form of the frozen one."""
+    def _parts(
+        self, calls: Trace, point: FreezePoint, tail: Tail, eager: EagerPrefix, in_eval: EvalPlan
+    ) -> Split:
+        """Return the two parts around a freeze point, as the model is written."""
         reads = _read_before(calls, point)
         tensors: dict[str, torch.Tensor] = {
             **dict(self.model.named_parameters(remove_duplicate=False)),
@@ -360,7 +363,7 @@ class _Splitting:
         }
         self._values |= {name: value_fact(name, tensors[name]) for name in reads if name not in self._values}
         found = self._split(calls, point, tail, None, in_eval, 0.0)
-        return replace(found, reads=reads, values=tuple(self._values[name] for name in reads))
+        return replace(found, eager=eager, reads=reads, values=tuple(self._values[name] for name in reads))
 
     def _run(self, granularity: Granularity) -> Split:
         units = frozen_units(self.model)
