@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -43,13 +44,19 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def job_upto(
-    upto: str, data: Dataset, folder: Path, *, epochs: int = 1, model: Any = None, **options: Any
+    upto: str,
+    data: Dataset,
+    folder: Path,
+    *,
+    model: Any = None,
+    near: upriver.Near | None = None,
+    **options: Any,
 ) -> Any:
     """Run a job whose model is frozen up to a block, and return its result and the closed job."""
-    options = {"keep": upriver.Keep(memory="64 MB", disk="64 MB", folder=folder), **options}
+    options = {"keep": upriver.Keep(memory="64 MB", disk="64 MB", folder=folder), "epochs": 1, **options}
     model = model or frozen_small(upto)
-    with upriver.connect(server_threads=1) as near:
-        losses, model, job = run(near, data, epochs=epochs, model=model, **options)
+    with upriver.connect(server_threads=1) if near is None else contextlib.nullcontext(near) as servers:
+        losses, model, job = run(servers, data, model=model, **options)
     return (losses, model), job
 
 
@@ -79,12 +86,14 @@ def test_job_that_is_prepared_first_begins_with_the_rows_of_an_earlier_freeze_po
 ) -> None:
     monkeypatch.setattr(session, "WORTH_A_PROCESS_S", float("inf"))
     data = still_photos(tmp_path / "store")
-    job_upto("block1", data, tmp_path / "kept", policy="freeze")
-    got, job = job_upto("block3", data, tmp_path / "kept", epochs=2, policy="freeze")
-    assert same(got, plain("block3", data, epochs=2))
-    assert job.report.samples == {"kept": 2 * COUNT}
-    got, job = job_upto("block2", data, tmp_path / "kept", policy="freeze", keep=None)
-    assert same(got, plain("block2", data)) and "kept" not in job.report.samples
+    with upriver.connect(server_threads=1) as near:
+        options: dict[str, Any] = {"policy": "freeze", "near": near}
+        job_upto("block1", data, tmp_path / "kept", **options)
+        got, job = job_upto("block3", data, tmp_path / "kept", epochs=2, **options)
+        assert same(got, plain("block3", data, epochs=2))
+        assert job.report.samples == {"kept": 2 * COUNT}
+        got, job = job_upto("block2", data, tmp_path / "kept", keep=None, **options)
+        assert same(got, plain("block2", data)) and "kept" not in job.report.samples
 
 
 def test_the_last_of_several_freeze_points_is_taken_and_the_others_fill_in(
