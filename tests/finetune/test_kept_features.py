@@ -226,13 +226,16 @@ def test_views_with_deterministic_stages_are_said_and_no_error(tmp_path: Path) -
     assert "views=3 changes nothing" in job.plan.why
 
 
-def test_random_stage_that_keeps_features_out_of_the_store_is_named(tmp_path: Path) -> None:
+def test_what_keeps_features_out_of_the_store_is_said(tmp_path: Path) -> None:
     data = photos(tmp_path / "store", COUNT)
     room = upriver.Keep(memory=0, disk=0, store=True)
-    for views, said in ((None, True), (2, False)):
+    for views, why in ((None, "random_resized_crop draws anew in each epoch"), (2, "no server is asked")):
         sampling = upriver.Sampling(views=views)
-        with near().finetune(frozen_small(), data, batch_size=BATCH, keep=room, sampling=sampling) as job:
-            assert ("no features are kept in the store, as random_" in job.plan.why) == said
+        with near().finetune(
+            frozen_small(), data, batch_size=BATCH, keep=room, sampling=sampling, policy="nosplit"
+        ) as job:
+            assert f"no features are kept in the store, as {why}" in job.plan.why
+            assert "0 B of at most" not in job.plan.why
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])

@@ -167,12 +167,14 @@ class KeptFeatures:
 
     @property
     def remark(self) -> str:
-        """Return in words how much is kept now, for the plan."""
+        """Return in words how much is kept now, for the plan; empty if there is no room at all."""
         if self.why_not:
             return f"features are not kept: {self.why_not}"
         used, most = self.memory.used_bytes, self.memory.budget_bytes
         on_disk = sum(stretch.disk_bytes for stretch in self._all())
         at_most = self.disk.budget_bytes if self.disk is not None else 0
+        if not most and not at_most:
+            return ""
         return (
             f"features kept: {bytes_text(used)} of at most {bytes_text(most)} in memory, "
             f"{bytes_text(on_disk)} of at most {bytes_text(at_most)} on disk"

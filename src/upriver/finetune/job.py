@@ -705,22 +705,25 @@ class FinetuneJob:
             kept.remark if kept is not None else "",
             self._feed.begins,
             self._feed.stored.remark,
-            self._draws_remark,
+            self._keep_remark,
         )
         return with_notes(self._plan, *filter(None, remarks))
 
     @property
-    def _draws_remark(self) -> str:
-        """Return in words what the random input stages mean for the features that are kept."""
+    def _keep_remark(self) -> str:
+        """Return in words why features are not kept where the options ask for it."""
         chain, keep, views = self._dataset.chain, self._options.keep, self._options.sampling.views
-        if (first := chain.first_draw) is None:
-            unused = f"views={views} changes nothing, as no input stage draws random numbers"
-            return unused if views is not None else ""
-        if views is not None or keep is None or not (keep.store or first == chain.start):
-            return ""
-        where = "in the store" if first > chain.start else "on this machine or in the store"
-        drawing = chain.stage_at(first + 1).name
-        return f"no features are kept {where}, as {drawing} draws anew in each epoch: set Sampling(views=…)"
+        first, stored = chain.first_draw, keep is not None and keep.store
+        if first is None and views is not None:
+            return f"views={views} changes nothing, as no input stage draws random numbers"
+        if keep is not None and first is not None and views is None and (stored or first == chain.start):
+            where = "in the store" if first > chain.start else "on this machine or in the store"
+            drawing = chain.stage_at(first + 1).name
+            return (
+                f"no features are kept {where}, as {drawing} draws anew in each epoch: set Sampling(views=…)"
+            )
+        none_asked = "no features are kept in the store, as no server is asked"
+        return none_asked if stored and self._pool is None else ""
 
     @property
     def _store_lost(self) -> str:

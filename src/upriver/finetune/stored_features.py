@@ -28,16 +28,19 @@ class StoredFeatures:
     Attributes:
         found: Samples that had a row at the last question; None before the first one.
         why_not: Reason why servers keep no more rows; empty while they do.
+        lost: Error of the last question; empty if it was answered.
     """
 
     def __init__(self) -> None:
         self.found: int | None = None
-        self.why_not = ""
+        self.why_not = self.lost = ""
         self._trusted: set[tuple[str, int, int | None]] = set()
 
     @property
     def remark(self) -> str:
         """Return in words what servers keep, for the plan; empty before the first question."""
+        if self.lost:
+            return f"features near the data are not used in this pass: {self.lost}"
         full = f"; no more are kept: {self.why_not}" if self.why_not else ""
         there = f"features kept near the data when this pass began: of {self.found} samples"
         return "" if self.found is None else there + full
@@ -57,10 +60,10 @@ class StoredFeatures:
                     found.update(answer.ids)
                     self.why_not = answer.why_not
             except UpriverError as error:
-                log.info("features near the data are not used in this pass: %s", error)
-                self.found, self.why_not = 0, str(error)
+                self.found, self.lost = 0, str(error)
+                log.info("%s", self.remark)
                 return frozenset()
-            self.found = len(found)
+            self.found, self.lost = len(found), ""
         return frozenset(found)
 
     def is_trusted(self, question: JobRequirements, *, cut: int, epoch: int) -> bool:

@@ -23,18 +23,23 @@ from tests.server.features.test_feature_store import (
     answered,
     dataset_in,
     features_in,
+    found,
     request_for,
     until_kept,
+    why_not,
 )
 from tests.server.running import Running, ask, body_of, changed, connect, refused, run, running, wait_for
 from tests.server.test_by_memory import idle
 from upriver.coldstart.load_program import publish
-from upriver.control.memory_budget import MemoryHold
+from upriver.control.memory_budget import INDEXES, MemoryHold
+from upriver.errors import Overloaded
+from upriver.features.shard import INDEX_NBYTES
 from upriver.pipeline import CenterCrop, Decode, Normalize, Resize
 from upriver.program.capture.prefix import capture
 from upriver.program.graph.executor import Program
 from upriver.protocol import RunRequest
-from upriver.server.features.feature_store import RequestRows
+from upriver.server.features import feature_store
+from upriver.server.features.feature_store import FeatureStore, RequestRows
 from upriver.server.scheduling.footprint import ANSWER_BYTES
 from upriver.server.tenants import Tenant, hash_token
 from upriver.store import Store
@@ -407,3 +412,92 @@ def test_clients_of_two_tenants_that_leave_at_any_moment_leave_nothing(inside: I
     for who in (ALICE, BOB):
         assert same(batches(inside.ask(asked, who)), plain)
     inside.wait_released()
+
+
+# -------------------------------------------------------------------------------------- memory of indexes
+
+
+class Indexes:
+    """The memory of the indexes that the server has open, as its budget counts it."""
+
+    def __init__(self, inside: Inside) -> None:
+        self._inside = inside
+        self._others = self._held - sum(entry.index.nbytes for entry in self.opened)
+
+    @property
+    def opened(self) -> list[Any]:
+        return list(self._inside.served.front.features._open.values())
+
+    @property
+    def _held(self) -> int:
+        return int(self._inside.unit.budget.held_by(INDEXES))
+
+    @property
+    def nbytes(self) -> int:
+        return self._held - self._others
+
+    @property
+    def are_right(self) -> bool:
+        """Return whether just the rows that are there are counted."""
+        return self.nbytes == sum(entry.rows.index_nbytes for entry in self.opened)
+
+
+def test_as_many_indexes_are_kept_as_may_be_however_many_are_asked_for_at_once(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, rows = [inside.kept()[0] for _ in range(5)], len({*itertools.chain(*MANY)})
+    indexes = Indexes(inside)
+    monkeypatch.setattr(feature_store, "MOST_STRETCHES", 2)
+    monkeypatch.setattr(feature_store, "REFRESH_S", 0.0)
+    for _ in range(3):
+        with ThreadPoolExecutor(15) as pool:
+            answers = list(pool.map(lambda each: found(inside.served, each, ALICE), asked * 6))
+        assert {len(set(answer)) for answer in answers} == {rows}
+
+    def opened() -> int:
+        found(inside.served, asked[0], ALICE), found(inside.served, asked[1], ALICE)
+        return sum(entry.tenant.name == "alice" for entry in indexes.opened)
+
+    wait_for(lambda: opened() == 2)
+    assert indexes.are_right
+
+
+def test_index_gives_back_the_memory_of_rows_that_are_gone(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, _, [shard, *others] = inside.kept()
+    monkeypatch.setattr(feature_store, "REFRESH_S", 0.0)
+    indexes = Indexes(inside)
+    before = indexes.nbytes
+    forged = shard.with_name("rows-400000-00000000000000aa.safetensors")
+    forged.touch()
+    os.truncate(forged, 400_000 * INDEX_NBYTES)
+    assert found(inside.served, asked, ALICE)
+    assert not forged.exists()
+    assert indexes.nbytes == before and indexes.are_right
+    for each in (shard, *others):
+        removed(each)
+    assert found(inside.served, asked, ALICE) == ()
+    assert indexes.nbytes < before and indexes.are_right
+
+
+def test_rows_whose_index_has_no_memory_are_neither_read_nor_written(
+    inside: Inside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, plain, _ = inside.kept()
+    written = features_in(inside.root)
+
+    @contextmanager
+    def none(*args: Any) -> Iterator[None]:
+        raise Overloaded("there is no memory for this index")
+        yield
+
+    inside.served.front.features._open.clear()
+    with monkeypatch.context() as full:
+        full.setattr(FeatureStore, "_index_room", none)
+        assert found(inside.served, asked, ALICE) == ()
+        assert same(batches(inside.ask(asked)), plain)
+        wait_for(lambda: "no memory for this index" in why_not(inside.served, asked, ALICE))
+    assert features_in(inside.root) == written
+    inside.served.front.features._open.clear()
+    assert found(inside.served, asked, ALICE)

@@ -57,8 +57,8 @@ def until_kept(server, request, headers=None) -> None:
     wait_for(lambda: found(server, request, headers) == ids)
 
 
-def why_not(server, request):
-    body = ask(server, "POST", "/v1/features", body_of(request))[2]
+def why_not(server, request, headers=None):
+    body = ask(server, "POST", "/v1/features", body_of(request), headers)[2]
     return decode_versioned(body, FeaturesFound, "features").why_not
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from upriver.errors import StorageFull
 from upriver.server.programs.quota import check_stored
-from upriver.server.tenants import Tenant
+from upriver.server.tenants import ANYONE, Tenant
 
 SIZES = st.integers(0, 50)
 
@@ -47,3 +47,8 @@ def test_the_error_names_the_limit_and_all_that_counts(coming: int, named: dict[
         f"tenant 'alice' may store 100 kB (stored_bytes) and {said} can remove what is unused (upriver gc), "
         "or raise stored_bytes"
     )
+
+
+def test_the_error_names_no_tenant_where_there_is_none() -> None:
+    with pytest.raises(StorageFull, match=r"^everyone together may store 1 kB \(stored_bytes\)"):
+        check_stored(ANYONE, 900, 0, 200, default=1000)

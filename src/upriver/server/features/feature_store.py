@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from upriver.features import Row
     from upriver.features.stretch import Stretch
     from upriver.pipeline import Dataset, SampleRef
-    from upriver.server.features.stored_stretch import StoredStretch
+    from upriver.server.features.stored_stretch import IndexRoom, StoredStretch
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ RETRY_S = 300.0
 """Seconds without writes to a folder after one failed: a full quota or store rarely has room before."""
 
 MOST_STRETCHES = 64
-"""Most stretches whose index is kept in memory; the one used longest ago is dropped."""
+"""Most stretches of a tenant whose index is kept in memory; the one used longest ago is dropped."""
 
 WAITING_BYTES = 128 << 20
 """Most memory of one tenant's rows that wait to be written. More are not kept: the store is slower than what
@@ -85,6 +86,7 @@ class _Open:
 
     Attributes:
         index: Memory of the index.
+        users: Requests for rows of the stretch.
         listed_s: Time of the last listing, by the monotonic clock.
         noted_s: Time at which its use was last noted in the store.
         closed_s: Time until which no row is taken, after a failed write.
@@ -96,8 +98,9 @@ class _Open:
     tenant: Tenant
     place: str
     rows: StoredStretch
+    index: MemoryHold
+    users: weakref.WeakSet[RequestRows] = field(default_factory=weakref.WeakSet)
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    index: MemoryHold | None = None
     listed_s: float = -REFRESH_S
     noted_s: float = -TOUCH_S
     closed_s: float = 0.0
@@ -109,6 +112,11 @@ class _Open:
     full: asyncio.Event = field(default_factory=asyncio.Event)
     writes: asyncio.Lock = field(default_factory=asyncio.Lock)
     task: asyncio.Task[None] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether nobody reads or writes the stretch."""
+        return not (self.users or self.waiting or self.task or self.looking.locked())
 
     def taken(self) -> tuple[dict[bytes, Row], list[MemoryHold]]:
         """Return the rows that wait, and their memory, and let none wait any more."""
@@ -168,7 +176,9 @@ class FeatureStore:
         stretch: Stretch = batches.stretch_of_request(
             request, dataset, fingerprint=fingerprint, num_threads=num_threads
         )
-        return RequestRows(self, await self._opened(tenant, dataset.store, stretch.digest), dataset, stretch)
+        rows = RequestRows(self, await self._opened(tenant, dataset.store, stretch.digest), dataset, stretch)
+        await self._look(rows.entry)
+        return rows
 
     async def close(self) -> None:
         """Write the rows that wait."""
@@ -187,35 +197,48 @@ class FeatureStore:
         if key not in self._open:
             place = self._prefix if tenant.name == ANYONE.name else own_prefix(self._prefix, tenant)
             rows: StoredStretch = stretches.StoredStretch(store, features_path(place, digest), digest)
-            self._open[key] = _Open(tenant, place, rows)
-            self._drop_oldest(len(self._open) - MOST_STRETCHES)
+            self._open[key] = _Open(tenant, place, rows, self._hold(0))
         self._open.move_to_end(key)
-        entry = self._open[key]
+        own = [each for each, entry in self._open.items() if entry.tenant.name == tenant.name]
+        idle = [each for each in own[:-1] if self._open[each].is_idle]
+        for each in idle[: max(0, len(own) - MOST_STRETCHES)]:
+            self._open.pop(each).index.release()
+        return self._open[key]
+
+    async def _look(self, entry: _Open) -> None:
+        """List a folder if that was long ago. Rows without memory for their index count as missing."""
         async with entry.looking:
-            if time.monotonic() - entry.listed_s >= REFRESH_S:
-                await self._refreshed(entry)
-        return entry
+            if time.monotonic() - entry.listed_s < REFRESH_S:
+                return
+            entry.listed_s = time.monotonic()
+            room = partial(self._index_room, entry, asyncio.get_running_loop())
+            try:
+                await self._run(entry, partial(entry.rows.refresh, room))
+            except (Overloaded, DoesNotFit) as error:
+                log.info("kept features of %s are not used: %s", entry.tenant.name, error)
+            if entry.rows.keys and time.monotonic() - entry.noted_s >= TOUCH_S:
+                await self._note_use(entry)
 
-    async def _refreshed(self, entry: _Open) -> None:
-        """List a folder; hold the memory of its index first. Without memory its rows count as missing."""
-        loop = asyncio.get_running_loop()
+    @contextmanager
+    def _index_room(self, entry: _Open, loop: asyncio.AbstractEventLoop, nbytes: int) -> Iterator[None]:
+        """Hold the memory of what is added to an index, then that of the whole index. Runs in a thread."""
 
-        def admit(nbytes: int) -> None:
-            asyncio.run_coroutine_threadsafe(self._hold_index(entry, nbytes), loop).result()
+        async def hold() -> MemoryHold:
+            return self._hold(nbytes)
 
-        entry.listed_s = time.monotonic()
+        async def added(room: MemoryHold) -> None:
+            room.release()
+            self._weigh_index(entry)
+
+        room = asyncio.run_coroutine_threadsafe(hold(), loop).result()
         try:
-            await self._run(entry, partial(entry.rows.refresh, admit))
-        except (Overloaded, DoesNotFit) as error:
-            log.info("kept features of %s are not used: %s", entry.tenant.name, error)
-        if entry.rows.keys and time.monotonic() - entry.noted_s >= TOUCH_S:
-            await self._note_use(entry)
+            yield
+        finally:
+            asyncio.run_coroutine_threadsafe(added(room), loop).result()
 
-    async def _hold_index(self, entry: _Open, nbytes: int) -> None:
-        if entry.index is None:
-            entry.index = self._hold(nbytes)
-        else:
-            entry.index.resize(max(nbytes, entry.index.nbytes))
+    def _weigh_index(self, entry: _Open) -> None:
+        with suppress(Overloaded, DoesNotFit):  # another thread holds what it adds
+            entry.index.resize(entry.rows.index_nbytes)
 
     async def _note_use(self, entry: _Open) -> None:
         entry.noted_s = time.monotonic()
@@ -223,13 +246,6 @@ class FeatureStore:
             await self._run(entry, partial(note_use, entry.rows.store, entry.place, [entry.rows.digest]))
         except StoreError as error:
             log.warning("cannot note that kept features are used, and upriver gc may remove them: %s", error)
-
-    def _drop_oldest(self, count: int) -> None:
-        unused = [key for key, entry in self._open.items() if not entry.waiting and entry.task is None]
-        for key in unused[: max(0, count)]:
-            entry = self._open.pop(key)
-            if entry.index is not None:
-                entry.index.release()
 
     # ------------------------------------------------------------------------------------- writing
 
@@ -288,6 +304,7 @@ class FeatureStore:
         async with entry.writes:
             self.release(entry, entry.taken()[1])
             await self._run(entry, entry.rows.clear)
+            self._weigh_index(entry)
         log.info(
             "kept features %s of tenant %s were removed, as a job asked", entry.rows.digest, entry.tenant.name
         )
@@ -297,7 +314,8 @@ class FeatureStore:
         entry.writing = rows
         entry.noted_s = time.monotonic()  # a shard's write notes the use
         try:
-            count, error = await self._run(entry, partial(self._append, entry, rows))
+            room = partial(self._index_room, entry, asyncio.get_running_loop())
+            count, error = await self._run(entry, partial(self._append, entry, rows, room))
             self._metrics.features("written", entry.tenant.name, count)
             entry.why_not = "" if error is None else str(self._wording.of(error))
             if error is not None:
@@ -307,7 +325,9 @@ class FeatureStore:
             entry.writing = {}
             self.release(entry, holds)
 
-    def _append(self, entry: _Open, rows: Mapping[bytes, Row]) -> tuple[int, UpriverError | None]:
+    def _append(
+        self, entry: _Open, rows: Mapping[bytes, Row], index_room: IndexRoom
+    ) -> tuple[int, UpriverError | None]:
         """Write rows, as many as there is room for. Runs in a thread.
 
         Returns:
@@ -315,13 +335,14 @@ class FeatureStore:
         """
         full: UpriverError | None = None
         try:
-            entry.rows.refresh()  # for rows that another server has written meanwhile
+            entry.rows.refresh(index_room)  # for rows that another server has written meanwhile
             while rows:
                 try:
-                    return entry.rows.append(rows, writing=partial(self._writing, entry)), full
+                    writing = partial(self._writing, entry)
+                    return entry.rows.append(rows, writing=writing, index_room=index_room), full
                 except StorageFull as error:
                     full, rows = full or error, dict(list(rows.items())[: len(rows) // 2])
-        except (StoreError, ConfigError) as error:
+        except (StoreError, ConfigError, Overloaded, DoesNotFit) as error:
             return 0, error
         return 0, full
 
@@ -355,12 +376,13 @@ class RequestRows:
     """The kept rows that one request asks for."""
 
     def __init__(self, owner: FeatureStore, entry: _Open, dataset: Dataset, stretch: Stretch) -> None:
-        self._owner, self._entry, self._dataset, self._stretch = owner, entry, dataset, stretch
+        self._owner, self.entry, self._dataset, self._stretch = owner, entry, dataset, stretch
+        entry.users.add(self)
 
     @property
     def why_not(self) -> str:
         """Return the reason why no further rows are written now; empty while they are."""
-        return self._entry.why_not
+        return self.entry.why_not
 
     async def found(self, ids: Sequence[int]) -> list[int]:
         """Return the samples whose rows are kept."""
@@ -368,7 +390,7 @@ class RequestRows:
 
         def look() -> list[int]:
             keys = batches.keys_of(self._stretch, self._dataset.locate(ids), ids)
-            there = self._entry.rows.keys
+            there = self.entry.rows.keys
             return [sample for sample, key in zip(ids, keys, strict=True) if key in there]
 
         return await asyncio.to_thread(look)  # a question may name many thousand samples
@@ -384,7 +406,7 @@ class RequestRows:
 
         def footprint(ids: Sequence[int]) -> KeptRowsFootprint | None:
             keys = batches.keys_of(self._stretch, self._dataset.locate(ids), ids)
-            sizes = self._entry.rows.sizes(keys)
+            sizes = self.entry.rows.sizes(keys)
             if sizes is None:
                 return None
             fetched, rows = sizes
@@ -411,14 +433,14 @@ class RequestRows:
             room: Returns whether an answer of this many bytes has memory; called in a thread.
         """
         keys = await self._keys(refs, ids)
-        there = self._entry.rows.keys
+        there = self.entry.rows.keys
         if not all(key in there for key in keys):
             return None
         batches = await imported("upriver.server.features.row_batches")
         try:
             if not await _unchanged(self._dataset.store, refs):
                 return None
-            rows = await self._entry.rows.read(keys)
+            rows = await self.entry.rows.read(keys)
         except StoreError as error:  # the samples themselves are then read, and meet it too
             log.info("kept features cannot be read: %s", error)
             return None
@@ -432,7 +454,7 @@ class RequestRows:
             batches.frame_of, rows, ids, position=self._stretch.cut, micro_batch=micro_batch
         )
         if frame is not None:
-            self._owner.count(self._entry.tenant, len(ids))
+            self._owner.count(self.entry.tenant, len(ids))
         return frame
 
     async def keep(
@@ -440,7 +462,7 @@ class RequestRows:
     ) -> None:
         """Keep the rows of a data frame that a worker has computed."""
         keys = dict(zip(ids, await self._keys(refs, ids), strict=True))
-        hold = self._owner.room_for(self._entry, keys.values(), len(frame[1]))
+        hold = self._owner.room_for(self.entry, keys.values(), len(frame[1]))
         if hold is None:
             return
         batches = await imported("upriver.server.features.row_batches")
@@ -449,12 +471,12 @@ class RequestRows:
                 batches.rows_of, frame[0], frame[1], keys, self._owner.caps
             )
         except BaseException as error:
-            self._owner.release(self._entry, [hold])
+            self._owner.release(self.entry, [hold])
             if not isinstance(error, UpriverError):
                 raise
-            log.warning("features of tenant %s are not kept: %s", self._entry.tenant.name, error)
+            log.warning("features of tenant %s are not kept: %s", self.entry.tenant.name, error)
         else:
-            self._owner.take(self._entry, rows, hold)
+            self._owner.take(self.entry, rows, hold)
 
     async def clear(self) -> None:
         """Remove all rows of the stretch from the tenant's folder.
@@ -462,7 +484,7 @@ class RequestRows:
         Raises:
             StoreError: If the store cannot be read or written.
         """
-        await self._owner.clear(self._entry)
+        await self._owner.clear(self.entry)
 
     async def _keys(self, refs: Sequence[SampleRef], ids: Sequence[int]) -> list[bytes]:
         batches = await imported("upriver.server.features.row_batches")

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from upriver.engine.read import plan_gets, read_samples_async
 from upriver.errors import Damaged, ObjectChanged, ObjectNotFound, StoreError
@@ -21,6 +21,8 @@ from upriver.pipeline import SampleRef
 from upriver.store import ObjectInfo, Store
 
 log = logging.getLogger(__name__)
+
+IndexRoom: TypeAlias = Callable[[int], AbstractContextManager[object]]
 
 INDEX_BYTES_PER_ROW = 250
 """Memory of a row in an index: some 200 bytes measured."""
@@ -63,11 +65,18 @@ class StoredStretch:
         """Keys of the rows, as they are now."""
         return self._places.keys()
 
-    def refresh(self, admit: Callable[[int], None] = lambda nbytes: None) -> None:
+    @property
+    def index_nbytes(self) -> int:
+        """Memory of the index."""
+        with self._lock:
+            return INDEX_BYTES_PER_ROW * sum(len(index.keys) for _, index in self._shards.values())
+
+    def refresh(self, index_room: IndexRoom) -> None:
         """Look for shards that were written or removed since. Blocks.
 
         Args:
-            admit: Called with the memory of all rows' index before it is read; raises if there is none.
+            index_room: Returns a context with the memory of rows that are added to the index; raises if there
+                is none.
 
         Raises:
             StoreError: If the store cannot be read.
@@ -78,14 +87,14 @@ class StoredStretch:
             for path, info in infos.items()
             if (match := SHARD_FILE.fullmatch(self._name(path)))
         }
-        admit(INDEX_BYTES_PER_ROW * sum(listed.values()))
         with self._lock:
             for path in self._shards.keys() - listed.keys():
                 self._forget(path)
             self._foreign &= listed.keys()
             fresh = sorted(listed.keys() - self._shards.keys() - self._foreign)
-        for path in fresh:
-            self._add(infos[path])
+        with index_room(INDEX_BYTES_PER_ROW * sum(listed[path] for path in fresh)):
+            for path in fresh:
+                self._add(infos[path])
 
     def sizes(self, keys: Sequence[bytes]) -> tuple[int, list[int]] | None:
         """Return the bytes that reading these rows fetches, and those of each row in memory.
@@ -121,12 +130,17 @@ class StoredStretch:
         return None
 
     def append(
-        self, rows: Mapping[bytes, Row], *, writing: Callable[[str, int], AbstractContextManager[object]]
+        self,
+        rows: Mapping[bytes, Row],
+        *,
+        writing: Callable[[str, int], AbstractContextManager[object]],
+        index_room: IndexRoom,
     ) -> int:
         """Write rows that are not there yet as one shard, whole or not at all. Blocks.
 
         Args:
             writing: Returns a context for the write, from the shard's path and bytes.
+            index_room: As in :meth:`refresh`.
 
         Returns:
             Number of rows written.
@@ -139,9 +153,10 @@ class StoredStretch:
         if not shard.keys:
             return 0
         path = f"{self.folder}/{shard_name(len(shard.keys), secrets.token_hex(8))}"
-        with writing(path, shard.nbytes):
-            self.store.put(path, b"".join(shard.pieces()), private=True)
-        self._add(self.store.head(path))
+        with index_room(INDEX_BYTES_PER_ROW * len(shard.keys)):
+            with writing(path, shard.nbytes):
+                self.store.put(path, b"".join(shard.pieces()), private=True)
+            self._add(self.store.head(path))
         return len(shard.keys)
 
     def clear(self) -> None:

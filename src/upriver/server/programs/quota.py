@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from upriver.errors import StorageFull
-from upriver.server.tenants import Tenant
+from upriver.server.tenants import ANYONE, Tenant
 from upriver.text import bytes_text
 
 
@@ -26,8 +26,9 @@ def check_stored(
     if more and stored + coming + more > most:
         others = f", {bytes_text(coming)} more are on their way" if coming else ""
         take = "take" if what.startswith("these ") else "takes"
+        who = f"tenant {tenant.name!r}" if tenant.name != ANYONE.name else "everyone together"
         raise StorageFull(
-            f"tenant {tenant.name!r} may store {bytes_text(most)} (stored_bytes) and has stored "
+            f"{who} may store {bytes_text(most)} (stored_bytes) and has stored "
             f"{bytes_text(stored)}{others}; {what} {take} {bytes_text(more)} more: the operator can "
             "remove what is unused (upriver gc), or raise stored_bytes"
         )
