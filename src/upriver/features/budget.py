@@ -32,7 +32,7 @@ def budget_bytes(name: str, value: object, *, free: Callable[[], int]) -> int:
         if value.strip() == AUTO:
             return max(0, free()) // AUTO_SHARE
         try:
-            found = parse_bytes(value)
+            found = 0 if value.strip() == "0" else parse_bytes(value)
         except ValueError:
             found = None
     if type(found) is not int or not 0 <= found <= MOST_BYTES:

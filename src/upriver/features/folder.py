@@ -43,6 +43,18 @@ SLOW_S = 10.0
 """Seconds of writing or reading after which a disk may count as slow: shorter ones may be an accident."""
 
 
+class _Pace:
+    """Seconds and rows of all accesses to a disk but the slowest: the job may have been stopped in it."""
+
+    def __init__(self) -> None:
+        self.seconds, self.rows, self._slowest = 0.0, 0, (0.0, 0)
+
+    def add(self, seconds: float, rows: int) -> None:
+        """Add an access."""
+        counted, self._slowest = sorted([self._slowest, (seconds, rows)])
+        self.seconds, self.rows = self.seconds + counted[0], self.rows + counted[1]
+
+
 class Space(Protocol):
     """Room on disk that the stretches of a root share."""
 
@@ -85,8 +97,8 @@ class StretchFolder:
         self._owned: Descriptor | None = None
         self._told: set[str] = set()
         self._given_up, self._unread = False, False
-        self._wrote_s, self._wrote_rows, self._used_at_s = 0.0, 0, -USED_EVERY_S
-        self._read_s, self._read_rows = 0.0, 0
+        self._wrote, self._read, self._used_at_s = _Pace(), _Pace(), -USED_EVERY_S
+        self._patience_s = TURN_S
         reset_in_child(self)
         self._begin()
 
@@ -277,11 +289,15 @@ class StretchFolder:
 
     def _append(self, rows: Mapping[bytes, Row]) -> bool:
         fresh = not self.path.exists()
-        if not fresh and not self._own(within_s=TURN_S):
+        if not fresh and not self._own(within_s=self._patience_s):
             if not self.path.exists():
                 return self._append(rows)  # another job has just removed the folder, as it was empty
-            self._tell("writer", f"others have written to {self.path} for {TURN_S:g} s: rows are left out")
+            self._patience_s = 0.0  # no further shard waits for a job that may be stopped
+            self._warn(
+                "writer", f"another job has written to {self.path} for {TURN_S:g} s: rows are left out"
+            )
             return False
+        self._patience_s = TURN_S
         self.refresh()
         shard = pack(self._digest, {key: row for key, row in rows.items() if key not in self._places})
         if not shard.keys:
@@ -365,27 +381,28 @@ class StretchFolder:
 
     def _judge(self, seconds: float, rows: int) -> None:
         """Give up a disk on which writing a row takes longer than computing it."""
-        self._wrote_s, self._wrote_rows = self._wrote_s + seconds, self._wrote_rows + rows
-        if rows and (slow := self._why_slow("writing", self._wrote_s, self._wrote_rows)):
+        self._wrote.add(seconds, rows)
+        if rows and (slow := self._why_slow("writing", self._wrote)):
             self._give_up(f"no more rows are kept in {self.path}: {slow}")
 
     def _judge_reading(self, seconds: float, rows: int) -> None:
         """Forget the rows of a disk from which reading a row takes longer than computing it."""
-        self._read_s, self._read_rows = self._read_s + seconds, self._read_rows + rows
-        if slow := self._why_slow("reading", self._read_s, self._read_rows):
+        self._read.add(seconds, rows)
+        if slow := self._why_slow("reading", self._read):
             self._give_up(f"kept rows in {self.path} are not used any more: {slow}")
             with self._lock:
                 self._unread = True
                 for path in list(self._shards):
                     self._forget(path)
 
-    def _why_slow(self, what: str, seconds: float, rows: int) -> str:
+    def _why_slow(self, what: str, pace: _Pace) -> str:
         """Return why the disk counts as slow; empty if it does not, or if what a row saves is unknown."""
-        if not self.saved_s or seconds <= max(SLOW_S, self.saved_s * rows):
+        saved_s = self.saved_s * pace.rows
+        if not self.saved_s or pace.seconds <= max(SLOW_S, saved_s):
             return ""
         return (
-            f"the disk is slow; {what} {rows} rows took {seconds:.3g} s, and computing them "
-            f"{self.saved_s * rows:.3g} s"
+            f"the disk is slow; {what} {pace.rows} rows took {pace.seconds:.3g} s, and computing them "
+            f"{saved_s:.3g} s"
         )
 
     @property
