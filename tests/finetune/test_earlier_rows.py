@@ -194,7 +194,7 @@ def test_the_plan_says_that_samples_begin_with_rows_of_another_job(tmp_path: Pat
         job = near.finetune(model, data, batch_size=BATCH, micro_batch=MICRO, seed=7, keep=keep)
         assert "another job" not in job.plan.why
         train(job, model, optimizer_of(model))
-        assert f"{COUNT} samples begin with features that another job kept after 'block1'" in job.plan.why
+        assert f"{COUNT} samples began with features that another job kept after 'block1'" in job.plan.why
 
 
 class Crossing(nn.Module):

@@ -100,7 +100,7 @@ class EarlierRows:
         """Return in words how many samples begin with rows of other jobs, for the plan."""
         begun = Counter(self._begins.values())
         return "; ".join(
-            f"{count} samples begin with features that another job kept after {boundary!r}"
+            f"{count} samples began with features that another job kept after {boundary!r}"
             for boundary, count in begun.items()
         )
 

@@ -133,7 +133,7 @@ class FeatureSource:
         stored: Features that servers keep near the data.
         ahead: Samples that were read while the model was traced; None if none were.
         earlier: Freeze points of other jobs, whose kept rows this job may begin with.
-        begins: How many samples of the present pass do so, in words; empty if none do.
+        begins: How many samples of the last pass with any did so, in words; empty if none did.
     """
 
     def __init__(
@@ -476,7 +476,7 @@ class FeatureSource:
             keeps: Whether rows can be kept there.
             servers: Whether servers can read the dataset.
         """
-        self.begins, stretch, usable = "", None, frozenset[int]()
+        stretch, usable = None, frozenset[int]()
         earlier, begun = None, frozenset[int]()
         store_cut, stored, ids = None, frozenset[int](), order.ids[order.step(step)[0] :]
         if keeps and self.kept is not None and self._may_keep(self.kept):
@@ -491,7 +491,7 @@ class FeatureSource:
                 )
                 missing = [sample for sample in ids if sample not in usable]
                 begun = self._found_earlier(earlier, dataset, missing, drawn)
-                self.begins = earlier.remark if begun else ""
+                self.begins = earlier.remark or self.begins
             store_cut = self._store_cut(dataset) if servers and position is None else None
             if store_cut is not None and not self.kept.why_not:
                 missing = [sample for sample in ids if sample not in usable and sample not in begun]
