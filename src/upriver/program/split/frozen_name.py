@@ -149,7 +149,9 @@ def _features_of_fixed_samples(outline: Split, example: torch.Tensor) -> Iterato
     """
     shape = (2, *example.shape[1:])
     if example.is_floating_point():
-        made = torch.randn(shape, generator=torch.Generator().manual_seed(0), device="cpu")
+        made = torch.randn(
+            shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
+        )
         made[1] *= FAR
     else:
         made = torch.arange(math.prod(shape), device="cpu").reshape(shape) % 2  # every table has two rows
