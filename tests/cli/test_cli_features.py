@@ -16,7 +16,7 @@ from upriver.features import DiskFeatures
 def fill(folder: Path) -> None:
     disk = DiskFeatures(folder, budget_bytes=1 << 30)
     for number, saved_s in ((1, 0.5), (2, 0.1)):
-        kept = disk.open(stretch(number), saved_s=saved_s)
+        kept = disk.open(stretch(number), saved_s=saved_s, about=f"ResNet up to layer{number}")
         assert kept.append({key(each): row(each) for each in range(10)})
 
 
@@ -34,7 +34,8 @@ def test_features_list_names_each_stretch_with_its_size(
     assert [(each["samples"], each["program"]) for each in found] == [(10, "a" * 64)] * 2
     assert all(each["bytes"] > 0 for each in found)
     assert main(["features", "list", "--folder", str(tmp_path)]) == 0
-    assert f"{'a' * 12}, cut 1" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "ResNet up to layer1" in out and "ResNet up to layer2" in out
 
 
 def test_features_list_of_nothing_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,7 +250,8 @@ def test_disk_smaller_budget_shrinks_what_is_there(tmp_path: Path) -> None:
 def test_disk_entries_tell_what_is_kept(tmp_path: Path) -> None:
     features = DiskFeatures(tmp_path, budget_bytes=PLENTY)
     assert features.entries() == [] and features.used_bytes == 0
-    one, other = features.open(stretch(1), saved_s=1.0), features.open(stretch(2), saved_s=0.5)
+    one = features.open(stretch(1), saved_s=1.0, about="Net up to layer3")
+    other = features.open(stretch(2), saved_s=0.5)
     assert fill(one, 0) and fill(one, 10) and other.append(rows(range(3)))
     used_long_ago(one, 5000)
     first, second = features.entries()
@@ -258,6 +259,7 @@ def test_disk_entries_tell_what_is_kept(tmp_path: Path) -> None:
         digest=stretch(1).digest,
         cut=1,
         program="a" * 64,
+        about="Net up to layer3",
         rows=20,
         num_bytes=second.num_bytes,
         saved_s=1.0,
@@ -265,6 +267,7 @@ def test_disk_entries_tell_what_is_kept(tmp_path: Path) -> None:
     )
     assert abs(time.time() - 5000 - second.last_used_s) < 100
     assert (first.digest, first.cut, first.rows, first.saved_s) == (stretch(2).digest, 2, 3, 0.5)
+    assert first.about == ""
     assert first.num_bytes + second.num_bytes == features.used_bytes
     assert 80_000 < second.num_bytes < 2 * SHARD + 3 * 4096
 

@@ -17,6 +17,7 @@ from tests.finetune.test_kept_features import COUNT, proofs, shards, still_photo
 from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
 from tests.program.nets import Small, frozen_small
 from upriver.errors import ObjectChanged
+from upriver.features import DiskFeatures
 from upriver.features.listing import STRETCH_FILE
 from upriver.finetune import earlier_rows, session
 from upriver.finetune.prefetch.local_source import LocalSource
@@ -79,6 +80,8 @@ def test_job_begins_with_the_rows_of_an_earlier_freeze_point(tmp_path: Path, rea
     got, job = job_upto("block3", data, tmp_path / "kept", epochs=3)
     assert same(got, wanted)
     assert job.report.samples == {"kept": 3 * COUNT} and "another job" not in job.plan.why
+    listed = DiskFeatures(tmp_path / "kept", budget_bytes=0).entries()
+    assert {each.about for each in listed} == {"Small up to block1", "Small up to block3"}
 
 
 def test_job_that_is_prepared_first_begins_with_the_rows_of_an_earlier_freeze_point(

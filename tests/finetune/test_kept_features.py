@@ -19,6 +19,7 @@ from tests.finetune.moving import AtStep
 from tests.finetune.training import BATCH, MICRO, optimizer_of, photos, png, run, same, train
 from tests.program.nets import Small, frozen_small
 from upriver.errors import ConfigError, FrozenChanged, ObjectChanged
+from upriver.features import DiskFeatures
 from upriver.finetune import feature_source, session
 from upriver.finetune.prefetch.local_source import LocalSource
 from upriver.finetune.prefetch.sampler import epoch_order
@@ -213,6 +214,8 @@ def test_random_stages_without_views_keep_what_lies_before_them(tmp_path: Path) 
     assert job.report.samples == {"local": 3 * COUNT}
     assert job.report.epoch_bytes[0] > 0
     assert job.report.epoch_bytes[2] == 0
+    [listed] = DiskFeatures(tmp_path / "kept", budget_bytes=0).entries()
+    assert listed.about == "samples after resize"
     again, later = kept_run(data, tmp_path / "kept")
     assert same(again, got)
     assert later.report.epoch_bytes[2] == 0
@@ -495,7 +498,7 @@ def test_name_of_another_frozen_part_costs_rows_and_no_bit(
 ) -> None:
     data = still_photos(tmp_path / "store")
     name = FrozenName(digest="0" * 64, num_stages=3)
-    monkeypatch.setattr(feature_source, "frozen_name", lambda outlined, program: name)
+    monkeypatch.setattr(feature_source, "frozen_name", lambda *_, about: name)
     other = frozen_small(seed=1)
     run(near(), data, epochs=1, policy="nosplit", model=other, keep=upriver.Keep(folder=tmp_path / "kept"))
     got, job = kept_run(data, tmp_path / "kept")
@@ -510,7 +513,9 @@ def test_rows_of_others_are_checked_though_the_job_has_rows_of_its_own_in_memory
 ) -> None:
     data, folder = still_photos(tmp_path / "store"), tmp_path / "kept"
     begun, captured = (FrozenName(digest=digit * 64, num_stages=3) for digit in "01")
-    monkeypatch.setattr(feature_source, "frozen_name", lambda _, program: captured if program else begun)
+    monkeypatch.setattr(
+        feature_source, "frozen_name", lambda _, program, about: captured if program else begun
+    )
     other = frozen_small(seed=1)
     run(near(), data, epochs=1, policy="nosplit", model=other, keep=upriver.Keep(folder=folder))
     monkeypatch.setattr(session, "Preparation", AtStep)

@@ -9,7 +9,7 @@ import typer
 
 from upriver.cli.common import DebugOption, JsonOption, age_s, date_text, emit, print_table
 from upriver.progress import note
-from upriver.text import bytes_text
+from upriver.text import bytes_text, printable
 
 if TYPE_CHECKING:
     from upriver.features import DiskFeatures, FeatureFolder
@@ -25,12 +25,12 @@ FolderOption = Annotated[
 
 @app.command("list")
 def show(folder: FolderOption = None, as_json: JsonOption = False, debug: DebugOption = False) -> None:
-    """List the stretches whose features are kept, the most useful first."""
+    """List what is kept, the last used first."""
     found = _disk(folder).entries()
     rows = [
         (
             each.digest[:12],
-            f"{each.program[:12]}, cut {each.cut}" if each.program else "input stages",
+            printable(each.about, 60) or "unknown",
             each.rows,
             bytes_text(each.num_bytes),
             f"{each.rows * each.saved_s:.0f}",
@@ -38,7 +38,7 @@ def show(folder: FolderOption = None, as_json: JsonOption = False, debug: DebugO
         )
         for each in found
     ]
-    columns = ("digest", "features of", "samples", "size", "seconds saved", "last used")
+    columns = ("digest", "features", "samples", "size", "seconds saved", "last used")
     document = {"features": [_as_json(each) for each in found]}
     emit(document, as_json=as_json, text=lambda: print_table(columns, rows, left=frozenset({0, 1})))
     if not found:
@@ -79,6 +79,7 @@ def _disk(folder: Path | None) -> DiskFeatures:
 def _as_json(each: FeatureFolder) -> dict[str, object]:
     return {
         "digest": each.digest,
+        "about": each.about,
         "program": each.program,
         "cut": each.cut,
         "samples": each.rows,

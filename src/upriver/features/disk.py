@@ -43,6 +43,7 @@ class FeatureFolder:
         digest: Digest of the stretch.
         cut: Position up to which rows are computed; None if nothing says so.
         program: Digest of the program; None if the cut lies before the model, or nothing says so.
+        about: What the rows are, in words; empty if nothing says so.
         num_bytes: Bytes on disk.
         saved_s: Seconds that a row saves.
         last_used_s: Time of the last use, in seconds since 1970.
@@ -51,6 +52,7 @@ class FeatureFolder:
     digest: str
     cut: int | None
     program: str | None
+    about: str
     rows: int
     num_bytes: int
     saved_s: float
@@ -71,11 +73,12 @@ class DiskFeatures:
         self.root, self.budget_bytes = Path(root).absolute(), budget_bytes
         self._open_files = OpenFiles()
 
-    def open(self, stretch: Stretch, *, saved_s: float) -> StretchFolder:
+    def open(self, stretch: Stretch, *, saved_s: float, about: str = "") -> StretchFolder:
         """Open the rows of a stretch, and shrink the root to the budget.
 
         Args:
             saved_s: Seconds that a row saves each time it is read.
+            about: Words for those who list what is kept.
 
         Raises:
             ConfigError: If ``saved_s`` is not a finite number >= 0.
@@ -85,6 +88,7 @@ class DiskFeatures:
             self.root / stretch.digest,
             stretch,
             saved_s=float(saved_s),
+            about=about,
             space=self,
             open_files=self._open_files,
         )
@@ -261,6 +265,7 @@ def _entry(folder: KeptFolder) -> FeatureFolder:
         digest=folder.path.name,
         cut=cut if isinstance(cut, int) else None,
         program=program if isinstance(program, str) else None,
+        about=folder.about,
         rows=folder.rows,
         num_bytes=folder.num_bytes,
         saved_s=folder.saved_s,

@@ -83,10 +83,17 @@ class StretchFolder:
     """
 
     def __init__(
-        self, path: Path, stretch: Stretch, *, saved_s: float, space: Space, open_files: OpenFiles
+        self,
+        path: Path,
+        stretch: Stretch,
+        *,
+        saved_s: float,
+        about: str,
+        space: Space,
+        open_files: OpenFiles,
     ) -> None:
         self.path, self.saved_s = path, saved_s
-        self._stretch, self._digest = stretch, stretch.digest
+        self._stretch, self._digest, self._about = stretch, stretch.digest, about
         self._space, self._files = space, open_files
         self._lock, self._writing = ForkSafeLock(), ForkSafeLock()
         self._shards: dict[Path, Shard] = {}
@@ -407,7 +414,7 @@ class StretchFolder:
 
     @property
     def _text(self) -> bytes:
-        return stretch_text(self._stretch, self.saved_s)
+        return stretch_text(self._stretch, saved_s=self.saved_s, about=self._about)
 
     def _give_up(self, why: str) -> None:
         self._given_up = True

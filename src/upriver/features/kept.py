@@ -39,6 +39,10 @@ class PartName(Protocol):
     def num_stages(self) -> int:
         """Number of its stages."""
 
+    @property
+    def about(self) -> str:
+        """The frozen part in words."""
+
 
 def same_row(a: Row, b: Row) -> bool:
     """Return whether two rows are equal to the bit."""
@@ -368,7 +372,10 @@ class KeptStretch:
             micro_batch=owner.micro_batch if frozen is not None else 1,
             fingerprint=owner.fingerprint(self._chain, self.position),
         )
-        return disk.open(stretch, saved_s=owner.saved_s())
+        about = frozen.about if frozen is not None else ""
+        if frozen is None and self.position is not None and self.position > self._chain.start:
+            about = f"samples after {self._chain.stage_at(self.position).name}"
+        return disk.open(stretch, saved_s=owner.saved_s(), about=about)
 
     def _keys(self, dataset: Dataset, ids: Sequence[int]) -> list[bytes]:
         return row_keys(dataset.locate(ids), ids, drawn=self._view is not None)

@@ -57,6 +57,7 @@ class KeptFolder:
     Attributes:
         saved_s: Seconds that a row saves; 0 if ``stretch.json`` does not say.
         last_used_s: Time of the last use; that of the newest file without a ``stretch.json``.
+        about: What the rows are, in words; empty if ``stretch.json`` does not say.
         description: The stretch as plain data; empty if ``stretch.json`` is missing, damaged or of another
             version.
         unfinished: Files of shards that are being written, or were by a job that was killed.
@@ -66,6 +67,7 @@ class KeptFolder:
     path: Path
     saved_s: float
     last_used_s: float
+    about: str
     description: dict[str, Any]
     shards: tuple[ShardFile, ...]
     unfinished: tuple[Path, ...]
@@ -90,12 +92,13 @@ class KeptFolder:
 class _StretchFile(msgspec.Struct, frozen=True, kw_only=True):
     schema: str
     saved_s: float
+    about: str = ""
     stretch: dict[str, Any]
 
 
-def stretch_text(stretch: Stretch, saved_s: float) -> bytes:
+def stretch_text(stretch: Stretch, *, saved_s: float, about: str) -> bytes:
     """Return the content of ``stretch.json``."""
-    file = _StretchFile(schema=SCHEMA, saved_s=saved_s, stretch=stretch.to_json())
+    file = _StretchFile(schema=SCHEMA, saved_s=saved_s, about=about, stretch=stretch.to_json())
     return msgspec.json.format(msgspec.json.encode(file), indent=2)
 
 
@@ -144,6 +147,7 @@ def kept_folder(path: Path) -> KeptFolder | None:
         path=path,
         saved_s=found.saved_s if found else 0.0,
         last_used_s=used.st_mtime if used else max([own.st_mtime, *(each.written_s for each in shards)]),
+        about=found.about if found else "",
         description=found.stretch if found else {},
         shards=shards,
         unfinished=unfinished,

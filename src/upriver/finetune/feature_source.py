@@ -122,6 +122,7 @@ class FeatureSource:
     Args:
         chain: Input stages of the training data; plans name its cuts, and canaries cover them.
         device: Where the tail runs.
+        model_name: Name of the model's class, for those who list what is kept.
 
     Attributes:
         tally: What finished passes have delivered.
@@ -144,8 +145,9 @@ class FeatureSource:
         *,
         chain: InputChain,
         device: torch.device,
+        model_name: str,
     ) -> None:
-        self._options, self._chain, self._device = options, chain, device
+        self._options, self._chain, self._device, self._model_name = options, chain, device, model_name
         self.kept: KeptFeatures | None = None
         self.stored = StoredFeatures()
         self.ahead: ReadAhead | None = None
@@ -181,7 +183,8 @@ class FeatureSource:
     def _name_rows(self) -> None:
         program = self._split.captured
         if self.kept is not None and (self._outlined is not None or program is not None):
-            self.kept.frozen = frozen_name(self._outlined, program)
+            about = f"{self._model_name} up to {self._split.boundary}"
+            self.kept.frozen = frozen_name(self._outlined, program, about=about)
 
     def adopt(self, split: Split, planned: PlannedJob) -> None:
         """Go on with the program and the servers of a split that was prepared meanwhile."""

@@ -163,7 +163,14 @@ class FinetuneJob:
         self._resumed = False
         self._loader: Prefetcher | None = None
         self._work: PassWork | None = None
-        self._feed = FeatureSource(split, options, planned, chain=dataset.chain, device=self._device)
+        self._feed = FeatureSource(
+            split,
+            options,
+            planned,
+            chain=dataset.chain,
+            device=self._device,
+            model_name=type(model).__name__,
+        )
 
     def _watch_servers(self) -> None:
         """Begin to watch the flags that count with these servers, and the servers themselves."""

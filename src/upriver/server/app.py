@@ -385,7 +385,7 @@ class Front:
             async with AsyncExitStack() as stack:
                 asked = await runner.read(self._body(request, entry), stack, tenant, on_request=entry.about)
                 async with until(asked.deadline):
-                    rows = await runner.rows_for(asked)
+                    rows = await runner.rows_of_question(asked)
                     found = await act(rows, [i for batch in asked.request.micro_batches for i in batch])
         except BaseException as error:
             outcome = code_of(error)

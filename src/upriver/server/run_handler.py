@@ -282,14 +282,19 @@ class RunHandler:
             held=held,
         )
 
-    async def rows_for(self, asked: ResolvedRequest) -> RequestRows:
-        """Return the kept rows that a request with ``keep`` names.
+    async def rows_of_question(self, asked: ResolvedRequest) -> RequestRows:
+        """Return the kept rows that a question about a request with ``keep`` names.
 
         Raises:
-            ProtocolError: If the request does not ask to keep rows.
+            ProtocolError: If the request does not ask to keep rows, its program lacks these stages, or is not
+                of its micro-batch size.
             Overloaded: If no worker is ready yet, whose processor they depend on.
             StoreError: If the store cannot be listed.
         """
+        await self._weigh(asked)
+        return await self._rows_for(asked)
+
+    async def _rows_for(self, asked: ResolvedRequest) -> RequestRows:
         if asked.dataset is None or not asked.request.keep:
             raise ProtocolError("a question about kept rows is a run request with keep, got one without")
         if self._pool.hello is None:
@@ -308,7 +313,7 @@ class RunHandler:
         if not asked.request.keep or (stretch is not None and not stretch.rows):
             return None
         try:
-            return await self.rows_for(asked)
+            return await self._rows_for(asked)
         except StoreError as error:  # the samples may be readable all the same
             log.warning("kept features of tenant %s cannot be listed: %s", asked.tenant.name, error)
             return None

@@ -414,6 +414,18 @@ def test_clients_of_two_tenants_that_leave_at_any_moment_leave_nothing(inside: I
     inside.wait_released()
 
 
+@pytest.mark.parametrize("path", ["/v1/features", "/v1/features/remove"])
+def test_question_about_stages_that_the_program_lacks_is_refused_as_the_run_is(
+    inside: Inside, program: Program, path: str
+) -> None:
+    asked, _, _ = inside.kept()
+    for wrong in ({"stop": program.num_stages + 1}, {"micro_batch": MICRO + 1}):
+        body = body_of(changed(asked, **wrong))
+        answers = [ask(inside.served, "POST", where, body, ALICE) for where in (path, "/v1/run")]
+        assert [(status, b'"protocol"' in text) for status, _, text in answers] == [(400, True)] * 2
+    assert found(inside.served, asked, ALICE)
+
+
 # -------------------------------------------------------------------------------------- memory of indexes
 
 

@@ -44,19 +44,22 @@ class FrozenName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         digest: Digest of the outline or of the program that it was first known by.
         num_stages: Number of its stages then; 1 of an outline.
+        about: The class of the model and its freeze point then, in words.
     """
 
     digest: str
     num_stages: int
+    about: str = ""
     schema: Literal["upriver.frozen-name/1"] = SCHEMA
 
 
-def frozen_name(outlined: str | None, program: Program | None = None) -> FrozenName:
+def frozen_name(outlined: str | None, program: Program | None = None, *, about: str = "") -> FrozenName:
     """Return the name of a frozen part, and remember it for later jobs.
 
     Args:
         outlined: Result of :func:`outline_digest`; None if no outline was made.
         program: The captured program; None before it is known.
+        about: Words for those who list what is kept.
 
     Raises:
         ValueError: If neither is given.
@@ -69,7 +72,7 @@ def frozen_name(outlined: str | None, program: Program | None = None) -> FrozenN
     found = next((name for name in known.values() if name is not None), None)
     if found is None:
         num_stages = program.num_stages if program is not None and outlined is None else 1
-        found = FrozenName(digest=digests[-1], num_stages=num_stages)
+        found = FrozenName(digest=digests[-1], num_stages=num_stages, about=about)
     for digest, name in known.items():
         if name != found:
             _NAMES.save(digest, msgspec.json.encode(found).decode() + "\n")
