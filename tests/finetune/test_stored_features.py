@@ -101,6 +101,7 @@ def test_rows_of_the_store_are_kept_here_too(served: Served) -> None:
     assert served.rows("found") == COUNT + CHECKED
 
 
+@pytest.mark.full
 def test_grown_dataset_computes_only_what_was_added(served: Served) -> None:
     served.store(served.photos())
     grown = served.photos(COUNT + 5)
@@ -123,6 +124,7 @@ def test_replaced_object_is_an_error_as_in_the_plain_job(served: Served) -> None
     wait_for(lambda: served.rows("written") == COUNT + 1)
 
 
+@pytest.mark.full
 def test_views_are_stored_apart(served: Served) -> None:
     data, sampling = photos(served.root, folder=served.folder), upriver.Sampling(views=2)
     first, _ = served.run(data, epochs=2, sampling=sampling)
