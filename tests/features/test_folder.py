@@ -117,7 +117,7 @@ def test_folder_is_private(tmp_path: Path) -> None:
 def test_folder_says_of_what_stretch_it_is(tmp_path: Path) -> None:
     opened(tmp_path, saved_s=0.5).append(rows(range(1)))
     path = tmp_path / STRETCH.digest / "stretch.json"
-    wanted = {"schema": "upriver.features/1", "saved_s": 0.5, "stretch": STRETCH.to_json()}
+    wanted = {"schema": "upriver.features/1", "saved_s": 0.5, "about": "", "stretch": STRETCH.to_json()}
     assert json.loads(path.read_text()) == wanted
     opened(tmp_path, saved_s=0.25)
     assert json.loads(path.read_text()) == wanted | {"saved_s": 0.25}
@@ -458,6 +458,37 @@ def test_folder_jobs_write_in_turns_and_read_what_the_others_wrote(tmp_path: Pat
     one.refresh(), other.refresh()
     assert_kept(one, rows(range(6)))
     assert_kept(other, rows(range(6)))
+
+
+def test_folder_has_a_row_of_each_shard_of_others_to_prove(tmp_path: Path) -> None:
+    one, other = opened(tmp_path), opened(tmp_path)
+    assert one.append(rows(range(3))) and one.append(rows(range(3, 5)))
+    assert not one.unproven and not one.has_others
+    other.refresh()
+    assert other.has_others
+    assert set(other.unproven) == {frozenset(rows(range(3))), frozenset(rows(range(3, 5)))}
+    other.prove(list(rows([4])))
+    assert other.unproven == [frozenset(rows(range(3)))]
+    other.prove(list(rows([1])))
+    assert not other.unproven
+    assert one.append(rows(range(6)))
+    other.refresh()
+    assert other.unproven == [frozenset(rows([5]))]
+
+
+def test_folder_row_in_two_shards_is_lost_with_the_one_that_it_is_read_from(tmp_path: Path) -> None:
+    kept = opened(tmp_path)
+    assert kept.append(rows(range(2)))
+    [first] = shards(tmp_path)
+    twin = tmp_path / "twin"
+    opened(twin).append(rows(range(3)))
+    [second] = shards(twin)
+    shutil.copy(second, first.parent)
+    kept.refresh()
+    assert_kept(kept, rows(range(3)))
+    assert kept.unproven == [frozenset(rows([2]))]
+    kept.empty()
+    assert not kept.keys
 
 
 def test_folder_processes_that_write_at_once_lose_no_row_and_write_none_twice(tmp_path: Path) -> None:

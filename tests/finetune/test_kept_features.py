@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
 import upriver
 from tests.finetune.moving import AtStep
@@ -505,6 +506,26 @@ def test_name_of_another_frozen_part_costs_rows_and_no_bit(
     assert same(got, reference(data))
     assert "all of them are dropped" in caplog.text
     assert job.report.samples == {"local": COUNT, "kept": 2 * COUNT}
+
+
+def test_few_rows_of_other_code_under_the_same_name_are_found_by_their_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No name can hold all that a forward may read, so jobs with other code may share one."""
+    data, room = still_photos(tmp_path / "store"), upriver.Keep(folder=tmp_path / "kept")
+    name = FrozenName(digest="0" * 64, num_stages=3)
+    monkeypatch.setattr(feature_source, "frozen_name", lambda *_, about: name)
+    few, most = [1, 2], [0, *range(3, COUNT)]
+    for ids, seed in ((few, 1), (most, 0)):
+        part: Any = Subset(data, ids)
+        run(near(), part, epochs=1, policy="nosplit", model=frozen_small(seed=seed), keep=room)
+    assert "dropped" not in caplog.text  # neither has found a sample of the other
+    got, job = kept_run(data, tmp_path / "kept")
+    assert same(got, reference(data))
+    assert "all of them are dropped" in caplog.text
+    again, job = kept_run(data, tmp_path / "kept")
+    assert same(again, got)
+    assert job.report.samples == {"kept": 3 * COUNT}
 
 
 @pytest.mark.full

@@ -98,6 +98,7 @@ class StretchFolder:
         self._lock, self._writing = ForkSafeLock(), ForkSafeLock()
         self._shards: dict[Path, Shard] = {}
         self._written: set[Path] = set()
+        self._proven: set[Path] = set()
         self._places: dict[bytes, tuple[Shard, int]] = {}
         self._keys: frozenset[bytes] | None = None
         self._wanted: AbstractSet[bytes] | None = None
@@ -118,11 +119,24 @@ class StretchFolder:
             return self._keys
 
     @property
-    def others(self) -> AbstractSet[bytes]:
-        """Keys of the rows among them that other jobs have written."""
+    def has_others(self) -> bool:
+        """Return whether another job has written some of the rows."""
         with self._lock:
-            shards = [shard for path, shard in self._shards.items() if path not in self._written]
-            return frozenset(key for shard in shards for key in shard.keys)
+            return not self._shards.keys() <= self._written
+
+    @property
+    def unproven(self) -> Sequence[AbstractSet[bytes]]:
+        """Keys of the rows of each shard that another job has written, unless one of them was proven."""
+        with self._lock:
+            paths = self._shards.keys() - self._written - self._proven
+            shards = [self._shards[path] for path in sorted(paths)]
+            return [frozenset(key for key in each.keys if self._is_at(key, each)) for each in shards]
+
+    def prove(self, keys: Sequence[bytes]) -> None:
+        """Note that these rows are as they are computed now. So their shards are of the same code."""
+        with self._lock:
+            places = [self._places.get(key) for key in keys]
+            self._proven |= {place[0].path for place in places if place is not None}
 
     @property
     def row_bytes(self) -> float:
@@ -249,7 +263,8 @@ class StretchFolder:
             self._lose(path, error)
         else:
             self._shards[path], self._keys = shard, None
-            self._places.update((key, (shard, number)) for number, key in enumerate(shard.keys))
+            for number, key in enumerate(shard.keys):
+                self._places.setdefault(key, (shard, number))  # a row that may be in use keeps its place
 
     def _lose(self, path: Path, error: Exception) -> None:
         """Forget a shard; remove it if it is damaged, so that its rows are written again."""
@@ -271,9 +286,13 @@ class StretchFolder:
         shard = self._shards.pop(path, None)
         self._files.close(path)
         for key in shard.keys if shard is not None else ():
-            if self._places[key][0] is shard:
+            if self._is_at(key, shard):
                 del self._places[key]
         self._keys = None
+
+    def _is_at(self, key: bytes, shard: Shard | None) -> bool:
+        place = self._places.get(key)
+        return place is not None and place[0] is shard
 
     def _on_disk(self) -> list[Path]:
         with suppress(OSError):

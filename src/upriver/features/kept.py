@@ -230,17 +230,24 @@ class KeptStretch:
 
     @property
     def needs_check(self) -> bool:
-        """True if some rows must be computed anew before any is used: always with those of other jobs."""
-        if self.trusted:
-            return False
-        folder = self._folder
-        own = folder is None or not folder.others
-        return not (own and (self._owner.proven or self.position is not None))
+        """True if it is not known yet that the job's own rows depend on nothing but their sample."""
+        return not (self.trusted or self._owner.proven or self.position is not None)
 
-    def inherited(self, dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
-        """Return the samples whose rows other jobs have written."""
+    def unproven(self, dataset: Dataset, ids: Sequence[int]) -> list[frozenset[int]]:
+        """Return the samples whose rows other jobs have written, by shard, without proven shards.
+
+        Jobs with other code may have written to the same stretch, if its name does not tell them apart. So a
+        row of each shard is to be computed anew before others of that shard are used.
+        """
         folder = self._folder
-        return frozenset() if folder is None else self._among(folder.others, dataset, ids)
+        shards = folder.unproven if folder is not None else ()
+        groups = [self._among(keys, dataset, ids) for keys in shards]
+        return [group for group in groups if group]
+
+    def prove(self, dataset: Dataset, ids: Sequence[int]) -> None:
+        """Note that the rows of these samples are as they are computed now."""
+        if (folder := self._folder) is not None:
+            folder.prove(self._keys(dataset, ids))
 
     def _among(self, there: Set[bytes], dataset: Dataset, ids: Sequence[int]) -> frozenset[int]:
         keys = self._keys(dataset, ids)
@@ -289,9 +296,11 @@ class KeptStretch:
         found = [same_row(row, right) for row, right in kept if row is not None]
         if all(found):
             self.trusted = len(found) >= len(again)
+            if folder is not None and self.trusted:
+                folder.prove(keys)
             self._owner.proven |= self.trusted and self.position is None
             return self.trusted
-        alone = folder is None or not folder.others
+        alone = folder is None or not folder.has_others
         memory.clear(self._name)
         if folder is not None:
             folder.empty()

@@ -74,12 +74,12 @@ class EarlierRows:
         self._begins: dict[int, str] = {}
 
     def find(
-        self, ids: Sequence[int], *, anew: Callable[[frozenset[int]], Mapping[int, Row]]
+        self, ids: Sequence[int], *, anew: Callable[[Sequence[frozenset[int]]], Mapping[int, Row]]
     ) -> frozenset[int]:
         """Return the samples that begin with such a row, after rows of some gave the right features.
 
         Args:
-            anew: Computes the features of some of the samples from the samples themselves.
+            anew: Computes features from samples themselves, of one sample at least in each of some groups.
 
         Raises:
             UpriverError: If those samples cannot be computed.
@@ -87,8 +87,9 @@ class EarlierRows:
         self._begins, missing = {}, list(ids)
         for boundary, (_, stretch) in self._stretches.items():
             found = stretch.find(self._dataset, missing)
-            if found and (stretch.trusted or self._is_right(boundary, anew(found))):
-                stretch.trusted = self._kept.proven = True  # those samples had other places, too
+            shards = stretch.unproven(self._dataset, list(found))
+            if found and (not shards or self._is_right(boundary, anew(shards))):
+                self._kept.proven = True  # those samples had other places, too
                 self._begins |= dict.fromkeys(found, boundary)
                 missing = [sample for sample in missing if sample not in found]
         if self._begins:
@@ -137,6 +138,7 @@ class EarlierRows:
             log.info("features kept after %r are not used: %s", boundary, error_text(error))
             return False
         if right and all(same_row(got[sample], row) for sample, row in right.items()):
+            self._stretches[boundary][1].prove(self._dataset, list(right))
             return True
         log.warning("features kept after %r give others than are computed now: they are not used", boundary)
         return False

@@ -520,8 +520,8 @@ class FeatureSource:
     ) -> frozenset[int]:
         """Return the samples that begin with a row after an earlier freeze point."""
 
-        def anew(found: frozenset[int]) -> dict[int, Row]:
-            return self._compute_anew(dataset, self._check.some(found, self._read_ahead(dataset)), drawn)
+        def anew(groups: Sequence[frozenset[int]]) -> dict[int, Row]:
+            return self._compute_anew(dataset, self._check.some(groups, self._read_ahead(dataset)), drawn)
 
         try:
             found = earlier.find(ids, anew=anew)
@@ -580,7 +580,7 @@ class FeatureSource:
         found = self.stored.find(pool, question, ids, cut=cut, epoch=drawn)
         if not found or self.stored.is_trusted(question, cut=cut, epoch=drawn):
             return found
-        some, kept = self._check.some(found), dict[int, Row]()
+        some, kept = self._check.some([found]), dict[int, Row]()
         try:
             again = self._compute_anew(dataset, some, drawn)
             for batch in self.stored.fetch(pool, question, some, cut=cut, epoch=drawn):
@@ -625,10 +625,10 @@ class FeatureSource:
         if not found:
             return found
         try:
-            if stretch.needs_check:
-                theirs = stretch.inherited(dataset, list(found))
+            theirs = stretch.unproven(dataset, list(found))
+            if theirs or stretch.needs_check:
                 again = {} if theirs else self._check.noted(stretch, dataset, found)
-                some = self._check.some(theirs or found, self._read_ahead(dataset))
+                some = self._check.some(theirs or [found], self._read_ahead(dataset))
                 again = again or self._compute_anew(dataset, some, drawn, position=stretch.position)
                 if not stretch.check(dataset, again):
                     return frozenset()

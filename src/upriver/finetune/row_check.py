@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -40,18 +41,22 @@ class RowCheck:
         self._micro_batch, self._source, self._finish, self._rows_of = micro_batch, source, finish, rows_of
         self._noted: tuple[KeptStretch, Dataset, MicroBatch] | None = None
 
-    def some(self, found: frozenset[int], read: Sequence[tuple[int, ...]] = ()) -> list[int]:
+    def some(self, groups: Sequence[frozenset[int]], read: Sequence[tuple[int, ...]] = ()) -> list[int]:
         """Return the samples whose kept rows are computed anew before any is used, in whole micro-batches.
 
         Args:
+            groups: Samples whose rows were written at once. One of each is taken at least.
             read: Micro-batches that were read ahead. If they have enough of the samples, those are taken.
         """
-        passes = max(1, CHECKED_ROWS // self._micro_batch)
+        found = frozenset[int]().union(*groups)
+        passes = max(1, CHECKED_ROWS // self._micro_batch, -(-len(groups) // self._at_once))
         count = min(len(found), passes * self._at_once)
         there = [sample for ids in read[:passes] for sample in ids[: self._at_once] if sample in found]
-        if count and len(there) == count:
+        if count and len(there) == count and all(not group.isdisjoint(there) for group in groups):
             return there
-        return sorted(found)[:: max(1, len(found) // max(1, count))][:count]
+        spread = [sorted(group)[:: max(1, len(group) // count)] for group in groups]
+        turns = itertools.chain.from_iterable(itertools.zip_longest(*spread))
+        return [sample for sample in turns if sample is not None][:count]
 
     def anew(
         self, dataset: Dataset, ids: Sequence[int], drawn: int, *, position: int | None = None

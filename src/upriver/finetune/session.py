@@ -356,9 +356,10 @@ class Near:
         ahead = ReadAhead(direct, order.micro_batches[:two_steps], after_s=_worth_s(options))
         with contextlib.ExitStack() as unless_outlined:
             unless_outlined.callback(ahead.close)
-            others = trained_by_others(model) if options.keep is not None else []
+            keeps = options.keep is not None
+            others = trained_by_others(model) if keeps else []
             began = time.thread_time()
-            found = outline(model, example, autocast=options.autocast, trained_by_others=others)
+            found = outline(model, example, autocast=options.autocast, named=keeps, trained_by_others=others)
             seconds = time.thread_time() - began
             if found is None:
                 return None

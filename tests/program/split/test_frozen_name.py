@@ -36,7 +36,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def outline_of(model: Small, example: torch.Tensor = EXAMPLE, **given: Any) -> Split:
-    found = outline(model, example, **given)
+    found = outline(model, example, named=True, **given)
     assert found is not None
     return found
 
@@ -125,7 +125,7 @@ class Reading(torch.nn.Module):
 def named_reading(example: torch.Tensor, gain: float = 1.0, table_rows: int = 2) -> str:
     torch.manual_seed(0)
     model = torch.nn.Sequential(Reading(gain, table_rows).requires_grad_(False), torch.nn.Linear(4, 2))
-    found = outline(model, example)
+    found = outline(model, example, named=True)
     assert found is not None
     return outline_digest(model, found, example, autocast=None, granularity="module")
 

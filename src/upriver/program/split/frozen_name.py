@@ -9,9 +9,6 @@ again.
 
 from __future__ import annotations
 
-import logging
-import math
-import secrets
 from collections.abc import Iterator
 from typing import Literal
 
@@ -23,16 +20,10 @@ from upriver.cache import Cache
 from upriver.program.graph.artifact_paths import DIGEST
 from upriver.program.graph.executor import Program
 from upriver.program.graph.liveness import Granularity
-from upriver.program.split.proof_cache import code_facts, digest_of, machine_facts, value_fact
+from upriver.program.split.proof_cache import code_facts, digest_of, machine_facts
 from upriver.program.split.split import Split
-from upriver.text import error_text
-
-log = logging.getLogger("upriver")
 
 SCHEMA: Literal["upriver.frozen-name/1"] = "upriver.frozen-name/1"
-
-FAR = 8.0
-"""Scale of the second fixed sample: values that only rare inputs have, so that limits and ranges show."""
 
 _NAMES = Cache("names")
 _POINTS = Cache("freeze_points")
@@ -139,31 +130,11 @@ def outline_digest(
     of two fixed samples count, since a forward may read what no module holds, such as a global variable.
 
     Args:
+        outline: Made with ``named=True``.
         example: A micro-batch of inputs.
     """
     facts = _facts(model, outline, example, autocast=autocast, granularity=granularity)
-    return digest_of((*facts, *outline.values, *_features_of_fixed_samples(outline, example)))
-
-
-def _features_of_fixed_samples(outline: Split, example: torch.Tensor) -> Iterator[str]:
-    """Yield what the frozen part gives for two samples of an example's form, which every job makes alike.
-
-    If the forward refuses them, yield what no other job yields.
-    """
-    shape = (2, *example.shape[1:])
-    if example.is_floating_point():
-        made = torch.randn(
-            shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu"
-        )
-        made[1] *= FAR
-    else:
-        made = torch.arange(math.prod(shape), device="cpu").reshape(shape) % 2  # every table has two rows
-    try:
-        crossing = outline.eager.run([made.to(example.device, example.dtype)], 0, 1) if outline.eager else ()
-        yield from (value_fact(str(number), tensor) for number, tensor in enumerate(crossing))
-    except Exception as error:  # the user's forward
-        log.info("features of earlier jobs are found once the frozen part is captured: %s", error_text(error))
-        yield secrets.token_hex()
+    return digest_of((*facts, *outline.values, *outline.features))
 
 
 def _facts(

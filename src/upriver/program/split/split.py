@@ -13,6 +13,8 @@ These splits are tried in order. Each is tried only after the proof of the previ
 from __future__ import annotations
 
 import contextlib
+import logging
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +47,9 @@ from upriver.program.split.proof_cache import (
 from upriver.program.split.tail import Tail
 from upriver.program.split.verification import Proof, Refuted, check_tail
 from upriver.program.tensor_layouts import refusing
+from upriver.text import error_text
+
+log = logging.getLogger("upriver")
 
 
 class UnsplitModel(nn.Module):
@@ -126,6 +131,7 @@ class Split:
         earlier: Outlines that end at freeze points of other jobs, before this one, the last of them first.
         reads: Parameters and buffers that the frozen prefix reads, by name.
         values: Form and values of each of `reads`, as text, of an outline.
+        features: Features of two fixed samples, as text, of an outline that is to be named.
         tail: Runs the rest, from the tensors that cross the freeze point (or from the inputs).
         in_eval: Modules that stay in eval regardless of ``model.train()``.
         prefix_units: Frozen modules that run in the program.
@@ -149,6 +155,7 @@ class Split:
     earlier: tuple[Split, ...] = ()
     reads: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
     faster: FasterPrefix | None = None
 
     @property
@@ -226,6 +233,7 @@ def outline(
     example: Inputs,
     *,
     autocast: torch.dtype | None = None,
+    named: bool = False,
     trained_by_others: Sequence[Collection[str]] = (),
 ) -> Split | None:
     """Find the freeze point of a model, and the two parts around it, without capturing a program.
@@ -234,6 +242,7 @@ def outline(
     samples, in training and in eval, unless an earlier job has done so. Nothing else is proven.
 
     Args:
+        named: Whether the frozen part is to be named by its features, too.
         trained_by_others: For each other job, the names of the parameters that it trains. If more of them are
             trained than here, the outline of that job is added as `Split.earlier`. Nothing there is proven.
 
@@ -246,7 +255,8 @@ def outline(
         ModelError: As :func:`split`.
         ConfigError: As :func:`split`.
     """
-    return _Splitting(model, Example.of(example), autocast, lambda text: None).outline(trained_by_others)
+    job = _Splitting(model, Example.of(example), autocast, lambda text: None)
+    return job.outline(trained_by_others, named=named)
 
 
 class _Splitting:
@@ -259,6 +269,7 @@ class _Splitting:
         self.attempts: list[Attempt] = []
         self.left: dict[str, str] = {}  # modules that no program can hold, and why
         self._values: dict[str, str] = {}  # parameters and buffers that were read, as text
+        self._named = False
 
     def run(self, granularity: Granularity) -> Split:
         check_trainable(self.model)
@@ -270,7 +281,8 @@ class _Splitting:
             self.attempts.insert(0, Attempt(step="trace", why_not=str(error)))
             return self._unsplit(frozen_units(self.model))
 
-    def outline(self, trained_by_others: Sequence[Collection[str]]) -> Split | None:
+    def outline(self, trained_by_others: Sequence[Collection[str]], *, named: bool) -> Split | None:
+        self._named = named
         check_trainable(self.model)
         with contextlib.suppress(CaptureError), refusing(_NOT_WATCHED), state_kept(self.model):
             units = frozen_units(self.model)
@@ -363,7 +375,28 @@ class _Splitting:
         }
         self._values |= {name: value_fact(name, tensors[name]) for name in reads if name not in self._values}
         found = self._split(calls, point, tail, None, in_eval, 0.0)
-        return replace(found, eager=eager, reads=reads, values=tuple(self._values[name] for name in reads))
+        return replace(
+            found,
+            eager=eager,
+            reads=reads,
+            values=tuple(self._values[name] for name in reads),
+            features=tuple(self._features(eager)) if self._named else (),
+        )
+
+    def _features(self, eager: EagerPrefix) -> Iterator[str]:
+        """Yield what the frozen part gives for two samples that every job makes alike.
+
+        A forward may read what no module holds. If it refuses them, yield what no other job yields.
+        """
+        given = [_fixed(each) if self.example.holds_samples(each) else each for each in self.example.tensors]
+        try:
+            for number, tensor in enumerate(eager.run(given, 0, eager.num_stages)):
+                yield value_fact(str(number), tensor)
+        except Exception as error:  # the user's forward
+            log.info(
+                "features of earlier jobs are found once the frozen part is captured: %s", error_text(error)
+            )
+            yield secrets.token_hex()
 
     def _run(self, granularity: Granularity) -> Split:
         units = frozen_units(self.model)
@@ -539,6 +572,22 @@ class _Splitting:
             why_not=self.attempts[0].why_not,
             attempts=tuple(self.attempts),
         )
+
+
+def _fixed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return two fixed samples of a tensor's form: of both signs, and as of pixels. Integers are 0 and 1."""
+    shape = tensor.shape[1:]
+    if tensor.is_floating_point():
+        seed = torch.Generator().manual_seed(0)
+        made = torch.stack(
+            [
+                torch.randn(shape, generator=seed, dtype=torch.float32, device="cpu"),
+                torch.rand(shape, generator=seed, dtype=torch.float32, device="cpu"),
+            ]
+        )
+    else:
+        made = torch.arange(2 * shape.numel(), device="cpu").reshape(2, *shape) % 2  # a table has two rows
+    return made.to(tensor.device, tensor.dtype)
 
 
 def _read_before(calls: Trace, point: FreezePoint) -> tuple[str, ...]:
