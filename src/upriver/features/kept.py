@@ -241,7 +241,8 @@ class KeptStretch:
         """
         folder = self._folder
         shards = folder.unproven if folder is not None else ()
-        groups = [self._among(keys, dataset, ids) for keys in shards]
+        by_key = dict(zip(self._keys(dataset, ids), ids, strict=True)) if shards else {}
+        groups = (frozenset(by_key[key] for key in keys & by_key.keys()) for keys in shards)
         return [group for group in groups if group]
 
     def prove(self, dataset: Dataset, ids: Sequence[int]) -> None:
