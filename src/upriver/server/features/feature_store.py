@@ -199,11 +199,16 @@ class FeatureStore:
             rows: StoredStretch = stretches.StoredStretch(store, features_path(place, digest), digest)
             self._open[key] = _Open(tenant, place, rows, self._hold(0))
         self._open.move_to_end(key)
-        own = [each for each, entry in self._open.items() if entry.tenant.name == tenant.name]
-        idle = [each for each in own[:-1] if self._open[each].is_idle]
-        for each in idle[: max(0, len(own) - MOST_STRETCHES)]:
-            self._open.pop(each).index.release()
+        if len(self._open) > MOST_STRETCHES:
+            self._drop_oldest(tenant)
         return self._open[key]
+
+    def _drop_oldest(self, tenant: Tenant) -> None:
+        """Drop a tenant's stretches that nobody uses, as many as are too many; never the one used last."""
+        own = [key for key, entry in self._open.items() if entry.tenant.name == tenant.name]
+        idle = [key for key in own[:-1] if self._open[key].is_idle]
+        for key in idle[: max(0, len(own) - MOST_STRETCHES)]:
+            self._open.pop(key).index.release()
 
     async def _look(self, entry: _Open) -> None:
         """List a folder if that was long ago. Rows without memory for their index count as missing."""
