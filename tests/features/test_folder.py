@@ -463,17 +463,19 @@ def test_folder_jobs_write_in_turns_and_read_what_the_others_wrote(tmp_path: Pat
 def test_folder_has_a_row_of_each_shard_of_others_to_prove(tmp_path: Path) -> None:
     one, other = opened(tmp_path), opened(tmp_path)
     assert one.append(rows(range(3))) and one.append(rows(range(3, 5)))
-    assert not one.unproven and not one.has_others
+    assert not one.unproven(one.keys) and not one.has_others
     other.refresh()
     assert other.has_others
-    assert set(other.unproven) == {frozenset(rows(range(3))), frozenset(rows(range(3, 5)))}
-    other.prove(list(rows([4])))
-    assert other.unproven == [frozenset(rows(range(3)))]
-    other.prove(list(rows([1])))
-    assert not other.unproven
+    everything = list(rows(range(8)))
+    assert other.unproven(everything) == [everything[:3], everything[3:5]]
+    assert other.unproven(everything[1:2]) == [everything[1:2]]
+    other.prove(everything[4:5])
+    assert other.unproven(everything) == [everything[:3]]
+    other.prove(everything[1:2])
+    assert not other.unproven(everything)
     assert one.append(rows(range(6)))
     other.refresh()
-    assert other.unproven == [frozenset(rows([5]))]
+    assert other.unproven(everything) == [everything[5:6]]
 
 
 def test_folder_row_in_two_shards_is_lost_with_the_one_that_it_is_read_from(tmp_path: Path) -> None:
@@ -486,7 +488,7 @@ def test_folder_row_in_two_shards_is_lost_with_the_one_that_it_is_read_from(tmp_
     shutil.copy(second, first.parent)
     kept.refresh()
     assert_kept(kept, rows(range(3)))
-    assert kept.unproven == [frozenset(rows([2]))]
+    assert kept.unproven(list(rows(range(3)))) == [list(rows([2]))]
     kept.empty()
     assert not kept.keys
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
@@ -124,13 +124,16 @@ class StretchFolder:
         with self._lock:
             return not self._shards.keys() <= self._written
 
-    @property
-    def unproven(self) -> Sequence[AbstractSet[bytes]]:
-        """Keys of the rows of each shard that another job has written, unless one of them was proven."""
+    def unproven(self, keys: Iterable[bytes]) -> Sequence[Sequence[bytes]]:
+        """Return the keys whose rows other jobs have written, by shard, without shards that were proven."""
+        groups: dict[Path, list[bytes]] = {}
         with self._lock:
-            paths = self._shards.keys() - self._written - self._proven
-            shards = [self._shards[path] for path in sorted(paths)]
-            return [frozenset(key for key in each.keys if self._is_at(key, each)) for each in shards]
+            known = self._written | self._proven
+            for key in keys:
+                place = self._places.get(key)
+                if place is not None and place[0].path not in known:
+                    groups.setdefault(place[0].path, []).append(key)
+        return list(groups.values())
 
     def prove(self, keys: Sequence[bytes]) -> None:
         """Note that these rows are as they are computed now. So their shards are of the same code."""
@@ -286,13 +289,10 @@ class StretchFolder:
         shard = self._shards.pop(path, None)
         self._files.close(path)
         for key in shard.keys if shard is not None else ():
-            if self._is_at(key, shard):
+            place = self._places.get(key)
+            if place is not None and place[0] is shard:
                 del self._places[key]
         self._keys = None
-
-    def _is_at(self, key: bytes, shard: Shard | None) -> bool:
-        place = self._places.get(key)
-        return place is not None and place[0] is shard
 
     def _on_disk(self) -> list[Path]:
         with suppress(OSError):

@@ -240,10 +240,10 @@ class KeptStretch:
         row of each shard is to be computed anew before others of that shard are used.
         """
         folder = self._folder
-        shards = folder.unproven if folder is not None else ()
-        by_key = dict(zip(self._keys(dataset, ids), ids, strict=True)) if shards else {}
-        groups = (frozenset(by_key[key] for key in keys & by_key.keys()) for keys in shards)
-        return [group for group in groups if group]
+        if folder is None or not folder.has_others:
+            return []
+        by_key = dict(zip(self._keys(dataset, ids), ids, strict=True))
+        return [frozenset(by_key[key] for key in group) for group in folder.unproven(by_key)]
 
     def prove(self, dataset: Dataset, ids: Sequence[int]) -> None:
         """Note that the rows of these samples are as they are computed now."""
